@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,75 +62,14 @@ class Timed(find("{name}")):
 """The environment `name`, whose scores say how long reading and scoring the text took."""
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """An environment, tasks of every kind that it reads answers for, and the tool that takes one.
-
-    Args:
-        only_messages: it reads conversations, not bare responses.
-        too_long: a response to the first task that is too long to be right.
-    """
-
-    tasks: tuple[str | dict[str, Any], ...]
-    tool: str = "finish"
-    argument: str = "answer"
-    only_messages: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    too_long: str = ""
-
-
-COURSE = {
-    "user_query": "What is asked?",
-    "task_summary": "A query.",
-    "route_plan": ['/general-search(query="What is asked", mode=rag)', "/math(What is asked)"],
-    "route_rationale": "It is needed.",
-    "expected_artifacts": ["- what /general-search found"],
-    "thinking_outline": ["1. What is asked"],
-    "handoff_plan": "/general-search -> /math -> router QA (verify: it fits)",
-    "todo_list": ["- [ ] /math: What is asked"],
-    "difficulty": "intermediate",
-    "tags": ["query"],
-    "acceptance_criteria": ["- the answer is what the query asks for"],
-    "metrics": {"primary": ["the answer is right"], "secondary": ["number of steps"]},
+SCORERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SCORERS["router"]["tasks"].append(SCORERS["router"].pop("course"))
+TOO_LONG = {
+    "math": f"\\boxed{{{'9' * 301}}}",
+    "code": f"```python\nf = {'1' * 50_000}\n```",
+    "gaia": "9" * 10_001,
 }
-
-SCORERS = {
-    "math": Scorer(
-        (
-            {"problem": "p", "solution": "s", "answer": r"\frac{1}{2}"},
-            {"question": "q", "answer": "#### 42"},
-            {"question": "q", "options": ["A)1", "B)2"], "correct": "B"},
-        ),
-        too_long=f"\\boxed{{{'9' * 301}}}",
-    ),
-    "code": Scorer(
-        (
-            {"instruction": "i", "entry_point": "f", "code": "def f(x):\n    return x",
-             "testcase": ["assert f(1) == 1", "assert f(2) == 2"]},
-            {"instruction": "i", "tests": [{"input": "1", "output": "1"},
-                                           {"input": "2", "output": "2"}]},
-        ),
-        tool="submit",
-        argument="code",
-        too_long=f"```python\nf = {'1' * 50_000}\n```",
-    ),
-    "gaia": Scorer(
-        tuple({"Question": "q", "Final answer": gold} for gold in ("17", "a, 17", "one word")),
-        tool="final_answer",
-        settings={"unfinished": "drop"},
-        too_long="9" * 10_001,
-    ),
-    "mhqa": Scorer(({"question": "q", "answer": "Paris"},)),
-    "tau": Scorer(("mini_retail/ordered_by_mistake",), tool="get_order", only_messages=True),
-    "video": Scorer(
-        (
-            {"question": "q", "options": ["a dog", "blue sky"], "answer": 1},
-            {"question": "q", "answer": "a dog"},
-        )
-    ),
-    "swe": Scorer(("swe-wordcount-slow",), settings={"check_gold": False}),
-    "router": Scorer(("sample-three-02", COURSE)),
-}  # fmt: skip
+"""A response to the first task that is too long to be right."""
 
 
 @pytest.mark.parametrize("every", [27, pytest.param(1, marks=pytest.mark.slow)])
@@ -151,29 +90,31 @@ def test_no_text_keeps_a_scorer_busy_or_makes_it_fail(
         for number, (text_name, text) in enumerate(adversarial_texts()):
             if text_name in SAMPLE or number % every == 0:
                 for answer in answers_of(scorer, text):
-                    for task in scorer.tasks:
+                    for task in scorer["tasks"]:
                         write(text_name, {"task": task, **answer})
-        if scorer.too_long:
-            write("too long", {"task": scorer.tasks[0], "response": scorer.too_long})
+        if name in TOO_LONG:
+            write("too long", {"task": scorer["tasks"][0], "response": TOO_LONG[name]})
     found = envserver.score(
-        f"{environment}:Timed", tmp_path / "rows.jsonl", env=scorer.settings, processes=1
+        f"{environment}:Timed", tmp_path / "rows.jsonl", env=scorer.get("settings", {}), processes=1
     )
     scored = list(zip(names, found.rows, strict=True))
     assert {n: row["error"] for n, row in scored if row["error"]} == {}
     seconds = [(row["metrics"]["cpu_seconds"], n) for n, row in scored]
     most = cpu_limit(CPU_SECONDS)
     assert [one for one in sorted(seconds, reverse=True) if one[0] >= most] == []
-    if scorer.too_long:
+    if name in TOO_LONG:
         assert (scored[-1][1]["reward"], scored[-1][1]["metrics"]["too_long"]) == (0.0, 1.0)
 
 
-def answers_of(scorer: Scorer, text: str) -> Iterator[dict[str, Any]]:
+def answers_of(scorer: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:
     """Yields the text as a response, as the last message, and as what a tool was called with."""
     asked = {"role": "user", "content": "q"}
-    arguments = json.dumps({scorer.argument: text}, ensure_ascii=False)
-    functions = ({"name": scorer.tool, "arguments": said} for said in (arguments, text))
+    arguments = json.dumps({scorer.get("argument", "answer"): text}, ensure_ascii=False)
+    functions = (
+        {"name": scorer.get("tool", "finish"), "arguments": said} for said in (arguments, text)
+    )
     calls = ({"id": "call_1", "type": "function", "function": function} for function in functions)
-    if not scorer.only_messages:
+    if not scorer.get("only_messages"):
         yield {"response": text}
     yield {"messages": [asked, {"role": "assistant", "content": text}]}
     for call in calls:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +20,7 @@ from support.websites import KEY, QUESTION, websites
 READER = Path(__file__).parents[2] / "support" / "gaia_reader.py"
 AGENTS = ("code", "tools", "plain")
 MEMBERS = 3
-TRIES = """
-import os
-os.symlink("/etc/passwd", "link")
-os.symlink("/", "root")
-os.mkfifo("fifo")
-print(write_file("notes/a.txt", "one"))
-print(append_to_file("notes/a.txt", " and two"))
-print(read_file("/work/notes/a.txt"))
-assert open("notes/a.txt").read() == "one and two"
-refused = 0
-for tool, *arguments in (
-    (read_file, "/etc/passwd"), (read_file, "../../etc/passwd"), (read_file, "link"),
-    (read_file, "root/etc/passwd"), (read_file, "fifo"), (read_file, "none.txt"),
-    (read_file, "notes/../../etc/passwd"), (read_file, "a" + chr(0)),
-    (write_file, "/tmp/x", "x"), (write_file, "link", "x"), (write_file, "root/tmp/x", "x"),
-    (write_file, "../x", "x"), (write_file, "big", "x" * 1_000_001), (write_file, "notes", "x"),
-    (append_to_file, "fifo", "x"), (append_to_file, "link", "x"),
-):
-    try:
-        tool(*arguments)
-    except RuntimeError as error:
-        refused += 1
-        print(arguments[0], error)
-print("refused", refused)
-answer = 7
-"""
-
-
-LOOKS = """
-print(web_search("herons"))
-print(visit_page("SITE/page"))
-for place in ("SITE/leak", "SITE/none"):
-    try:
-        visit_page(place)
-    except RuntimeError as error:
-        print(error)
-answer = 7
-"""
+CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -94,7 +58,7 @@ def steps_of(group: dict[str, Any]) -> list[Any]:
 
 
 def test_file_tools_stay_in_the_folder_of_the_rollout(copy: Path) -> None:
-    (group,) = process(write_copy(copy, {"Solution": TRIES}), "--env.files", "true")
+    (group,) = process(write_copy(copy, {"Solution": CASES["tries"]}), "--env.files", "true")
     ((step, _),) = steps_of(group)
     assert step["error"] is None, step["observation"]
     told = step["observation"]
@@ -147,7 +111,7 @@ async def test_a_recorded_run_is_seen_again_offline(
 
     async with websites() as sites:
         site = sites.url
-        write_copy(copy, {"Question": QUESTION, "Solution": LOOKS.replace("SITE", site)})
+        write_copy(copy, {"Question": QUESTION, "Solution": CASES["looks"].replace("SITE", site)})
         monkeypatch.setenv("TAVILY_API_KEY", KEY)
         recorded = await run("record", site)
         assert sites.asked == {"/search": 1, "/page": 1, "/leak": 1, "/none": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,35 +23,8 @@ from support.extent import examples
 import envserver
 from envserver import ExecResult, InputError, SandboxSpec
 
-DOCKERFILE = """\
-FROM python:3.12-slim
-# The workspace.
-WORKDIR /app
-ENV GREETING=hello \\
-    PLACE=/app/data
-COPY numbers.txt /app/
-COPY data ./data
-"""
-PASSES = """\
-cd /app
-if [ "$(cat total.txt)" = "$WANTED" ] && [ "$GREETING" = hello ] && [ -f "$PLACE/note.txt" ] \\
-    && [ ! -e old.txt ] && [ -f /tests/extra/expected.txt ]; then
-  echo 1 > /logs/verifier/reward.txt
-else
-  echo 0 > /logs/verifier/reward.txt
-fi
-"""
-UNTIDY = """\
-ln -s /usr/bin/env way_out
-echo note > first.txt && ln first.txt second.txt
-echo gone > secret.txt && chmod 000 secret.txt
-"""
-SOLVES = """\
-ls /tests /logs 2> /dev/null
-awk '{ sum += $1 } END { print sum }' /app/numbers.txt > /app/total.txt
-rm /app/data/old.txt
-mkdir -p .harbor/logs/verifier && echo 1 > .harbor/logs/verifier/reward.txt
-"""
+CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+PASSES, SOLVES = CASES["passes"], CASES["solves"]
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -69,7 +43,7 @@ def task(folder: Path, test: str = PASSES, solve: str = SOLVES, **more: str) -> 
     files = {
         "task.toml": toml,
         "instruction.md": "Write the sum of /app/numbers.txt into /app/total.txt.",
-        "environment/Dockerfile": DOCKERFILE,
+        "environment/Dockerfile": CASES["dockerfile"],
         "environment/numbers.txt": "1\n2\n3\n",
         "tests/test.sh": test.replace("old.txt", "data/old.txt"),
         "tests/extra/expected.txt": "6",
@@ -97,7 +71,7 @@ def test_tasks_are_played_in_the_sandbox_and_judged_by_their_tests(tmp_path: Pat
     task(tmp_path / "named", test='echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json')
     task(tmp_path / "solved")
     tests_links = "if [ -x way_out ] && [ -f second.txt ]; then\n  " + PASSES + "fi"
-    task(tmp_path / "untidy", test=tests_links, solve=UNTIDY + SOLVES)
+    task(tmp_path / "untidy", test=tests_links, solve=CASES["untidy"] + SOLVES)
     task(tmp_path / "wrong", solve=SOLVES.replace("print sum", "print sum + 1"))
     played = play(tmp_path)
     # A reward that was not written is a failure of ours, not 0; planted ones do not count.
@@ -118,20 +92,10 @@ def test_a_full_disk_is_the_agents_fault(tmp_path: Path) -> None:
     assert trajectory.score.reward == 0.0 and "too_large" in trajectory.output
 
 
-AGENT = """\
-import json, os, subprocess, urllib.request
-asked = {"model": "sim", "messages": [{"role": "user", "content": "How?"}]}
-key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode(), key)).read()
-subprocess.run("echo 6 > total.txt; rm data/old.txt", shell=True, check=True)
-"""
-
-
 @pytest.mark.thorough
 def test_another_program_solves_a_task(tmp_path: Path) -> None:
     test = PASSES.replace('&& [ "$GREETING" = hello ] && [ -f "$PLACE/note.txt" ]', "")
-    write(task(tmp_path / "tasks/sum", test=test), **{"../../agent/agent.py": AGENT})
+    write(task(tmp_path / "tasks/sum", test=test), **{"../../agent/agent.py": CASES["agent"]})
     agent = {"command": "python3 {folder}/agent.py", "folder": tmp_path / "agent"}
     (trajectory,) = play(tmp_path / "tasks", agent=agent).values()
     assert (trajectory.score.reward, trajectory.flags) == (1.0, ["foreign_agent"])

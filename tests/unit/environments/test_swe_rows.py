@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import tarfile
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from textwrap import dedent
@@ -33,6 +34,7 @@ from envserver.proxy.attempts import ProxyAttempt
 from envserver.sandbox import Open, SandboxService, WatchedSandboxes, service
 from envserver.sandbox.attempt_sandboxes import AttemptSandboxes
 
+CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 ROW = "ENVSERVER_TEST_SWE_ROW"
 IMAGE = fake_engine.WITH_REPOSITORY
 WRONG = "def double(x):\n    return x + 3\n\n\ndef one():\n    return 1\n"
@@ -328,43 +330,6 @@ async def test_an_image_of_a_real_engine(docker_image: str, tmp_path: Path) -> N
 # Task folders.
 
 OWN = {"tool/__init__.py": "", "tool/core.py": WRONG, "tool/text.py": "A = 1\r\n", "notes": "n\n"}
-HIDDEN = """
-import asyncio
-import unittest
-
-import pytest
-from tool.core import double, one
-
-
-@pytest.mark.parametrize("x", [4, 7])
-def test_double(x):
-    assert double(x) == 2 * x
-
-
-class TestDouble(unittest.TestCase):
-    def test_seven(self):
-        self.assertEqual(double(7), 14)
-
-
-class TestLater(unittest.IsolatedAsyncioTestCase):
-    async def test_later(self):
-        await asyncio.sleep(0)
-        self.assertEqual(double(8), 16)
-
-
-class TestPlain:
-    def test_seven(self, tmp_path):
-        for x in (1, 7):
-            assert double(x) == x + x
-
-
-def test_one():
-    assert one() == 1
-"""
-FAIL = [
-    "test_double[4]", "test_double[7]", "TestDouble::test_seven", "TestLater::test_later",
-    "TestPlain::test_seven",
-]  # fmt: skip
 
 
 def patch(new: dict[str, str], removed: tuple[str, ...] = ()) -> str:
@@ -378,7 +343,7 @@ GOLD = patch({"tool/core.py": RIGHT})
 def write_task(folder: Path, **changes: Any) -> Path:
     """A folder with a task as it is documented."""
     (folder / "hidden" / "tests").mkdir(parents=True)
-    (folder / "hidden" / "tests" / "test_core.py").write_text(HIDDEN)
+    (folder / "hidden" / "tests" / "test_core.py").write_text(CASES["hidden"])
     with tarfile.open(folder / "repo.tar", "w") as tar:
         for path, text in OWN.items():
             info = tarfile.TarInfo(f"./{path}")
@@ -386,7 +351,7 @@ def write_task(folder: Path, **changes: Any) -> Path:
             tar.addfile(info, io.BytesIO(text.encode()))
     row = bench_row(
         patch=GOLD, test_patch="", repo_archive="repo.tar", hidden_tests="hidden",
-        FAIL_TO_PASS=json.dumps([f"tests/test_core.py::{name}" for name in FAIL]),
+        FAIL_TO_PASS=json.dumps([f"tests/test_core.py::{name}" for name in CASES["fail"]]),
         PASS_TO_PASS='["tests/test_core.py::test_one"]', test_cmd=["false"], wall=20,
         python=">=3.10", requires=["pytest>=7"], protected=["notes", "docs/**"],
     )  # fmt: skip
@@ -449,13 +414,6 @@ FORMS = {
 }  # fmt: skip
 
 
-CHEATS = (
-    "tests that are not run", "tests found among all classes", "a patched report, disguised",
-    "assertions of unittest that hold", "numbers beyond what is written", "a patched call",
-    "exit status at the end", "a skip in each call", "a child that goes on",
-)  # fmt: skip
-
-
 @pytest.mark.asyncio(loop_scope="module")
 async def test_honest_patches_are_rewarded_in_any_form_and_no_cheat_is(
     rooms: Sandboxes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -473,30 +431,18 @@ async def test_honest_patches_are_rewarded_in_any_form_and_no_cheat_is(
         assert (await swe.score(task, swe.response_from_row(said, []))).reward == reward
     # Also without the search for suspicious code.
     monkeypatch.setattr("envserver_environments.swe.grading.FRAUD", frozenset())
-    cheats = {name: patch({"tool/core.py": WRONG + dedent(PROGRAMS[name])}) for name in CHEATS}
-    assert await paid(cheats) == dict.fromkeys(CHEATS, 0.0)
+    cheats = {
+        name: patch({"tool/core.py": WRONG + dedent(PROGRAMS[name])}) for name in CASES["cheats"]
+    }
+    assert await paid(cheats) == dict.fromkeys(cheats, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("added", "fraud"),
-    [
-        ("class A:\n    def __eq__(self, other): return self is self", True),
-        ("class A:\n    def __eq__(self, other): return other == other", True),
-        ("A = type('A', (), {'__eq__': lambda s, o: bool(s)})", True),
-        ("class A:\n    __eq__ = lambda s, o: bool(s)", True),
-        ("x = getattr(y, '__co' + 'de__')", True),
-        ("x = getattr(y, f\"{'f_'}{'back'}\")", True),
-        ("m = __import__('unit' + 'test')", True),
-        ("import traceback\nx = traceback.extract_stack()", True),
-        ("import warnings\nwarnings.warn('old', DeprecationWarning, stacklevel=2)", False),
-        ("class A:\n    def __eq__(self, other): return self.x == other.x", False),
-        ("class A:\n    def __lt__(self, other): return NotImplemented if other else False", False),
-        ("text = 'a' + 'b' + f'{1}'", False),
-    ],
-)
-def test_what_suspicious_code_is(added: str, fraud: bool) -> None:
-    found = added_suspicions(tree_of({}), tree_of({"a.py": added}))
-    assert bool(found.keys() & FRAUD) is fraud
+def test_what_suspicious_code_is() -> None:
+    def is_fraud(added: str) -> bool:
+        return bool(added_suspicions(tree_of({}), tree_of({"a.py": added})).keys() & FRAUD)
+
+    assert [added for added in CASES["fraud"] if not is_fraud(added)] == []
+    assert [added for added in CASES["no_fraud"] if is_fraud(added)] == []
 
 
 def test_answers_to_rows_are_scored_by_the_command(tmp_path: Path) -> None:

@@ -274,6 +274,7 @@ def test_the_command_says_what_is_wrong(folder: Path) -> None:
     ran = envserver("check", "--env", "bad.jsonl", *flags, folder=folder)
     assert ran.returncode == 2 and "4 of 5 rows make no task" in ran.stderr
     assert f"{folder.resolve() / 'bad.jsonl'}:2: " in ran.stderr
-    flags[-1] = "my_rewards.py:exakt"
-    ran = envserver("check", "--env", "sums.jsonl", *flags, folder=folder)
-    assert ran.returncode == 2 and "has no function 'exakt'" in ran.stderr
+    reward = f"{folder / 'my_rewards.py'}:exakt"
+    made = Environment.from_rows(ROWS, prompt="question", reward=reward)()
+    with pytest.raises(ConfigError, match="has no function 'exakt'"):
+        made.score(next(made.tasks("train")), Result(output="5"))
