@@ -1,4 +1,4 @@
-"""The environment `gaia` whose web is that of `websites`, for test_gaia_replay.py.
+"""The environment `gaia` whose web is that of `websites`, for test_gaia_runs.py.
 
 A row's question is `<agent> <number>`; each agent of it looks at the same web in its own way.
 """

@@ -54,6 +54,10 @@ def test_the_sample_has_the_documented_tasks_and_half_of_their_tests_is_hidden()
     for task in tasks:
         seen, hidden = task.public["tests"], task.hidden["tests"]
         assert 0 <= len(hidden) - len(seen) <= 2 and not set(seen) & set(hidden)
+        known = list(Code().known_results(task))
+        assert len({result.name for result in known}) == len(known) > 30
+        paid = [result.name for result in known if result.most > 0]
+        assert paid == ["gold", "gold as an answer in full"]
 
 
 async def test_all_references_pass_and_agree_with_themselves(rooms: Sandboxes) -> None:
@@ -106,11 +110,8 @@ async def test_no_cheat_is_rewarded_for_any_task(rooms: Sandboxes) -> None:
 
     async with asyncio.TaskGroup() as checks:
         for task in env.tasks("test"):
-            known = list(env.known_results(task))
-            paid = [result.name for result in known if result.most > 0]
-            assert paid == ["gold", "gold as an answer in full"]
-            for one in known:
-                checks.create_task(check(task, one))
+            for known in env.known_results(task):
+                checks.create_task(check(task, known))
 
 
 # Where rows come from.

@@ -35,43 +35,40 @@ FENCED_INSIDE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (f"```python\n{GOOD}```", GOOD),
-        (f"Here:\n```py\n{GOOD}```\nDone.", GOOD),
-        (f"```\n{GOOD}```", GOOD),
-        (f"~~~python\n{GOOD}~~~", GOOD),
-        (f"````python\n{GOOD}````", GOOD),
-        (f"```python\r\n{GOOD}```\r\n", GOOD),
-        ("1. So:\n   ```python\n   def twice(x):\n       return 2 * x\n   ```\n", GOOD),
-        (f"```python\n{GOOD.rstrip()}```", GOOD.rstrip()),
-        ("```python\ndef twice(x): return 2 * x```", "def twice(x): return 2 * x"),
-        (f"```python\ndef twice(x): pass```\nNo:\n```python\n{GOOD}```", GOOD),
-        (f"```python\n{FENCED_INSIDE}```\nSo.", FENCED_INSIDE),
+FOUND = {
+    GOOD: [
+        f"```python\n{GOOD}```", f"Here:\n```py\n{GOOD}```\nDone.", f"```\n{GOOD}```",
+        f"~~~python\n{GOOD}~~~", f"````python\n{GOOD}````", f"```python\r\n{GOOD}```\r\n",
+        "1. So:\n   ```python\n   def twice(x):\n       return 2 * x\n   ```\n",
+        f"```python\ndef twice(x): pass```\nNo:\n```python\n{GOOD}```",
         # The last block that defines the function, whatever stands behind it.
-        (f"```python\ndef twice(x): pass\n```\n```python\n{GOOD}```\n```bash\nls\n```", GOOD),
-        (f"```python\n{GOOD}```\nUse:\n```python\ntwice(3)\n```", GOOD),
-        (f"```python\n{GOOD}```\n```python\ndef twice(x:\n```", GOOD),
-        ("```python\ntwice = lambda x: 2 * x\n```", "twice = lambda x: 2 * x\n"),
-        ("```python\nfrom m import double as twice\n```", "from m import double as twice\n"),
-        # Else the last block, which will fail by itself.
-        ("```python\na = 1\n```\n```python\nb = 2\n```", "b = 2\n"),
-        ("```python\nclass A:\n    def twice(self, x): pass\n```\n```\nno\n```", "no\n"),
-        ("```python\ndef twice(x)\n```", "def twice(x)\n"),
-        # Thoughts are not looked at.
-        (f"<think>```python\nbad\n```</think>```python\n{GOOD}```", GOOD),
-        (f"<think>hm</think>\n<think>\n```python\n{GOOD}```", None),
-        (f"<think>\n```python\n{GOOD}```\n</think>\nDone.", None),
-        # Text without a closed fence is not a program.
-        (GOOD, None),
-        (f"```python\n{GOOD}", None),
-        ("`twice(x)`", None),
-        ("", None),
+        f"```python\ndef twice(x): pass\n```\n```python\n{GOOD}```\n```bash\nls\n```",
+        f"```python\n{GOOD}```\nUse:\n```python\ntwice(3)\n```",
+        f"```python\n{GOOD}```\n```python\ndef twice(x:\n```",
+        f"<think>```python\nbad\n```</think>```python\n{GOOD}```",
     ],
-)
-def test_the_program_of_an_answer_is_found(text: str, found: str | None) -> None:
-    assert extract_code(text, "twice") == found
+    GOOD.rstrip(): [f"```python\n{GOOD.rstrip()}```"],
+    "def twice(x): return 2 * x": ["```python\ndef twice(x): return 2 * x```"],
+    FENCED_INSIDE: [f"```python\n{FENCED_INSIDE}```\nSo."],
+    "twice = lambda x: 2 * x\n": ["```python\ntwice = lambda x: 2 * x\n```"],
+    "from m import double as twice\n": ["```python\nfrom m import double as twice\n```"],
+    # Else the last block, which will fail by itself.
+    "b = 2\n": ["```python\na = 1\n```\n```python\nb = 2\n```"],
+    "no\n": ["```python\nclass A:\n    def twice(self, x): pass\n```\n```\nno\n```"],
+    "def twice(x)\n": ["```python\ndef twice(x)\n```"],
+    # Thoughts are not looked at, and text without a closed fence is not a program.
+    None: [
+        f"<think>hm</think>\n<think>\n```python\n{GOOD}```",
+        f"<think>\n```python\n{GOOD}```\n</think>\nDone.",
+        GOOD, f"```python\n{GOOD}", "`twice(x)`", "",
+    ],
+}  # fmt: skip
+
+
+def test_the_program_of_an_answer_is_found() -> None:
+    for found, texts in FOUND.items():
+        for text in texts:
+            assert extract_code(text, "twice") == found, text
 
 
 @settings(max_examples=examples(300), deadline=None)

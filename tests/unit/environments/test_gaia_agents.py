@@ -1,19 +1,27 @@
-"""The agents of `gaia`: what each does with a scripted model, before the proxy, step by step."""
+"""The agents of `gaia`: what each does with a scripted model, step by step; and their interpreter:
+plain Python, whatever the code does."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from envserver_environments.gaia.agents import AgentOptions, solve
 from envserver_environments.gaia.agents.connection import Connection
+from envserver_environments.gaia.interpreter import process as interpreters
+from envserver_environments.gaia.interpreter.inside import answer_text
+from envserver_environments.gaia.interpreter.process import Interpreter, Outcome, observation
 from envserver_environments.gaia.trail import Trail, trail_of
 from envserver_tools.calling import Tool, ToolError
 from support.sdk_house import SdkHouse, Seat, sim_house
@@ -211,3 +219,145 @@ def test_answers_come_over_one_connection() -> None:
             connection.close()
     assert answers == [(200, b"hiyou")] * 2
     assert [body for _, body in seen] == [b"one", b"two"] and len({at for at, _ in seen}) == 1
+
+
+@pytest.fixture
+def interpreter() -> Iterator[Interpreter]:
+    started = Interpreter({"double": lambda value: value * 2})
+    yield started
+    started.finish()
+
+
+def test_state_values_and_real_python(interpreter: Interpreter) -> None:
+    interpreter.run("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\np = P(3)")
+    assert interpreter.run("print('seen'); p") == Outcome(printed="seen\n", value="P(x=3)")
+    assert interpreter.run("p.x += 1") == Outcome()
+    assert interpreter.run("import pickle; pickle.loads(pickle.dumps(p)) == p").value == "True"
+    assert interpreter.run("def f(n):\n    yield from range(n)\nsum(f(p.x))").value == "6"
+    pool = (
+        "import multiprocessing as m\nwith m.Pool(2) as pool:\n    a = pool.map(abs, [-1, -2])\na"
+    )
+    assert interpreter.run(pool).value == "[1, 2]"
+    assert interpreter.run("import asyncio\nasync def g(): return 5\nasyncio.run(g())").value == "5"
+
+
+def test_all_that_is_printed_is_seen_by_whomever(interpreter: Interpreter) -> None:
+    code = "import os, subprocess\nprint('a')\nsubprocess.run(['echo', 'b'])\nos.write(1, b'c\\n')"
+    assert interpreter.run(code).printed == "a\nb\nc\n"
+    long = interpreter.run("for n in range(10**4): print(n)").printed
+    assert len(long) < 11_000
+    assert long.startswith("0\n1\n")
+    assert "left out" in long
+    assert long.endswith("9999\n")
+
+
+ERRORS = {
+    "1/0": "ZeroDivisionError",
+    "raise SystemExit(3)": "SystemExit",
+    "raise BaseException('x')": "BaseException",
+    "def f(): f()\nf()": "RecursionError",
+    "x =": "SyntaxError",
+    "input()": "EOFError",
+    "class E(Exception):\n    def __str__(self): raise ValueError\nraise E": "E",
+    "class V:\n    def __str__(self): raise ValueError('v')\nV()": "ValueError",
+    "'\\ud800' + 1": "TypeError",
+}
+
+
+def test_errors_are_outcomes_without_our_frames(interpreter: Interpreter) -> None:
+    interpreter.run("kept = 1")
+    for code, kind in ERRORS.items():
+        outcome = interpreter.run(code)
+        assert (outcome.trouble, outcome.kind) == ("exception", kind), code
+        assert "inside.py" not in outcome.error
+        assert interpreter.run("kept").value == "1"
+
+
+@pytest.mark.parametrize(
+    ("code", "kept"),
+    [
+        ("while True: pass", True),
+        ("import time; print('before'); time.sleep(60)", True),
+        ("import subprocess; subprocess.run(['sleep', '60'])", True),
+        ("import time\nwhile True:\n    try: time.sleep(9)\n    except BaseException: pass", False),
+        ("import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass", False),
+        ("sum(range(10**12))", False),
+        ("while True: print('x' * 1000)", True),
+    ],
+)
+def test_time_is_kept_from_outside(
+    interpreter: Interpreter, code: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreters, "INTERRUPT_SECONDS", 60.0 if kept else 0.3)
+    interpreter.run("kept = 1")
+    interpreter.step_seconds = 0.3
+    outcome = interpreter.run(code)
+    interpreter.step_seconds = 60.0
+    assert (outcome.trouble, outcome.kind) == ("timeout", "timeout")
+    assert ("Variables are kept" in outcome.error) == kept
+    assert (interpreter.run("kept").value == "1") == kept
+
+
+def test_a_crash_is_an_outcome_and_the_next_step_goes_on(interpreter: Interpreter) -> None:
+    for code, how in (
+        ("import os; print('last words'); os._exit(3)", "exited with 3"),
+        ("import ctypes; print('last words', flush=True); ctypes.string_at(0)", "SIGSEGV"),
+        ("import os; print('last words'); os.kill(os.getpid(), 9)", "SIGKILL"),
+        ("import os; print('last words'); os.closerange(3, 1 << 20)", "Python process"),
+    ):
+        outcome = interpreter.run(code)
+        assert outcome.trouble == "died"
+        assert how in outcome.error
+        assert "last words" in outcome.printed
+        assert interpreter.run("1 + 1").value == "2"
+
+
+def test_forks_do_not_speak_for_it_and_tools_run_outside(interpreter: Interpreter) -> None:
+    assert interpreter.run("import os\nos.fork() and 'parent'").value == "parent"
+    assert interpreter.run("2").value == "2"
+    assert interpreter.run("double(21)").value == "42"
+    assert interpreter.run("double([1])").value == "[1, 1]"
+    failed = interpreter.run("double(None)")
+    assert "RuntimeError: TypeError" in failed.error
+    interpreter.run("from threading import Thread\nr = []\ndef f(): r.append(double(2))")
+    interpreter.run("t = [Thread(target=f) for _ in range(8)]\n[x.start() for x in t]")
+    assert interpreter.run("[x.join() for x in t]; r").value == str([4] * 8)
+    # The answer ends a step.
+    code = "try:\n    final_answer([1.0, 'b'])\nexcept Exception:\n    pass\nprint('never')"
+    assert interpreter.run(code) == Outcome(answer="1, b")
+
+
+def test_answers_are_written_as_they_are_compared_and_observations_hold_what_was_seen() -> None:
+    values = (" a ", 3.0, 2.5, None, (1, [2, "x"]), True)
+    assert [answer_text(value) for value in values] == ["a", "3", "2.5", "", "1, 2, x", "True"]
+    assert observation(Outcome(), 100) == "(nothing was printed)"
+    assert observation(Outcome(printed="a\n", value="b"), 100) == "a\nValue: b"
+    assert len(observation(Outcome(printed="a" * 500), 100)) < 160
+
+
+def test_it_can_be_closed_from_another_thread_and_leaves_nothing(interpreter: Interpreter) -> None:
+    pid = int(interpreter.run("import os; os.getpid()").value or 0)
+    threading.Timer(0.3, interpreter.close).start()
+    assert interpreter.run("import time; time.sleep(60)").trouble == "died"
+    assert interpreter.run("1").trouble == "died"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_one_that_starts_too_late_is_no_outcome_and_is_replaced(
+    interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = interpreters.live
+
+    def live_late(channel: socket.socket, output: int) -> NoReturn:
+        """Starts when nobody waits for it any more."""
+        given_up = select.poll()
+        given_up.register(channel, select.POLLRDHUP)
+        given_up.poll()
+        live(channel, output)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(interpreters, "START_SECONDS", 0.01)
+        patched.setattr(interpreters, "live", live_late)
+        assert interpreter.run("6 * 7").trouble == "died"
+    assert interpreter.run("6 * 7").value == "42"
