@@ -35,34 +35,8 @@ CPU_SECONDS = 1.0
 
 SAMPLE = {"opened boxes", "boxed blanks", "fences", "answers", "opened answers"}
 
-TIMED = """
-import inspect
-import resource
-
-from envserver.registry import find
-
-
-def cpu_seconds():
-    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
-
-
-class Timed(find("{name}")):
-    def response_from_row(self, response, messages):
-        self.before = cpu_seconds()
-        return super().response_from_row(response, messages)
-
-    async def score(self, task, result):
-        score = super().score(task, result)
-        if inspect.isawaitable(score):
-            score = await score
-        score.metrics["cpu_seconds"] = cpu_seconds() - self.before
-        return score
-"""
-"""The environment `name`, whose scores say how long reading and scoring the text took."""
-
-
 SCORERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TIMED = SCORERS.pop("timed")
 SCORERS["router"]["tasks"].append(SCORERS["router"].pop("course"))
 TOO_LONG = {
     "math": f"\\boxed{{{'9' * 301}}}",

@@ -27,45 +27,19 @@ from support.waiting import PATIENCE
 
 from envserver import InputError, Result, Sandboxes
 
-SUM = "print(sum(map(int, input().split())))"
-INPUTS, OUTPUTS = ["1 2\n", "3 4 5\n", "-1 1\n", "7\n"], ["3\n", "12\n", "0\n", "7\n"]
-PAIRS = [{"input": i, "output": o} for i, o in zip(INPUTS, OUTPUTS, strict=True)]
-TEXT = "Add the numbers of a line."
+CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ROWS, FUNCTIONS = CASES["programs"], CASES["functions"]
+TESTS = ROWS["tests"]
+SUM, PAIRS, TEXT = TESTS["code"], TESTS["tests"], TESTS["instruction"]
 SUMS = tomllib.loads(Path(__file__).with_name("test_code_scoring.toml").read_text())["sums"]
 """Programs by the share of PAIRS that they pass."""
 
 
-def packed(tests: list[dict[str, str]]) -> str:
+def packed(tests: Any) -> str:
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
 
 
-APPS = {
-    "question": TEXT, "solutions": json.dumps([SUM]), "starter_code": "",
-    "input_output": json.dumps({"inputs": INPUTS, "outputs": OUTPUTS}),
-}  # fmt: skip
-TESTS = {"instruction": TEXT, "tests": PAIRS, "code": SUM}
-CASES = {
-    "question_title": "Sum", "question_content": TEXT, "starter_code": "", "metadata": "{}",
-    "public_test_cases": json.dumps([{**pair, "testtype": "stdin"} for pair in PAIRS[:2]]),
-    "private_test_cases": packed(PAIRS[2:]), "code": SUM,
-}  # fmt: skip
-CONTESTS = {
-    "name": "1_A. Sum", "description": TEXT, "time_limit": {"seconds": 2, "nanos": 500_000_000},
-    "public_tests": {"input": INPUTS[:2], "output": OUTPUTS[:2]},
-    "private_tests": {"input": INPUTS[2:3], "output": OUTPUTS[2:3]},
-    "generated_tests": {"input": INPUTS[3:], "output": OUTPUTS[3:]},
-    "solutions": {"language": [2, 3], "solution": ["int main() {}", SUM]},
-}  # fmt: skip
-ROWS = {
-    "apps": APPS,
-    "apps, no JSON": {**APPS, "input_output": {"inputs": INPUTS, "outputs": OUTPUTS}},
-    "tests": TESTS, "tests as JSON": {**TESTS, "tests": json.dumps(PAIRS)},
-    "cases": CASES, "contests": CONTESTS,
-    "lines one by one": {
-        **APPS, "input_output": {"inputs": [["1 2"], ["4", ""]], "outputs": [["3"], ["4", ""]]},
-        "tests": [], "solutions": [SUM, "print(0)"],
-    },
-}  # fmt: skip
+ROWS["cases"]["private_test_cases"] = packed(ROWS["cases"]["private_test_cases"])
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -80,24 +54,6 @@ async def test_rows_of_programs_become_tasks_that_only_a_solution_solves(
     assert task.hidden["code"] == SUM
     for program, reward in ((SUM, 1.0), (f"{SUM}\nprint(1)", 0.0), ("print(3)", 0.0)):
         assert (await env.score(task, Result(output=fenced(program)))).reward == reward
-
-
-FUNCTIONS = {
-    "apps": {
-        "question": TEXT, "solutions": ["def add(a, b): return a + b"],
-        "input_output": {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]},
-    },
-    "cases": {
-        "question_content": TEXT, "metadata": json.dumps({"func_name": "add"}),
-        "starter_code": "class Solution:\n    def add(self, a: int, b: int) -> int:",
-        "public_test_cases": [{"input": "1\n2", "output": "3", "testtype": "functional"}],
-        "private_test_cases": [{"input": "3\n4", "output": "7", "testtype": "functional"}],
-    },
-    "tests": {
-        "question": TEXT, "fn_name": "add",
-        "tests": [{"input": [1, 2], "output": 3}, {"input": [3, 4], "output": 7}],
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -125,13 +81,13 @@ def test_rows_that_are_no_pairs_are_refused_and_packed_tests_run_no_code(tmp_pat
         {"fn_name": "no name", "inputs": [], "outputs": []},
     ):  # fmt: skip
         with pytest.raises(InputError):
-            Code().task_from_row({**APPS, "input_output": change})
+            Code().task_from_row({**ROWS["apps"], "input_output": change})
     with pytest.raises(InputError):
-        Code().task_from_row({**APPS, "question": ""})
+        Code().task_from_row({**ROWS["apps"], "question": ""})
     for content in (pickle.dumps(Evil()), pickle.dumps([1]), b"no pickle", b""):
         text = base64.b64encode(zlib.compress(content)).decode()
         with pytest.raises(InputError):
-            read_pairs({**CASES, "private_test_cases": text})
+            read_pairs({**ROWS["cases"], "private_test_cases": text})
     assert not (tmp_path / "never").exists()
 
 
@@ -141,7 +97,7 @@ def test_tests_are_bounded_and_each_is_there_once() -> None:
         {**TESTS, "tests": [*PAIRS, *PAIRS, *large, {"input": "9" * 2**21, "output": ""}]}
     )
     assert (len(found.tests), found.visible, found.left_out) == (40, 20, 69)
-    assert read_pairs(CONTESTS).seconds == 2.5
+    assert read_pairs(ROWS["contests"]).seconds == 2.5
     assert read_pairs({**TESTS, "time_limit": 3}).seconds == 3.0
 
 

@@ -71,7 +71,7 @@ def test_the_program_of_an_answer_is_found() -> None:
             assert extract_code(text, "twice") == found, text
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text(alphabet="`~\npython defx():=<think>/ \t\\'\"", max_size=80))
 def test_no_text_breaks_the_search_for_a_program(text: str) -> None:
     found = extract_code(text, "d")
@@ -191,13 +191,13 @@ def test_unusual_types_keep_their_equality() -> None:
     assert read_value(written(OrderedDict(a=1))) == {"a": 1} == read_value(written(Counter("a")))
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sampled_from(CLAIMS["never_break"]), VALUES, VALUES)
 def test_no_values_break_a_claim(claim: str, first: Any, second: Any) -> None:
     assert hoisted(f"assert {claim}", "f").holds({0: first, 1: second}) in (True, False)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,75 +15,14 @@ from support.commands import envserver, read_jsonl
 from envserver import ConfigError, InputError, PublicTask, Result, Score, Task
 from envserver.registry import find
 
-TYPED = '''
-import dataclasses
-from collections.abc import Iterator
-
-import msgspec
-from envserver import Environment, Hidden, KnownResult, Message, Result, Rollout, Score, Split
-
-
-@dataclasses.dataclass
-class Step:
-    number: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    id: str
-    question: str
-    answer: Hidden[int]
-    steps: Hidden[list[Step]] = dataclasses.field(default_factory=list)
-
-
-class Struct(msgspec.Struct, frozen=True):
-    id: str
-    question: str
-    answer: Hidden[int]
-    steps: Hidden[list[Step]] = []
-
-
-class Addition(Environment[Sum]):
-    """Add two numbers."""
-
-    exact_demonstrations = True
-    row = Sum
-
-    def tasks(self, split: Split) -> Iterator[Sum]:
-        for number in range(3):
-            yield self.row(f"sum-{number}", f"{number} + 1?", number + 1, [Step(number)])
-
-    async def rollout(self, task: Sum, run: Rollout) -> str:
-        reply = await run.chat([{"role": "user", "content": task.question}])
-        return reply.content
-
-    def score(self, task: Sum, result: Result) -> Score:
-        assert isinstance(task, self.row) and isinstance(task.steps[0], Step)
-        return Score(reward=float(str(result.output or "").strip() == str(task.answer)))
-
-    def demonstration(self, task: Sum) -> list[Message]:
-        return [{"role": "assistant", "content": str(task.answer)}]
-
-    def known_results(self, task: Sum) -> Iterator[KnownResult]:
-        yield KnownResult("gold", Result(output=str(task.answer)), least=1.0, most=1.0)
-
-
-class Peeks(Addition):
-    async def rollout(self, task: Sum, run: Rollout) -> str:
-        return f"{task.answer}"
-'''
-IN_A_THREAD = """
-
-class InAThread(Addition):
-    def rollout(self, task, run):
-        return run.chat_blocking([{"role": "user", "content": task.question}]).content
-"""
+CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TYPED = CASES["typed"]
 
 
 @pytest.fixture
 def typed(tmp_path: Path) -> Path:
     path = tmp_path / "typed.py"
-    path.write_text(TYPED + IN_A_THREAD)
+    path.write_text(TYPED + CASES["in_a_thread"])
     return path
 
 
