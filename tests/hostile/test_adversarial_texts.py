@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from envserver_environments.twenty_questions.env import said
 from envserver_tools.protocol import parse_message
 from envserver_tools.visible import visible_text
 from support.adversarial_texts import adversarial_texts
+from support.cases import cases_of
 from support.cpu import cpu_limit
 
 import envserver
@@ -35,7 +35,7 @@ CPU_SECONDS = 1.0
 
 SAMPLE = {"opened boxes", "boxed blanks", "fences", "answers", "opened answers"}
 
-SCORERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SCORERS = cases_of(__file__)
 TIMED = SCORERS.pop("timed")
 SCORERS["router"]["tasks"].append(SCORERS["router"].pop("course"))
 TOO_LONG = {

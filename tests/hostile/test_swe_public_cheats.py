@@ -7,20 +7,19 @@ here: the answers themselves must be out of reach. Tests and cheats are in the T
 from __future__ import annotations
 
 import asyncio
-import tomllib
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from envserver_environments.swe.cheats import result_of
 from envserver_environments.swe.env import Swe
 from envserver_environments.swe.trees import make_patch, tree_of
+from support.cases import cases_of
 from support.sandboxes import sandboxes
 
 from envserver import Task
 
-CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
 FILES = {"shop/__init__.py": "", "shop/text.py": "def label(n):\n    return str(n)\n"}
 GOLD = 'def label(n):\n    return f"{n} items" if n != 1 else "1 item"\n'
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import base64
 import random
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
+
+from support.cases import cases_of
 
 BYTES = 1_000_000
 
-_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TEXTS = cases_of(__file__)
 _PARTS = {**_TEXTS["parts"], "half pairs": "\ud83d"}  # which no file holds
 
 

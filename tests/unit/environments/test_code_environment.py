@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tomllib
 import types
 from collections import Counter
 from pathlib import Path
@@ -21,6 +20,7 @@ from envserver_environments.code.demonstrations import fenced
 from envserver_environments.code.env import Code
 from envserver_environments.code.loading import HUBS, SAMPLE
 from envserver_environments.rows import Division
+from support.cases import cases_of
 from support.code_house import code
 from support.commands import envserver, read_jsonl
 from support.extent import first_of
@@ -28,7 +28,7 @@ from support.scripted_run import ScriptedRun, call, says
 
 from envserver import ConfigError, InputError, KnownResult, Message, Result, Sandboxes, Task
 
-ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ROWS = cases_of(__file__)
 BAD = ROWS.pop("bad")
 OPC, MBPP = ROWS["opc"]["row"], ROWS["mbpp"]["row"]
 

@@ -21,13 +21,14 @@ from envserver_environments.code.pair_rows import read_pairs
 from envserver_environments.code.programs import same_lines
 from envserver_environments.code.prompts import question
 from envserver_environments.code.running import SPEC
+from support.cases import cases_of
 from support.code_house import code
 from support.commands import envserver, read_jsonl
 from support.waiting import PATIENCE
 
 from envserver import InputError, Result, Sandboxes
 
-CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
 ROWS, FUNCTIONS = CASES["programs"], CASES["functions"]
 TESTS = ROWS["tests"]
 SUM, PAIRS, TEXT = TESTS["code"], TESTS["tests"], TESTS["instruction"]

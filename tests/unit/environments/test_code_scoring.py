@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import time
-import tomllib
 from collections import Counter, OrderedDict, deque
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +19,14 @@ from envserver_environments.code.running import harness
 from envserver_environments.code.values import BadValue, read_json, read_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.code_house import code
 from support.cpu import cpu_limit
 from support.extent import examples
 
 from envserver import ExecResult, Result, SandboxError, Sandboxes
 
-CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
 CLAIMS = CASES["claims"]
 GOOD = "def twice(x):\n    return 2 * x\n"
 FENCED_INSIDE = (

@@ -7,11 +7,11 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases_of
 from support.commands import envserver, read_jsonl
 from support.extent import first_of
 from support.waiting import PATIENCE
@@ -20,7 +20,7 @@ from support.websites import KEY, QUESTION, websites
 READER = Path(__file__).parents[2] / "support" / "gaia_reader.py"
 AGENTS = ("code", "tools", "plain")
 MEMBERS = 3
-CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
 
 
 @pytest.fixture

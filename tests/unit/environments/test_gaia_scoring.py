@@ -6,7 +6,6 @@ What the server counted and recorded counts. Cases are in test_gaia_scoring.toml
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,14 @@ from envserver_tools.web import LEAK, LEAK_SEEN, remote_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.cases import cases_of
 from support.extent import examples
 
 import envserver
 from envserver import Result
 from envserver.tokens import DEFAULT
 
-CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
 OTHER = {
     "right": [(17, "17"), (17.0, "17"), (True, "true"), (["a", "b"], "a, b"), ((1, 2), "1, 2")],
     "wrong": [(None, "none"), ({"a"}, "a"), ({"a": 1}, "a"), ([None], "none"), (10**5000, "inf")],

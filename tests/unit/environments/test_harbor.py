@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,12 +17,13 @@ from envserver_integrations.harbor.grading import grade
 from envserver_integrations.harbor.workspace import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.extent import examples
 
 import envserver
 from envserver import ExecResult, InputError, SandboxSpec
 
-CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
 PASSES, SOLVES = CASES["passes"], CASES["solves"]
 
 

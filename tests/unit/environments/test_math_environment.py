@@ -9,7 +9,6 @@ import json
 import math
 import re
 import sys
-import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
@@ -25,12 +24,13 @@ from envserver_environments.math.loading import HUBS, SAMPLE
 from envserver_environments.math.verification import Verdict, compare
 from envserver_records.extras import install_command
 from envserver_tools.calculator import calculate
+from support.cases import cases_of
 from support.scripted_run import ScriptedRun, call, calls, says
 
 from envserver import ConfigError, InputError, Message, NotFoundError, Result, Split, Task
 
 SAMPLES = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
-ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ROWS = cases_of(__file__)
 
 
 def math_of(data_set: str | list[str], **settings: Any) -> Math:

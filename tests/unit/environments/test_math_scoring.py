@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import resource
-import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,12 +27,13 @@ from envserver_environments.math.sizes import is_huge
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import extent
+from support.cases import cases_of
 from support.cpu import cpu_limit
 from support.scripted_run import call
 
 from envserver import Result, Score, Task
 
-CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
 PAID = CASES["paid"]
 FOUR = {"question": "q", "answer": "#### 4"}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import secrets
 import subprocess
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from envserver_environments.swe.patches import (
 from envserver_environments.swe.sample import sample_tasks
 from envserver_environments.swe.trees import Entry, Tree, git_files, make_patch, tar_of, tree_of
 from envserver_environments.swe.veiling import veil
+from support.cases import cases_of
 from support.swe_scripts import swe_of
 
 from envserver import Sandboxes, Task
@@ -240,7 +240,7 @@ def test_answers_are_of_exact_types(
     assert [value for value in wrong if answer.accepts(value)] == []
 
 
-CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
 FILES, HIDDEN = CASES["files"], CASES["hidden"]
 GOLD = FILES["shop/things.py"].replace("x * STEP + 1", "x * STEP")
 NAMES = [

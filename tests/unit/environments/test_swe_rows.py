@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import tarfile
-import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from textwrap import dedent
@@ -24,6 +23,7 @@ from envserver_environments.swe.trees import make_patch, tree_of
 from envserver_environments.swe.tripwires import FRAUD, added_suspicions
 from envserver_records.errors import SandboxUnavailable
 from support import fake_engine
+from support.cases import cases_of
 from support.commands import envserver, read_jsonl
 from support.scripted_run import ScriptedRun, says
 from support.serving import attempt_spec
@@ -34,7 +34,7 @@ from envserver.proxy.attempts import ProxyAttempt
 from envserver.sandbox import Open, SandboxService, WatchedSandboxes, service
 from envserver.sandbox.attempt_sandboxes import AttemptSandboxes
 
-CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
 ROW = "ENVSERVER_TEST_SWE_ROW"
 IMAGE = fake_engine.WITH_REPOSITORY
 WRONG = "def double(x):\n    return x + 3\n\n\ndef one():\n    return 1\n"

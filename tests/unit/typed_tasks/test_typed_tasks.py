@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases_of
 from support.commands import envserver, read_jsonl
 
 from envserver import ConfigError, InputError, PublicTask, Result, Score, Task
 from envserver.registry import find
 
-CASES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
 TYPED = CASES["typed"]
 
 
