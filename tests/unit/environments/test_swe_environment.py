@@ -16,7 +16,7 @@ from envserver_environments.swe.env import Swe
 from envserver_environments.swe.patches import apply_changes, read_patch
 from envserver_records.records import Group
 from support.commands import envserver, read_jsonl
-from support.scripted_run import call
+from support.scripted_run import call, calls
 from support.swe_scripts import ROMAN, SUBMIT, answers, attempt, bash
 from support.waiting import until
 
@@ -91,7 +91,7 @@ async def test_tools_and_text(rooms: Sandboxes) -> None:
         "tools",
         call("list_dir"),
         call("edit", path="roman.py", old='"""Roman numerals."""', new='"""Numerals."""'),
-        call("write_file", path="../out", content="x"),
+        calls(("write_file", {"path": "../out", "content": "x"})),
         call("fly"),
         call("submit"),
         call("list_dir"),
