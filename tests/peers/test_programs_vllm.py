@@ -9,15 +9,13 @@ verifiers-peer` install what plays.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.commands import envserver, read_jsonl
-from support.relay import Held, Relay, relay
+from support.relay import Held, Relay, begins_a_row, relay, sampled, trained
 from support.verifiers_peer import install
 from support.vllm_server import CONTEXT, VllmServer
 
@@ -98,15 +96,10 @@ def assert_exact(
 
     Returns what was measured.
     """
-    assert delivered(groups) == Counter(
-        (token, float(np.float32(logprob)))
-        for echo in echoes
-        for token, logprob in zip(echo.completion_ids, echo.logprobs, strict=True)
-    )
+    assert trained(groups) == sampled(echoes)
     rows = [tokens for group in groups for tokens in group["tokens"]]
-    for echo in echoes:  # each prompt is the row that it became, up to there
-        seen = echo.prompt_ids + echo.completion_ids
-        assert any(tokens[: len(seen)] == seen for tokens in rows)
+    # Each prompt is the row that it became, up to there.
+    assert all(begins_a_row(echo, groups) for echo in echoes)
     ran = envserver(
         "verify", "out.jsonl", "--openai.base_url", engine.base_url,
         "--openai.model_name", engine.model, "--tolerance", WORST, "--json",
@@ -115,23 +108,10 @@ def assert_exact(
     report = json.loads(ran.stdout)
     assert (ran.returncode, report["findings"]) == (0, []), ran.stdout + ran.stderr
     told = report["compared"]
-    assert (told["rows"], told["tokens"]) == (len(rows), sum(delivered(groups).values()))
+    assert (told["rows"], told["tokens"]) == (len(rows), trained(groups).total())
     return (
         f"{told['rows']} rows of {max(map(len, rows)):,} tokens, {told['tokens']} sampled: "
         f"{told['tokens_exactly_equal']} logprobs equal, worst {told['largest_difference']:.2g}"
-    )
-
-
-def delivered(groups: list[dict[str, Any]]) -> Counter[tuple[float, float]]:
-    """Every trained token with its logprob."""
-    return Counter(
-        (token, float(np.float32(logprob)))
-        for group in groups
-        for tokens, masks, logprobs in zip(
-            group["tokens"], group["masks"], group["inference_logprobs"], strict=True
-        )
-        for token, mask, logprob in zip(tokens, masks, logprobs, strict=True)
-        if mask != -100
     )
 
 

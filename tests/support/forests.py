@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from envserver_records.records import Call, Sequence, Tokens, VersionSpan
@@ -44,6 +46,14 @@ def call(index: int, prompt: list[int], completion: list[int], **fields: object)
         "messages": [],
     }
     return Call(**(known | fields))
+
+
+def calls_of(*told: tuple[Any, ...]) -> Callable[[], list[Call]]:
+    """Makes calls anew, of (prompt, completion) or (prompt, completion, fields)."""
+    return lambda: [
+        call(index, prompt, completion, **(more[0] if more else {}))
+        for index, (prompt, completion, *more) in enumerate(told)
+    ]
 
 
 def spans(*versions: int) -> dict[str, list[VersionSpan]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import aiohttp
+import numpy as np
 import orjson
 from aiohttp import web
 
@@ -142,6 +144,34 @@ class Relay(Forwarder, list[Echo]):
                 echo.versions.extend(choice.get("weight_versions") or [])
         for echo in echoes.values():
             self.append(echo if echo.prompt_ids else echo._replace(prompt_ids=prompt))
+
+
+def sampled(echoes: Iterable[Echo]) -> Counter[tuple[float, float]]:
+    """Every token of the answers with its logprob."""
+    return Counter(
+        (token, float(np.float32(logprob)))
+        for echo in echoes
+        for token, logprob in zip(echo.completion_ids, echo.logprobs, strict=True)
+    )
+
+
+def trained(groups: Iterable[dict[str, Any]]) -> Counter[tuple[float, float]]:
+    """Every trained token of delivered groups with its logprob."""
+    return Counter(
+        (token, float(np.float32(logprob)))
+        for group in groups
+        for tokens, masks, logprobs in zip(
+            group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+        )
+        for token, mask, logprob in zip(tokens, masks, logprobs, strict=True)
+        if mask != -100
+    )
+
+
+def begins_a_row(echo: Echo, groups: Iterable[dict[str, Any]]) -> bool:
+    """Does a row of the groups hold this call as the engine saw it?"""
+    seen = echo.prompt_ids + echo.completion_ids
+    return any(row[: len(seen)] == seen for group in groups for row in group["tokens"])
 
 
 def _chunks(heard: bytes) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from envserver.models import ProbeResult
 from envserver.tokens import ChatFormat
-from support.fake_scale_out import END, ScaleOut
+from support.engine_stand_in import END, ScaleOut
 
 Json = dict[str, Any]
 UPSTREAM = ProbeResult(mode="tokens", model="tiny", tools=True, has_parser=True)
@@ -36,20 +36,20 @@ class Scripted(ScaleOut):
         self.saw: list[list[int]] = []
         self.said: list[list[int]] = []
 
-    def _message(self, body: Json, text: str) -> Json:
+    def message(self, body: Json, text: str) -> Json:
         """As vLLM reads it: what begins like a call and is none is text."""
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            return super()._message(body, text)
+            return super().message(body, text)
         return {"role": "assistant", "content": text}
 
-    def _generate(self, body: Json) -> Json:
-        answer = super()._generate(body)
+    def generate(self, body: Json) -> Json:
+        answer = super().generate(body)
         for choice in answer["choices"]:
             self.saw.append(list(body["token_ids"]))
             self.said.append(choice["token_ids"])
         return answer
 
-    def _sampled(self, sampling: Json, index: int) -> Json:
+    def sampled(self, sampling: Json, index: int = 0) -> Json:
         ids, end, tail = self.script.popleft()
         stop = (sampling.get("stop") or [None])[0] if end == "string" else None
         if stop is not None:

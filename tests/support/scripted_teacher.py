@@ -6,19 +6,15 @@ answers depends on the query and on how often it was corrected, on nothing else.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import random
 import re
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from aiohttp import web
-
-from .waiting import PATIENCE
+from support.engine_stand_in import FakeVllm, in_thread
 
 Json = dict[str, Any]
 
@@ -110,7 +106,7 @@ def answer(kind: str, number: int, corrected: int, *, is_graph: bool) -> str:
     return thoughts + json.dumps(whole)
 
 
-class Teacher:
+class Teacher(FakeVllm):
     """The engine. `asked` counts the queries that were sent to it the first time round.
 
     Args:
@@ -119,83 +115,40 @@ class Teacher:
     """
 
     def __init__(self, kinds: list[str], *, busy_every: int = 0, key: str = "") -> None:
+        can = frozenset({"top", "tools"})
+        super().__init__(self._says, can=can, key=key, cards=[{"id": "teacher"}], retry_after="0")
         self.kinds = kinds
         self.asked: Counter[int] = Counter()
-        self.requests = self.refused = 0
         self.models: Counter[str] = Counter()
-        self.url = ""
+        self.refused = 0
         self._busy_every = busy_every
-        self._key = key
 
-    def application(self) -> web.Application:
-        """Returns the HTTP application."""
-        app = web.Application()
-        app.router.add_get("/v1/models", self._list)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        return app
-
-    async def _list(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "teacher", "object": "model"}]})
-
-    async def _chat(self, request: web.Request) -> web.Response:
-        if self._key and request.headers.get("authorization") != f"Bearer {self._key}":
-            return web.json_response({"error": {"message": "Incorrect API key."}}, status=401)
-        self.requests += 1
-        if self._busy_every and self.requests % self._busy_every == 0:
+    def fault(self) -> int | None:
+        if self._busy_every and len(self.requests) % self._busy_every == 0:
             self.refused += 1
-            error = {"error": {"message": "Rate limit reached."}}
-            return web.json_response(error, status=429, headers={"retry-after": "0"})
-        body = await request.json()
+            return 429
+        return None
+
+    def _says(self, body: Json) -> str:
         messages = body["messages"]
         asked = next((m["content"] for m in messages if m["role"] == "user"), "")
         found = _QUERY.search(asked)
-        corrected = sum(m["role"] == "assistant" for m in messages)
         if found is None:  # a probe of the engine
-            text = "yes"
-        else:
-            number = int(found[1])
-            self.asked[number] += not corrected
-            self.models[body["model"]] += 1
-            is_graph = "depends_on" in messages[0]["content"]
-            text = answer(self.kinds[number], number, corrected, is_graph=is_graph)
-        return web.json_response(
-            {
-                "id": f"chat-{self.requests}",
-                "object": "chat.completion",
-                "created": 0,
-                "model": body["model"],
-                "choices": [
-                    {
-                        "index": 0,
-                        "message": {"role": "assistant", "content": text},
-                        "finish_reason": "stop",
-                    }
-                ],
-                "usage": {"prompt_tokens": 700, "completion_tokens": 100, "total_tokens": 800},
-            }
-        )
+            return "yes"
+        number = int(found[1])
+        corrected = sum(m["role"] == "assistant" for m in messages)
+        self.asked[number] += not corrected
+        self.models[body["model"]] += 1
+        is_graph = "depends_on" in messages[0]["content"]
+        return answer(self.kinds[number], number, corrected, is_graph=is_graph)
+
+    def usage(self, prompt: list[int], choices: list[Json]) -> Json:
+        return {"prompt_tokens": 700, "completion_tokens": 100, "total_tokens": 800}
 
 
 @contextlib.contextmanager
 def serving(teacher: Teacher) -> Iterator[Teacher]:
     """Serves it on a port of this machine, in a thread; its `url` is set."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    runner = web.AppRunner(teacher.application(), access_log=None)
-
-    async def start() -> None:
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        teacher.url = f"http://127.0.0.1:{port}/v1"
-
-    asyncio.run_coroutine_threadsafe(start(), loop).result(60)
-    try:
+    with in_thread(teacher):
+        teacher.url += "/v1"
         yield teacher
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(PATIENCE)
-        loop.close()

@@ -6,27 +6,25 @@ samples. It keeps a list of what it was asked, in order.
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from aiohttp import web
 from envserver_clients.weights import PromptCheck
 
-BASE = 0
-"""The number of the weights that it is started with."""
-FILES = ("config.json", "model.safetensors", "adapter_config.json", "adapter_model.safetensors")
+from support.engine_stand_in import COMPLETIONS, FakeVllm, Json, in_thread
 
 
 def saver(number: int) -> Callable[[Path], None]:
     """Writes the weights `number`, or an adapter."""
+    files = ("config.json", "model.safetensors", "adapter_config.json", "adapter_model.safetensors")
 
     def save(folder: Path) -> None:
-        for name in FILES:
+        for name in files:
             (folder / name).write_text(str(number))
 
     return save
@@ -37,7 +35,7 @@ def check(number: int) -> PromptCheck:
     return PromptCheck([1, 2, 3], [4, 5, 6], [-0.1 * number] * 3, 1e-3)
 
 
-class ScriptedEngine:
+class ScriptedEngine(FakeVllm):
     """
     Args:
         steps: what it was asked that changes something.
@@ -48,7 +46,7 @@ class ScriptedEngine:
     """
 
     def __init__(self) -> None:
-        self.url = ""
+        super().__init__()
         self.steps: list[str] = []
         self.refuse: dict[str, int] = {}
         self.on: dict[str, Callable[[], None]] = {}
@@ -58,16 +56,27 @@ class ScriptedEngine:
 
     def start_again(self) -> None:
         """As after a crash: the weights are those that it was started with."""
-        self.weights, self.name, self.paused = BASE, "default", False
+        self.weights, self.name, self.paused = 0, "default", False
         self.adapters: dict[str, int] = {}
 
-    def answer(self, path: str, query: str, body: Any) -> tuple[int, Any]:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"null")
+        # In a thread, which also works on when whoever asked has given up.
+        query = request.query_string
+        status, told = await asyncio.to_thread(self.answer, request.path, query, body)
+        if isinstance(told, str):
+            return web.Response(text=told, status=status)
+        return web.json_response(told, status=status)
+
+    def answer(  # type: ignore[override]
+        self, path: str, query: str, body: Any
+    ) -> tuple[int, Any]:
         """Status and what is told."""
         if hook := self.on.get(path):
             hook()
         if path in self.refuse:
             return self.refuse[path], {"error": {"message": f"no {path}"}}
-        act = {
+        act: dict[str, Callable[[], Any]] = {
             "/health": dict,
             "/weight_info": lambda: {"weight_version": self.name},
             "/v1/models": lambda: {"data": [{"id": one} for one in ("base", *self.adapters)]},
@@ -75,11 +84,9 @@ class ScriptedEngine:
                 f'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{self.busy}",'
                 f'waiting_lora_adapters=""}} 2.0\n'
             ),
-            "/v1/completions": lambda: self._score(body),
+            COMPLETIONS: lambda: self.completions(body),
         }
-        if path in act:
-            return 200, act[path]()
-        return self._change(path, query, body)
+        return (200, act[path]()) if path in act else self._change(path, query, body)
 
     def _change(self, path: str, query: str, body: Any) -> tuple[int, Any]:
         step = path.rpartition("/")[2]
@@ -109,52 +116,17 @@ class ScriptedEngine:
         self.steps.append(step)
         return 200, {"success": True}
 
-    def _score(self, body: Any) -> Any:
+    def prompt_logprobs(self, body: Json) -> list[Json | None]:
         assert not self.paused
         number = self.adapters.get(body["model"], self.weights)
         scored = [{str(token): {"logprob": -0.1 * number}} for token in body["prompt"]]
-        return {"choices": [{"prompt_logprobs": [None, *scored[1:]]}]}
+        return [None, *scored[1:]]
 
 
 def _number(folder: str, file: str) -> int:
     return int((Path(folder) / file).read_text())
 
 
-@contextlib.contextmanager
-def scripted_engine() -> Iterator[ScriptedEngine]:
+def scripted_engine() -> AbstractContextManager[ScriptedEngine]:
     """One that listens."""
-    engine = ScriptedEngine()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(None)
-
-        def do_POST(self) -> None:
-            size = int(self.headers.get("content-length", 0))
-            self._answer(json.loads(self.rfile.read(size) or b"null"))
-
-        def _answer(self, body: Any) -> None:
-            where = urlsplit(self.path)
-            status, told = engine.answer(where.path, where.query, body)
-            is_text = isinstance(told, str)
-            payload = told.encode() if is_text else json.dumps(told).encode()
-            self.send_response(status)
-            self.send_header("content-type", "text/plain" if is_text else "application/json")
-            self.send_header("content-length", str(len(payload)))
-            self.end_headers()
-            with contextlib.suppress(BrokenPipeError):  # whoever asked has given up
-                self.wfile.write(payload)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing is logged."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    engine.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield engine
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return in_thread(ScriptedEngine())

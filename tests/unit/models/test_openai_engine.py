@@ -1,17 +1,21 @@
-"""The engine over HTTP: replicas, repetitions, typed errors, streams cut anywhere."""
+"""The engine over HTTP: addresses, replicas that die, hang, slow down and come back, typed errors.
+
+No call is lost while one replica is left. What the client makes of any bytes is in
+`test_engine_fuzz.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import socket
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
 from envserver_records.errors import (
     ConfigError,
     EngineError,
@@ -22,41 +26,112 @@ from envserver_records.errors import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import SecretStr
-from support.fake_vllm import FakeVllm, fake_vllm
+from structlog.testing import capture_logs
+from support.engine_stand_in import FakeVllm, fake_vllm
 from support.raw_server import chunked, head, raw_server
-from support.waiting import until
+from support.waiting import PATIENCE, settled, until
 
 from envserver import OpenAIConfig
-from envserver.models import OpenAIEngine
+from envserver.models import FLOOR, OpenAIEngine, ReplicaHealth
 from envserver.models.decoding import Decoder
 from envserver.models.sse import SseParser
 
 CHAT = "/v1/chat/completions"
+SELDOM_SECONDS = 60.0
+"""Between health checks where they do not matter: one that is late would set a replica aside."""
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-EXACT = {**ASK, "return_token_ids": True, "logprobs": True}
+STREAM = {**ASK, "return_token_ids": True, "logprobs": True, "stream": True}
 
 
 @asynccontextmanager
 async def engine(
-    *urls: str, tries: int = 4, key: str = "", **settings: Any
+    *urls: str,
+    tries: int = 6,
+    check_seconds: float = 1.0,
+    measure_seconds: float = 0.02,
+    **config: Any,
 ) -> AsyncIterator[OpenAIEngine]:
-    config = OpenAIConfig(base_url=list(urls), api_key=SecretStr(key), **settings)
-    async with OpenAIEngine(config, tries=tries, pause_seconds=0.01) as opened:
+    async with OpenAIEngine(
+        OpenAIConfig(base_url=list(urls), **config),
+        tries=tries,
+        pause_seconds=0.01,
+        check_seconds=check_seconds,
+        measure_seconds=measure_seconds,
+    ) as opened:
         yield opened
+
+
+@asynccontextmanager
+async def alone(
+    *faults: Any, how: dict[str, Any] | None = None, **fake: Any
+) -> AsyncIterator[tuple[FakeVllm, OpenAIEngine]]:
+    """One fake with these faults, and the engine before it, which is made as `how` says."""
+    async with (
+        fake_vllm(faults=deque(faults), **fake) as made,
+        engine(made.url, **(how or {})) as opened,
+    ):
+        yield made, opened
+
+
+@asynccontextmanager
+async def pair(
+    how: dict[str, Any] | None = None, **fake: Any
+) -> AsyncIterator[tuple[FakeVllm, FakeVllm, OpenAIEngine]]:
+    """Two replicas (the first as `fake` says), and the engine before them."""
+    async with (
+        fake_vllm(**fake) as one,
+        fake_vllm() as two,
+        engine(one.url, two.url, **(how or {})) as opened,
+    ):
+        yield one, two, opened
 
 
 async def ask(opened: OpenAIEngine, rollout_id: str = "r", seconds: float = 60.0) -> dict[str, Any]:
     return await opened.post(CHAT, ASK, rollout_id=rollout_id, timeout_seconds=seconds)
 
 
-async def stream(opened: OpenAIEngine, seconds: float = 60.0) -> list[dict[str, Any]]:
-    body = {**EXACT, "stream": True}
-    chunks = []
-    async with opened.stream(CHAT, body, rollout_id="r", timeout_seconds=seconds) as streamed:
-        async for chunk in streamed:
-            chunks.append(chunk)
-    return chunks
+async def stream(opened: OpenAIEngine, rollout_id: str = "r", seconds: float = 60.0) -> list[Any]:
+    about: Any = {"rollout_id": rollout_id, "timeout_seconds": seconds}
+    async with opened.stream(CHAT, STREAM, **about) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+async def both(opened: OpenAIEngine, rollout_id: str = "r") -> None:
+    """A whole answer and a streamed one."""
+    assert (await ask(opened, rollout_id))["choices"]
+    assert len(await stream(opened, rollout_id)) > 2
+
+
+async def crowd(opened: OpenAIEngine, size: int, turns: int = 1) -> None:
+    """`size` rollouts at a time; fails unless every call is answered."""
+
+    async def rollout(number: int) -> None:
+        for _ in range(turns):
+            await both(opened, f"rollout-{number}")
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(size):
+            group.create_task(rollout(number))
+
+
+async def homed(opened: OpenAIEngine, fake: FakeVllm) -> str:
+    """A rollout whose calls go to `fake`."""
+    async with asyncio.timeout(PATIENCE):
+        for number in itertools.count():
+            before = len(fake.requests)
+            await ask(opened, f"homed-{number}")
+            if len(fake.requests) > before:
+                return f"homed-{number}"
+    raise AssertionError("no rollout goes there")
+
+
+async def health_of(opened: OpenAIEngine, fake: FakeVllm) -> ReplicaHealth:
+    return next(entry for entry in await opened.health() if entry.base_url == fake.url)
+
+
+def replica_of(opened: OpenAIEngine, fake: FakeVllm) -> ReplicaHealth:
+    """What is known of `fake` now; it is not asked."""
+    return next(entry for entry in opened.replicas() if entry.base_url == fake.url)
 
 
 def dead_url() -> str:
@@ -68,117 +143,27 @@ def dead_url() -> str:
 # Addresses and names
 
 
-@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
-async def test_the_address_may_or_may_not_end_in_v1(tail: str) -> None:
-    async with fake_vllm() as fake, engine(fake.url + tail) as opened:
-        assert (await ask(opened))["choices"][0]["message"]["content"] == "Hëllo."
-        assert await opened.model_name() == "tiny"
-
-
-async def test_addresses_may_be_separated_by_commas() -> None:
+async def test_an_address_may_end_in_v1_and_stand_with_others_behind_commas() -> None:
     async with fake_vllm() as one, fake_vllm() as two:
-        config = OpenAIConfig(base_url=f"{one.url}/v1, {two.url}")
-        async with OpenAIEngine(config) as opened:
+        for tail in ("", "/", "/v1", "/v1/"):
+            async with engine(one.url + tail) as opened:
+                assert (await ask(opened))["choices"][0]["message"]["content"] == "Hëllo."
+                assert await opened.model_name() == "tiny"
+        async with OpenAIEngine(OpenAIConfig(base_url=f"{one.url}/v1, {two.url}")) as opened:
             assert [r.base_url for r in await opened.health()] == [one.url, two.url]
+        one.cards = []
+        async with engine(one.url) as opened:
+            with pytest.raises(EngineGarbage, match="lists no model"):
+                await opened.model_name()
 
 
-def test_an_address_with_credentials_is_a_config_error_that_does_not_tell_them() -> None:
+async def test_what_is_set_is_not_asked_for_and_credentials_in_an_address_are_not_told() -> None:
+    async with engine(dead_url(), model_name="mine", server_type="openai") as opened:
+        assert await opened.model_name() == "mine"
+        assert not opened.exact
     with pytest.raises(ConfigError) as caught:
         OpenAIEngine(OpenAIConfig(base_url="http://user:pass@host/v1"))
     assert "pass" not in str(caught.value)
-
-
-async def test_a_name_that_is_set_is_not_asked_for() -> None:
-    async with engine(dead_url(), model_name="mine") as opened:
-        assert await opened.model_name() == "mine"
-
-
-async def test_an_engine_of_type_openai_is_not_exact() -> None:
-    async with engine(dead_url(), server_type="openai") as opened:
-        assert not opened.exact
-
-
-# Replicas
-
-
-async def test_a_rollout_stays_with_one_replica_and_rollouts_spread() -> None:
-    async with fake_vllm() as one, fake_vllm() as two, engine(one.url, two.url) as opened:
-        for _ in range(5):
-            await ask(opened, "same")
-        assert sorted([len(one.requests), len(two.requests)]) == [0, 5]
-        for number in range(40):
-            await ask(opened, f"rollout-{number}")
-        assert min(len(one.requests), len(two.requests)) > 5
-
-
-async def test_with_one_of_two_replicas_dead_every_call_is_answered() -> None:
-    async with fake_vllm() as alive, engine(dead_url(), alive.url) as opened:
-        await asyncio.gather(*(ask(opened, f"rollout-{number}") for number in range(40)))
-        assert len(alive.requests) == 40
-        assert [r.healthy for r in await opened.health()] == [False, True]
-
-
-async def test_all_dead_is_unavailable() -> None:
-    async with engine(dead_url(), dead_url()) as opened:
-        with pytest.raises(EngineUnavailable, match="accepts no connection"):
-            await ask(opened)
-
-
-async def test_calls_in_flight_are_bounded_per_replica() -> None:
-    held = asyncio.Event()
-    async with (
-        fake_vllm(held=held) as fake,
-        engine(fake.url, num_max_requests_at_once=2) as opened,
-    ):
-        calls = [asyncio.create_task(ask(opened, str(number))) for number in range(5)]
-        await until(lambda: len(fake.requests) == 2)
-        await opened.get("/v1/models")
-        assert len(fake.requests) == 2
-        held.set()
-        await asyncio.gather(*calls)
-        assert len(fake.requests) == 5
-
-
-# Repetitions and errors
-
-
-@pytest.mark.parametrize("fault", [500, 502, 503, 429, 408, "close"])
-async def test_passing_failures_are_repeated(fault: int | str) -> None:
-    async with fake_vllm(faults=deque([fault, fault])) as fake, engine(fake.url) as opened:
-        assert (await ask(opened))["choices"]
-        assert len(fake.requests) == 3
-        fake.faults.append(fault)
-        assert len(await stream(opened)) > 2
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind"), [(500, EngineError), (503, EngineUnavailable), (429, EngineUnavailable)]
-)
-async def test_lasting_failures_end_after_a_bounded_number_of_tries(
-    fault: int, kind: type[EngineError]
-) -> None:
-    async with fake_vllm(faults=deque([fault] * 9)) as fake, engine(fake.url, tries=3) as opened:
-        with pytest.raises(EngineError) as caught:
-            await ask(opened)
-        assert type(caught.value) is kind
-        assert len(fake.requests) == 3
-
-
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
-async def test_a_refusal_is_not_repeated_and_tells_the_engines_words_without_the_key(
-    status: int,
-) -> None:
-    secret = "sk-very-secret"
-    async with (
-        fake_vllm(faults=deque([status])) as fake,
-        engine(fake.url, key=secret) as opened,
-    ):
-        with pytest.raises(EngineRefused, match=r"told Bearer \*\*\*") as caught:
-            await ask(opened)
-        assert caught.value.detail["status"] == status
-        assert len(fake.requests) == 1
-        assert fake.headers[0]["Authorization"] == f"Bearer {secret}"
-        assert secret not in repr(caught.value.failure())
 
 
 def test_of_many_models_the_nearest_ten_are_named() -> None:
@@ -193,109 +178,334 @@ def test_of_many_models_the_nearest_ten_are_named() -> None:
         assert Decoder("").models_hint("qwen3-4b", {"data": data}) == ""
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [("garbage", EngineGarbage), ("list", EngineGarbage), ("error_body", EngineError)],
-)
-async def test_an_answer_that_is_none_is_typed(fault: str, kind: type[EngineError]) -> None:
-    async with fake_vllm(faults=deque([fault])) as fake, engine(fake.url) as opened:
-        with pytest.raises(kind):
-            await ask(opened)
-        fake.faults.append(fault)
-        with pytest.raises(kind):
-            await stream(opened)
+# Repetitions and errors
+
+
+async def test_passing_failures_are_repeated() -> None:
+    async with alone() as (fake, opened):
+        for fault in (500, 502, 503, 429, 408, "close"):
+            fake.requests.clear()
+            fake.faults.extend([fault, fault])
+            assert (await ask(opened))["choices"]
+            assert len(fake.requests) == 3
+            fake.faults.append(fault)
+            assert len(await stream(opened)) > 2
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"),
-    [("cut", EngineGarbage), ("reset", EngineGarbage), ("error_chunk", EngineError)],
+    ("fault", "kind"), [(500, EngineError), (503, EngineUnavailable), (429, EngineUnavailable)]
 )
-async def test_a_stream_that_breaks_off_is_typed_and_not_repeated(
-    fault: str, kind: type[EngineError]
+async def test_lasting_failures_end_after_a_bounded_number_of_tries(
+    fault: int, kind: type[EngineError]
 ) -> None:
-    async with fake_vllm(faults=deque([fault])) as fake, engine(fake.url) as opened:
-        with pytest.raises(kind):
-            await stream(opened)
-        assert len(fake.requests) == 1
+    async with alone(*[fault] * 9, how={"tries": 3}) as (fake, opened):
+        with pytest.raises(EngineError) as caught:
+            await ask(opened)
+        assert type(caught.value) is kind
+        assert len(fake.requests) == 3
 
 
-async def test_an_answer_without_a_stream_is_garbage() -> None:
-    async with fake_vllm(faults=deque(["html_stream"])) as fake, engine(fake.url) as opened:
-        with pytest.raises(EngineGarbage, match="without a stream"):
-            await stream(opened)
+async def test_a_refusal_is_not_repeated_and_tells_the_engines_words_without_the_key() -> None:
+    secret, statuses = "sk-very-secret", (400, 401, 404, 422) * 8
+    async with alone(*statuses, how={"api_key": secret}) as (fake, opened):
+        for number, status in enumerate(statuses, start=1):
+            with pytest.raises(EngineRefused, match=r"told Bearer \*\*\*") as caught:
+                await ask(opened)
+            assert caught.value.detail["status"] == status
+            assert len(fake.requests) == number
+            assert secret not in repr(caught.value.failure())
+        assert fake.headers[0]["Authorization"] == f"Bearer {secret}"
+        assert (await health_of(opened, fake)).state == "closed"  # it says nothing against it
+
+
+@pytest.mark.parametrize(
+    ("fault", "ways", "kind", "words"),
+    [
+        ("garbage", (ask, stream), EngineGarbage, None),
+        ("list", (ask, stream), EngineGarbage, None),
+        ("error_body", (ask, stream), EngineError, None),
+        ("cut", (stream,), EngineGarbage, None),
+        ("reset", (stream,) * 5, EngineGarbage, None),
+        ("error_chunk", (stream,), EngineError, None),
+        ("html_stream", (stream,), EngineGarbage, "without a stream"),
+    ],
+)
+async def test_an_answer_that_is_none_or_breaks_off_is_typed_and_not_repeated(
+    fault: str, ways: tuple[Any, ...], kind: type[EngineError], words: str | None
+) -> None:
+    async with alone(*[fault] * len(ways)) as (fake, opened):
+        for number, way in enumerate(ways, start=1):
+            with pytest.raises(kind, match=words):
+                await way(opened)
+            assert len(fake.requests) == number
+        if fault == "reset":  # a failure after the first chunk counts against its replica
+            assert (await health_of(opened, fake)).state != "closed"
 
 
 async def test_a_slow_answer_times_out_and_is_aborted() -> None:
-    async with fake_vllm(held=asyncio.Event()) as fake, engine(fake.url) as opened:
-        with pytest.raises(EngineTimeout):
-            await ask(opened, seconds=0.1)
-        with pytest.raises(EngineTimeout):
-            await stream(opened, seconds=0.1)
+    async with alone(held=asyncio.Event()) as (fake, opened):
+        for way in (ask, stream):
+            with pytest.raises(EngineTimeout):
+                await way(opened, seconds=0.1)
         await until(lambda: fake.aborted == 2)
 
 
 async def test_an_error_of_the_consumer_leaves_a_stream_as_it_is() -> None:
-    async with fake_vllm() as fake, engine(fake.url) as opened:
+    async with alone() as (_, opened):
         with pytest.raises(ConnectionResetError, match="mine"):
-            async with opened.stream(
-                CHAT, {**ASK, "stream": True}, rollout_id="r", timeout_seconds=60
-            ):
+            async with opened.stream(CHAT, STREAM, rollout_id="r", timeout_seconds=60):
                 raise ConnectionResetError("mine")
 
 
-async def test_something_that_speaks_no_http_is_garbage() -> None:
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readline()
-        writer.write(b"220 mail.example ESMTP\r\n\r\n")
-        writer.close()
-
-    server = await asyncio.start_server(greet, "127.0.0.1", 0)
-    async with server, engine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as opened:
+@pytest.mark.parametrize("way", [ask, stream])
+async def test_a_call_whose_connection_is_reset_is_sent_again_and_no_http_is_garbage(
+    way: Any,
+) -> None:
+    async with raw_server() as raw, engine(raw.url) as opened:
+        raw.end = "reset"
+        call = asyncio.create_task(way(opened))
+        await until(lambda: raw.requests)
+        body, kind = b"{}", "application/json"
+        if way is stream:
+            body, kind = b"data: [DONE]\n\n", "text/event-stream"
+        raw.pieces, raw.end = [head(kind, len(body)) + body], "keep"
+        assert not await call
+        raw.pieces, raw.end = [b"220 mail.example ESMTP\r\n\r\n"], "close"
         with pytest.raises(EngineGarbage):
+            await way(opened)
+
+
+async def test_an_engine_that_asks_for_patience_is_left_alone() -> None:
+    async with alone(429, retry_after="1") as (fake, opened):
+        began = time.monotonic()
+        await ask(opened)
+        assert time.monotonic() - began >= 1
+        fake.faults, fake.retry_after = deque([503]), "3600"
+        before = len(fake.requests)
+        async with asyncio.timeout(PATIENCE):
+            with pytest.raises(EngineUnavailable):
+                await ask(opened)
+        assert len(fake.requests) == before + 1
+    async with pair({"check_seconds": SELDOM_SECONDS}) as (one, _, opened):
+        home = await homed(opened, one)
+        one.faults, one.retry_after = deque([503]), "30"
+        before = len(one.requests)
+        for _ in range(10):
+            await ask(opened, home)
+        assert len(one.requests) == before + 1
+        assert (await health_of(opened, one)).state == "closed"
+
+
+# Replicas that die, hang and come back
+
+
+async def test_a_rollout_stays_with_one_replica_and_rollouts_spread() -> None:
+    async with pair() as (one, two, opened):
+        for _ in range(5):
+            await ask(opened, "same")
+        assert sorted([len(one.requests), len(two.requests)]) == [0, 5]
+        for number in range(40):
+            await ask(opened, f"rollout-{number}")
+        assert min(len(one.requests), len(two.requests)) > 5
+
+
+async def test_with_one_of_two_replicas_dead_every_call_is_answered_with_none_no_call() -> None:
+    async with fake_vllm() as alive, engine(dead_url(), alive.url) as opened:
+        await asyncio.gather(*(ask(opened, f"rollout-{number}") for number in range(40)))
+        assert len(alive.requests) == 40
+        assert [r.healthy for r in await opened.health()] == [False, True]
+    async with engine(dead_url(), dead_url()) as opened:
+        with pytest.raises(EngineUnavailable, match="accepts no connection"):
             await ask(opened)
 
 
-async def test_a_server_without_models_says_so() -> None:
-    app = web.Application()
+async def test_a_replica_that_is_killed_under_load_loses_no_call() -> None:
+    async with pair(slow_seconds=0.02) as (one, two, opened):
+        two.slow_seconds = 0.02
+        calls = asyncio.create_task(crowd(opened, 30, turns=4))
+        await until(lambda: len(one.requests) > 40)
+        await one.kill()
+        await calls
+        assert len(two.requests) > len(one.requests)
+        await until(lambda: replica_of(opened, one).state == "open")
 
-    async def none(request: web.Request) -> web.Response:
-        return web.json_response({"data": []})
 
-    app.router.add_get("/v1/models", none)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with engine(f"http://127.0.0.1:{runner.addresses[0][1]}") as opened:
-        with pytest.raises(EngineGarbage, match="lists no model"):
-            await opened.model_name()
-    await runner.cleanup()
+async def test_a_replica_that_is_back_is_used_again_and_each_change_is_logged_once() -> None:
+    with capture_logs() as lines:
+        async with pair() as (one, _, opened):
+            home = await homed(opened, one)
+            await one.kill()
+            await crowd(opened, 10)
+            await until(lambda: lines)
+            async with fake_vllm(int(one.url.rpartition(":")[2])) as again:
+                await until(lambda: len(lines) == 2)
+                await ask(opened, home)
+                assert len(again.requests) == 1
+                assert (await health_of(opened, again)).state == "closed"
+    events = ["engine_replica_set_aside", "engine_replica_is_back"]
+    assert [line["event"] for line in lines] == events
+    assert all(line["base_url"] == one.url for line in lines)
+
+
+async def test_calls_at_a_replica_that_hangs_are_answered_by_another() -> None:
+    async with pair({"check_seconds": 0.5}, hung=True) as (one, _, opened):
+        await crowd(opened, 20)
+        state = await health_of(opened, one)
+        assert (state.healthy, state.state, state.in_flight) == (False, "open", 0)
+        assert one.requests == []
+
+
+async def test_calls_in_flight_when_a_replica_begins_to_hang_are_sent_elsewhere() -> None:
+    held = asyncio.Event()
+    async with pair({"check_seconds": 0.5}, held=held) as (one, two, opened):
+        held.set()
+        home = await homed(opened, one)
+        held.clear()
+        before = len(one.requests) + len(two.requests)
+        calls = [asyncio.create_task(ask(opened, home)) for _ in range(5)]
+        async with opened.stream(CHAT, STREAM, rollout_id=home, timeout_seconds=60) as chunks:
+            assert await anext(chunks)
+            await until(lambda: len(one.requests) + len(two.requests) == before + 6)
+            elsewhere = len(two.requests)
+            one.hung = True
+            for answer in await asyncio.gather(*calls):
+                assert answer["choices"]
+            # Of this stream something was given out: it waits for its own replica.
+            held.set()
+            assert len([chunk async for chunk in chunks]) > 1
+        assert len(two.requests) >= elsewhere + 5
+
+
+async def test_the_only_replica_is_never_given_up_however_silent_it_is() -> None:
+    held = asyncio.Event()
+    how = {"check_seconds": 0.02, "tries": 5}
+    async with alone(*[503] * 5, how=how, held=held, health_status=503) as (fake, opened):
+        with pytest.raises(EngineError):
+            await ask(opened)
+        assert replica_of(opened, fake).state == "open"
+        fake.requests.clear()
+        calls = [asyncio.create_task(ask(opened)) for _ in range(3)]
+        await until(lambda: len(fake.requests) == 3)
+        seen = fake.checks
+        await until(lambda: fake.checks > seen + 1)
+        held.set()
+        assert all(answer["choices"] for answer in await asyncio.gather(*calls))
+        assert len(fake.requests) == 3
+
+
+@pytest.mark.parametrize("fault", ["half", "close", 503, "garbage", "error_body", "html_stream"])
+async def test_what_is_no_answer_is_asked_for_elsewhere(fault: Any) -> None:
+    async with pair() as (one, _, opened):
+        home = await homed(opened, one)
+        one.faults = deque([fault, fault])
+        await both(opened, home)
+
+
+async def test_a_replica_whose_health_fails_gets_no_calls() -> None:
+    async with pair() as (one, _, opened):
+        one.health_status = 503
+        await until(lambda: replica_of(opened, one).state == "open")
+        before = len(one.requests)
+        await crowd(opened, 10)
+        assert len(one.requests) == before
+        one.health_status = 200
+        await until(lambda: replica_of(opened, one).state == "closed")
+        await homed(opened, one)
+
+
+async def test_a_slow_replica_shares_its_calls_with_one_that_has_room() -> None:
+    held = asyncio.Event()
+    held.set()
+    how = {"check_seconds": SELDOM_SECONDS, "num_max_requests_at_once": 2}
+    async with pair(how, held=held) as (one, two, opened):
+        home = await homed(opened, one)
+        before = len(two.requests)
+        held.clear()
+        calls = []
+        for _ in range(30):
+            calls.append(asyncio.create_task(ask(opened, home)))
+            await settled()
+            await until(lambda: not replica_of(opened, two).in_flight)
+        held.set()
+        await asyncio.gather(*calls)
+        assert len(two.requests) - before == 28
+
+
+async def test_a_replica_that_keeps_failing_is_set_aside_until_a_call_succeeds_there() -> None:
+    async with pair() as (one, _, opened):
+        home = await homed(opened, one)
+        for _ in range(20):
+            await ask(opened, home)
+        before = len(one.requests)
+        one.faults = deque([500] * 100)
+        for _ in range(50):
+            await ask(opened, home)
+        assert len(one.requests) - before < 30
+        one.faults.clear()
+        before = len(one.requests)
+        async with asyncio.timeout(PATIENCE):
+            while (await health_of(opened, one)).state != "closed":
+                await ask(opened, home)
+                await asyncio.sleep(0.02)
+        assert len(one.requests) > before
+
+
+# Calls in flight
+
+
+async def test_calls_wait_for_a_slot_are_aborted_when_cancelled_and_leave_none_taken() -> None:
+    held = asyncio.Event()
+    async with alone(how={"num_max_requests_at_once": 2}, held=held) as (fake, opened):
+        calls = [asyncio.create_task(ask(opened, str(number))) for number in range(5)]
+        await until(lambda: len(fake.requests) == 2)
+        with pytest.raises(EngineTimeout, match="no free slot"):
+            await ask(opened, seconds=0.05)
+        await opened.get("/v1/models")
+        state = await health_of(opened, fake)
+        assert (state.in_flight, state.waiting, state.limit) == (2, 3, 2)
+        for call in calls:
+            call.cancel()
+        await until(lambda: fake.aborted == 2)
+        await asyncio.gather(*calls, return_exceptions=True)
+        state = await health_of(opened, fake)
+        assert (state.in_flight, state.waiting) == (0, 0)
+        assert len(fake.requests) == 2
+        held.set()
+        await asyncio.gather(*(ask(opened, str(number)) for number in range(5)))
+        assert len(fake.requests) == 7
+
+
+async def test_fewer_calls_are_sent_while_calls_wait_in_the_engine() -> None:
+    busy = 'vllm:num_requests_running{engine="0"} 8.0\nvllm:num_requests_waiting{engine="0"} 9.0\n'
+    how = {"measure_seconds": 0.01, "num_max_requests_at_once": 32}
+    async with alone(how=how, metrics=busy, slow_seconds=0.005) as (fake, opened):
+
+        async def rollout() -> None:
+            while True:
+                await ask(opened)
+
+        calls = [asyncio.create_task(rollout()) for _ in range(64)]
+        limits = set()
+
+        def limit() -> int:
+            limits.add(replica_of(opened, fake).limit)
+            return replica_of(opened, fake).limit
+
+        await until(lambda: limit() == FLOOR)
+        fake.metrics = busy.replace("9.0", "0.0")
+        await until(lambda: limit() >= FLOOR + 5)
+        fake.metrics = None
+        await until(lambda: limit() == 32)
+        assert len(limits) > 3
+        for call in calls:
+            call.cancel()
 
 
 # Server-sent events
 
 
-@pytest.mark.parametrize("cut_bytes", [1, 2, 7])
-async def test_a_stream_cut_into_small_pieces_is_the_same(cut_bytes: int) -> None:
-    async with fake_vllm() as fake, engine(fake.url) as opened:
-        whole = await stream(opened)
-        fake.cut_bytes = cut_bytes
-        assert await stream(opened) == whole
-
-
-@pytest.mark.parametrize("way", ["whole", "stream"])
-async def test_a_call_whose_connection_is_reset_is_sent_again(way: str) -> None:
-    async with raw_server() as raw, engine(raw.url) as opened:
-        raw.end = "reset"
-        call = asyncio.create_task(ask(opened) if way == "whole" else stream(opened))
-        await until(lambda: raw.requests)
-        body = b"data: [DONE]\n\n" if way == "stream" else b"{}"
-        kind = "text/event-stream" if way == "stream" else "application/json"
-        raw.pieces, raw.end = [head(kind, len(body)) + body], "keep"
-        assert not await call
-
-
 async def test_connections_are_used_again_after_streams() -> None:
-    async with raw_server() as raw, engine(raw.url) as opened:
+    async with raw_server() as raw, engine(raw.url, check_seconds=SELDOM_SECONDS) as opened:
         start = head("text/event-stream", None, "transfer-encoding: chunked")
         end = chunked([b"data: [DONE]\n\n"])
         raw.pieces, raw.end = [start, end[:-5], b"", end[-5:]], "keep"
@@ -339,16 +549,9 @@ def oracle(text: str) -> list[bytes]:
     return events
 
 
-def test_an_event_without_end_is_garbage() -> None:
-    parser = SseParser(max_event_bytes=100)
-    with pytest.raises(EngineGarbage):
-        for _ in range(20):
-            parser.feed(b"data: xxxx")
+@pytest.mark.parametrize("piece", [b"data: xxxx", b"data: xxxx\n"])
+def test_an_event_without_end_is_garbage(piece: bytes) -> None:
     parser = SseParser(max_event_bytes=100)
     with pytest.raises(EngineGarbage):
         for _ in range(50):
-            parser.feed(b"data: xxxx\n")
-
-
-def test_the_fake_honours_max_tokens() -> None:
-    assert len(FakeVllm().ids({**ASK, "max_tokens": 3})) == 3
+            parser.feed(piece)

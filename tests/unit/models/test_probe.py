@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,36 @@ import pytest
 from envserver_records.errors import ConfigError, EngineRefused, EngineTimeout, EngineUnavailable
 from structlog.testing import capture_logs
 from support.commands import ENVSERVER, environment_variables, free_port
-from support.fake_tokens import ALL, FakeEngine, fake_engine
-from support.fake_vllm import fake_vllm
+from support.engine_stand_in import (
+    ALL,
+    COMPLETIONS,
+    DERENDER,
+    GENERATE,
+    RENDER,
+    Bytes,
+    FakeVllm,
+    fake_vllm,
+)
 from support.serving import serving
+from support.sim import engine as sim_engine
 from support.vllm_server import VllmServer
 from support.waiting import PATIENCE, until
 
-from envserver import OpenAIConfig, SimConfig
+from envserver import OpenAIConfig
 from envserver.config import Mode
-from envserver.models import OpenAIEngine, ProbeResult, SimEngine
+from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.probe import probe
 from envserver.models.sim import sim_app
+
+Json = dict[str, Any]
+CARDS = [{"id": "tiny", "root": "/models/tiny", "max_model_len": 2048}]
+LOGITS = (3.0, 2.0, 1.0, 0.0, -1.0)
+
+
+def fake(can: frozenset[str] = ALL, **how: Any) -> FakeVllm:
+    """A vLLM that samples the likeliest of some tokens."""
+    how = {"text": "Yes, it is.", "words": Bytes(*LOGITS), "cards": CARDS, **how}
+    return FakeVllm(can=can, version="0.32.0", metrics="# HELP\n", **how)
 
 
 @asynccontextmanager
@@ -33,14 +53,14 @@ async def connected(url: str, **config: Any) -> AsyncIterator[OpenAIEngine]:
         yield engine
 
 
-async def probed(fake: FakeEngine, *, wanted: Mode = "auto", model: str = "tiny") -> ProbeResult:
-    async with fake_engine(fake) as server, connected(server.url) as engine:
-        return await probe(engine, wanted=wanted, model=model)
+async def probed(engine: FakeVllm, *, wanted: Mode = "auto", model: str = "tiny") -> ProbeResult:
+    async with engine.listening(), connected(engine.url) as client:
+        return await probe(client, wanted=wanted, model=model)
 
 
 async def test_an_engine_with_everything() -> None:
-    fake = FakeEngine(ALL | {"parser"})
-    found = await probed(fake)
+    engine = fake(ALL | {"parser"})
+    found = await probed(engine)
     assert found.mode == "tokens"
     assert found.server == "vllm 0.32.0"
     assert (found.root, found.max_model_len) == ("/models/tiny", 2048)
@@ -50,34 +70,99 @@ async def test_an_engine_with_everything() -> None:
     assert not found.reasoning_parser
     assert found.reasons == {}
     assert [bool(echo.tools) for echo in found.echoes] == [False, True]
-    assert len(fake.requests) <= 14
+    assert len(engine.paths) <= 14
+
+
+def lies(*paths: str, change: Callable[[Json], object]) -> dict[str, Any]:
+    """An engine whose answers at `paths` are changed."""
+
+    def spoil(path: str, answer: Json) -> None:
+        if path in paths:
+            change(answer)
+
+    return {"spoil": spoil}
+
+
+def others(answer: Json) -> None:
+    """Other tokens than chat samples."""
+    for choice in answer["choices"]:
+        choice["token_ids"] = [*bytes(choice["token_ids"]).swapcase()]
+
+
+def other_message(answer: Json) -> None:
+    message = answer["choices"][0]["message"]
+    message["content"] = message["content"].upper()
+
+
+def other_prompt(answer: Json) -> None:
+    for one in (answer, *answer["choices"]):
+        if "prompt_token_ids" in one:
+            one["prompt_token_ids"] = one["prompt_token_ids"][1:]
+
+
+def tie(answer: Json) -> None:
+    answer["choices"][0]["token_ids"][1] = 33
+
+
+DERENDERS_OTHERWISE = lies(DERENDER, change=other_message)
 
 
 @pytest.mark.parametrize(
-    ("fake", "mode", "reasons"),
+    ("can", "how", "mode", "reasons"),
     [
-        (FakeEngine(ALL - {"scale_out"}), "completions", {"tokens": "--enable-scale-out"}),
+        (ALL - {"scale_out"}, {}, "completions", {"tokens": "--enable-scale-out"}),
         (
-            FakeEngine(ALL - {"scale_out", "completions"}),
+            ALL - {"scale_out", "completions"},
+            {},
             "chat",
             {"tokens": "HTTP 403", "completions": "without token_ids"},
         ),
-        (FakeEngine(strict=True), "opaque", {"chat": "argument supplied: logprobs"}),
-        (FakeEngine(ALL - {"ids"}), "opaque", {"chat": "lack token_ids and prompt_token_ids"}),
-        (FakeEngine(lies="generate"), "completions", {"tokens": "[121, 69, 83, 44] at temp"}),
-        (FakeEngine(lies="render"), "completions", {"tokens": "gives other ids"}),
-        (FakeEngine(lies="derender"), "completions", {"tokens": "another message"}),
-        (FakeEngine(lies="echo"), "chat", {"tokens": "give back", "completions": "give back"}),
-        (FakeEngine(ALL - {"scale_out"}, lies="completions"), "chat", {"completions": "samples"}),
-        (FakeEngine(ALL - {"tools"}), "tokens", {"tools": "--tool-call-parser"}),
-        (FakeEngine(ALL - {"dev"}), "tokens", {"pausable": "VLLM_SERVER_DEV_MODE=1"}),
+        (ALL, {"strict": True}, "opaque", {"chat": "argument supplied: logprobs"}),
+        (ALL - {"ids"}, {}, "opaque", {"chat": "lack token_ids and prompt_token_ids"}),
+        (
+            ALL,
+            lies(GENERATE, change=others),
+            "completions",
+            {"tokens": "[121, 69, 83, 44] at temp"},
+        ),
+        (
+            ALL,
+            lies(RENDER, change=lambda answer: answer["token_ids"].append(7)),
+            "completions",
+            {"tokens": "gives other ids"},
+        ),
+        (ALL, DERENDERS_OTHERWISE, "completions", {"tokens": "another message"}),
+        (
+            ALL | {"parser"},
+            {"text": "y", **DERENDERS_OTHERWISE},
+            "completions",
+            {"tokens": "another message"},
+        ),
+        (
+            ALL,
+            lies(GENERATE, COMPLETIONS, change=other_prompt),
+            "chat",
+            {"tokens": "give back", "completions": "give back"},
+        ),
+        (
+            ALL - {"scale_out"},
+            lies(COMPLETIONS, change=others),
+            "chat",
+            {"completions": "samples"},
+        ),
+        (ALL - {"tools"}, {}, "tokens", {"tools": "--tool-call-parser"}),
+        (ALL - {"dev"}, {}, "tokens", {"pausable": "VLLM_SERVER_DEV_MODE=1"}),
+        (ALL, {"text": ""}, "tokens", {}),  # it only ends its turn
+        (ALL | {"parser"}, {"text": "y"}, "tokens", {}),
+        # Of two tokens that are equally likely either may be sampled.
+        (ALL, {"words": Bytes(3.0, *LOGITS), **lies(GENERATE, change=tie)}, "tokens", {}),
     ],
-    ids=lambda value: "" if isinstance(value, FakeEngine | dict) else value,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_the_best_mode_that_is_exact_and_why_no_better(
-    fake: FakeEngine, mode: str, reasons: dict[str, str]
+    can: frozenset[str], how: Json, mode: str, reasons: dict[str, str]
 ) -> None:
-    found = await probed(fake)
+    found = await probed(fake(can, **how))
     assert found.mode == mode
     for name, words in reasons.items():
         assert words in found.reasons[name]
@@ -85,61 +170,51 @@ async def test_the_best_mode_that_is_exact_and_why_no_better(
     assert set(better[: better.index(mode)]) <= found.reasons.keys()
 
 
-async def test_what_its_answers_tell_of_logprobs_and_reasoning() -> None:
-    assert (await probed(FakeEngine(processed=True))).logprobs == "processed"
-    assert (await probed(FakeEngine(ALL - {"top"}))).logprobs == "unknown"
-    derendered = await probed(FakeEngine(ALL | {"reasoning"}))
+async def test_what_its_answers_tell_of_logprobs_reasoning_and_adapters() -> None:
+    warm = fake(words=Bytes(*LOGITS, processed=True))
+    assert (await probed(warm)).logprobs == "processed"
+    assert (await probed(fake(ALL - {"top"}))).logprobs == "unknown"
+    derendered = await probed(fake(reasons=True))
     assert derendered.reasoning_parser and derendered.has_parser
-    seen = await probed(FakeEngine(ALL - {"scale_out"} | {"reasoning"}, text="<think>"))
+    seen = await probed(fake(ALL - {"scale_out"}, reasons=True, text="<think>a</think>"))
     assert (seen.reasoning_parser, seen.mode) == (True, "completions")
-    assert (await probed(FakeEngine(text=""))).mode == "tokens", "it only ends its turn"
-    assert (await probed(FakeEngine(ALL | {"parser"}, text="y"))).mode == "tokens"
-    short = FakeEngine(ALL | {"parser"}, text="y", lies="derender")
-    assert "another message" in (await probed(short)).reasons["tokens"]
-
-
-async def test_a_tie_of_two_tokens_is_no_lie() -> None:
-    assert (await probed(FakeEngine(tie=True))).mode == "tokens"
-
-
-async def test_an_adapters_files_are_its_base_models() -> None:
     cards = [
         {"id": "base", "root": "/models/base", "max_model_len": 64},
         {"id": "policy@3", "root": "/adapters/3", "parent": "base"},
     ]
-    found = await probed(FakeEngine(cards=cards), model="policy@3")
-    assert (found.root, found.max_model_len) == ("/models/base", 64)
+    found = await probed(fake(cards=cards), model="policy@3")
+    assert (found.root, found.max_model_len) == ("/models/base", 64)  # an adapter's are its base's
 
 
 async def test_a_mode_that_is_wanted_is_used_or_refused_with_the_reason() -> None:
-    chat = await probed(FakeEngine(), wanted="chat")
+    chat = await probed(fake(), wanted="chat")
     assert chat.mode == "chat"
     assert chat.reasons["tokens"] == "Not tried: openai.mode is chat."
-    assert (await probed(FakeEngine(), wanted="completions")).mode == "completions"
-    assert (await probed(FakeEngine(), wanted="opaque")).mode == "opaque"
+    assert (await probed(fake(), wanted="completions")).mode == "completions"
+    assert (await probed(fake(), wanted="opaque")).mode == "opaque"
     with pytest.raises(ConfigError, match=r"openai.mode is tokens.*--enable-scale-out"):
-        await probed(FakeEngine(ALL - {"scale_out"}), wanted="tokens")
+        await probed(fake(ALL - {"scale_out"}), wanted="tokens")
 
 
 async def test_an_engine_that_does_not_answer_or_not_us_is_an_error() -> None:
     async with connected(f"http://127.0.0.1:{free_port()}") as engine:
         with pytest.raises(EngineUnavailable):
             await probe(engine, model="tiny")
-    async with fake_engine(FakeEngine(slow=True)) as fake, connected(fake.url, timeout=0.2) as slow:
+    async with fake_vllm(hung=True) as one, connected(one.url, timeout=0.2) as slow:
         with pytest.raises(
             EngineTimeout, match=r"engine at http://\S+ did not answer within 0\.2 s"
         ):
             await probe(slow, model="tiny")
-    async with fake_engine(FakeEngine(key="right")) as fake, connected(fake.url) as unknown:
-        with pytest.raises(EngineRefused, match="Unauthorized"):
-            await probe(unknown, model="tiny")
+    with pytest.raises(EngineRefused, match="Unauthorized"):
+        await probed(fake(key="right"))
+    missing = fake(faults=deque([(404, "The model `other` does not exist.")]))
     with pytest.raises(EngineRefused, match="`other` does not exist"):
-        await probed(FakeEngine(), model="other")
+        await probed(missing, model="other")
 
 
 async def test_a_slow_first_answer_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envserver.models.probe_client._TELL_SECONDS", 0.1)
-    async with fake_vllm(held=asyncio.Event()) as fake, connected(fake.url) as slow:
+    async with fake_vllm(held=asyncio.Event()) as one, connected(one.url) as slow:
         asking = asyncio.create_task(probe(slow, model="tiny"))
         with capture_logs() as logs:
             await until(lambda: any(line["event"] == "engine_is_waited_for" for line in logs))
@@ -152,22 +227,21 @@ async def test_a_slow_first_answer_is_told_and_waited_for(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("rates", [{}, {"error_rate": 0.3, "truncate_rate": 0.5}])
 async def test_the_simulated_engine_continues_ids_by_completions(rates: dict[str, float]) -> None:
-    sim = SimEngine(SimConfig(latency_seconds=0, **rates))
-    assert_is_the_simulated(await probe(sim, model="sim"))
-    async with serving(sim_app(sim)) as url:
-        engine = OpenAIEngine(OpenAIConfig(base_url=url), pause_seconds=0.01)
-        async with engine:
-            assert_is_the_simulated(await probe(engine, model="sim"))
-
-
-def assert_is_the_simulated(found: ProbeResult) -> None:
-    assert (found.mode, found.logprobs, found.tools) == ("completions", "raw", True)
-    assert found.server.startswith("envserver-sim")
+    sim = sim_engine(**rates)
+    async with (
+        serving(sim_app(sim)) as url,
+        OpenAIEngine(OpenAIConfig(base_url=url), pause_seconds=0.01) as client,
+    ):
+        for engine in (sim, client):
+            found = await probe(engine, model="sim")
+            assert (found.mode, found.logprobs, found.tools) == ("completions", "raw", True)
+            assert found.server.startswith("envserver-sim")
 
 
 async def test_the_command_shows_an_engine_and_what_would_be_better(tmp_path: Path) -> None:
-    async with fake_engine(FakeEngine(ALL - {"scale_out", "dev"})) as fake:
-        shown = await command(tmp_path, f"{fake.url.removeprefix('http://')}/v1")
+    engine = fake(ALL - {"scale_out", "dev"})
+    async with engine.listening():
+        shown = await command(tmp_path, f"{engine.url.removeprefix('http://')}/v1")
     assert shown.returncode == 0, shown.stderr
     assert all(len(line) <= 80 for line in shown.stdout.splitlines())
     assert "\033" not in shown.stdout
@@ -181,23 +255,17 @@ async def test_the_command_shows_an_engine_and_what_would_be_better(tmp_path: Pa
 
 async def test_the_command_tells_replicas_apart_and_those_that_are_down(tmp_path: Path) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
-    async with fake_engine(FakeEngine()) as one, fake_engine(FakeEngine(ALL - {"ids"})) as other:
+    one, other = fake(), fake(ALL - {"ids"})
+    async with one.listening(), other.listening(), serving(sim_app(sim_engine())) as sim:
         both = await command(tmp_path, f"{one.url},{other.url}")
         assert both.returncode == 0, both.stderr
         assert f"mode: tokens at {one.url}, opaque at {other.url}" in " ".join(both.stdout.split())
-        with_dead = await command(tmp_path, one.url, dead, "--json")
+        with_dead = await command(tmp_path, one.url, sim, dead, "--json")
     assert with_dead.returncode == 1
     assert with_dead.stderr.count("\n") == 1 and dead in with_dead.stderr
-    (engine,) = json.loads(with_dead.stdout)["engines"]
+    engine, simulated = json.loads(with_dead.stdout)["engines"]
     assert (engine["url"], engine["mode"], engine["stitching"]) == (one.url, "tokens", False)
-
-
-async def test_the_command_says_that_the_simulated_engine_can_be_stitched(tmp_path: Path) -> None:
-    async with serving(sim_app(SimEngine(SimConfig(latency_seconds=0)))) as url:
-        shown = await command(tmp_path, url, "--json")
-    assert shown.returncode == 0, shown.stderr
-    (engine,) = json.loads(shown.stdout)["engines"]
-    assert engine["not_stitched"] is None
+    assert simulated["not_stitched"] is None
 
 
 async def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

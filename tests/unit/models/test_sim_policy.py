@@ -1,20 +1,64 @@
-"""The simulated policy: correct as often as configured, varied answers, valid calls."""
+"""The simulated policy: correct as often as configured, wrong at declared rates, valid calls.
+
+It plays exactly what it is given, and recordings.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from envserver_records.errors import ConfigError, EngineRefused
 from hypothesis import given
 from hypothesis import strategies as st
-from support.sim import DEMONSTRATION, TOOLS, ask, engine, post, said, user
+from support.sim import DEMONSTRATION, TOOLS, ask, call, engine, post, said, tool, user
 
-from envserver import SimConfig
+from envserver import SimConfig, aio
 from envserver.models import RolloutSolver, SimEngine, TextSolver
+from envserver.models.sim.faulty_answers import REFUSALS
 from envserver.models.sim.spoil import spoiled_answer
+
+SIZES = tool(
+    "choose",
+    size={"enum": ["small", "large"]},
+    count={"type": "integer", "minimum": 1},
+    day={"type": "string", "format": "date"},
+)
+
+
+def playing(turns: list[dict[str, Any]], *, exact: bool = True, **config: Any) -> SimEngine:
+    """An engine whose rollout `r` has these turns."""
+    solver = RolloutSolver()
+    solver.assign("r", turns, exact=exact)
+    return SimEngine(SimConfig(latency_seconds=0, **config), solver)
+
+
+async def choices(sim: SimEngine, rollout_id: str = "r", **fields: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await post(sim, ask(**fields), rollout_id=rollout_id))["choices"]
+    return found
+
+
+async def message(sim: SimEngine, rollout_id: str = "r", **fields: Any) -> dict[str, Any]:
+    found: dict[str, Any] = (await choices(sim, rollout_id, **fields))[0]["message"]
+    return found
+
+
+async def after(
+    sim: SimEngine, messages: list[dict[str, Any]], rollout_id: str = "r", **fields: Any
+) -> dict[str, Any]:
+    """What is said after `messages`."""
+    answer = await post(sim, ask(**fields) | {"messages": messages}, rollout_id=rollout_id)
+    found: dict[str, Any] = answer["choices"][0]["message"]
+    return found
+
+
+def arguments_of(message: dict[str, Any]) -> list[Any]:
+    return [json.loads(one["function"]["arguments"]) for one in message["tool_calls"]]
 
 
 async def play(sim: SimEngine, rollout_id: str) -> tuple[str, int]:
@@ -35,16 +79,15 @@ async def play(sim: SimEngine, rollout_id: str) -> tuple[str, int]:
 async def test_the_same_seed_answers_alike_and_samples_differ() -> None:
     first, second, third = engine(seed=1), engine(seed=1), engine(seed=2)
     texts = [
-        [(await post(sim, ask()))["choices"][0]["message"]["content"] for _ in range(20)]
-        for sim in (first, second, third)
+        [(await message(sim, ""))["content"] for _ in range(20)] for sim in (first, second, third)
     ]
     assert texts[0] == texts[1] != texts[2]
     assert len(set(texts[0])) > 15
-    seeded = [(await post(first, ask(seed=7, n=2)))["choices"] for _ in range(2)]
-    assert [c["token_ids"] for c in seeded[0]] == [c["token_ids"] for c in seeded[1]]
-    assert seeded[0][0]["token_ids"] != seeded[0][1]["token_ids"]
-    greedy = [(await post(first, ask(temperature=0)))["choices"] for _ in range(2)]
-    assert greedy[0][0]["token_ids"] == greedy[1][0]["token_ids"]
+    seeded, again = [await choices(first, seed=7, n=2) for _ in range(2)]
+    assert [c["token_ids"] for c in seeded] == [c["token_ids"] for c in again]
+    assert seeded[0]["token_ids"] != seeded[1]["token_ids"]
+    greedy, again = [await choices(first, temperature=0) for _ in range(2)]
+    assert greedy[0]["token_ids"] == again[0]["token_ids"]
 
 
 async def test_rollouts_are_solved_as_often_as_asked_and_differ_in_length() -> None:
@@ -62,18 +105,13 @@ async def test_rollouts_are_solved_as_often_as_asked_and_differ_in_length() -> N
     assert solver.solve([], "rollout-1") is None
 
 
-@pytest.mark.parametrize(("probability", "answers"), [(1.0, {"36"}), (0.0, set())])
-async def test_certain_success_and_certain_failure(probability: float, answers: set[str]) -> None:
-    sim = engine(DEMONSTRATION, solve_probability=probability)
-    found = {(await play(sim, f"r{number}"))[0] for number in range(20)}
-    assert found == answers if answers else "36" not in found
-
-
-async def test_without_tools_the_last_call_becomes_the_answer_in_the_text() -> None:
-    sim = engine(DEMONSTRATION, solve_probability=1.0)
-    message = (await post(sim, ask()))["choices"][0]["message"]
-    assert "tool_calls" not in message
-    assert message["content"].endswith("The product is known.\n\\boxed{36}")
+async def test_certain_success_and_certain_failure() -> None:
+    good, bad = (engine(DEMONSTRATION, solve_probability=certain) for certain in (1.0, 0.0))
+    assert {(await play(good, f"r{number}"))[0] for number in range(20)} == {"36"}
+    assert "36" not in {(await play(bad, f"r{number}"))[0] for number in range(20)}
+    without_tools = await message(good, "")  # its last call becomes the answer in the text
+    assert "tool_calls" not in without_tools
+    assert without_tools["content"].endswith("The product is known.\n\\boxed{36}")
 
 
 @given(st.one_of(st.integers().map(str), st.sampled_from(
@@ -103,26 +141,145 @@ async def test_babbled_calls_obey_the_schema() -> None:
     }
     measure = {"type": "function", "function": {"name": "measure", "parameters": parameters}}
     sim = engine()
-    answer = await post(sim, ask(tools=[measure], n=60, tool_choice="required"))
-    for choice in answer["choices"]:
+    for choice in await choices(sim, "", tools=[measure], n=60, tool_choice="required"):
         assert choice["finish_reason"] == "tool_calls"
-        for one in choice["message"]["tool_calls"]:
-            jsonschema.validate(json.loads(one["function"]["arguments"]), parameters)
-    free = await post(sim, ask(tools=[measure], n=60))
-    kinds = {choice["finish_reason"] for choice in free["choices"]}
-    assert kinds == {"stop", "tool_calls"}
+        for arguments in arguments_of(choice["message"]):
+            jsonschema.validate(arguments, parameters)
+    free = await choices(sim, "", tools=[measure], n=60)
+    assert {choice["finish_reason"] for choice in free} == {"stop", "tool_calls"}
 
 
 def test_text_solver_takes_the_last_question_of_the_last_user() -> None:
     short, long, other = [said("1")], [said("2")], [said("3")]
     solver = TextSolver([("How many?", short), ("So: How many?", long), ("Who?", other)])
-
-    def solved(*contents: str) -> Any:
+    for contents, turns in (
+        (["Example. Who? Task. How many? Think."], short),
+        (["So: How many?"], long),
+        (["So: How many?", "Who?"], other),
+        (["Who?", "Go on."], other),
+        (["Nothing known"], None),
+    ):
         solution = solver.solve([{"role": "user", "content": text} for text in contents], "")
-        return solution and solution.turns
+        assert (solution and solution.turns) is turns
 
-    assert solved("Example. Who? Task. How many? Think.") is short
-    assert solved("So: How many?") is long
-    assert solved("So: How many?", "Who?") is other
-    assert solved("Who?", "Go on.") is other
-    assert solved("Nothing known") is None
+
+async def test_an_exact_demonstration_is_played_word_for_word() -> None:
+    moves = [said("bet"), said("pass")]
+    sim = playing(moves, solve_probability=1.0)
+    assert [(await message(sim))["content"] for _ in range(20)] == ["bet"] * 20
+    history = [*user(), said("bet"), *user("Next?")]
+    for _ in range(3):  # after the last turn it is said again, without words of its own
+        assert (await after(sim, history))["content"] == "pass"
+        history += [said("pass"), *user("Next?")]
+    worded = [(await message(playing(moves, exact=False)))["content"] for _ in range(20)]
+    assert any(text != "bet" for text in worded)
+
+
+async def test_a_spoiled_call_is_wrong_and_still_one_of_the_tool() -> None:
+    right = {"size": "small", "count": 3, "day": "2024-05-17"}
+    sim = engine([said(None, call("choose", right))], solve_probability=0.0)
+    for choice in await choices(sim, "", tools=[SIZES], n=40):
+        arguments = arguments_of(choice["message"])[0]
+        jsonschema.validate(arguments, SIZES["function"]["parameters"])
+        assert arguments != right
+    for choice in await choices(engine(), "", tools=[SIZES], n=10, tool_choice="required"):
+        assert date.fromisoformat(arguments_of(choice["message"])[0]["day"])
+
+
+async def test_rates_of_one_make_every_answer_go_wrong() -> None:
+    turns = [said('{"answer": 36}')]
+    assert (await message(playing(turns, refusal_rate=1.0)))["content"] in REFUSALS
+    answer = await post(playing(turns, repetition_rate=1.0), ask(max_tokens=500), rollout_id="r")
+    choice = answer["choices"][0]
+    assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 500)
+    assert len(set(choice["token_ids"])) < 40
+    for seed in range(20):
+        text = (await message(playing(turns, broken_json_rate=1.0, seed=seed)))["content"]
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(text)
+
+
+async def test_malformed_calls_are_cut_off_unknown_or_incomplete() -> None:
+    kinds = set()
+    for seed in range(30):
+        sim = playing(DEMONSTRATION, malformed_call_rate=1.0, seed=seed)
+        answer = await message(sim, tools=TOOLS)
+        calls = answer.get("tool_calls") or []
+        if not calls:
+            assert answer["content"].startswith("<tool_call>")
+            kinds.add("cut off")
+        elif calls[0]["function"]["name"] != "calculate":
+            kinds.add("unknown")
+        else:
+            assert arguments_of(answer)[0] == {}
+            kinds.add("incomplete")
+        forced = await message(sim, tools=TOOLS, tool_choice="required")
+        assert forced["tool_calls"][0]["function"]["name"] == "calculate"
+    assert kinds == {"cut off", "unknown", "incomplete"}
+
+
+async def test_a_share_of_the_answers_goes_wrong_and_the_others_are_as_before() -> None:
+    plain, some = playing([said("36")], seed=3), playing([said("36")], seed=3, refusal_rate=0.3)
+    pairs = [[(await message(sim))["content"] for sim in (plain, some)] for _ in range(200)]
+    changed = [now for then, now in pairs if now != then]
+    assert 30 < len(changed) < 90 and set(changed) <= set(REFUSALS)
+
+
+async def test_a_transcript_is_played_turn_by_turn(tmp_path: Path) -> None:
+    first = [*user(), said(None, call("calculate", {"expression": "3*12"})), said("It is 36.")]
+    first.insert(2, {"role": "tool", "tool_call_id": "call_1", "content": "36"})
+    recorded = [first, [*user(), said("No idea.")]]
+    path = tmp_path / "recorded.jsonl"
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in recorded))
+    sim = SimEngine(SimConfig(latency_seconds=0, transcript=path))
+    turn = await message(sim, "a", tools=TOOLS)
+    assert turn["tool_calls"][0]["function"]["name"] == "calculate"
+    assert (await message(sim, "b", tools=TOOLS))["content"] == "No idea."  # the other rollout
+    assert (await message(sim, "a", tools=TOOLS))["tool_calls"]  # its retry: the same again
+    history = [*user(), turn, {"role": "tool", "tool_call_id": "x", "content": "36.0"}]
+    # A tool may answer differently now; without a rollout (HTTP) what was said so far decides.
+    for rollout_id in ("a", ""):
+        assert (await after(sim, history, rollout_id, tools=TOOLS))["content"] == "It is 36."
+    with pytest.raises(EngineRefused, match="no turn 3"):
+        await after(sim, [*history, said("It is 36."), *user("More?")], "a")
+    with pytest.raises(EngineRefused, match="begins so: 'Who"):
+        await message(sim, "c", text="Who are you?")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "holds no conversation"),
+        ('{"messages": []}\n{"messages"', "line 2: it is not JSON"),
+        ('{"messages": [{"content": "no role"}]}', "role"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_transcript_without_answers_is_refused_with_its_place(
+    tmp_path: Path, content: str | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        SimEngine(SimConfig(transcript=tmp_path / "bad.jsonl"))
+
+
+@pytest.mark.thorough
+async def test_a_file_of_process_is_its_own_transcript(tmp_path: Path) -> None:
+    """Every rollout says again what it said, with several agents, and has the same rewards."""
+
+    async def rewards(**sim: Any) -> list[Any]:
+        out = tmp_path / f"{len(sim)}.jsonl"
+        done = await aio.process(
+            "kuhn",
+            model="sim",
+            env={"total_steps": 3, "group_size": 2, "data_path_to_save_groups": out},
+            sim={"latency_seconds": 0, **sim},
+        )
+        return [
+            sorted(trajectory.score.reward for trajectory in group.trajectories)
+            for group in sorted(done.groups, key=lambda group: group.index)
+        ]
+
+    recorded = await rewards(seed=5)
+    assert await rewards(seed=6, transcript=tmp_path / "1.jsonl") == recorded

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -18,70 +18,66 @@ import pytest
 from envserver_records.errors import ConfigError, EngineGarbage, EngineRefused
 from envserver_records.records import Task
 from support.beside import beside
+from support.sim import CHAT, call, said, tool
 from support.waiting import PATIENCE
 
 from envserver import OpenAIConfig, SimConfig
 from envserver.cli import main
 from envserver.environment import Environment
 from envserver.models import OpenAIEngine, TextSolver
-from envserver.models.sim import Solution, Solver, serve_sim
+from envserver.models.sim import Solution, serve_sim
 from envserver.running.simulated_server import demonstration_solver, question_text
 
 QUESTION = "What is 6 times 7?"
-TURNS = [
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "c", "type": "function",
-             "function": {"name": "finish", "arguments": '{"answer": "42"}'}}
-        ],
-    }
-]  # fmt: skip
-FINISH = {
-    "type": "function",
-    "function": {
-        "name": "finish",
-        "parameters": {"type": "object", "properties": {"answer": {"type": "string"}}},
-    },
-}
+FINISH: Any = tool("finish", answer={"type": "string"})
 MESSAGES: list[Any] = [{"role": "user", "content": f"Answer this. {QUESTION}"}]
+ASK: dict[str, Any] = {"model": "sim", "messages": MESSAGES, "seed": 1}
+ABOUT: dict[str, Any] = {"rollout_id": "r", "timeout_seconds": PATIENCE}
+HAS = "The engine has sim: set openai.model_name."
 
 
-@asynccontextmanager
-async def served(solver: Solver | None = None, **config: Any) -> AsyncIterator[str]:
-    """The base URL of a running server, ended in an orderly way afterwards."""
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    task = asyncio.create_task(
-        serve_sim(
+@contextmanager
+def served(**config: Any) -> Iterator[httpx.Client]:
+    """A client of a running server that knows the answer; it is ended in an orderly way."""
+    urls: list[str] = []
+    turns = [said(None, call("finish", {"answer": "42"}))]
+
+    async def serve(started: threading.Event, ended: asyncio.Event) -> None:
+        def listening(url: str) -> None:
+            urls.append(url)
+            started.set()
+
+        await serve_sim(
             SimConfig(latency_seconds=0, **config),
             "127.0.0.1",
             0,
-            solver,
-            listening=url.set_result,
-            stop=stop,
+            TextSolver([(QUESTION, turns)]),
+            listening=listening,
+            stop=ended,
         )
-    )
-    try:
-        yield await url
-    finally:
-        stop.set()
-        await asyncio.wait_for(task, PATIENCE)
+
+    with (
+        beside(serve),
+        httpx.Client(base_url=urls[0].removesuffix("/v1"), timeout=PATIENCE) as http,
+    ):
+        yield http
 
 
-@asynccontextmanager
-async def sdk(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with served(solve_probability=1.0) as client:
         yield client
 
 
-async def test_the_openai_sdk_plain_and_streamed() -> None:
-    solver = TextSolver([(QUESTION, TURNS)])
-    async with served(solver, solve_probability=1.0) as url, sdk(url) as client:
-        ask: dict[str, Any] = {"model": "sim", "messages": MESSAGES, "tools": [FINISH], "seed": 1}
-        plain = await client.chat.completions.create(
-            **ask, logprobs=True, extra_body={"return_token_ids": True}
+@pytest.fixture
+def url(http: httpx.Client) -> str:
+    return str(http.base_url.join("/v1"))
+
+
+def test_the_openai_sdk_plain_and_streamed(url: str) -> None:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        plain = client.chat.completions.create(
+            **ASK, tools=[FINISH], logprobs=True, extra_body={"return_token_ids": True}
         )
         message = plain.choices[0].message
         assert message.tool_calls is not None
@@ -91,132 +87,124 @@ async def test_the_openai_sdk_plain_and_streamed() -> None:
         raw = plain.model_dump()
         assert len(raw["choices"][0]["token_ids"]) == plain.usage.completion_tokens
         assert len(raw["prompt_token_ids"]) == plain.usage.prompt_tokens
-        async with client.chat.completions.stream(
-            model="sim", messages=MESSAGES, tools=[FINISH], seed=1
-        ) as stream:
-            final = await stream.get_final_completion()
-        assert final.choices[0].message.content == message.content
-        assert final.choices[0].message.tool_calls is not None
-        streamed = final.choices[0].message.tool_calls[0].function
-        assert streamed.arguments == message.tool_calls[0].function.arguments
-        texts = await client.completions.create(model="sim", prompt="Once", n=3, max_tokens=9)
+        with client.chat.completions.stream(**ASK, tools=[FINISH]) as stream:
+            final = stream.get_final_completion().choices[0].message
+        assert final.content == message.content
+        assert final.tool_calls is not None
+        streamed, whole = final.tool_calls[0].function, message.tool_calls[0].function
+        assert streamed.arguments == whole.arguments
+        texts = client.completions.create(model="sim", prompt="Once", n=3, max_tokens=9)
         assert len({choice.text for choice in texts.choices}) == 3
         with pytest.raises(openai.BadRequestError, match="max_tokens"):
-            await client.chat.completions.create(model="sim", messages=MESSAGES, max_tokens=-1)
+            client.chat.completions.create(**ASK, max_tokens=-1)
         with pytest.raises(openai.NotFoundError, match="does not exist"):
-            await client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+            client.chat.completions.create(**ASK | {"model": "gpt-4"})
 
 
-async def test_it_never_pretends_to_be_a_model() -> None:
-    async with (
-        served() as url,
-        httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=PATIENCE) as client,
-    ):
-        models = await client.get("/v1/models")
-        card = models.json()["data"][0]
-        assert (card["id"], card["owned_by"]) == ("sim", "envserver-simulated")
-        answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES})
-        assert answer.headers["server"] == models.headers["server"] == "envserver-sim"
-        assert answer.json()["system_fingerprint"] == "envserver-sim"
-        assert answer.json()["model"] == "sim"
-        assert "sim" in (await client.get("/version")).json()["version"]
-        assert (await client.get("/health")).status_code == 200
+def test_it_never_pretends_to_be_a_model(http: httpx.Client) -> None:
+    models = http.get("/v1/models")
+    card = models.json()["data"][0]
+    assert (card["id"], card["owned_by"]) == ("sim", "envserver-simulated")
+    answer = http.post(CHAT, json={"messages": MESSAGES})
+    assert answer.headers["server"] == models.headers["server"] == "envserver-sim"
+    assert answer.json()["system_fingerprint"] == "envserver-sim"
+    assert answer.json()["model"] == "sim"
+    assert "sim" in http.get("/version").json()["version"]
+    assert http.get("/health").status_code == 200
 
 
-async def test_tokenize_detokenize_and_generate() -> None:
-    async with (
-        served() as url,
-        httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=PATIENCE) as client,
-    ):
+def test_tokenize_detokenize_and_generate(http: httpx.Client) -> None:
+    def post(path: str, **body: Any) -> dict[str, Any]:
+        response = http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
 
-        async def post(path: str, **body: Any) -> dict[str, Any]:
-            response = await client.post(path, json=body)
-            assert response.status_code == 200, response.text
-            return dict(response.json())
-
-        rendered = await post("/tokenize", messages=MESSAGES, tools=[FINISH])
-        chat = await post(
-            "/v1/chat/completions", messages=MESSAGES, tools=[FINISH], return_token_ids=True
-        )
-        assert chat["prompt_token_ids"] == rendered["tokens"]
-        assert rendered["count"] == len(rendered["tokens"])
-        text = (await post("/detokenize", tokens=rendered["tokens"]))["prompt"]
-        assert (await post("/tokenize", prompt=text))["tokens"] == rendered["tokens"]
-        prompt = {"prompt_token_ids": rendered["tokens"]}
-        answer = await post("/generate", prompt=prompt, logprobs=0, n=2, max_tokens=4)
-        assert answer["prompt"] == text
-        assert [len(positions) for positions in answer["logprobs"]] == [4, 4]
-        for positions, ids in zip(answer["logprobs"], answer["token_ids"], strict=True):
-            assert [list(position[0]) for position in positions] == [[str(id_)] for id_ in ids]
-            assert all(value < 0 for position in positions for value in position[0].values())
+    rendered = post("/tokenize", messages=MESSAGES, tools=[FINISH])
+    chat = post(CHAT, messages=MESSAGES, tools=[FINISH], return_token_ids=True)
+    assert chat["prompt_token_ids"] == rendered["tokens"]
+    assert rendered["count"] == len(rendered["tokens"])
+    text = post("/detokenize", tokens=rendered["tokens"])["prompt"]
+    assert post("/tokenize", prompt=text)["tokens"] == rendered["tokens"]
+    prompt = {"prompt_token_ids": rendered["tokens"]}
+    answer = post("/generate", prompt=prompt, logprobs=0, n=2, max_tokens=4)
+    assert answer["prompt"] == text
+    assert [len(positions) for positions in answer["logprobs"]] == [4, 4]
+    for positions, ids in zip(answer["logprobs"], answer["token_ids"], strict=True):
+        assert [list(position[0]) for position in positions] == [[str(id_)] for id_ in ids]
+        assert all(value < 0 for position in positions for value in position[0].values())
 
 
-async def test_bodies_that_are_no_request_get_openais_errors() -> None:
-    async with served() as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
-        for payload in (b"{", b"[]", b"\xff", b'{"messages": 3}', b""):
-            response = await client.post("/chat/completions", content=payload)
-            assert response.status_code == 400
-            error = response.json()["error"]
-            assert (error["type"], error["code"]) == ("BadRequestError", 400)
-        assert (await client.post("/nothing", json={})).json()["error"]["code"] == 404
-        assert (await client.get("/chat/completions")).status_code == 405
+def test_what_is_no_request_gets_openais_errors_and_pages_in_a_browser_get_nothing(
+    http: httpx.Client,
+) -> None:
+    for payload in (b"{", b"[]", b"\xff", b'{"messages": 3}', b""):
+        response = http.post(CHAT, content=payload)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("BadRequestError", 400)
+    assert http.post("/v1/nothing", json={}).json()["error"]["code"] == 404
+    assert http.get(CHAT).status_code == 405
+    own = str(http.base_url)
+    for told in ({"origin": own}, {"origin": "null"}, {"sec-fetch-site": "same-origin"}):
+        foreign = told | {"content-type": "text/plain"}
+        asked = http.post(CHAT, content=json.dumps(ASK), headers=foreign)
+        seen = http.get("/v1/models", headers=told)
+        assert (asked.status_code, seen.status_code) == (403, 403)
+        assert "pages in a browser" in asked.json()["error"]["message"]
+    typed = http.get("/v1/models", headers={"sec-fetch-site": "none"})
+    assert typed.status_code == 200
 
 
-async def test_simulated_errors_are_http_500() -> None:
-    async with (
-        served(error_rate=0.5) as url,
-        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
-    ):
-        statuses = [
-            (await client.post("/chat/completions", json={"messages": MESSAGES})).status_code
-            for _ in range(60)
-        ]
-        assert set(statuses) == {200, 500}
-        assert 10 < statuses.count(500) < 50
+def test_simulated_errors_are_http_500() -> None:
+    with served(error_rate=0.5) as http:
+        statuses = [http.post(CHAT, json=ASK | {"seed": n}).status_code for n in range(60)]
+    assert set(statuses) == {200, 500}
+    assert 10 < statuses.count(500) < 50
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_simulated_disconnect_breaks_the_body(stream: bool) -> None:
-    async with (
-        served(disconnect_rate=1.0) as url,
-        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
-    ):
-        body = {"messages": MESSAGES, "stream": stream}
-        with pytest.raises(httpx.RemoteProtocolError):
-            await client.post("/chat/completions", json=body)
+async def streamed(engine: OpenAIEngine, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with engine.stream(CHAT, body | {"stream": True}, **ABOUT) as chunks:
+        return [chunk["choices"][0] async for chunk in chunks]
 
 
-async def test_our_own_engine_client_sees_what_the_engine_in_process_gives() -> None:
-    async with served(seed=3) as url:
-        async with OpenAIEngine(OpenAIConfig(base_url=url)) as engine:
-            assert await engine.model_name() == "sim"
-            body = {"model": "sim", "messages": MESSAGES, "seed": 1, "return_token_ids": True}
-            whole = await engine.post(
-                "/v1/chat/completions", body, rollout_id="r", timeout_seconds=30
-            )
-            async with engine.stream(
-                "/v1/chat/completions", body | {"stream": True}, rollout_id="r", timeout_seconds=30
-            ) as chunks:
-                choices = [chunk["choices"][0] async for chunk in chunks]
-        ids = [token for choice in choices for token in choice.get("token_ids", [])]
+async def test_a_simulated_disconnect_breaks_the_body() -> None:
+    with served(disconnect_rate=1.0) as http:
+        for stream in (False, True):
+            with pytest.raises(httpx.RemoteProtocolError):
+                http.post(CHAT, json={"messages": MESSAGES, "stream": stream})
+        async with OpenAIEngine(OpenAIConfig(base_url=str(http.base_url)), tries=1) as engine:
+            with pytest.raises(EngineGarbage):
+                await streamed(engine, ASK)
+
+
+async def test_our_own_client_sees_the_same_and_hears_which_models_there_are(url: str) -> None:
+    body = ASK | {"return_token_ids": True}
+    async with OpenAIEngine(OpenAIConfig(base_url=url)) as engine:
+        assert await engine.model_name() == "sim"
+        whole = await engine.post(CHAT, body, **ABOUT)
+        ids = [token for one in await streamed(engine, body) for token in one.get("token_ids", [])]
         assert ids == whole["choices"][0]["token_ids"]
-    async with (
-        served(disconnect_rate=1.0) as url,
-        OpenAIEngine(OpenAIConfig(base_url=url), tries=1) as engine,
-    ):
-        with pytest.raises(EngineGarbage):
-            async with engine.stream(
-                "/v1/chat/completions", body | {"stream": True}, rollout_id="r", timeout_seconds=30
-            ) as chunks:
-                async for _ in chunks:
-                    pass
+        with pytest.raises(EngineRefused) as caught:
+            await engine.post(CHAT, ASK | {"model": "sam"}, **ABOUT)
+        assert caught.value.hint == HAS
+        with pytest.raises(EngineRefused) as caught:
+            await streamed(engine, ASK | {"model": "sam"})
+        assert caught.value.hint == HAS
+        with pytest.raises(EngineRefused) as caught:
+            await engine.post("/v1/chat", ASK, **ABOUT)
+        assert "openai.base_url" in caught.value.hint  # its models are not the reason
 
 
-async def test_a_taken_port_is_a_clear_error() -> None:
-    async with served() as url:
-        port = int(url.removesuffix("/v1").rpartition(":")[2])
-        with pytest.raises(ConfigError, match=str(port)):
-            await serve_sim(SimConfig(), "127.0.0.1", port)
+def test_a_command_with_a_wrong_model_name_says_which_there_are(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "probe", url, "--openai.model_name", "Qwen/Qwen3-4B"]) == 1
+    assert f"The model 'Qwen/Qwen3-4B' does not exist. {HAS}" in capsys.readouterr().err
+
+
+async def test_a_taken_port_is_a_clear_error(http: httpx.Client) -> None:
+    with pytest.raises(ConfigError, match=str(http.base_url.port)):
+        await serve_sim(SimConfig(), "127.0.0.1", http.base_url.port or 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -234,8 +222,7 @@ async def test_a_signal_ends_the_command_cleanly(number: signal.Signals) -> None
         assert process.stdout is not None
         line = (await asyncio.wait_for(process.stdout.readline(), PATIENCE)).decode()
         assert "no language model" in line
-        async with httpx.AsyncClient(base_url=line.split()[-1], timeout=PATIENCE) as client:
-            assert (await client.get("/models")).status_code == 200
+        assert httpx.get(f"{line.split()[-1]}/models", timeout=PATIENCE).status_code == 200
         process.send_signal(number)
         assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
     finally:
@@ -271,55 +258,3 @@ def test_demonstrations_of_an_environment_are_found_by_their_question() -> None:
     }
     assert solved == {3: None, 4: Solution([{"role": "assistant", "content": "5"}]), 52: None}
     assert question_text(Task("t", {"a": "short", "b": "much longer"})) == "much longer"
-
-
-HAS = "The engine has sim: set openai.model_name."
-
-
-async def test_a_call_for_a_model_that_the_engine_does_not_have_hears_which_it_has() -> None:
-    async def refused(engine: OpenAIEngine, path: str, model: str, *, stream: bool) -> str:
-        body = {"model": model, "messages": MESSAGES, "stream": stream}
-        about: dict[str, Any] = {"rollout_id": "r", "timeout_seconds": 9.0}
-        with pytest.raises(EngineRefused) as caught:
-            if not stream:
-                await engine.post(path, body, **about)
-            async with engine.stream(path, body, **about):
-                pass
-        return caught.value.hint
-
-    async with served() as url, OpenAIEngine(OpenAIConfig(base_url=url)) as engine:
-        for stream in (False, True):
-            assert await refused(engine, "/v1/chat/completions", "sam", stream=stream) == HAS
-        other = await refused(engine, "/v1/chat", "sim", stream=False)
-        assert "openai.base_url" in other  # its models are not the reason
-
-
-def test_a_command_with_a_wrong_model_name_says_which_there_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    urls: list[str] = []
-
-    async def serve(started: threading.Event, ended: asyncio.Event) -> None:
-        def listening(url: str) -> None:
-            urls.append(url)
-            started.set()
-
-        config = SimConfig(latency_seconds=0)
-        await serve_sim(config, "127.0.0.1", 0, listening=listening, stop=ended)
-
-    with beside(serve):
-        assert main(["models", "probe", urls[0], "--openai.model_name", "Qwen/Qwen3-4B"]) == 1
-    assert f"The model 'Qwen/Qwen3-4B' does not exist. {HAS}" in capsys.readouterr().err
-
-
-async def test_no_page_in_a_browser_asks_an_engine() -> None:
-    body = json.dumps({"model": "any", "messages": MESSAGES})
-    async with served() as url, httpx.AsyncClient(timeout=PATIENCE) as http:
-        for told in ({"origin": url}, {"origin": "null"}, {"sec-fetch-site": "same-origin"}):
-            foreign = told | {"content-type": "text/plain"}
-            asked = await http.post(f"{url}/chat/completions", content=body, headers=foreign)
-            seen = await http.get(f"{url}/models", headers=told)
-            assert (asked.status_code, seen.status_code) == (403, 403)
-            assert "pages in a browser" in asked.json()["error"]["message"]
-        typed = await http.get(f"{url}/models", headers={"sec-fetch-site": "none"})
-        assert typed.status_code == 200

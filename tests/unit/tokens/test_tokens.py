@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from envserver_records.records import Call, Sequence, VersionSpan, pack, unpack
+from envserver_records.records import Call, Sequence, pack, unpack
 from envserver_records.sampling import SamplingSpan
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,57 +17,42 @@ from support.forests import (
     ACTIONS,
     answers,
     call,
+    calls_of,
     calm,
     comb,
     conversations,
     forests,
     reference_rows,
+    spans,
     tokens,
 )
 
-from envserver.tokens import Actions, build, builder, check, chosen
+from envserver.tokens import DEFAULT, Actions, build, builder, check, chosen
 from envserver.tokens.builder import all_flags
-
-actions = st.sampled_from(list(ACTIONS.values()))
 
 
 @calm
-@given(forests(), actions)
-def test_rows_are_those_of_the_definition(calls: list[Call], actions: Actions) -> None:
+@given(forests(), st.sampled_from(list(ACTIONS.values())))
+def test_rows_are_those_of_the_definition_and_train_every_sampled_token_once(
+    calls: list[Call], actions: Actions
+) -> None:
     rows = build(calls, actions)
     check(calls, rows, actions)
     assert pack(rows) == pack(reference_rows(calls, actions))
-
-
-@calm
-@given(forests())
-def test_every_sampled_token_is_trained_once(calls: list[Call]) -> None:
+    assert [pack(unpack(pack(row), Sequence)) for row in rows] == [pack(row) for row in rows]
     trained = sum(int(row.mask.sum()) for row in build(calls))
     assert trained == sum(len(c.completion_ids) for c in calls if c.exact and not c.flags)
-
-
-@calm
-@given(forests())
-def test_rows_survive_packing(calls: list[Call]) -> None:
-    for row in build(calls):
-        assert pack(unpack(pack(row), Sequence)) == pack(row)
 
 
 def test_a_row_says_how_each_of_its_calls_was_sampled() -> None:
     """Three calls of one row: the first two alike, the third warmer and with top_p."""
     usual = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 9}
-    calls = [
-        call(0, [1], [2, 3], sampling=usual, logprobs_kind="raw"),
-        call(1, [1, 2, 3, 4], [5], sampling=usual, logprobs_kind="raw"),
-        call(
-            2,
-            [1, 2, 3, 4, 5, 6],
-            [7, 8],
-            sampling={"temperature": 1.3, "top_p": 0.9},
-            logprobs_kind="processed",
-        ),
-    ]
-    (row,) = build(calls)
+    raw = {"sampling": usual, "logprobs_kind": "raw"}
+    warmer = {"sampling": {"temperature": 1.3, "top_p": 0.9}, "logprobs_kind": "processed"}
+    calls = calls_of(
+        ([1], [2, 3], raw), ([1, 2, 3, 4], [5], raw), ([1, 2, 3, 4, 5, 6], [7, 8], warmer)
+    )
+    (row,) = build(calls())
     assert row.sampling == [
         SamplingSpan(1, 5, 0.7, "raw"),
         SamplingSpan(6, 8, 1.3, "processed", ("top_p",)),
@@ -105,71 +92,94 @@ def test_agents_that_work_side_by_side_do_not_change_each_others_rows(
     assert rows_of(calls) == rows_of(shuffled)
 
 
-def test_a_conversation_is_one_row() -> None:
-    calls = [call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 5], [6])]
-    (row,) = build(calls)
-    assert row.tokens.tolist() == [1, 2, 3, 4, 5, 6]
-    assert row.mask.tolist() == [0, 0, 1, 1, 0, 1]
-    assert row.calls.tolist() == [-1, -1, 0, 0, -1, 1]
-    assert row.versions.tolist() == [-1, -1, 0, 0, -1, 0]
-    assert row.logprobs.tolist() == [0, 0, -0.125, -0.25, 0, -1.125]
-    assert row.path == [0, 1]
+UNDELIVERED = {"flags": ["undelivered_completion"]}
+MIXED = ["mixed_versions"]
+TWO_VERSIONS = (([1], [2], spans(3)), ([1, 2, 5], [6, 7], spans(4, 4)))
 
 
-def test_a_changed_history_is_a_second_row_and_shared_turns_are_trained_once() -> None:
-    calls = [call(0, [1], [2]), call(1, [1, 2, 3], [4]), call(2, [1, 2, 9], [5])]
-    first, second = build(calls)
-    assert first.mask.tolist() == [0, 1, 0, 1]
-    assert second.tokens.tolist() == [1, 2, 9, 5]
-    assert second.mask.tolist() == [0, 0, 0, 1]
-    assert second.calls.tolist() == [-1, 0, -1, 2]
-
-
-def test_equal_samples_stay_two() -> None:
-    rows = build([call(0, [1], [2]), call(1, [1], [2])])
-    assert [row.mask.tolist() for row in rows] == [[0, 1], [0, 1]]
-
-
-def test_an_undelivered_answer_is_context_only() -> None:
-    rows = build([call(0, [1], [2], flags=["undelivered_completion"]), call(1, [1, 2], [3])])
-    assert [row.mask.tolist() for row in rows] == [[0, 0, 1]]
-
-
-def test_a_row_over_several_versions_says_so() -> None:
-    calls = [version_call(0, 3, [1], [2]), version_call(1, 4, [1, 2, 5], [6, 7])]
-    (row,) = build(calls)
-    assert row.versions.tolist() == [-1, 3, -1, 4, 4]
-    assert row.mask.tolist() == [0, 1, 0, 1, 1]
-    assert row.flags == all_flags(calls, [row]) == ["mixed_versions"]
-
-
-def test_older_versions_are_context_where_mixing_is_masked() -> None:
-    calls = [version_call(0, 3, [1], [2]), version_call(1, 4, [1, 2, 5], [6, 7])]
-    calls.append(version_call(2, 3, [1, 2, 8], [9]))
-    first, second = build(calls, chosen(mask=["mixed_versions"]))
-    assert first.mask.tolist() == [0, 0, 0, 1, 1]
-    assert first.logprobs.tolist()[:3] == [0, 0, 0]
-    assert first.calls.tolist() == [-1, 0, -1, 1, 1]
-    # What the first row gave up is not trained elsewhere.
-    assert second.mask.tolist() == [0, 0, 0, 1]
-    assert (first.flags, second.flags) == (["mixed_versions"], [])
-
-
-def version_call(index: int, version: int, prompt: list[int], completion: list[int]) -> Call:
-    return call(index, prompt, completion, versions=[VersionSpan(version, 0, len(completion))])
-
-
-def test_prefixes_that_look_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The worst luck: every prefix has the sum of every other.
-    calls = [call(0, [1], [2]), call(1, [1, 2, 3], [4]), call(2, [1, 9], [3]), call(3, [1, 2], [5])]
-    right = pack(build(calls))
-    monkeypatch.setattr(np.random, "default_rng", lambda seed: Zeros())
-    assert pack(build(calls)) == right
+@pytest.mark.parametrize(
+    ("calls", "actions", "rows"),
+    [
+        pytest.param(
+            calls_of(([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])),
+            DEFAULT,
+            [
+                {
+                    "tokens": [1, 2, 3, 4, 5, 6],
+                    "mask": [0, 0, 1, 1, 0, 1],
+                    "calls": [-1, -1, 0, 0, -1, 1],
+                    "versions": [-1, -1, 0, 0, -1, 0],
+                    "logprobs": [0, 0, -0.125, -0.25, 0, -1.125],
+                    "path": [0, 1],
+                }
+            ],
+            id="a conversation is one row",
+        ),
+        pytest.param(
+            calls_of(([1], [2]), ([1, 2, 3], [4]), ([1, 2, 9], [5])),
+            DEFAULT,
+            [
+                {"mask": [0, 1, 0, 1]},
+                {"tokens": [1, 2, 9, 5], "mask": [0, 0, 0, 1], "calls": [-1, 0, -1, 2]},
+            ],
+            id="a changed history is a second row, shared turns are trained once",
+        ),
+        pytest.param(
+            calls_of(([1], [2]), ([1], [2])),
+            DEFAULT,
+            [{"mask": [0, 1]}, {"mask": [0, 1]}],
+            id="equal samples stay two",
+        ),
+        pytest.param(
+            calls_of(([1], [2], UNDELIVERED), ([1, 2], [3])),
+            DEFAULT,
+            [{"mask": [0, 0, 1]}],
+            id="an undelivered answer is context only",
+        ),
+        pytest.param(
+            calls_of(*TWO_VERSIONS),
+            DEFAULT,
+            [{"versions": [-1, 3, -1, 4, 4], "mask": [0, 1, 0, 1, 1], "flags": MIXED}],
+            id="a row over several versions says so",
+        ),
+        pytest.param(
+            calls_of(*TWO_VERSIONS, ([1, 2, 8], [9], spans(3))),
+            chosen(mask=["mixed_versions"]),
+            [
+                {
+                    "mask": [0, 0, 0, 1, 1],
+                    "logprobs": [0, 0, 0, -1.125, -1.25],
+                    "calls": [-1, 0, -1, 1, 1],
+                    "flags": MIXED,
+                },
+                # What the first row gave up is not trained elsewhere.
+                {"mask": [0, 0, 0, 1], "flags": []},
+            ],
+            id="older versions are context where mixing is masked",
+        ),
+    ],
+)
+def test_what_becomes_rows(
+    calls: Callable[[], list[Call]], actions: Actions, rows: list[dict[str, Any]]
+) -> None:
+    built = build(calls(), actions)
+    for row, columns in zip(built, rows, strict=True):
+        assert {name: np.array(getattr(row, name)).tolist() for name in columns} == columns
+    flags = sorted({flag for row in built for flag in row.flags})
+    assert all_flags(calls(), built) == flags
 
 
 class Zeros:
     def integers(self, low: int, high: int, size: int, dtype: type) -> np.ndarray:
         return np.zeros(size, dtype)
+
+
+def test_prefixes_that_look_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The worst luck: every prefix has the sum of every other.
+    calls = calls_of(([1], [2]), ([1, 2, 3], [4]), ([1, 9], [3]), ([1, 2], [5]))()
+    right = pack(build(calls))
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: Zeros())
+    assert pack(build(calls)) == right
 
 
 @pytest.mark.parametrize(
