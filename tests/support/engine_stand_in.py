@@ -167,7 +167,6 @@ class FakeVllm:
         metrics: what `/metrics` says; None: there is none.
         hung: it takes connections and answers nothing, whatever it is asked.
         key: the only key that it takes.
-        experts: makes `routed_experts` for a number of tokens.
         checks: how often `/health` was asked for.
         paths: those of all its requests; `requests`: the bodies of calls.
     """
@@ -197,7 +196,6 @@ class FakeVllm:
     key: str = ""
     cards: list[Json] = field(default_factory=lambda: [{"id": "tiny"}, {"id": "other"}])
     version: str | None = None
-    experts: Callable[[int], str] | None = None
     checks: int = 0
     paths: list[str] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
@@ -282,7 +280,7 @@ class FakeVllm:
             "object": "chat.completion",
             "created": 1,
             "model": self.served or body["model"],
-            "choices": [self._choice(body, prompt, one) for one in sampled],
+            "choices": [self._choice(body, one) for one in sampled],
             "usage": self.usage(prompt, sampled),
         }
         if "ids" in self.can:
@@ -297,7 +295,7 @@ class FakeVllm:
         if "top_logprobs" in body and "top" not in self.can:
             raise _refused(400, "Requested sample logprobs of 5, which is greater than 0.")
 
-    def _choice(self, body: Json, prompt: list[int], sampled: Json) -> Json:
+    def _choice(self, body: Json, sampled: Json) -> Json:
         ids = sampled["token_ids"]
         choice = {**sampled, "message": self.message(body, sampled["text"]), "logprobs": None}
         del choice["text"], choice["token_ids"]
@@ -311,8 +309,6 @@ class FakeVllm:
             choice["logprobs"] = self.scored(ids, body, body.get("top_logprobs", 0))
         if "ids" in self.can and body.get("return_token_ids"):
             choice["token_ids"] = ids
-        if self.experts is not None:
-            choice["routed_experts"] = self.experts(len(prompt) + len(ids))
         return {name: value for name, value in choice.items() if name not in self.omit}
 
     def chunks(self, body: Json) -> Iterator[Json]:

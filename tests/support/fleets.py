@@ -24,7 +24,7 @@ from envserver.proxy import Proxy, ProxyAttempt
 from envserver.running.engine_fleet import fleet_of
 from envserver.running.engines import make_endpoint, make_engine
 from support.api import Api, running_api
-from support.fake_vllm import FakeVllm, fake_vllm
+from support.engine_stand_in import FakeVllm, fake_vllm
 from support.serving import attempt_spec, serving
 
 from .waiting import PATIENCE

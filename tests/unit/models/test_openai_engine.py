@@ -12,7 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -181,7 +181,7 @@ def test_of_many_models_the_nearest_ten_are_named() -> None:
 # Repetitions and errors
 
 
-async def test_passing_failures_are_repeated() -> None:
+async def test_passing_failures_are_repeated_and_any_is_asked_for_elsewhere() -> None:
     async with alone() as (fake, opened):
         for fault in (500, 502, 503, 429, 408, "close"):
             fake.requests.clear()
@@ -190,6 +190,11 @@ async def test_passing_failures_are_repeated() -> None:
             assert len(fake.requests) == 3
             fake.faults.append(fault)
             assert len(await stream(opened)) > 2
+    for fault in ("half", "close", 503, "garbage", "error_body", "html_stream"):
+        async with pair() as (one, _, opened):
+            home = await homed(opened, one)
+            one.faults = deque([fault, fault])
+            await both(opened, home)
 
 
 @pytest.mark.parametrize(
@@ -330,29 +335,35 @@ async def test_a_replica_that_is_killed_under_load_loses_no_call() -> None:
         await until(lambda: replica_of(opened, one).state == "open")
 
 
-async def test_a_replica_that_is_back_is_used_again_and_each_change_is_logged_once() -> None:
+@pytest.mark.parametrize("trouble", ["killed", "hung", "unwell"])
+async def test_a_replica_in_trouble_gets_no_calls_until_it_is_well_and_changes_are_logged_once(
+    trouble: str,
+) -> None:
     with capture_logs() as lines:
-        async with pair() as (one, _, opened):
+        async with pair({"check_seconds": 0.5}) as (one, _, opened), AsyncExitStack() as again:
             home = await homed(opened, one)
-            await one.kill()
+            if trouble == "killed":
+                await one.kill()
+            one.hung, one.health_status = trouble == "hung", 503 if trouble == "unwell" else 200
+            before = len(one.requests)
+            if trouble != "unwell":  # no call is lost before that is known, either
+                await crowd(opened, 20)
+            await until(lambda: replica_of(opened, one).state == "open")
             await crowd(opened, 10)
-            await until(lambda: lines)
-            async with fake_vllm(int(one.url.rpartition(":")[2])) as again:
-                await until(lambda: len(lines) == 2)
-                await ask(opened, home)
-                assert len(again.requests) == 1
-                assert (await health_of(opened, again)).state == "closed"
+            state = await health_of(opened, one)
+            assert (state.state, state.in_flight) == ("open", 0)
+            assert not state.healthy or trouble == "unwell"  # which still answers
+            assert len(one.requests) == before
+            one.hung, one.health_status, well = False, 200, one
+            if trouble == "killed":
+                well = await again.enter_async_context(fake_vllm(int(one.url.rpartition(":")[2])))
+            await until(lambda: replica_of(opened, well).state == "closed")
+            before = len(well.requests)
+            await ask(opened, home)
+            assert len(well.requests) == before + 1
     events = ["engine_replica_set_aside", "engine_replica_is_back"]
-    assert [line["event"] for line in lines] == events
-    assert all(line["base_url"] == one.url for line in lines)
-
-
-async def test_calls_at_a_replica_that_hangs_are_answered_by_another() -> None:
-    async with pair({"check_seconds": 0.5}, hung=True) as (one, _, opened):
-        await crowd(opened, 20)
-        state = await health_of(opened, one)
-        assert (state.healthy, state.state, state.in_flight) == (False, "open", 0)
-        assert one.requests == []
+    # A busy machine may be late with the other's check.
+    assert [line["event"] for line in lines if line["base_url"] == one.url] == events
 
 
 async def test_calls_in_flight_when_a_replica_begins_to_hang_are_sent_elsewhere() -> None:
@@ -391,26 +402,6 @@ async def test_the_only_replica_is_never_given_up_however_silent_it_is() -> None
         held.set()
         assert all(answer["choices"] for answer in await asyncio.gather(*calls))
         assert len(fake.requests) == 3
-
-
-@pytest.mark.parametrize("fault", ["half", "close", 503, "garbage", "error_body", "html_stream"])
-async def test_what_is_no_answer_is_asked_for_elsewhere(fault: Any) -> None:
-    async with pair() as (one, _, opened):
-        home = await homed(opened, one)
-        one.faults = deque([fault, fault])
-        await both(opened, home)
-
-
-async def test_a_replica_whose_health_fails_gets_no_calls() -> None:
-    async with pair() as (one, _, opened):
-        one.health_status = 503
-        await until(lambda: replica_of(opened, one).state == "open")
-        before = len(one.requests)
-        await crowd(opened, 10)
-        assert len(one.requests) == before
-        one.health_status = 200
-        await until(lambda: replica_of(opened, one).state == "closed")
-        await homed(opened, one)
 
 
 async def test_a_slow_replica_shares_its_calls_with_one_that_has_room() -> None:

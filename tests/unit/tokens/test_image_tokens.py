@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 from envserver_records.errors import EngineGarbage, InputError, TokensError
 from envserver_records.images import ImageSpan, images_of
-from envserver_records.records import Call, VersionSpan
+from envserver_records.records import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engine_stand_in import ScaleOut
 from support.extent import examples
-from support.fake_scale_out import ScaleOut
+from support.forests import call as call_of
 from support.templates import vocabulary
 
 from envserver.export.stored import group_of
 from envserver.models import ProbeResult
 from envserver.proxy.engine_client import client_for
 from envserver.running.delivered import read_line
-from envserver.tokens import ChatFormat, History, build
+from envserver.tokens import ChatFormat, History, PromptPlan, build
 from envserver.tokens.images import digest_of, folded, placed, url_from
 
 Json = dict[str, Any]
@@ -83,8 +84,8 @@ class Eyes(ScaleOut):
             out += [id] * (TOKENS if id == token else 1)
         return {"ids": out, "mm_placeholders": {"image": ranges}}
 
-    def _render(self, body: Json) -> Json:
-        rendered = super()._render(body)
+    def render(self, body: Json) -> Json:
+        rendered = super().render(body)
         images = sum(part["type"] == "image_url" for part in _parts(body["messages"]))
         made = self._expanded(rendered["token_ids"], images)
         grid = [["int64", [3], msgspec.msgpack.Ext(3, np.array([1, 2, 6], np.int64).tobytes())]]
@@ -93,10 +94,10 @@ class Eyes(ScaleOut):
         features = {"mm_placeholders": made["mm_placeholders"], "mm_metadata": told}
         return {**rendered, "token_ids": made["ids"], "features": features}
 
-    def _generate(self, body: Json) -> Json:
+    def generate(self, body: Json) -> Json:
         assert "features" not in body
         made = self._expanded(body["token_ids"], len(body.get("content_parts") or ()))
-        answer = super()._generate(body)
+        answer = super().generate(body)
         answer["prompt_token_ids"] = made["ids"]
         return {**answer, "mm_placeholders": made["mm_placeholders"]}
 
@@ -126,19 +127,8 @@ def test_what_is_found_folds_back(pieces: list[tuple[list[int], int]]) -> None:
 
 
 def made(index: int, prompt: list[int], answer: list[int], *images: tuple[str, int]) -> Call:
-    return Call(
-        index=index,
-        model="m",
-        prompt_ids=np.array(prompt, np.int32),
-        completion_ids=np.array(answer, np.int32),
-        logprobs=np.full(len(answer), -0.5, np.float32),
-        versions=[VersionSpan(0, 0, len(answer))],
-        exact=True,
-        finish_reason="stop",
-        message={"role": "assistant", "content": "x"},
-        messages=[],
-        images=[ImageSpan(name, offset, 2) for name, offset in images],
-    )
+    spans = [ImageSpan(name, offset, 2) for name, offset in images]
+    return call_of(index, prompt, answer, images=spans)
 
 
 @pytest.mark.parametrize(("second", "rows"), [("red", 1), ("blue", 2)])
@@ -150,9 +140,18 @@ def test_the_same_ids_with_another_picture_are_never_joined(second: str, rows: i
     assert sorted({row.images[0].sha256 for row in built}) == sorted({"red", second})
 
 
-def test_a_picture_outside_its_prompt_is_refused() -> None:
+def test_a_picture_outside_its_prompt_is_refused_and_a_text_that_spells_it_is_none() -> None:
     with pytest.raises(TokensError, match="Invariant 11"):
         build([made(0, [1, 2], [3], ("red", 1))])
+    form = seeing()
+    plan = planned(History(form, edits=("exact",), think="template"), asked(RED, "and <|image|>?"))
+    assert plan.text is not None and plan.images
+    ids = form.encode(plan.text)
+    assert placed(ids, [*ids, 1], form.image_token or 0) is None
+
+
+def planned(history: History, *messages: Json) -> PromptPlan:
+    return history.plan(list(messages), [], kwargs={}, model="m", agent=None)
 
 
 async def test_a_conversation_with_pictures_goes_on_from_its_tokens() -> None:
@@ -163,7 +162,7 @@ async def test_a_conversation_with_pictures_goes_on_from_its_tokens() -> None:
     messages: list[Json] = []
     for turn, shown in enumerate([(RED,), (BLUE, RED), ()]):
         messages = [*messages, asked(*shown, f"Question {turn}")]
-        plan = history.plan(messages, [], kwargs={}, model="m", agent=None)
+        plan = planned(history, *messages)
         body = {"model": "m", "messages": messages, "logprobs": True, "return_token_ids": True}
         answer = await client.whole(body, plan, rollout_id="r", timeout_seconds=9)
         (choice,) = answer["choices"]
@@ -183,57 +182,41 @@ async def test_a_conversation_with_pictures_goes_on_from_its_tokens() -> None:
     assert eyes.paths == ["render", "generate", "render", "generate", "generate"]
     changed = copy.deepcopy(messages)
     changed[0]["content"][0] = picture(BLUE)
-    plan = history.plan([*changed, asked("So?")], [], kwargs={}, model="m", agent=None)
+    plan = planned(history, *changed, asked("So?"))
     assert plan.parent is None
 
 
 async def test_an_engine_that_puts_pictures_elsewhere_is_not_believed() -> None:
-    form = seeing()
-    eyes = Eyes(form, "A cat.")
-
     def spoil(path: str, answer: Json) -> None:
         if path.endswith("generate"):
             answer["mm_placeholders"]["image"][0]["length"] -= 1
 
+    form = seeing()
+    eyes = Eyes(form, "A cat.")
     eyes.spoil = spoil
     client = client_for(eyes, ProbeResult(mode="tokens", model="tiny"), form)
+    plan = planned(History(form, edits=(), think="template"), asked(RED))
     body = {"model": "m", "messages": [asked(RED)]}
-    plan = History(form, edits=(), think="template").plan(
-        body["messages"], [], kwargs={}, model="m", agent=None
-    )
     with pytest.raises(EngineGarbage):
         await client.whole(body, plan, rollout_id="r", timeout_seconds=9)
 
 
-def test_a_text_that_spells_the_placeholder_is_not_a_picture() -> None:
-    form = seeing()
-    history = History(form, edits=("exact",), think="template")
-    messages = [asked(RED, "and <|image|>?")]
-    plan = history.plan(messages, [], kwargs={}, model="m", agent=None)
-    assert plan.text is not None and plan.images
-    ids = form.encode(plan.text)
-    assert placed(ids, [*ids, 1], form.image_token or 0) is None
-
-
-def test_damaged_bytes_reach_no_trainer() -> None:
-    name = hashlib.sha256(RED).hexdigest()
-    spans = [ImageSpan(name, 1, 2)]
-    assert images_of(spans, {name: RED}, 3)[0].data == RED
-    for held in ({}, {name: BLUE}):
-        with pytest.raises(ValueError, match="missing or damaged"):
-            images_of(spans, held, 3)
-
-
 NAME = hashlib.sha256(RED).hexdigest()
+
+
+def span(**changes: Any) -> Json:
+    return {"sha256": NAME, "offset": 1, "length": 2} | changes
+
+
 LIES: list[Any] = [
-    [[{"sha256": NAME, "offset": 3, "length": 2}]],
-    [[{"sha256": NAME, "offset": -1, "length": 2}]],
-    [[{"sha256": NAME, "offset": 1, "length": 0}]],
-    [[{"sha256": NAME, "offset": 0, "length": 2}, {"sha256": NAME, "offset": 1, "length": 2}]],
-    [[{"sha256": "0" * 64, "offset": 1, "length": 2}]],
-    [[{"sha256": [NAME], "offset": 1, "length": 2}]],
-    [[{"sha256": NAME, "offset": "1", "length": 2}]],
-    [[{"sha256": NAME, "offset": 1, "length": 2, "grid": [None]}]],
+    [[span(offset=3)]],
+    [[span(offset=-1)]],
+    [[span(length=0)]],
+    [[span(offset=0), span()]],
+    [[span(sha256="0" * 64)]],
+    [[span(sha256=[NAME])]],
+    [[span(offset="1")]],
+    [[span(grid=[None])]],
     [[{"offset": 1, "length": 2}]],
     [["red"]],
     [7],
@@ -248,7 +231,7 @@ def test_images_that_lie_are_refused_with_their_line(images: Any) -> None:
         "masks": [[-100, -100, -100, 2]],
         "scores": [1.0],
         "inference_logprobs": [[1.0, 1.0, 1.0, -0.5]],
-        "images": [[{"sha256": NAME, "offset": 1, "length": 2, "grid": [1, 2, 6]}]],
+        "images": [[span(grid=[1, 2, 6])]],
         "envserver": {
             "group_id": "g",
             "env": "math",
@@ -268,11 +251,15 @@ def test_images_that_lie_are_refused_with_their_line(images: Any) -> None:
     assert (finding.kind, finding.line, finding.row) == ("images", 1, 0)
 
 
-def test_a_trainer_does_not_get_rows_whose_images_lie() -> None:
-    sequence = build([made(0, [1, TOKEN, TOKEN, 2], [3], (NAME, 1))])[0]
-    for spans in ([ImageSpan(NAME, 4, 2)], [ImageSpan(NAME, 1, 2), ImageSpan(NAME, 2, 2)]):
+def test_damaged_images_and_those_outside_their_row_reach_no_trainer() -> None:
+    here = [ImageSpan(NAME, 1, 2)]
+    assert images_of(here, {NAME: RED}, 3)[0].data == RED
+    for held in ({}, {NAME: BLUE}):
+        with pytest.raises(ValueError, match="missing or damaged"):
+            images_of(here, held, 3)
+    for spans in ([ImageSpan(NAME, 4, 2)], [*here, ImageSpan(NAME, 2, 2)]):
         with pytest.raises(ValueError, match="not within the row"):
-            images_of(spans, {NAME: RED}, len(sequence.tokens))
+            images_of(spans, {NAME: RED}, 5)
 
 
 def test_different_images_never_have_one_name() -> None:
