@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,11 @@ from envserver.tokens import ChatFormat, Refused
 from envserver.tokens.prepare import template_kwargs
 from envserver.tokens.template import ChatTemplate
 
+TEMPLATES = tomllib.loads(Path(__file__).with_name("chat_templates.toml").read_text())
+MESSAGES = json.loads(Path(__file__).with_name("chat_messages.json").read_text())
 SYSTEM = {"role": "system", "content": "s"}
 DEVELOPER = {"role": "developer", "content": "d"}
 PRINTS_ALL = "{{ messages | tojson }}{{ tools | tojson if tools }}"
-CALLED = (
-    '{"id": "call00001", "function": {"arguments": {}, "name": "calculate"}, "type": "function"}'
-)
 READS_PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }},{% endfor %}{% endfor %}"
 
 
@@ -38,39 +38,12 @@ def rendered(source: str, **kwargs: Any) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("{{ messages[0].content | tojson }}", '"Ü<&"'),
-        (
-            "{{ {'b': 1, 'a': [2]} | tojson(sort_keys=true, separators=(',', ':')) }}",
-            '{"a":[2],"b":1}',
-        ),
-        ("{{ {'a': 'ü'} | tojson(indent=1, ensure_ascii=true) }}", '{\n "a": "\\u00fc"\n}'),
-        ("{% generation %}said{{ eos_token }}{% endgeneration %}", "said</s>"),
-        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
-        ("  {% if add_generation_prompt %}\n{{ bos_token }}go\n  {%- endif %}", "go"),
-        ("{{ thinking is defined and thinking }}", "True"),
-        ("{{ strftime_now('%%') }}", "%"),
-    ],
-)
+@pytest.mark.parametrize(("source", "text"), TEMPLATES["renders"])
 def test_templates_run_as_in_transformers(source: str, text: str) -> None:
     assert rendered(source, thinking=True) == text
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("{{ raise_exception('Roles must alternate!') }}", "Roles must alternate!"),
-        ("{{ messages[0].content + 1 }}", "str"),
-        ("{{ messages.append(1) }}", "append"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{% for i in range(10 ** 9) %}x{% endfor %}", "Range"),
-        ("{{ 'x' * 10 ** 12 }}", "too long"),
-        ("{{ 9 ** 9 ** 9 }}", "too large"),
-        ("{{ unknown.field }}", "undefined"),
-    ],
-)
+@pytest.mark.parametrize(("source", "words"), TEMPLATES["refuses"])
 def test_what_a_template_refuses_or_may_not_do_is_told_in_its_words(
     source: str, words: str
 ) -> None:
@@ -78,46 +51,9 @@ def test_what_a_template_refuses_or_may_not_do_is_told_in_its_words(
         rendered(source)
 
 
-def test_a_template_that_does_not_compile_is_a_setting_to_correct() -> None:
-    with pytest.raises(ConfigError, match="does not compile"):
-        ChatTemplate("{% if %}", {})
-
-
-@pytest.mark.parametrize(
-    ("messages", "seen"),
-    [
-        ([{"role": "assistant", "content": None}], '[{"role": "assistant", "content": ""}]'),
-        (
-            [answer(None, call('{"b": 1e3}') | {"index": 0})],
-            '[{"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "function": '
-            '{"arguments": {"b": 1000.0}, "name": "calculate"}, "type": "function", "index": 0}]}]',
-        ),
-        (
-            [answer("a", call("{half"), call("[1]"), call(""))],
-            '[{"role": "assistant", "content": "a", "tool_calls": ['
-            + ", ".join([CALLED] * 3)
-            + "]}]",
-        ),
-        (
-            [answer("a", reasoning_content="r")],
-            '[{"role": "assistant", "content": "a", "reasoning": "r", "reasoning_content": "r"}]',
-        ),
-        (
-            [result([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])],
-            '[{"role": "tool", "content": "a\\nb", "tool_call_id": "call00001"}]',
-        ),
-        (
-            [DEVELOPER, SYSTEM, user("u")],
-            '[{"role": "system", "content": "d\\n\\ns"}, {"role": "user", "content": "u"}]',
-        ),
-        (
-            [user("u") | {"name": "bob", "x": 1}],
-            '[{"role": "user", "content": "u", "name": "bob"}]',
-        ),
-    ],
-)
-def test_templates_get_what_vllm_gives_them(messages: list[Message], seen: str) -> None:
-    assert shown(messages) == seen
+@pytest.mark.parametrize(("messages", "seen"), MESSAGES["seen"])
+def test_templates_get_what_vllm_gives_them(messages: list[Message], seen: list[Message]) -> None:
+    assert shown(messages) == json.dumps(seen, ensure_ascii=False)
 
 
 def test_tools_keep_the_fields_that_engines_know_in_their_order() -> None:
@@ -132,17 +68,7 @@ def test_content_comes_as_parts_where_the_template_reads_parts() -> None:
     assert shown(text, "{% for m in messages %}{{ m.content }};{% endfor %}") == "a\nb;c;"
 
 
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
-        ([user([{"type": "image_url", "image_url": {"url": "data:"}}])], "multimodal"),
-        ([user(None)], "unusual_message"),
-        ([user(5)], "unusual_message"),
-        ([{"content": "nobody's"}], "unusual_message"),
-        ([answer("a", {"id": "1", "type": "custom"})], "unusual_message"),
-        ([answer("a") | {"tool_calls": {"id": "1"}}], "unusual_message"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "reason"), MESSAGES["refused"])
 def test_what_only_the_engine_can_render_is_refused(messages: list[Message], reason: str) -> None:
     with pytest.raises(Refused, match=reason):
         shown(messages)
@@ -195,6 +121,8 @@ def test_a_model_folder_is_read_like_transformers_does(tmp_path: Path) -> None:
 
 
 def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not compile"):
+        ChatTemplate("{% if %}", {})
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         ChatFormat.load(tmp_path)
     folder = model_folder(tmp_path, {})
@@ -208,13 +136,10 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
         ChatFormat.load(folder)
 
 
-def test_half_a_surrogate_pair_is_refused() -> None:
-    with pytest.raises(Refused, match="not_unicode"):
-        chat_format(OWN["chatml"]).prompt_ids([user("\ud800")], None, {})
-
-
-def test_an_engine_that_renders_otherwise_is_not_imitated() -> None:
+def test_half_a_surrogate_pair_is_refused_and_another_rendering_not_imitated() -> None:
     format = chat_format(OWN["chatml"])
+    with pytest.raises(Refused, match="not_unicode"):
+        format.prompt_ids([user("\ud800")], None, {})
     assert format.trusted
     format.distrust("first")
     format.distrust("second")

@@ -57,28 +57,44 @@ async def read(response: Response) -> bytes:
     return b"".join(parts)
 
 
-async def test_a_connection_is_kept_after_a_whole_answer_and_closed_after_a_part() -> None:
+HI = head("text/plain", 2) + b"hi"
+NO = head("text/plain", 2) + b"no"
+
+
+@pytest.mark.parametrize(
+    ("answer", "body", "kept"),
+    [
+        (HI, b"hi", True),
+        (HI + b"\0", b"hi", False),  # what follows an answer does not change it
+        (HI + NO, b"hi", False),
+        (b"HTTP/1.1 101 Else\r\n\r\n", b"", False),
+    ],
+)
+async def test_a_connection_is_kept_after_a_whole_answer_only(
+    answer: bytes, body: bytes, kept: bool
+) -> None:
     async with server_and_pool() as (raw, pool):
-        raw.pieces, raw.end = [head("text/plain", 2), b"hi"], "keep"
-        for _ in range(3):
-            assert await read(await ask(pool, raw)) == b"hi"
-        assert raw.accepted == 1
+        raw.pieces, raw.end = [answer], "keep"
+        for count in (1, 2, 3):
+            assert await read(await ask(pool, raw)) == body
+            assert raw.accepted == (1 if kept else count)
+        accepted = raw.accepted
         raw.pieces = [head("text/plain", 4), b"hi"]
         (await ask(pool, raw)).release()
-        raw.pieces = [head("text/plain", 2), b"hi"]
+        raw.pieces = [HI]
         assert await read(await ask(pool, raw)) == b"hi"
-        assert raw.accepted == 2
+        assert raw.accepted == accepted + (1 if kept else 2)
 
 
 async def test_a_get_on_a_connection_that_has_ended_is_sent_again_and_a_post_is_not() -> None:
     async with server_and_pool() as (raw, pool):
-        raw.pieces, raw.end = [head("text/plain", 2), b"hi"], "keep"
+        raw.pieces, raw.end = [HI], "keep"
         await read(await ask(pool, raw))
         # It answers once more, and then ends: with nothing.
         raw.pieces, raw.end = [], "close"
         with pytest.raises(BrokenOff):
             await ask(pool, raw)
-        raw.pieces, raw.end = [head("text/plain", 2), b"hi"], "keep"
+        raw.pieces, raw.end = [HI], "keep"
         await read(await ask(pool, raw))
         raw.pieces, raw.end = [], "close"
         asking = asyncio.create_task(ask(pool, raw, "GET"))
@@ -101,12 +117,12 @@ async def test_a_peer_waits_for_a_slow_reader() -> None:
 @pytest.mark.parametrize("late", ["answer", "end"])
 async def test_a_kept_connection_on_which_something_came_is_not_used(late: str) -> None:
     async with server_and_pool() as (raw, pool):
-        raw.pieces, raw.end = [head("text/plain", 2), b"hi"], "keep"
+        raw.pieces, raw.end = [HI], "keep"
         await read(await ask(pool, raw))
         (writer,) = raw.connections
         # It is there before the next request, and the client's loop has not read it yet.
         if late == "answer":
-            writer.write(head("text/plain", 2) + b"no")
+            writer.write(NO)
         else:
             writer.write_eof()
         assert await read(await ask(pool, raw)) == b"hi"
@@ -116,7 +132,7 @@ async def test_a_kept_connection_on_which_something_came_is_not_used(late: str) 
 async def test_an_early_answer_is_the_last_of_its_connection() -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(head("text/plain", 2) + b"no")
+        writer.write(NO)
         accepted.append(writer)
 
     accepted: list[asyncio.StreamWriter] = []
@@ -133,23 +149,6 @@ async def test_an_early_answer_is_the_last_of_its_connection() -> None:
         writer.transport.abort()
 
 
-@pytest.mark.parametrize("end", [b"\0", head("text/plain", 2) + b"no"])
-async def test_what_follows_an_answer_does_not_change_it(end: bytes) -> None:
-    async with server_and_pool() as (raw, pool):
-        raw.pieces, raw.end = [head("text/plain", 2) + b"hi" + end], "keep"
-        for count in (1, 2):
-            assert await read(await ask(pool, raw)) == b"hi"
-            assert raw.accepted == count
-
-
-async def test_a_connection_is_not_kept_after_an_answer_of_101() -> None:
-    async with server_and_pool() as (raw, pool):
-        raw.pieces, raw.end = [b"HTTP/1.1 101 Else\r\n\r\n"], "keep"
-        for count in (1, 2):
-            assert await read(await ask(pool, raw)) == b""
-            assert raw.accepted == count
-
-
 @pytest.mark.parametrize("codings", ["gzip\r\ntransfer-encoding: chunked", "chunked;x"])
 async def test_a_chunked_answer_without_its_end_is_cut_off(codings: str) -> None:
     async with server_and_pool() as (raw, pool):
@@ -160,15 +159,11 @@ async def test_a_chunked_answer_without_its_end_is_cut_off(codings: str) -> None
         response.release()
 
 
-async def test_a_body_zipped_in_several_parts_is_read_whole() -> None:
+async def test_a_body_zipped_in_parts_is_read_whole_and_others_have_their_turn_meanwhile() -> None:
     async with server_and_pool() as (raw, pool):
         zipped = gzip.compress(b"one ") + gzip.compress(b"two")
         raw.pieces, raw.end = [head("", len(zipped), "content-encoding: gzip"), zipped], "keep"
         assert await read(await ask(pool, raw)) == b"one two"
-
-
-async def test_others_have_their_turn_while_much_is_inflated() -> None:
-    async with server_and_pool() as (raw, pool):
         zipped = gzip.compress(bytes(LARGE)) + gzip.compress(b"") * 1000
         raw.pieces, raw.end = [head("", len(zipped), "content-encoding: gzip"), zipped], "keep"
         turns = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ from envserver import SimConfig
 from envserver.models import ASSETS, SimEngine
 from envserver.models.sim.make_tokenizer import build_tokenizer, tokenizer_config
 
+WRONG = json.loads(Path(__file__).with_name("sim_wrong_requests.json").read_text())
+"""A path, what makes a request wrong, and the field that is named."""
+
 # --- tokens -----------------------------------------------------------------------------------
 
 
@@ -51,6 +55,12 @@ def test_text_survives_its_tokens_and_may_be_encoded_in_pieces(pieces: list[str]
     assert TOKENIZER.decode(prompt.ids, special=True) == text
 
 
+async def first(sim: SimEngine, **fields: Any) -> dict[str, Any]:
+    """The first choice of an answer."""
+    choice: dict[str, Any] = (await post(sim, ask(**fields)))["choices"][0]
+    return choice
+
+
 async def test_the_ids_of_an_answer_are_the_ids_of_its_text() -> None:
     answer = await post(engine(), ask())
     choice = answer["choices"][0]
@@ -64,6 +74,10 @@ async def test_the_ids_of_an_answer_are_the_ids_of_its_text() -> None:
         "completion_tokens": len(choice["token_ids"]),
         "total_tokens": len(answer["prompt_token_ids"]) + len(choice["token_ids"]),
     }
+    start, end = QUESTION[:9], QUESTION[9:]
+    parts = [{"type": "text", "text": text} for text in (start, end)]  # render like text
+    again = await post(engine(), ask() | {"messages": [{"role": "user", "content": parts}]})
+    assert again["prompt_token_ids"] == answer["prompt_token_ids"]
 
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
@@ -110,14 +124,6 @@ async def test_a_conversation_that_goes_on_begins_with_the_tokens_so_far(
             assert isinstance(json.loads(one["function"]["arguments"]), dict)
             messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
         messages += user(result)
-
-
-async def test_parts_of_text_and_null_contents_render_like_text() -> None:
-    sim = engine()
-    parts = [{"type": "text", "text": "A box "}, {"type": "text", "text": "holds 12."}]
-    one = await post(sim, ask() | {"messages": [{"role": "user", "content": parts}]})
-    other = await post(sim, ask("A box holds 12."))
-    assert one["prompt_token_ids"] == other["prompt_token_ids"]
 
 
 # --- logprobs ---------------------------------------------------------------------------------
@@ -191,8 +197,8 @@ async def test_all_endpoints_give_the_same_tokens_and_logprobs() -> None:
 @given(st.integers(1, 60), st.integers(0, 10**6))
 async def test_max_tokens_cuts_ids_and_text_alike(limit: int, seed: int) -> None:
     sim = engine([said("Überall 日本 🙂 and \\boxed{36} in the end")])
-    whole = (await post(sim, ask(seed=seed)))["choices"][0]
-    short = (await post(sim, ask(seed=seed, max_tokens=limit)))["choices"][0]
+    whole = await first(sim, seed=seed)
+    short = await first(sim, seed=seed, max_tokens=limit)
     assert short["token_ids"] == whole["token_ids"][:limit]
     assert logprobs_of(short) == logprobs_of(whole)[:limit]
     cut = len(whole["token_ids"]) > limit
@@ -206,11 +212,11 @@ async def test_max_tokens_cuts_ids_and_text_alike(limit: int, seed: int) -> None
 @given(st.data())
 async def test_a_stop_string_cuts_the_text_but_no_sampled_token(data: st.DataObject) -> None:
     sim = engine()
-    whole = (await post(sim, ask(seed=3)))["choices"][0]
+    whole = await first(sim, seed=3)
     text, ids = whole["message"]["content"], whole["token_ids"]
     start = data.draw(st.integers(0, len(text) - 1))
     stop = text[start : start + data.draw(st.integers(1, 5))]
-    cut = (await post(sim, ask(seed=3, stop=[stop, "never said"])))["choices"][0]
+    cut = await first(sim, seed=3, stop=[stop, "never said"])
     assert cut["message"]["content"] == text[: text.find(stop)]
     assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
     kept = cut["token_ids"]
@@ -221,8 +227,8 @@ async def test_a_stop_string_cuts_the_text_but_no_sampled_token(data: st.DataObj
 
 async def test_a_stop_token_is_sampled_and_silent() -> None:
     sim = engine()
-    whole = (await post(sim, ask(seed=3)))["choices"][0]["token_ids"]
-    choice = (await post(sim, ask(seed=3, stop_token_ids=[whole[4]])))["choices"][0]
+    whole = (await first(sim, seed=3))["token_ids"]
+    choice = await first(sim, seed=3, stop_token_ids=[whole[4]])
     kept = whole[: whole.index(whole[4]) + 1]
     assert (choice["token_ids"], choice["stop_reason"]) == (kept, whole[4])
     assert choice["message"]["content"] == TOKENIZER.decode(kept[:-1])
@@ -232,22 +238,29 @@ async def test_a_stop_token_is_sampled_and_silent() -> None:
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What a client makes of the chunks, by choice."""
+    """What a client makes of the chunks (a whole answer is one), by choice."""
     choices: dict[int, dict[str, Any]] = {}
     for part in (part for chunk in chunks for part in chunk["choices"]):
-        whole = choices.setdefault(
-            part["index"], {"text": "", "calls": [], "ids": [], "logprobs": [], "finish": None}
-        )
-        delta = part.get("delta", {"content": part.get("text")})
+        fresh = {"text": "", "calls": [], "ids": [], "logprobs": [], "prompt": [], "finish": None}
+        whole = choices.setdefault(part["index"], fresh)
+        delta = part.get("delta") or part.get("message") or {"content": part.get("text")}
         whole["text"] += delta.get("content") or ""
-        for piece in delta.get("tool_calls", []):
-            if piece["index"] == len(whole["calls"]):
+        for place, piece in enumerate(delta.get("tool_calls", [])):
+            place = piece.get("index", place)
+            if place == len(whole["calls"]):
                 whole["calls"].append([piece["id"], piece["function"]["name"], ""])
-            whole["calls"][piece["index"]][2] += piece["function"]["arguments"]
+            whole["calls"][place][2] += piece["function"]["arguments"]
         whole["ids"] += part.get("token_ids", [])
-        whole["logprobs"] += (part["logprobs"] or {}).get("content", [])
+        scored = part["logprobs"] or {}
+        whole["logprobs"] += scored.get("content") or scored.get("token_logprobs") or []
+        whole["prompt"] += part.get("prompt_token_ids") or []
         whole["finish"] = part["finish_reason"] or whole["finish"]
     return choices
+
+
+async def streamed(sim: SimEngine, body: dict[str, Any], path: str = CHAT) -> list[dict[str, Any]]:
+    async with sim.stream(path, body, rollout_id="", timeout_seconds=30) as stream:
+        return [chunk async for chunk in stream]
 
 
 @pytest.mark.parametrize(
@@ -260,25 +273,12 @@ async def test_a_streamed_answer_is_the_same_answer(fields: dict[str, Any]) -> N
     body = ask(seed=1, top_logprobs=2, **fields)
     answer = await post(engine(demonstration), body)
     options = {"stream_options": {"include_usage": True}}
-    again = engine(demonstration)
-    async with again.stream(CHAT, body | options, rollout_id="", timeout_seconds=30) as stream:
-        chunks = [chunk async for chunk in stream]
+    chunks = await streamed(engine(demonstration), body | options)
     assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunks[-1]["usage"] == answer["usage"]
-    assert joined(chunks) == {
-        choice["index"]: {
-            "text": choice["message"]["content"] or "",
-            "calls": [
-                [one["id"], one["function"]["name"], one["function"]["arguments"]]
-                for one in choice["message"].get("tool_calls", [])
-            ],
-            "ids": choice["token_ids"],
-            "logprobs": choice["logprobs"]["content"],
-            "finish": choice["finish_reason"],
-        }
-        for choice in answer["choices"]
-    }
+    assert joined(chunks) == joined([answer])
+    assert {len(one["token_ids"]) for one in answer["choices"]} != {0}
     if "tools" in fields:
         assert len(answer["choices"][0]["message"]["tool_calls"]) == 2
 
@@ -286,19 +286,9 @@ async def test_a_streamed_answer_is_the_same_answer(fields: dict[str, Any]) -> N
 async def test_streamed_completions_are_the_same_too() -> None:
     sim = engine()
     body = {"prompt": ["One", "Two"], "n": 2, "seed": 4, "return_token_ids": True, "logprobs": 0}
-    whole = await post(sim, body, path=COMPLETIONS)
-    async with sim.stream(COMPLETIONS, body, rollout_id="", timeout_seconds=30) as stream:
-        chunks = [chunk async for chunk in stream]
-    streamed: dict[int, list[Any]] = {}
-    for choice in (chunk["choices"][0] for chunk in chunks):
-        held = streamed.setdefault(choice["index"], ["", [], [], choice["prompt_token_ids"]])
-        held[0] += choice["text"]
-        held[1] += choice["token_ids"]
-        held[2] += choice["logprobs"]["token_logprobs"]
-    assert [streamed[index] for index in range(4)] == [
-        [c["text"], c["token_ids"], c["logprobs"]["token_logprobs"], c["prompt_token_ids"]]
-        for c in whole["choices"]
-    ]
+    whole = joined([await post(sim, body, path=COMPLETIONS)])
+    assert joined(await streamed(sim, body, COMPLETIONS)) == whole
+    assert len(whole) == 4 and all(one["ids"] and one["prompt"] for one in whole.values())
 
 
 # --- what goes wrong --------------------------------------------------------------------------
@@ -309,7 +299,7 @@ async def test_faults_come_as_often_as_asked() -> None:
     seen: dict[str, int] = {}
     for _ in range(300):
         try:
-            finish = (await post(sim, ask()))["choices"][0]["finish_reason"]
+            finish = (await first(sim))["finish_reason"]
         except (EngineUnavailable, EngineGarbage) as error:
             finish = error.kind
         seen[finish] = seen.get(finish, 0) + 1
@@ -379,37 +369,15 @@ async def test_an_answer_that_takes_too_long_is_a_timeout() -> None:
             await anext(aiter(stream))
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (CHAT, {}, None),
-        (CHAT, {"messages": []}, "messages"),
-        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
-        (CHAT, ask(max_tokens=0), "max_tokens"),
-        (CHAT, ask(temperature="hot"), "temperature"),
-        (CHAT, ask(n=2, temperature=0), "n"),
-        (CHAT, ask(tools=[]), "tools"),
-        (CHAT, ask(tools=[{"type": "function"}]), "tools[0]"),
-        (CHAT, ask(tool_choice="required"), "tool_choice"),
-        (CHAT, ask(top_logprobs=2) | {"logprobs": False}, "top_logprobs"),
-        (CHAT, ask(model="gpt"), "model"),
-        (CHAT, ask("\ud800"), "messages"),
-        (CHAT, ask("word " * 2_000), "prompt"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         "messages[0].content"),
-        (COMPLETIONS, {"prompt": []}, "prompt"),
-        (COMPLETIONS, {"prompt": [10**6]}, "prompt"),
-        (COMPLETIONS, {"prompt": "x", "echo": True}, "echo"),
-        ("/generate", {"prompt": {}}, "prompt"),
-        ("/tokenize", {}, "prompt"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/v1/embeddings", {}, None),
-    ],
-)  # fmt: skip
+LONG = [CHAT, {"messages": user("word " * 2_000)}, "prompt"]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), [*WRONG, LONG])
 async def test_wrong_requests_are_refused_with_their_place(
     path: str, body: dict[str, Any], param: str | None
 ) -> None:
     with pytest.raises(EngineRefused) as caught:
-        await post(engine(context_tokens=1024), body, path=path)
+        asked = ask() if path == CHAT and body else {}
+        await post(engine(context_tokens=1024), asked | body, path=path)
     assert caught.value.detail["param"] == param
     assert 400 <= caught.value.detail["status"] < 500

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
+import tomllib
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -21,8 +22,8 @@ from support.templates import OWN, answer, call, chat_format, tool
 from envserver.models.parsers import FORMATS, ParsedCall
 from envserver.proxy.engine_client.parsers import AnswerParser, format_of_calls
 
+CASES = tomllib.loads(Path(__file__).with_name("parsers.toml").read_text())
 HERMES = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'
-CALCULATE = ParsedCall("calculate", '{"expression": "1"}')
 WRITERS = {
     "hermes": ("qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507"),
     "functions": ("qwen3_5_think", "qwen3_6", "nemotron_3_nano"),
@@ -80,113 +81,22 @@ def as_told(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
     return texts[0], texts[1], calls
 
 
-TYPED = """I look.
-<tool_call>
-<function=calculate>
-<parameter=expression>
-12
-
-</parameter>
-<parameter=precision>
-3
-</parameter>
-<parameter=other>
-4
-</parameter>
-</function>
-</tool_call>"""
-
-
-@pytest.mark.parametrize(
-    ("format", "text", "content", "calls"),
-    [
-        ("hermes", f"So:\n{HERMES}\n{HERMES}", "So:\n", [CALCULATE, CALCULATE]),
-        ("hermes", HERMES.removesuffix("</tool_call>"), "", [CALCULATE]),
-        (
-            "functions",
-            TYPED,
-            "I look.\n",
-            [ParsedCall("calculate", '{"expression": "12\\n", "precision": 3, "other": "4"}')],
-        ),
-        ("functions", "<function=calculate>\n</function>", "", [ParsedCall("calculate", "{}")]),
-        (
-            "keys",
-            "<tool_call>calculate\n<arg_key>precision</arg_key>\n<arg_value>many</arg_value>",
-            "",
-            [ParsedCall("calculate", '{"precision": "many"}')],
-        ),
-        (
-            "llama",
-            '<|python_tag|>{"name": "f", "parameters": {"a": {"b": 1}}}; {"name": "g", '
-            '"arguments": {}}',
-            "",
-            [ParsedCall("f", '{"a": {"b": 1}}'), ParsedCall("g", "{}")],
-        ),
-        (
-            "mistral",
-            'Well.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": [2]}',
-            "Well.",
-            [ParsedCall("f", '{"a": 1}'), ParsedCall("g", '{"b": [2]}')],
-        ),
-        (
-            "pythonic",
-            '[f(a=-1, b={"c": [True, None]}), g.h()]',
-            "",
-            [ParsedCall("f", '{"a": -1, "b": {"c": [true, null]}}'), ParsedCall("g.h", "{}")],
-        ),
-    ],
-)
-def test_formats(format: str, text: str, content: str, calls: list[ParsedCall]) -> None:
+@pytest.mark.parametrize(("format", "text", "content", "calls"), CASES["formats"])
+def test_formats(format: str, text: str, content: str, calls: list[list[str]]) -> None:
     found = FORMATS[format](text, [tool()])
     assert found is not None
-    assert (found.content, found.calls) == (content, calls)
+    assert (found.content, found.calls) == (content, [ParsedCall(*called) for called in calls])
 
 
-@pytest.mark.parametrize(
-    ("format", "text"),
-    [
-        ("hermes", "no call"),
-        ("hermes", f"{HERMES}<tool_call>{{bad}}</tool_call>"),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {}} so</tool_call>'),
-        ("hermes", '<tool_call>{"name": null, "arguments": {}}</tool_call>'),
-        ("hermes", "<tool_call>" + "[" * 100_000),
-        ("keys", "<tool_call></tool_call>"),
-        ("llama", '{"name": "f"}'),
-        ("llama", 'The set {1, 2} and {"name": "f", "parameters": {}}'),
-        ("mistral", "[TOOL_CALLS]"),
-        ("mistral", "[TOOL_CALLS] [1]"),
-        ("pythonic", "[f(1)]"),
-        ("pythonic", "[f(a=b)]"),
-        ("pythonic", "see [1] and [2]"),
-        ("pythonic", "[f(a=" + "(" * 10_000 + ")]"),
-    ],
-)
+LONG = [
+    ["hermes", "<tool_call>" + "[" * 100_000],
+    ["pythonic", "[f(a=" + "(" * 10_000 + ")]"],
+]
+
+
+@pytest.mark.parametrize(("format", "text"), [*CASES["broken"], *LONG])
 def test_broken_calls_are_text(format: str, text: str) -> None:
     assert FORMATS[format](text, [tool()]) is None
-
-
-MARKS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<function=f>",
-        "</function>",
-        "<parameter=a>",
-        "</parameter>",
-    ),
-    *(
-        "<arg_key>",
-        "</arg_key>",
-        "<arg_value>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "<|python_tag|>",
-        "[",
-        "]",
-    ),
-    *('{"name": "f", "arguments": {"a": ', "1", "}}", "f(a=", ")", ", ", "\n", "é", '"', "{", "\\"),
-]
 
 
 def test_no_text_takes_long_to_read() -> None:
@@ -200,7 +110,7 @@ def test_no_text_takes_long_to_read() -> None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(MARKS), max_size=12))
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(CASES["marks"]), max_size=12))
 def test_no_text_breaks_a_format(format: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     found = FORMATS[format](text, [tool()])
