@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -48,17 +47,20 @@ def call(index: int, prompt: list[int], completion: list[int], **fields: object)
     return Call(**(known | fields))
 
 
-def calls_of(*told: tuple[Any, ...]) -> Callable[[], list[Call]]:
-    """Makes calls anew, of (prompt, completion) or (prompt, completion, fields)."""
-    return lambda: [
-        call(index, prompt, completion, **(more[0] if more else {}))
-        for index, (prompt, completion, *more) in enumerate(told)
-    ]
-
-
 def spans(*versions: int) -> dict[str, list[VersionSpan]]:
     """The version of each token of a call, for `call`."""
     return {"versions": [VersionSpan(version, at, at + 1) for at, version in enumerate(versions)]}
+
+
+def calls_of(told: list[list[Any]]) -> list[Call]:
+    """Calls of [prompt, completion] or [prompt, completion, fields]; `versions` are by token."""
+    calls = []
+    for index, (prompt, completion, *more) in enumerate(told):
+        fields = more[0] if more else {}
+        if "versions" in fields:
+            fields = {**fields, **spans(*fields["versions"])}
+        calls.append(call(index, prompt, completion, **fields))
+    return calls
 
 
 def talk() -> list[Call]:

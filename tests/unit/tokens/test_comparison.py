@@ -1,11 +1,20 @@
-"""If a template renders an answer differently than it was sampled, the difference is named."""
+"""If a template renders an answer differently than it was sampled, the difference is named.
+
+Our rendering is matched with that of an engine that has default template variables.
+"""
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.templates import KINDS, THINKING, chat_format, tool, user
 
+from envserver.models.probe import Echo
+from envserver.tokens import ChatFormat
+from envserver.tokens.agreement import agreeing
 from envserver.tokens.comparison import Segment, compare
 from envserver.tokens.edits import AnswerContent
 
@@ -13,60 +22,23 @@ ASK, HEAD, END, NEXT = "<U>How much?<E>", "<A>", "<E>", "<U>And now?<E><A>"
 CALLS = (("call-1", "add", '{"one":1.5,"two":["a \\"b\\"",true]}'),)
 WRITTEN = '<call>{"one": 1.5, "two": ["a \\"b\\"", true], "name": "add"}</call>'
 SAMPLED = '<call>{"name": "add", "arguments": {"one": 1.5, "two": ["a \\"b\\"", true]}}</call>'
-CALLED = AnswerContent("", CALLS)
+TURNS = tomllib.loads(Path(__file__).with_name("comparisons.toml").read_text())["turns"]
 
 
-@pytest.mark.parametrize(
-    ("sampled", "shown", "more", "differences"),
-    [
-        ("Four.", "Four.", {}, set()),
-        (" Four. ", "Four.", {}, {"whitespace"}),
-        ("Four.", "Five.", {}, {"other"}),
-        ("Four.", "", {}, {"other"}),
-        # Reasoning: with tags, told apart by the engine, cut off, empty, on the other side only.
-        ("<think>2+2</think>Four.", "Four.", {}, {"think"}),
-        ("2+2</think>Four.", "Four.", {}, {"think"}),
-        ("2+2 Four.", " Four.", {"reasoning": "2+2"}, {"think"}),
-        ("<think>Four.", "", {}, {"think"}),
-        ("<think>\n</think>Four.", "Four.", {"specials": ("<think>", "</think>")}, {"think"}),
-        ("Four.", "<think>\n</think>Four.", {}, {"think"}),
-        ("<think>Four.</think>Four.", "<think></think>Four.", {}, {"think"}),
-        ("<think>2+2</think>Four.", "<think>2+3</think>Four.", {}, {"other"}),
-        ("<think>2+2</think>Four.", "<think>\n2+2\n</think>Four.", {}, {"whitespace"}),
-        # What text cannot say.
-        ("Fo\ufffdur.", "Four.", {}, {"lossy_detok"}),
-        ("Fo<S>ur.", "Four.", {"specials": ("<S>",)}, {"lossy_detok"}),
-        ("Four.STOP;", "Four.", {"tail": "STOP;"}, {"lossy_detok"}),
-        ("Four.STOP;", "Four.STOP", {"tail": "STOP;"}, {"lossy_detok"}),
-        ("Four.STOP;", "Four", {"tail": "STOP;"}, {"other"}),
-        ("Four.STOP;", "Four.STOP;;", {"tail": "STOP;"}, {"other"}),
-        ("Fo\ufffdur.STOP", "Four.STOP", {"tail": "STOP"}, {"lossy_detok"}),
-        ("<think>2+2</think>Fo\ufffdur.", "Four.", {}, {"think", "lossy_detok"}),
-        # Tool calls: their names, keys and values must be there.
-        (SAMPLED, WRITTEN, {"answer": CALLED}, {"calls"}),
-        (
-            "2+2</think>" + SAMPLED,
-            WRITTEN,
-            {"answer": CALLED},
-            {"calls", "think"},
-        ),
-        (SAMPLED, WRITTEN.replace("1.5", "1"), {"answer": CALLED}, {"other"}),
-        (SAMPLED, WRITTEN.replace("two", "2"), {"answer": CALLED}, {"other"}),
-        (SAMPLED, WRITTEN.replace("add", ""), {"answer": CALLED}, {"other"}),
-        (f"So: {SAMPLED}", WRITTEN, {"answer": AnswerContent("So:", CALLS)}, {"other"}),
-        (SAMPLED, WRITTEN, {}, {"other"}),
-    ],
-)
+@pytest.mark.parametrize(("sampled", "shown", "more", "differences"), TURNS)
 def test_differences_have_names(
-    sampled: str, shown: str, more: dict[str, Any], differences: set[str]
+    sampled: str, shown: str, more: dict[str, Any], differences: list[str]
 ) -> None:
-    more = {"answer": AnswerContent(sampled, ()), **more}
-    segment = Segment(context=ASK + HEAD, sampled=sampled, **more)
+    sampled, shown = sampled.replace("CALL", SAMPLED), shown.replace("CALL", WRITTEN)
+    more = {name: tuple(told) if name == "specials" else told for name, told in more.items()}
+    called = more.pop("called", None)
+    answer = AnswerContent(sampled, ()) if called is None else AnswerContent(called, CALLS)
+    segment = Segment(context=ASK + HEAD, sampled=sampled, answer=answer, **more)
     whole = ASK + HEAD + shown + END + NEXT
-    assert compare([segment], END + NEXT, whole, lambda: HEAD) == [differences]
+    assert compare([segment], END + NEXT, whole, lambda: HEAD) == [{*differences}]
     later = Segment(context=END + NEXT, sampled="Six.", answer=AnswerContent("Six.", ()))
     found = compare([segment, later], END + NEXT, whole + "Six." + END + NEXT, lambda: HEAD)
-    assert found[0] == differences
+    assert found[0] == {*differences}
 
 
 ONE = Segment(context=ASK + HEAD, sampled="Four." + END, answer=AnswerContent("Four.", ()))
@@ -111,3 +83,59 @@ def test_the_same_words_in_an_answer_and_behind_it_are_told_apart() -> None:
     shown = "<U>\nIt<A>\nIt<U>\nIt<A>\nSo<U>\nOn<A>"
     found = compare([first, second], "\nOn<A>", shown, lambda: "<A>")
     assert found == [{"lossy_detok"}, set()]
+
+
+# Our rendering and an engine's
+
+QUESTION = [user("How much is 2 + 2?")]
+OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
+STYLED = THINKING.replace("{%- if messages[0]", "{{- style }}{%- if messages[0]", 1)
+
+
+def echoes(engine: ChatFormat) -> list[Echo]:
+    """What the probe learns of an engine that renders by `engine`."""
+    return [
+        Echo(
+            messages=QUESTION,
+            tools=tools,
+            prompt_ids=engine.prompt_ids(QUESTION, tools or None, {}),
+        )
+        for tools in ([], [tool()])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "engines", "told", "found", "hint"),
+    [
+        (THINKING, {}, None, {}, ""),
+        (THINKING, OFF, None, OFF, ""),
+        (THINKING, OFF, OFF, OFF, ""),
+        (THINKING, ON, None, {}, ""),  # the same as without it
+        (THINKING, {}, OFF, None, "They are equal with --openai.default_template_kwargs '{}'."),
+        (THINKING, OFF, {}, None, "--openai.default_template_kwargs '{\"enable_thinking\":false}'"),
+        (STYLED, {"style": "low"}, None, {"style": "low"}, ""),
+        (STYLED, {"style": "odd"}, None, None, "give the same to --openai.default_template_kwargs"),
+        (STYLED, {"style": "odd"} | OFF, {"style": "odd"} | OFF, {"style": "odd"} | OFF, ""),
+    ],
+)
+def test_default_variables_are_told_or_found_and_never_guessed_wrong(
+    template: str,
+    engines: dict[str, Any],
+    told: dict[str, Any] | None,
+    found: dict[str, Any] | None,
+    hint: str,
+) -> None:
+    ours = chat_format(template, KINDS[0])
+    agreed, why = agreeing(ours, echoes(ours.with_defaults(engines)), told)
+    assert (None if agreed is None else agreed.defaults) == found
+    assert hint in why
+    assert bool(why) == (found is None)
+
+
+def test_a_requests_own_variable_wins_and_a_null_leaves_the_default() -> None:
+    ours = chat_format(THINKING, KINDS[0]).with_defaults(OFF)
+    plain = ours.prompt_text(QUESTION, None, {})
+    assert "</think>" in plain
+    assert "</think>" not in ours.prompt_text(QUESTION, None, ON)
+    assert ours.prompt_text(QUESTION, None, {"enable_thinking": None}) == plain
+    assert ours.prompt_text(QUESTION, None, {"enable_thinking": "auto"}) == plain

@@ -1,4 +1,7 @@
-"""An agent's change to an answer is classified by comparing the two messages."""
+"""An agent's change to an answer is classified by comparing the two messages.
+
+What a conversation or a group shares is hashed and encoded once, with the same result.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from envserver_records.records import Message
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
+from support.templates import CHATML, chat_format, tool
 
 from envserver.tokens import classify
-from envserver.tokens.chain import hashes
+from envserver.tokens.chain import RequestHashes, hashes
+from envserver.tokens.prepare import KeptMessages, prepare
 
 calm = settings(
     deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow]
@@ -129,12 +134,82 @@ def test_open_answers(was: str, tail: str, now: str, expected: tuple[str, str]) 
     assert tuple(got) == expected
 
 
-def test_nothing_is_appended_behind_tool_calls() -> None:
+def test_nothing_is_appended_behind_tool_calls_and_deep_arguments_are_compared_as_text() -> None:
     message = {"content": "So:", "tool_calls": [tool_call("call-1", {})]}
     again = message | {"content": "So: and more"}
     assert classify(message, again, ended=False).change == "edited"
-
-
-def test_deep_arguments_that_are_no_json_are_compared_as_text() -> None:
     deep = {"tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
     assert classify(deep, deep).change == "exact"
+
+
+# Hashed, prepared and encoded once
+
+MESSAGES: list[Message] = [
+    {"role": role, "content": content}
+    for role in ("user", "assistant")
+    for content in ("a", "b", "\ud800")
+]
+TOOLS: list[list[dict[str, Any]]] = [[], [tool("search")], [tool("search")]]
+REQUESTS = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(MESSAGES), max_size=5),
+        st.sampled_from(TOOLS),
+        st.sampled_from([{}, {"n": 1}, {"n": True}, {"n": 2**70}]),
+        st.sampled_from([None, "critic"]),
+    ),
+    max_size=6,
+)
+
+
+@calm
+@given(REQUESTS)
+def test_hashes_do_not_depend_on_earlier_requests(requests: list[Any]) -> None:
+    known = RequestHashes()
+    for messages, tools, kwargs, agent in requests:
+        about = {"kwargs": kwargs, "model": "m", "agent": agent}
+        assert known.of(messages, tools, **about) == hashes(messages, tools, **about)
+
+
+def test_a_conversation_hashes_only_its_new_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    about: dict[str, Any] = {"kwargs": {}, "model": "m", "agent": None}
+    known, tools = RequestHashes(), [tool("search")]
+    known.of(MESSAGES[:3], tools, **about)
+    monkeypatch.setattr("envserver.tokens.chain._encode", lambda value: seen.append(value) or b"")
+    known.of(MESSAGES, tools, **about)
+    assert seen == MESSAGES[3:]
+
+
+@calm
+@given(st.lists(st.tuples(st.lists(st.sampled_from(MESSAGES), max_size=5), st.booleans())))
+def test_messages_do_not_depend_on_those_that_were_kept(requests: list[Any]) -> None:
+    kept = KeptMessages()
+    for messages, parts in requests:
+        assert prepare(messages, parts=parts, kept=kept) == prepare(messages, parts=parts)
+
+
+def test_a_conversation_prepares_only_its_new_messages_and_no_others() -> None:
+    kept = KeptMessages()
+    before = prepare(MESSAGES[:3], parts=True, kept=kept)
+    now = prepare(MESSAGES, parts=True, kept=kept)
+    assert all(one is other for one, other in zip(before, now, strict=False))
+    assert len(now) == len(MESSAGES)
+    kept = KeptMessages()
+
+    class Interrupted(dict[str, Any]):
+        """A message during whose preparation another request's are prepared."""
+
+        def get(self, name: str, default: Any = None) -> Any:
+            kept.prepare([{"role": "user", "content": "of another request"}], True, "shown")
+            return super().get(name, default)
+
+    kept.prepare(MESSAGES[:2], True, "shown")
+    messages = [*MESSAGES[:2], Interrupted(role="user", content="a")]
+    assert kept.prepare(messages, True, "shown") == prepare(messages, parts=True, images="shown")
+
+
+def test_a_group_encodes_its_first_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = chat_format(CHATML)
+    first = form.tokens("What is 2 + 2?")
+    monkeypatch.setattr(form.vocabulary, "encode", lambda text: pytest.fail("encoded again"))
+    assert form.tokens("What is 2 + 2?") is first

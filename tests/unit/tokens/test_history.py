@@ -50,24 +50,20 @@ def test_a_conversation_goes_on_from_its_own_tokens(name: str) -> None:
             assert here.format.decode(plan.ids) == plan.text
         messages = [*messages, said(text), NEXT]
     assert len(build(here.calls)) == 1
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_tool_calls_may_be_written_in_the_models_own_way(name: str) -> None:
+    # Tool calls may be written in the model's own way.
     here = talk(name)
     tools = [tool()]
     calls = [call({"expression": "1 + 1", "precision": 2})]
     answer = said(None if name in ("llama", "mistral") else "So:", tool_calls=calls)
     here.end = "<|observation|>" if name == "role_stops" else here.end
     here.ask([USER], answer, tools=tools, sampled=written(name, answer, indent=1))
-    result = {"role": "tool", "tool_call_id": "call00001", "content": "2"}
-    plan = here.plan([USER, answer, result], tools)
+    plan = here.plan([USER, answer, RESULT], tools)
     edge = "exact" if name == "role_stops" else "whitespace"  # its calls are not JSON
     assert (plan.parent, plan.edge, plan.flags) == (0, edge, [])
     turned = call({"precision": 2, "expression": "1 + 1"})
-    assert here.plan([USER, answer | {"tool_calls": [turned]}, result], tools).edge == "calls"
+    assert here.plan([USER, answer | {"tool_calls": [turned]}, RESULT], tools).edge == "calls"
     other = call({"expression": "1 + 2", "precision": 2})
-    plan = here.plan([USER, answer | {"tool_calls": [other]}, result], tools)
+    plan = here.plan([USER, answer | {"tool_calls": [other]}, RESULT], tools)
     assert (plan.edge, plan.flags) == ("root", ["assistant_edited"])
 
 
@@ -89,21 +85,91 @@ def test_an_agent_that_closes_its_code_itself_is_one_conversation(asks_for_stop:
     assert row.path == [0, 1, 2, 3]
 
 
-def test_a_stop_string_that_stays_away_is_still_in_the_tokens() -> None:
-    here = talk("chatml")
-    here.ask([USER], "x = 1\n", sampled="x = 1\nObservation:", stop_reason="Observation:")
-    plan = here.plan([USER, said("x = 1\n"), NEXT])
-    assert (plan.parent, plan.edge) == (0, "lossy_detok")
+THOUGHT = said("It is 4.", reasoning="Two and two.")
+WORKED = said("", reasoning="Work it out.", tool_calls=[call({"expression": "2 + 2"})])
+RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
+NO_THINKING = {"enable_thinking": False}
+EDITED = {"ids": None, "edge": "root", "refusal": "assistant_edited", "flags": ["assistant_edited"]}
+PREFILLED = {"edge": "root", "refusal": "ends_with_assistant", "flags": []}
+STRIPPED = {"edge": "root", "refusal": "think_stripped", "flags": ["think_stripped"]}
+LOST = {"parent": 0, "flags": ["reasoning_dropped_answer_lost", "think_kept"]}
 
 
-@pytest.mark.parametrize("sent_back", ["x =", "x = a", "x = as", "x = assist"])
-def test_the_last_token_may_say_more_than_the_stop_string_or_say_that_twice(sent_back: str) -> None:
-    here = talk("chatml")
-    ids = here.format.encode("x = assistant")
-    assert here.format.decode(ids[-1:]) == " assistant"
-    here.ask([USER], "x = a", sampled=ids, stop_reason="s")
-    plan = here.plan([USER, said(sent_back), NEXT])
-    assert plan.parent == (None if sent_back == "x =" else 0)
+@pytest.mark.parametrize(
+    ("name", "settings", "answer", "how", "outcomes"),
+    [
+        pytest.param(
+            *("chatml", {}, "x = 1\n", {"sampled": "x = 1\nObs:", "stop_reason": "Obs:"}),
+            [([said("x = 1\n"), NEXT], {"parent": 0, "edge": "lossy_detok"})],
+            id="a stop string that stays away is still in the tokens",
+        ),
+        pytest.param(
+            *("chatml", {}, "x = a", {"sampled": "x = assistant", "stop_reason": "s"}),
+            [
+                ([said("x ="), NEXT], {"parent": None}),
+                *(
+                    ([said(text), NEXT], {"parent": 0})
+                    for text in ("x = a", "x = as", "x = assist")
+                ),
+            ],
+            id="the last token may say more than the stop string or say that twice",
+        ),
+        pytest.param(
+            *("chatml", {"edits": ["exact"]}, "It is 4. ", {}),
+            [
+                *(
+                    ([said(text), NEXT], EDITED)
+                    for text in ("It is 5. ", "It is 4.", "It is 4. Right?", "")
+                ),
+                ([said("It is 4. "), NEXT], {"edge": "exact"}),
+            ],
+            id="edited answers are not continued",
+        ),
+        pytest.param(
+            *("chatml", {}, "It is 4.", {}),
+            [([said("It is 4.")], PREFILLED), ([said("It is")], EDITED)],
+            id="a prefill is a root",
+        ),
+        pytest.param(
+            *("thinking", {}, THOUGHT, {"sampled": written("thinking", THOUGHT)}),
+            [([THOUGHT, NEXT], STRIPPED), ([said("It is 4."), NEXT], STRIPPED)],
+            id="reasoning that the template drops begins a new sequence",
+        ),
+        pytest.param(
+            *("thinking", {}, WORKED, {"sampled": written("thinking", WORKED), "tools": [tool()]}),
+            [
+                ([WORKED, RESULT], {"edge": "exact"}),
+                (
+                    [said("", tool_calls=WORKED["tool_calls"]), RESULT],
+                    {"refusal": "think_stripped"},
+                ),
+            ],
+            id="reasoning between tool calls is continued where it is sent back",
+        ),
+        pytest.param(
+            *(
+                "chatml",
+                {"think": "keep"},
+                said(None, reasoning="It is 4."),
+                {"sampled": "It is 4."},
+            ),
+            [([said(None), NEXT], LOST)],
+            id="an answer that was all reasoning is told when it is lost",
+        ),
+    ],
+)
+def test_an_answer_that_comes_back(
+    name: str,
+    settings: dict[str, Any],
+    answer: Any,
+    how: dict[str, Any],
+    outcomes: list[tuple[list[Message], dict[str, Any]]],
+) -> None:
+    here = talk(name, **settings)
+    here.ask([USER], answer, **how)
+    for sent_back, expected in outcomes:
+        plan = here.plan([USER, *sent_back], how.get("tools"))
+        assert {key: getattr(plan, key) for key in expected} == expected
 
 
 def test_what_text_cannot_say_is_kept() -> None:
@@ -116,32 +182,6 @@ def test_what_text_cannot_say_is_kept() -> None:
     assert (plan.parent, plan.edge) == (0, "lossy_detok")
     assert plan.ids is not None and plan.ids[: len(seen(here, 0))] == seen(here, 0)
     assert here.calls[0].flags == ["special_token_in_completion", "lossy_detokenization"]
-
-
-def test_edited_answers_are_not_continued() -> None:
-    here = talk("chatml", edits=["exact"])
-    here.ask([USER], "It is 4. ")
-    for content in ("It is 5. ", "It is 4.", "It is 4. Right?", ""):
-        plan = here.plan([USER, said(content), NEXT])
-        assert (plan.ids, plan.edge, plan.flags) == (None, "root", ["assistant_edited"])
-        assert plan.refusal == "assistant_edited"
-    assert here.plan([USER, said("It is 4. "), NEXT]).edge == "exact"
-
-
-THOUGHT = said("It is 4.", reasoning="Two and two.")
-NO_THINKING = {"enable_thinking": False}
-
-
-def test_reasoning_that_the_template_drops_begins_a_new_sequence() -> None:
-    here = talk("thinking")
-    here.ask([USER], THOUGHT, sampled=written("thinking", THOUGHT))
-    for answer in (THOUGHT, said("It is 4.")):
-        plan = here.plan([USER, answer, NEXT])
-        assert (plan.edge, plan.refusal, plan.flags) == (
-            "root",
-            "think_stripped",
-            ["think_stripped"],
-        )
 
 
 @pytest.mark.parametrize("parsed", [True, False])
@@ -158,23 +198,11 @@ def test_reasoning_is_kept_where_that_is_wanted(parsed: bool) -> None:
     assert len(build(here.calls)) == 1
 
 
-def test_reasoning_between_tool_calls_is_continued_by_agents_that_send_it_back() -> None:
-    here = talk("thinking")
-    answer = said("", reasoning="Work it out.", tool_calls=[call({"expression": "2 + 2"})])
-    here.ask([USER], answer, tools=[tool()], sampled=written("thinking", answer))
-    result = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
-    assert here.plan([USER, answer, result], [tool()]).edge == "exact"
-    without = {name: value for name, value in answer.items() if name != "reasoning"}
-    assert here.plan([USER, without, result], [tool()]).refusal == "think_stripped"
-
-
 def test_a_sequence_that_keeps_reasoning_says_so_ever_after() -> None:
     here = talk("thinking", think="keep")
-    answer = said("", reasoning="Work it out.", tool_calls=[call({"expression": "2 + 2"})])
-    here.ask([USER], answer, tools=[tool()], sampled=written("thinking", answer))
-    result = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
-    assert here.ask([USER, answer, result], "It is 4.", tools=[tool()]).edge == "exact"
-    plan = here.plan([USER, answer, result, said("It is 4."), NEXT], [tool()])
+    here.ask([USER], WORKED, tools=[tool()], sampled=written("thinking", WORKED))
+    assert here.ask([USER, WORKED, RESULT], "It is 4.", tools=[tool()]).edge == "exact"
+    plan = here.plan([USER, WORKED, RESULT, said("It is 4."), NEXT], [tool()])
     assert (plan.parent, plan.edge, plan.flags) == (1, "think_kept", ["think_kept"])
 
 
@@ -193,15 +221,6 @@ def test_a_think_block_may_stand_in_the_generation_prompt(think: Any) -> None:
     here = Talk(chat_format(opened), "<|im_end|>", think=think)
     here.ask([USER], THOUGHT, sampled="Two and two.\n</think>\n\nIt is 4.")
     assert here.plan([USER, said("It is 4."), NEXT]).edge == plan.edge
-
-
-def test_an_answer_that_was_all_reasoning_is_told_when_it_is_lost() -> None:
-    here = talk("chatml", think="keep")
-    answer = said(None, reasoning="It is 4.")
-    here.ask([USER], answer, sampled="It is 4.")
-    plan = here.plan([USER, said(None), NEXT])
-    assert plan.flags == ["reasoning_dropped_answer_lost", "think_kept"]
-    assert plan.parent == 0
 
 
 def test_each_of_several_answers_to_one_request_can_be_continued() -> None:
@@ -235,14 +254,11 @@ def test_other_agents_tools_and_template_settings_are_other_conversations() -> N
     here.ask([USER], "It is 4.")
     messages = [USER, said("It is 4."), NEXT]
     assert here.plan(messages).parent == 0
-    others: list[dict[str, Any]] = [
-        {"agent": "search"},
-        {"tools": [tool()]},
-        {"kwargs": NO_THINKING},
-        {"model": "other"},
-    ]
-    for other in others:
-        plan = here.plan(messages, **other)
+    others: dict[str, Any] = {
+        "agent": "search", "tools": [tool()], "kwargs": NO_THINKING, "model": "other",
+    }  # fmt: skip
+    for name, other in others.items():
+        plan = here.plan(messages, **{name: other})
         assert (plan.edge, plan.refusal, plan.flags) == ("root", None, [])
     here.ask([USER], "It is 4.", agent="search")
     assert here.plan(messages, agent="search").parent == 1
@@ -263,27 +279,10 @@ def test_answers_that_nobody_sampled_are_told() -> None:
     assert (compacted.edge, compacted.flags) == ("root", [])
 
 
-def test_a_prefill_is_a_root() -> None:
-    here = talk("chatml")
-    here.ask([USER], "It is 4.")
-    plan = here.plan([USER, said("It is 4.")])
-    assert (plan.edge, plan.refusal, plan.flags) == ("root", "ends_with_assistant", [])
-    plan = here.plan([USER, said("It is")])
-    assert (plan.edge, plan.refusal, plan.flags) == (
-        "root",
-        "assistant_edited",
-        ["assistant_edited"],
-    )
-
-
-def test_images_are_the_engines_to_render() -> None:
-    here = talk("chatml")
+def test_another_prompt_than_ours_ends_all_continuing_and_images_are_the_engines() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgoA"}}
-    plan = here.plan([{"role": "user", "content": [image]}])
+    plan = talk("chatml").plan([{"role": "user", "content": [image]}])
     assert (plan.ids, plan.text, plan.flags) == (None, None, ["multimodal_unstitched"])
-
-
-def test_another_prompt_than_ours_ends_all_continuing() -> None:
     here, messages = talk("chatml"), [USER, said("It is 4."), NEXT]
     here.ask([USER], "It is 4.")
     here.ask(messages, "6", echo=[1, 2, 3])

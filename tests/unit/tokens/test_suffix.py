@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -202,39 +203,16 @@ def test_refusals_say_what_a_template_does(name: str, reason: str) -> None:
 
 
 ONE = call({"expression": "1"})
-ENDED = [
-    # sampled, finish, stop reason, calls -> what follows, or why not
-    ("Four.<|im_end|>", "stop", None, False, "\n"),
-    ("Four.<|im_end|>", "stop", "<|im_end|>", False, "\n"),
-    ("<|im_end|>", "stop", None, False, "\n"),
-    ("Fo<|im_start|>ur.<|im_end|>", "stop", None, False, "\n"),
-    ("Four.", "length", None, False, "<|im_end|>\n"),
-    ("Four.", "stop", "our", False, "<|im_end|>\n"),
-    ("Four. </code", "stop", "</code>", False, "<|im_end|>\n"),
-    ("Four.", "stop", "word", False, "<|im_end|>\n"),
-    ("Four.<|im_end|>", "length", None, False, "end_unknown"),
-    ("Four.", "stop", None, False, "end_unknown"),
-    ("Four.", "abort", None, False, "end_unknown"),
-    ("", "length", None, False, "nothing_sampled"),
-    ("Four.</s>", "stop", None, False, "stop_not_rendered"),
-    ("Four.<|im_start|>", "stop", None, False, "closer_not_sampled"),
-    ("<tool_call>\n{}\n</tool_call><|im_end|>", "tool_calls", None, True, "\n"),
-    ('<tool_call>{"arguments": {}}  </tool_call>\n<|im_end|>', "stop", None, True, "\n"),
-    ("<tool_call>\n{}\n</tool_call> so <|im_end|>", "tool_calls", None, True, "call_end"),
-    ("<tool_call>\n{}\n<|im_end|>", "tool_calls", None, True, "call_end"),
-    ("<tool_call>\n{}\n</tool_call>", "tool_calls", None, True, "truncated_in_call"),
-    ("<tool_call>\n{}\n</tool_call>", "length", None, True, "truncated_in_call"),
-    ('Now <tool_call>\n{"na', "length", None, False, "truncated_in_call"),
-]
+ENDED = tomllib.loads(Path(__file__).with_name("ends.toml").read_text())["ends"]
 
 
 @pytest.mark.parametrize(("sampled", "finish", "reason", "calls", "follows"), ENDED)
 def test_how_an_answer_ended_decides_what_follows(
-    sampled: str, finish: str, reason: str | None, calls: bool, follows: str
+    sampled: str, finish: str, reason: str, calls: bool, follows: str
 ) -> None:
     said = answer(None, ONE) if calls else answer("Four.")
     case = Case([ASK, said, result("4") if calls else NEXT], 1, "", TOOLS)
-    completion = Completion(chatml().encode(sampled), finish, reason)
+    completion = Completion(chatml().encode(sampled), finish, reason or None)
     if follows.isidentifier():
         with pytest.raises(Refused, match=f"^{follows}$"):
             behind(chatml(), case, completion)
@@ -262,16 +240,13 @@ def test_what_an_agent_appended_follows_the_answer(kind: str, extra: str) -> Non
         behind(format, case, ended, extra)
 
 
-def test_a_stop_token_may_open_the_next_message() -> None:
+def test_a_stop_token_may_open_the_next_message_and_only_what_was_not_sampled_follows() -> None:
     format = chat_format(OWN["role_stops"], stops=["<|user|>", "<|observation|>"])
     case = Case([ASK, answer("Four."), NEXT], 1, "")
     found = behind(format, case, Completion(format.encode("\nFour.<|user|>"), "stop", None))
     assert found.text == "\nAnd then?<|assistant|>"
     with pytest.raises(Refused, match="stop_not_rendered"):
         behind(format, case, Completion(format.encode("\nFour.<|observation|>"), "stop", None))
-
-
-def test_only_messages_that_were_not_sampled_follow() -> None:
     for new in ([], [NEXT, answer("Six.")]):
         with pytest.raises(Refused, match="answer_not_sampled"):
             behind(chatml(), Case([ASK, answer("Four."), *new], 1, ""), Completion([1], "stop", 1))

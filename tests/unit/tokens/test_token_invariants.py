@@ -12,6 +12,7 @@ import itertools
 import tomllib
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,12 @@ from envserver_records.experts import RoutedExperts, experts_from
 from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Sequence, VersionSpan, pack
 from msgspec.structs import replace
-from support.forests import ACTIONS, END, NEWLINE, call, calls_of, reference_rows, spans, talk
+from support.forests import ACTIONS, END, NEWLINE, call, calls_of, reference_rows, talk
 
 from envserver.tokens import DEFAULT, Actions, build, builder, check, chosen, invariants
 
 Make = Callable[[], list[Call]]
 MASK_OLD = chosen(mask=["mixed_versions"])
-MASKED = {"flags": ["undelivered_completion"]}
 
 # One value changed
 
@@ -49,7 +49,8 @@ def forked() -> list[Call]:
     return [*talk(), call(3, [1, 2, END, NEWLINE, 3, 4, END, NEWLINE, 9], [4, 4])]
 
 
-in_two_versions = calls_of(([1], [2], spans(3)), ([1, 2, 3], [4, 5], spans(4, 4)))
+IN_TWO_VERSIONS = [[[1], [2], {"versions": [3]}], [[1, 2, 3], [4, 5], {"versions": [4, 4]}]]
+in_two_versions = partial(calls_of, IN_TWO_VERSIONS)
 
 
 def experts_of(count: int, fill: int = 0) -> RoutedExperts:
@@ -167,39 +168,16 @@ def test_each_changed_value_is_caught_and_each_check_refuses_something() -> None
 
 
 FORESTS: dict[str, Make] = {
-    "three turns": talk,
-    "a turn is answered again, later": lambda: [*talk(), call(3, [1, 2, END, NEWLINE, 9], [4, 4])],
-    "samples of one prompt": calls_of(*[([1], [2])] * 3),
-    "one goes on from the second of two samples": calls_of(
-        ([1], [2]), ([1], [2]), ([1, 2, 3], [4])
-    ),
-    "an answer the agent never got": calls_of(([1], [2], MASKED), ([1, 2, 3], [4])),
-    "a second answer to what it never got": calls_of(
-        ([1], [2]), ([1, 2, 3], [4], MASKED), ([1, 2, 3], [5])
-    ),
-    "no answer": calls_of(([1], []), ([1, 2], [3])),
-    "cut off, then continued without a word": calls_of(([1], [2]), ([1, 2], [3])),
-    "the same beside another talk": calls_of(([7], [8]), ([1], [2]), ([1, 2], [3])),
-    "the past was cut short": lambda: [*talk(), call(3, [1, 9], [4])],
-    "two agents that say the same": calls_of(
-        ([1], [2], {"agent": "a"}), ([1, 2, 3], [4], {"agent": "b"})
-    ),
-    "without ids": calls_of(([], [2], {"exact": False}), ([2], [3])),
-    "two versions": calls_of(
-        ([1], [2], spans(3)), ([1, 2, 3], [4, 5], spans(4, 4)), ([1, 2, 9], [6], spans(3))
-    ),
-    "two versions in an answer": calls_of(
-        ([1], [2, 3], spans(3, 4)), ([1, 2, 3, 5], [6], spans(4))
-    ),
-    "a version that nobody knows": calls_of(([1], [2], spans(-1)), ([1, 2, 3], [4], spans(0))),
-    "a long prompt that only begins alike": calls_of(
-        ([1], [2]), ([1, 9, 3], [4]), ([9, 2, 3], [4])
-    ),
+    name: partial(calls_of, told)
+    for name, told in tomllib.loads(Path(__file__).with_name("forests.toml").read_text())[
+        "forests"
+    ].items()
 }
+TRIED = list(itertools.product(FORESTS.values(), ACTIONS.values()))
 
 
 def test_the_builder_makes_each_of_these_rightly() -> None:
-    for make, actions in itertools.product(FORESTS.values(), ACTIONS.values()):
+    for make, actions in TRIED:
         calls = make()
         rows = build(calls, actions)
         check(calls, rows, actions)
@@ -295,10 +273,10 @@ def missing_logprobs_are_ones_in_the_rows(calls: list[Call]) -> list[Sequence]:
     return rows
 
 
-TWICE_FROM_THE_FIRST = calls_of(([1], [2]), ([1, 2, 3], [4]), ([1, 2, 9], [5]))
-DRIFTED = calls_of(([1], [2, 3]), ([1, 5, 6], [4]))
+TWICE_FROM_THE_FIRST = partial(calls_of, [[[1], [2]], [[1, 2, 3], [4]], [[1, 2, 9], [5]]])
+DRIFTED = partial(calls_of, [[[1], [2, 3]], [[1, 5, 6], [4]]])
 """The second prompt says the first answer with another token."""
-END_INSIDE = calls_of(([END, 1], [2, 3]), ([END, 1, 2, 3, END, NEWLINE], [4]))
+END_INSIDE = partial(calls_of, [[[END, 1], [2, 3]], [[END, 1, 2, 3, END, NEWLINE], [4]]])
 """The first answer was cut off before its end, which the template then wrote."""
 MISTAKES: list[tuple[Callable[[list[Call]], list[Sequence]], Make, int]] = [
     (end_of_turn_written_twice, talk, 4),
@@ -331,7 +309,6 @@ def test_the_same_ways_without_the_mistake_are_right() -> None:
 # Our own builder, with one line changed
 
 CHANGED = tomllib.loads(Path(__file__).with_name("builder_changes.toml").read_text())
-TRIED = list(itertools.product(FORESTS.values(), ACTIONS.values()))
 
 
 def changed(module: types.ModuleType, old: str, new: str) -> types.ModuleType:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,11 +23,10 @@ from support.forests import (
     conversations,
     forests,
     reference_rows,
-    spans,
     tokens,
 )
 
-from envserver.tokens import DEFAULT, Actions, build, builder, check, chosen
+from envserver.tokens import Actions, build, builder, check
 from envserver.tokens.builder import all_flags
 
 
@@ -49,10 +48,8 @@ def test_a_row_says_how_each_of_its_calls_was_sampled() -> None:
     usual = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 9}
     raw = {"sampling": usual, "logprobs_kind": "raw"}
     warmer = {"sampling": {"temperature": 1.3, "top_p": 0.9}, "logprobs_kind": "processed"}
-    calls = calls_of(
-        ([1], [2, 3], raw), ([1, 2, 3, 4], [5], raw), ([1, 2, 3, 4, 5, 6], [7, 8], warmer)
-    )
-    (row,) = build(calls())
+    calls = [[[1], [2, 3], raw], [[1, 2, 3, 4], [5], raw], [[1, 2, 3, 4, 5, 6], [7, 8], warmer]]
+    (row,) = build(calls_of(calls))
     assert row.sampling == [
         SamplingSpan(1, 5, 0.7, "raw"),
         SamplingSpan(6, 8, 1.3, "processed", ("top_p",)),
@@ -92,81 +89,16 @@ def test_agents_that_work_side_by_side_do_not_change_each_others_rows(
     assert rows_of(calls) == rows_of(shuffled)
 
 
-UNDELIVERED = {"flags": ["undelivered_completion"]}
-MIXED = ["mixed_versions"]
-TWO_VERSIONS = (([1], [2], spans(3)), ([1, 2, 5], [6, 7], spans(4, 4)))
+ROWS = tomllib.loads(Path(__file__).with_name("forests.toml").read_text())["rows"]
 
 
-@pytest.mark.parametrize(
-    ("calls", "actions", "rows"),
-    [
-        pytest.param(
-            calls_of(([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])),
-            DEFAULT,
-            [
-                {
-                    "tokens": [1, 2, 3, 4, 5, 6],
-                    "mask": [0, 0, 1, 1, 0, 1],
-                    "calls": [-1, -1, 0, 0, -1, 1],
-                    "versions": [-1, -1, 0, 0, -1, 0],
-                    "logprobs": [0, 0, -0.125, -0.25, 0, -1.125],
-                    "path": [0, 1],
-                }
-            ],
-            id="a conversation is one row",
-        ),
-        pytest.param(
-            calls_of(([1], [2]), ([1, 2, 3], [4]), ([1, 2, 9], [5])),
-            DEFAULT,
-            [
-                {"mask": [0, 1, 0, 1]},
-                {"tokens": [1, 2, 9, 5], "mask": [0, 0, 0, 1], "calls": [-1, 0, -1, 2]},
-            ],
-            id="a changed history is a second row, shared turns are trained once",
-        ),
-        pytest.param(
-            calls_of(([1], [2]), ([1], [2])),
-            DEFAULT,
-            [{"mask": [0, 1]}, {"mask": [0, 1]}],
-            id="equal samples stay two",
-        ),
-        pytest.param(
-            calls_of(([1], [2], UNDELIVERED), ([1, 2], [3])),
-            DEFAULT,
-            [{"mask": [0, 0, 1]}],
-            id="an undelivered answer is context only",
-        ),
-        pytest.param(
-            calls_of(*TWO_VERSIONS),
-            DEFAULT,
-            [{"versions": [-1, 3, -1, 4, 4], "mask": [0, 1, 0, 1, 1], "flags": MIXED}],
-            id="a row over several versions says so",
-        ),
-        pytest.param(
-            calls_of(*TWO_VERSIONS, ([1, 2, 8], [9], spans(3))),
-            chosen(mask=["mixed_versions"]),
-            [
-                {
-                    "mask": [0, 0, 0, 1, 1],
-                    "logprobs": [0, 0, 0, -1.125, -1.25],
-                    "calls": [-1, 0, -1, 1, 1],
-                    "flags": MIXED,
-                },
-                # What the first row gave up is not trained elsewhere.
-                {"mask": [0, 0, 0, 1], "flags": []},
-            ],
-            id="older versions are context where mixing is masked",
-        ),
-    ],
-)
-def test_what_becomes_rows(
-    calls: Callable[[], list[Call]], actions: Actions, rows: list[dict[str, Any]]
-) -> None:
-    built = build(calls(), actions)
+@pytest.mark.parametrize("name", ROWS)
+def test_what_becomes_rows(name: str) -> None:
+    calls, rows = calls_of(ROWS[name]["calls"]), ROWS[name]["rows"]
+    built = build(calls, ACTIONS[ROWS[name]["actions"]])
     for row, columns in zip(built, rows, strict=True):
         assert {name: np.array(getattr(row, name)).tolist() for name in columns} == columns
-    flags = sorted({flag for row in built for flag in row.flags})
-    assert all_flags(calls(), built) == flags
+    assert all_flags(calls, built) == sorted({flag for row in built for flag in row.flags})
 
 
 class Zeros:
@@ -176,7 +108,7 @@ class Zeros:
 
 def test_prefixes_that_look_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     # The worst luck: every prefix has the sum of every other.
-    calls = calls_of(([1], [2]), ([1, 2, 3], [4]), ([1, 9], [3]), ([1, 2], [5]))()
+    calls = calls_of([[[1], [2]], [[1, 2, 3], [4]], [[1, 9], [3]], [[1, 2], [5]]])
     right = pack(build(calls))
     monkeypatch.setattr(np.random, "default_rng", lambda seed: Zeros())
     assert pack(build(calls)) == right
