@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from envserver.tokens import DEFAULT, Actions, chosen
 from envserver.tokens.versions import flags_of
+from support.extent import examples
 
 END = 7
 """The token that ends a turn; NEWLINE is what the template writes after it."""
 NEWLINE = 8
 
-calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+calm = settings(
+    deadline=None, max_examples=examples(240), suppress_health_check=[HealthCheck.too_slow]
+)
 """For properties over forests: drawing one takes its time on a busy machine."""
 
 ACTIONS = {

@@ -16,6 +16,7 @@ from envserver_records.records import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu import cpu_limit
+from support.extent import examples
 from support.talk import written
 from support.templates import OWN, answer, call, chat_format, tool
 
@@ -52,7 +53,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("name", ["chatml", "thinking", "llama", "mistral"])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(240))
 @given(data=st.data())
 def test_what_a_model_means_is_read(name: str, data: st.DataObject) -> None:
     count = 1 if name == "llama" else data.draw(st.integers(0, 3))
@@ -109,7 +110,7 @@ def test_no_text_takes_long_to_read() -> None:
         assert time.process_time() - began < most, (name, beginning, mark)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(240))
 @given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(CASES["marks"]), max_size=12))
 def test_no_text_breaks_a_format(format: str, pieces: list[str]) -> None:
     text = "".join(pieces)

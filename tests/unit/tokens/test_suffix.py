@@ -138,6 +138,8 @@ def test_real_templates_go_on_as_they_write() -> None:
     tried = KINDS if extent.WHOLE else ("byte_level",)
     for name, source in real_templates().items():
         family = name.removesuffix("_training")
+        if name != family and not extent.WHOLE:
+            continue  # nearly its family's
         # SentencePiece has its own use for the underscore in DeepSeek's special tokens.
         kinds = tried if name == family and "▁" not in source else ("byte_level",)
         for kind in kinds:
@@ -157,7 +159,9 @@ def test_real_templates_go_on_as_they_write() -> None:
     unfit = {"not applicable: rejected", "not applicable: not shown"}
     assert {outcome for _, outcome in tally} <= {"exact", *refused, *unfit}, tally
     for kind in tried:
-        least_exact, least_families = (1000, 40) if kind == "byte_level" else (450, 30)
+        least_exact, least_families = (450, 30)
+        if kind == "byte_level":
+            least_exact, least_families = (1000 if extent.WHOLE else 600), 40
         assert tally[kind, "exact"] >= least_exact, tally
         assert len([pair for pair in families if pair[0] == kind]) >= least_families
 
@@ -270,7 +274,7 @@ def own_format(template: str, kind: str) -> ChatFormat:
     return chat_format(OWN[template], kind, stops=STOPS_OF[template])
 
 
-@settings(deadline=None)  # formats are made on the way
+@settings(deadline=None, max_examples=extent.examples(240))  # formats are made on the way
 @given(st.data(), st.sampled_from(sorted(OWN)), st.sampled_from(KINDS))
 def test_whatever_was_sampled_is_left_as_it_is(data: st.DataObject, name: str, kind: str) -> None:
     """Ids of any kind: pieces that no encoder would choose, half letters, special tokens."""
