@@ -149,10 +149,17 @@ async def test_an_early_answer_is_the_last_of_its_connection() -> None:
         writer.transport.abort()
 
 
-@pytest.mark.parametrize("codings", ["gzip\r\ntransfer-encoding: chunked", "chunked;x"])
-async def test_a_chunked_answer_without_its_end_is_cut_off(codings: str) -> None:
+@pytest.mark.parametrize(
+    "field",
+    [
+        "transfer-encoding: gzip\r\ntransfer-encoding: chunked",
+        "transfer-encoding: chunked;x",
+        "content-encoding: gzip",
+    ],
+)
+async def test_a_body_that_is_damaged_or_has_no_end_is_cut_off(field: str) -> None:
     async with server_and_pool() as (raw, pool):
-        raw.pieces = [head("text/plain", None, f"transfer-encoding: {codings}"), b"2\r\nhi\r\n"]
+        raw.pieces = [head("text/plain", None, field), b"2\r\nhi\r\n"]
         response = await ask(pool, raw)
         with pytest.raises(BrokenOff):
             await read(response)

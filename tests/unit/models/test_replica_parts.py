@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 
@@ -57,6 +57,10 @@ def test_calls_that_began_before_a_replica_was_set_aside_do_not_bring_it_back() 
         assert replica.state == "half_open"
         old.failed("gone")
         assert replica.state == "half_open"
+    with replica.request() as new:
+        new.sent()
+        new.failed("gone")
+    assert replica.state == "open"
 
 
 @pytest.mark.parametrize(
@@ -131,6 +135,9 @@ def test_whatever_happens_a_breaker_opens_tries_one_call_and_closes(
 STEPS = st.sampled_from(["enter", "leave", "cancel", "resize", "turn"])
 
 
+# Cancelled when its slot was just given to it.
+@example(1, [("enter", 0), ("enter", 0), ("leave", 0), ("turn", 0), ("cancel", 1)])
+@example(1, [("enter", 0), ("enter", 0), ("leave", 0), *[("turn", 0)] * 2, ("cancel", 1)])
 @calm
 @given(st.integers(1, 3), st.lists(st.tuples(STEPS, st.integers(0, 7)), min_size=10, max_size=40))
 def test_there_are_never_too_many_calls_and_no_slot_gets_lost(

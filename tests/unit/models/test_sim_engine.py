@@ -152,6 +152,9 @@ async def test_logprobs_are_the_same_bits_when_scored_again() -> None:
             assert ranked[0] == entry["logprob"]
             assert ranked == sorted(ranked, reverse=True)
             assert 1 <= len(ranked) <= 4
+    body = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 1}
+    (alone,) = (await post(sim, body, path=COMPLETIONS))["choices"]
+    assert {len(row) for row in alone["prompt_logprobs"][1:]} == {1}
 
 
 async def test_alternatives_have_the_logprob_they_would_be_sampled_with() -> None:
