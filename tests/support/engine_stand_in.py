@@ -168,6 +168,7 @@ class FakeVllm:
         hung: it takes connections and answers nothing, whatever it is asked.
         key: the only key that it takes.
         checks: how often `/health` was asked for.
+        experts: makes `routed_experts` for a number of tokens.
         paths: those of all its requests; `requests`: the bodies of calls.
     """
 
@@ -197,6 +198,7 @@ class FakeVllm:
     cards: list[Json] = field(default_factory=lambda: [{"id": "tiny"}, {"id": "other"}])
     version: str | None = None
     checks: int = 0
+    experts: Callable[[int], str] | None = None
     paths: list[str] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -309,6 +311,8 @@ class FakeVllm:
             choice["logprobs"] = self.scored(ids, body, body.get("top_logprobs", 0))
         if "ids" in self.can and body.get("return_token_ids"):
             choice["token_ids"] = ids
+        if self.experts is not None:
+            choice["routed_experts"] = self.experts(len(self.words.prompt(body)) + len(ids))
         return {name: value for name, value in choice.items() if name not in self.omit}
 
     def chunks(self, body: Json) -> Iterator[Json]:
