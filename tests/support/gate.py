@@ -16,6 +16,7 @@ A passed commit is remembered in a file of the user's cache; those in `.ci/passe
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
@@ -62,6 +63,7 @@ def _is_installed(peer: dict[str, Any]) -> bool:
     return all((ROOT / path).exists() for path in needed or [peer["installed"]])
 
 
+@functools.cache
 def peers_of(file: str) -> list[str]:
     """Peers whose fixtures a test file asks for."""
     text = (ROOT / file).read_text()
@@ -72,6 +74,7 @@ def peers_of(file: str) -> list[str]:
     ]
 
 
+@functools.cache
 def long_files() -> list[str]:
     """Test files that `make test` does not run, or not whole."""
     found = []
@@ -122,11 +125,15 @@ def choose(changed: Iterable[str]) -> Choice:
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns is a folder above the path ("x/") or a glob of it."""
-    return any(
-        path.startswith(pattern) if pattern.endswith("/") else PurePosixPath(path).match(pattern)
-        for pattern in patterns
-    )
+    """Whether one of the patterns is a folder above the path ("x/") or a glob of it or its name."""
+    return any(_regex(pattern).fullmatch(path) for pattern in patterns)
+
+
+@functools.cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    form = re.escape(pattern).replace(r"\*", "[^/]*")
+    form += ".*" if pattern.endswith("/") else ""
+    return re.compile(form if "/" in pattern else f"(.*/)?{form}", re.DOTALL)
 
 
 def passed_commit() -> tuple[str, str]:
