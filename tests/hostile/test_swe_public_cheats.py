@@ -28,6 +28,17 @@ def patch(source: str) -> str:
     return make_patch(tree_of(FILES), tree_of({**FILES, "shop/text.py": source}))
 
 
+def public_task(kind: str) -> Task:
+    tests = CASES["tests"][kind]
+    hidden = {
+        "tests": {"tests/test_text.py": tests["source"]},
+        "fail_to_pass": [f"tests/test_text.py::{name}" for name in tests["names"]],
+        "pass_to_pass": [],
+        "patch": patch(GOLD),
+    }
+    return Task(kind, {"problem": "Labels have no noun.", "files": FILES}, hidden)
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def swe() -> AsyncIterator[Swe]:
     async with sandboxes() as opened:
@@ -45,14 +56,7 @@ async def test_no_cheat_of_a_public_task_is_paid(
     read, cheats = CASES["cheats"]["read"], CASES["cheats"]["programs"]
     programs = {name: f"{read}\n{text}" for name, text in cheats.items()}
     programs["the gold patch"] = GOLD
-    tests = CASES["tests"][kind]
-    hidden = {
-        "tests": {"tests/test_text.py": tests["source"]},
-        "fail_to_pass": [f"tests/test_text.py::{name}" for name in tests["names"]],
-        "pass_to_pass": [],
-        "patch": patch(GOLD),
-    }
-    task = Task(kind, {"problem": "Labels have no noun.", "files": FILES}, hidden)
+    task = public_task(kind)
     scores = await asyncio.gather(
         *(swe.score(task, result_of(patch(text))) for text in programs.values())
     )
