@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from envserver_clients.records import ClientGroup, Row
+from envserver_clients.records import Row
 from envserver_clients.training.advantages import AdvantageSettings, advantages, shuffled
 from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.examples import Example, ExampleSettings, examples_of
@@ -19,58 +20,47 @@ from envserver_clients.training.guard import (
     NothingLearned,
 )
 from envserver_clients.training.loss import policy_loss, token_logprobs
-from envserver_clients.training.padding import micro_batches, padded
+from envserver_clients.training.padding import Padded, micro_batches, padded
 from envserver_records.images import RowImage
 from envserver_records.sampling import LogprobsKind, SamplingSpan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rows_to_learn import group
+from support.rows_to_learn import row as row_of
 
 UNUSABLE = (-9999.0, float("-inf"), float("nan"), 0.5)
 
-torch.set_num_threads(1)
 
-
-def row(
-    trajectory: int, reward: float, length: int = 4, *, version: int = 3, group: str = "g"
-) -> Row:
+def row(trajectory: int, reward: float, length: int = 4, *, version: int = 3, **more: Any) -> Row:
     """A row of which all but the first two tokens are trained."""
-    mask = np.array([0, 0] + [1] * (length - 2), np.uint8)
-    return Row(
-        tokens=np.arange(length, dtype=np.int32),
-        mask=mask,
-        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
-        reward=reward,
-        group_id=group,
-        versions=np.where(mask, np.int32(version), np.int32(-1)),
-        trajectory=trajectory,
-    )
+    mask = [0, 0] + [1] * (length - 2)
+    return row_of(range(length), mask, reward, trajectory, version=version, **more)
 
 
-def group(*rows: Row, group_id: str = "g") -> ClientGroup:
-    made = ClientGroup(group_id, "math", "group", 3, memoryview(b""))
-    made.__dict__["rows"] = list(rows)
-    return made
-
-
-def one_token(
-    logprob: float,
-    delivered: float,
-    advantage: float,
-    proximal: float | None = None,
-    **how: object,
-) -> float:
-    """The loss of a single token of weight 1."""
-    rules = LossSettings(clip_low=0.2, clip_high=0.3, **{"correction": "none", **how})  # type: ignore[arg-type]
-    loss, _ = policy_loss(
-        torch.tensor([[logprob]]),
-        torch.tensor([[delivered]]),
-        torch.ones(1, 1),
-        torch.tensor([advantage]),
-        torch.ones(1),
+def loss_of(
+    logprobs: Any, delivered: Any, advantage: float, rules: LossSettings, **more: torch.Tensor
+) -> tuple[float, dict[str, float], torch.Tensor]:
+    """The loss of rows of trained tokens of weight 1, its numbers, and the logprobs with their
+    gradient.
+    """
+    own = torch.as_tensor(logprobs).requires_grad_()
+    loss, numbers = policy_loss(
+        own,
+        torch.as_tensor(delivered),
+        torch.ones_like(own),
+        torch.full(own.shape[:1], advantage),
+        torch.ones(len(own)),
         rules,
-        proximal=None if proximal is None else torch.tensor([[proximal]]),
+        **more,
     )
-    return float(loss)
+    loss.backward()
+    return loss.item(), numbers, own
+
+
+def loss_of_part(logprobs: torch.Tensor, part: Padded) -> float:
+    given = (part.logprobs[:, part.first :], part.mask[:, part.first :])
+    tensors = map(torch.from_numpy, (*given, part.advantages, part.weights))
+    return float(policy_loss(logprobs, *tensors, LossSettings())[0])
 
 
 def test_advantages_of_a_group_by_hand() -> None:
@@ -82,8 +72,8 @@ def test_advantages_of_a_group_by_hand() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=16), st.sampled_from(["std", "mean"]))
-def test_advantages_add_up_to_nothing(rewards: list[float], scaling: str) -> None:
-    found = advantages(rewards, scaling)  # type: ignore[arg-type]
+def test_advantages_add_up_to_nothing(rewards: list[float], scaling: Any) -> None:
+    found = advantages(rewards, scaling)
     assert abs(float(found.sum())) < 1e-3
     assert np.isfinite(found).all()
 
@@ -95,32 +85,39 @@ def test_shuffled_rewards_are_the_same_rewards() -> None:
     assert any(one != rewards for one in dealt)
 
 
-def test_the_loss_of_a_token_by_hand() -> None:
-    half = math.log(0.5)
-    assert one_token(half, half, 2.0) == pytest.approx(-2.0)  # r = 1
-    assert one_token(half, half - 0.1, 2.0) == pytest.approx(-2 * math.exp(0.1))
-    assert one_token(half, half - 1.0, 2.0) == pytest.approx(-2 * 1.3)  # bounded above
-    assert one_token(half, half + 1.0, 2.0) == pytest.approx(-2 * math.exp(-1))  # it may rise
-    assert one_token(half, half + 1.0, -2.0) == pytest.approx(2 * 0.8)  # bounded below
-    assert one_token(half, half - 1.0, -2.0) == pytest.approx(2 * math.exp(1))
+HALF = math.log(0.5)
+DECOUPLED: dict[str, Any] = {"decoupled": True, "correction": "truncate", "proximal": -1.0}
 
 
-def test_bounds_may_be_relative_to_the_policy_before_the_update() -> None:
-    # r = 1 relative to the policy before; that one made the token e^0.5 times likelier.
-    how = {"decoupled": True, "correction": "truncate"}
-    assert one_token(-1.0, -1.5, 1.0, -1.0, **how) == pytest.approx(-math.exp(0.5))
-    # The correction is cut off at 2.
-    assert one_token(-1.0, -3.0, 1.0, -1.0, **how) == pytest.approx(-2.0)
-
-
-def test_tokens_far_from_what_was_delivered_are_left_out_or_weigh_less() -> None:
-    assert one_token(-1.0, -3.0, -1.0, correction="none") == pytest.approx(math.exp(2))
-    assert one_token(-1.0, -3.0, -1.0, correction="truncate") == pytest.approx(2.0)
-    assert one_token(-1.0, -3.0, -1.0, correction="mask") == 0.0  # e² is more than 5
-    assert one_token(-1.0, -2.0, -1.0, correction="mask") == pytest.approx(math.e)
-    assert one_token(-1.0, -0.1, 1.0, correction="mask") == 0.0  # e^-0.9 is less than a half
-    assert one_token(-1.0, -3.0, -1.0, dual_clip=3.0) == pytest.approx(3.0)
-    assert one_token(-1.0, -3.0, 1.0, dual_clip=3.0) == pytest.approx(-1.3)
+@pytest.mark.parametrize(
+    ("logprob", "delivered", "advantage", "expected", "how"),
+    [
+        (HALF, HALF, 2.0, -2.0, {}),  # r = 1
+        (HALF, HALF - 0.1, 2.0, -2 * math.exp(0.1), {}),
+        (HALF, HALF - 1.0, 2.0, -2 * 1.3, {}),  # bounded above
+        (HALF, HALF + 1.0, 2.0, -2 * math.exp(-1), {}),  # it may rise
+        (HALF, HALF + 1.0, -2.0, 2 * 0.8, {}),  # bounded below
+        (HALF, HALF - 1.0, -2.0, 2 * math.exp(1), {}),
+        # r = 1 relative to the policy before; that one made the token e^0.5 times likelier.
+        (-1.0, -1.5, 1.0, -math.exp(0.5), DECOUPLED),
+        (-1.0, -3.0, 1.0, -2.0, DECOUPLED),  # the correction is cut off at 2
+        (-1.0, -3.0, -1.0, math.exp(2), {}),
+        (-1.0, -3.0, -1.0, 2.0, {"correction": "truncate"}),
+        (-1.0, -3.0, -1.0, 0.0, {"correction": "mask"}),  # e² is more than 5
+        (-1.0, -2.0, -1.0, math.e, {"correction": "mask"}),
+        (-1.0, -0.1, 1.0, 0.0, {"correction": "mask"}),  # e^-0.9 is less than a half
+        (-1.0, -3.0, -1.0, 3.0, {"dual_clip": 3.0}),
+        (-1.0, -3.0, 1.0, -1.3, {"dual_clip": 3.0}),
+    ],
+)
+def test_the_loss_of_a_token_by_hand(
+    logprob: float, delivered: float, advantage: float, expected: float, how: dict[str, Any]
+) -> None:
+    rules = {"clip_low": 0.2, "clip_high": 0.3, "correction": "none", **how}
+    proximal = rules.pop("proximal", None)
+    more = {} if proximal is None else {"proximal": torch.tensor([[proximal]])}
+    loss, *_ = loss_of([[logprob]], [[delivered]], advantage, LossSettings(**rules), **more)
+    assert loss == (pytest.approx(expected) if expected else 0.0)
 
 
 @st.composite
@@ -140,90 +137,53 @@ def loss_settings(draw: st.DrawFn) -> LossSettings:
     )
 
 
-@settings(deadline=None)
-@given(
-    st.lists(st.floats(-1e4, 0, width=32), min_size=2, max_size=2),
-    st.lists(st.floats(-1e4, 0, width=32), min_size=2, max_size=2),
-    st.floats(-5, 5, width=32),
-    loss_settings(),
-)
+two_logprobs = st.lists(st.floats(-1e4, 0, width=32), min_size=2, max_size=2)
+
+
+@given(two_logprobs, two_logprobs, st.floats(-5, 5, width=32), loss_settings())
 def test_loss_and_gradient_are_finite_whatever_was_delivered(
     own: list[float], delivered: list[float], advantage: float, rules: LossSettings
 ) -> None:
     logprobs = torch.tensor([own], requires_grad=True)
-    loss, numbers = policy_loss(
-        logprobs,
-        torch.tensor([delivered]),
-        torch.ones(1, 2),
-        torch.tensor([advantage]),
-        torch.ones(1),
-        rules,
-        reference=torch.tensor([delivered]),
-        entropies=-logprobs,
-    )
-    loss.backward()
-    assert logprobs.grad is not None
-    assert loss.isfinite()
-    assert logprobs.grad.isfinite().all()
-    assert all(math.isfinite(value) for value in numbers.values())
+    more = {"reference": torch.tensor([delivered]), "entropies": -logprobs}
+    loss, numbers, _ = loss_of(logprobs, [delivered], advantage, rules, **more)
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+    assert all(map(math.isfinite, (loss, *numbers.values())))
 
 
-def test_rows_that_became_unlikely_are_left_out_where_they_are_bad() -> None:
+@pytest.mark.parametrize(("advantage", "left_out"), [(-1.0, 2), (1.0, 0)])
+def test_rows_that_became_unlikely_are_left_out_where_they_are_bad(
+    advantage: float, left_out: int
+) -> None:
     """Two rows, less likely by 0.4 and 0.6 nats per token, once bad and once good."""
-    for advantage, left_out in ((-1.0, 2), (1.0, 0)):
-        logprobs = torch.tensor([[-1.4, -1.4], [-1.3, -1.9]], requires_grad=True)
-        _, numbers = policy_loss(
-            logprobs,
-            -torch.ones(2, 2),
-            torch.ones(2, 2),
-            torch.full((2,), advantage),
-            torch.ones(2),
-            LossSettings(off_policy_bound=0.5),
-        )
-        assert numbers["off_policy"] == left_out
+    logprobs, rules = [[-1.4, -1.4], [-1.3, -1.9]], LossSettings(off_policy_bound=0.5)
+    _, numbers, _ = loss_of(logprobs, -torch.ones(2, 2), advantage, rules)
+    assert numbers["off_policy"] == left_out
 
 
 def test_the_distance_to_the_reference_costs() -> None:
-    loss, numbers = policy_loss(
-        torch.tensor([[-1.0]]),
-        torch.tensor([[-1.0]]),
-        torch.ones(1, 1),
-        torch.zeros(1),
-        torch.ones(1),
-        LossSettings(kl_weight=0.1),
-        reference=torch.tensor([[-1.5]]),
-    )
+    rules, reference = LossSettings(kl_weight=0.1), torch.tensor([[-1.5]])
+    loss, numbers, _ = loss_of([[-1.0]], [[-1.0]], 0.0, rules, reference=reference)
     assert numbers["kl"] == pytest.approx(math.exp(-0.5) + 0.5 - 1)
-    assert float(loss) == pytest.approx(0.1 * numbers["kl"])
+    assert loss == pytest.approx(0.1 * numbers["kl"])
 
 
-def test_good_tokens_become_likelier_and_bad_ones_less() -> None:
-    for advantage in (1.0, -1.0):
-        logits = torch.zeros(1, 1, 5, requires_grad=True)
-        logprobs = token_logprobs(logits, torch.tensor([[2]]))
-        delivered = logprobs.detach().clone()
-        loss, _ = policy_loss(
-            logprobs,
-            delivered,
-            torch.ones(1, 1),
-            torch.tensor([advantage]),
-            torch.ones(1),
-            LossSettings(),
-        )
-        loss.backward()
-        assert logits.grad is not None
-        after = token_logprobs(logits.detach() - logits.grad, torch.tensor([[2]]))
-        assert math.copysign(1, float(after - delivered)) == advantage
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_good_tokens_become_likelier_and_bad_ones_less(advantage: float) -> None:
+    logits, token = torch.zeros(1, 1, 5, requires_grad=True), torch.tensor([[2]])
+    logprobs = token_logprobs(logits, token)
+    delivered = logprobs.detach().clone()
+    loss_of(logprobs, delivered, advantage, LossSettings())
+    assert logits.grad is not None
+    after = token_logprobs(logits.detach() - logits.grad, token)
+    assert math.copysign(1, float(after - delivered)) == advantage
 
 
 def test_each_token_is_weighed_by_the_version_that_sampled_it() -> None:
-    """Two tokens, alike but for what was delivered with them: the gradient is r times as large."""
-    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
-    delivered = torch.tensor([[-1.0, -1.1]])  # of this version, and of an earlier one
-    loss, numbers = policy_loss(
-        logprobs, delivered, torch.ones(1, 2), torch.ones(1), torch.ones(1), LossSettings()
-    )
-    loss.backward()
+    """Two tokens, alike but for what was delivered with them, of this version and of an earlier
+    one: the gradient is r times as large.
+    """
+    _, numbers, logprobs = loss_of([[-1.0, -1.0]], [[-1.0, -1.1]], 1.0, LossSettings())
     assert logprobs.grad is not None
     assert logprobs.grad.tolist()[0] == pytest.approx([-1.0, -math.exp(0.1)])
     assert numbers["ratio"] == pytest.approx(1 + math.exp(0.1))
@@ -237,14 +197,11 @@ def test_each_token_is_weighed_by_the_version_that_sampled_it() -> None:
         ("constant", [1 / (2 * 100)] * 3),
     ],
 )
-def test_denominators(denominator: str, weights: list[float]) -> None:
+def test_denominators(denominator: Any, weights: list[float]) -> None:
     """A trajectory of two rows (2 and 4 trained tokens) and one of a single row (3)."""
     batch = [group(row(0, 1.0, 4), row(0, 1.0, 6), row(1, 0.0, 5))]
-    rules = ExampleSettings(
-        denominator=denominator,  # type: ignore[arg-type]
-        constant_tokens=100,
-        advantages=AdvantageSettings("mean"),
-    )
+    how = {"denominator": denominator, "constant_tokens": 100}
+    rules = ExampleSettings(**how, advantages=AdvantageSettings("mean"))
     learned = examples_of(batch, 3, rules)
     assert [one.weight for one in learned.examples] == pytest.approx(weights)
     assert [one.advantage for one in learned.examples] == [0.5, 0.5, -0.5]
@@ -252,12 +209,10 @@ def test_denominators(denominator: str, weights: list[float]) -> None:
 
 
 def test_what_teaches_nothing_is_counted_and_left_out() -> None:
-    cut_off = row(1, 0.0, group="b")
-    object.__setattr__(cut_off, "learn", False)
     batch = [
-        group(row(0, 1.0), row(1, 1.0), group_id="a"),
-        group(row(0, 1.0, group="b"), cut_off, group_id="b"),
-        group(row(0, 1.0, version=0), row(1, 0.0), group_id="c"),
+        group(row(0, 1.0), row(1, 1.0), name="a"),
+        group(row(0, 1.0, group="b"), row(1, 0.0, group="b", learn=False), name="b"),
+        group(row(0, 1.0, version=0), row(1, 0.0), name="c"),
     ]
     learned = examples_of(batch, 3, ExampleSettings(max_staleness=2))
     numbers = learned.numbers
@@ -269,32 +224,24 @@ def test_what_teaches_nothing_is_counted_and_left_out() -> None:
     assert len(examples_of(batch, 3, ExampleSettings(learn_truncated=True)).examples) == 4
 
 
-def changed(one: Row, **what: object) -> Row:
-    return dataclasses.replace(one, **what)  # type: ignore[arg-type]
-
-
 def sampled(
-    one: Row, temperature: float, logprobs: LogprobsKind, altered: tuple[str, ...] = ()
+    temperature: float, kind: LogprobsKind, *altered: str, version: int = 3, reward: float = 1.0
 ) -> Row:
-    return changed(one, sampling=[SamplingSpan(2, 4, temperature, logprobs, altered)])
-
-
-def with_logprob(one: Row, logprob: float) -> Row:
-    assert one.logprobs is not None
-    return changed(one, logprobs=np.where(np.arange(4) == 3, np.float32(logprob), one.logprobs))
+    span = SamplingSpan(2, 4, temperature, kind, altered)
+    return row(0, reward, version=version, sampling=[span])
 
 
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (changed(row(0, 1.0), images=[RowImage("sha", 0, 1, b"PNG")]), "images"),
-        (changed(row(0, 1.0), logprobs=None), "no_logprobs"),
-        *((with_logprob(row(0, 1.0), value), "bad_logprobs") for value in UNUSABLE),
-        (changed(row(0, 1.0), tokens=np.array([1, 2, 3, 100], np.int32)), "bad_tokens"),
-        (sampled(row(0, 1.0), 1.0, "processed", ("top_p",)), "altered"),
-        (sampled(row(0, 1.0), 0.0, "raw"), "greedy"),
-        (sampled(row(0, 1.0, version=2), 0.7, "raw"), "raw"),
-        (sampled(row(0, 1.0, version=2), 0.7, "unknown"), "raw"),
+        (row(0, 1.0, images=[RowImage("sha", 0, 1, b"PNG")]), "images"),
+        (dataclasses.replace(row(0, 1.0), logprobs=None), "no_logprobs"),
+        *((row(0, 1.0, logprobs=[0, 0, -0.5, value]), "bad_logprobs") for value in UNUSABLE),
+        (row_of([1, 2, 3, 100], [0, 0, 1, 1], 1.0, version=3), "bad_tokens"),
+        (sampled(1.0, "processed", "top_p"), "altered"),
+        (sampled(0.0, "raw"), "greedy"),
+        (sampled(0.7, "raw", version=2), "raw"),
+        (sampled(0.7, "unknown", version=2), "raw"),
     ],
 )
 def test_rows_that_cannot_be_learned_from_are_left_out_and_counted(bad: Row, why: str) -> None:
@@ -310,10 +257,9 @@ def test_rows_that_cannot_be_learned_from_are_left_out_and_counted(bad: Row, why
     ("version", "logprobs", "raw"), [(3, "raw", 1), (3, "processed", 0), (2, "processed", 0)]
 )
 def test_rows_say_their_temperature(version: int, logprobs: LogprobsKind, raw: int) -> None:
-    batch = [group(sampled(row(0, 1.0, version=version), 0.7, logprobs), row(1, 0.0))]
+    batch = [group(sampled(0.7, logprobs, version=version), row(1, 0.0))]
     (warm, usual) = examples_of(batch, 3, ExampleSettings()).examples
-    assert warm.temperatures is not None
-    assert warm.raw is not None
+    assert warm.temperatures is not None and warm.raw is not None
     assert warm.temperatures.tolist() == pytest.approx([1, 1, 0.7, 0.7])
     assert warm.raw.tolist() == [0, 0, raw, raw]
     assert usual.temperatures is not None
@@ -332,9 +278,9 @@ def test_groups_of_a_later_version_are_refused() -> None:
 
 def test_a_reference_is_for_rows_without_an_advantage_too() -> None:
     batch = [group(row(0, 1.0), row(1, 1.0))]
-    assert examples_of(batch, 3, ExampleSettings()).examples == []
-    held = examples_of(batch, 3, ExampleSettings(keep_zero=True)).examples
-    assert [one.advantage for one in held] == [0.0, 0.0]
+    for keep, found in ((False, []), (True, [0.0, 0.0])):
+        examples = examples_of(batch, 3, ExampleSettings(keep_zero=keep)).examples
+        assert [one.advantage for one in examples] == found
 
 
 def test_a_run_ends_after_several_batches_in_a_row_that_teach_nothing() -> None:
@@ -350,46 +296,32 @@ def test_a_run_ends_after_several_batches_in_a_row_that_teach_nothing() -> None:
         guard.judge({"step": 5, "skipped": "newer"})
 
 
+def example(length: int, advantage: float, seed: int) -> Example:
+    rng = np.random.default_rng(seed)
+    tokens, logprobs = rng.integers(0, 11, length).astype(np.int32), -rng.random(length)
+    mask = np.r_[0, rng.integers(0, 2, length - 1)].astype(np.uint8)
+    return Example(tokens, mask, logprobs.astype(np.float32), advantage, 0.1)
+
+
 examples = st.lists(
-    st.builds(
-        lambda length, advantage, seed: Example(
-            tokens=np.random.default_rng(seed).integers(0, 11, length).astype(np.int32),
-            mask=np.r_[0, np.random.default_rng(seed).integers(0, 2, length - 1)].astype(np.uint8),
-            logprobs=-np.random.default_rng(seed).random(length).astype(np.float32),
-            advantage=advantage,
-            weight=0.1,
-        ),
-        st.integers(2, 24),
-        st.floats(-2, 2, width=32),
-        st.integers(0, 1000),
-    ),
+    st.builds(example, st.integers(2, 24), st.floats(-2, 2, width=32), st.integers(0, 1000)),
     min_size=1,
     max_size=8,
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(examples, st.integers(1, 200))
 def test_the_loss_is_the_same_however_rows_are_padded_and_parted(
     rows: list[Example], most_tokens: int
 ) -> None:
+    table = torch.linspace(-3, 3, 121).reshape(11, 11)
+
     def total(most: int) -> float:
         whole = 0.0
         for part in micro_batches(rows, most):
-            table = torch.linspace(-3, 3, 121).reshape(11, 11)
-            tokens = torch.from_numpy(part.tokens)
-            logprobs = token_logprobs(
-                table[tokens[:, part.first : -1]], tokens[:, part.first + 1 :]
-            )
-            loss, _ = policy_loss(
-                logprobs,
-                torch.from_numpy(part.logprobs[:, part.first :]),
-                torch.from_numpy(part.mask[:, part.first :]),
-                torch.from_numpy(part.advantages),
-                torch.from_numpy(part.weights),
-                LossSettings(),
-            )
-            whole += float(loss)
+            tokens = torch.from_numpy(part.tokens)[:, part.first :]
+            whole += loss_of_part(token_logprobs(table[tokens[:, :-1]], tokens[:, 1:]), part)
         return whole
 
     assert total(most_tokens) == pytest.approx(total(1), rel=1e-4, abs=1e-5)
@@ -403,18 +335,12 @@ def test_turns_with_advantages_of_their_own_are_weighed_token_by_token() -> None
     mask = np.array([0, 1, 1, 1, 1], np.uint8)
     own = np.array([0, 2, 2, -1, -1], np.float32)
     whole = Example(tokens, mask, logprobs, 0.5, 0.25, token_advantages=own)
-    first = Example(tokens, mask * (own == 2), logprobs, 2.0, 0.25)
-    second = Example(tokens, mask * (own == -1), logprobs, -1.0, 0.25)
+    first, second = (
+        Example(tokens, mask * (own == turn), logprobs, turn, 0.25) for turn in (2.0, -1.0)
+    )
     losses = []
-    for examples in ([whole], [first, second], [whole, first]):
-        batch = padded(examples)
-        loss, _ = policy_loss(
-            torch.linspace(-0.6, -0.4, 4).expand(len(examples), 4),
-            *(torch.from_numpy(batch.logprobs), torch.from_numpy(batch.mask)),
-            *(torch.from_numpy(batch.advantages), torch.from_numpy(batch.weights)),
-            LossSettings(),
-        )
-        losses.append(float(loss))
+    for rows in ([whole], [first, second], [whole, first]):
+        batch = padded(rows)
+        losses.append(loss_of_part(torch.linspace(-0.6, -0.4, 4).expand(len(rows), 4), batch))
     assert losses[0] == pytest.approx(losses[1])
-    rest = padded([first])
-    assert (batch.advantages.shape, rest.advantages.shape) == ((2, 4), (1,))
+    assert (batch.advantages.shape, padded([first]).advantages.shape) == ((2, 4), (1,))

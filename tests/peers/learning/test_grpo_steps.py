@@ -1,22 +1,30 @@
-"""The learner with a real (tiny, random) model: steps, checkpoints, LoRA, metrics of a restart."""
+"""The learner with a real (tiny, random) model: steps, checkpoints, LoRA, metrics of a restart;
+and the trainer's loop with batches that it must not learn from.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import io
 import json
 import os
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from envserver_clients.grpo import main
+from envserver_clients import grpo
+from envserver_clients.records import Batch
 from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.curves import draw
 from envserver_clients.training.examples import Example
-from envserver_clients.training.guard import Guard, GuardSettings
+from envserver_clients.training.guard import Guard, GuardSettings, MismatchError
 from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.loss import token_logprobs
 from envserver_clients.training.metrics import JsonLines, Metrics, Tracked, read_lines
@@ -26,17 +34,21 @@ from envserver_clients.training.schedule import Schedule, rate_of
 from envserver_clients.training.settings import TrainerSettings, from_flags
 from envserver_records import ConfigError
 from envserver_records.tracking import TensorBoardTracker, open_tracker
-from support.tiny_model import main as make_tiny
+from rich.console import Console
+from support.rows_to_learn import group
+from support.rows_to_learn import row as row_of
 from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
-torch.set_num_threads(1)
+Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_tiny(folder)
-    return folder
+def trained_after(start: int, length: int) -> np.ndarray:
+    return (np.arange(length) >= start).astype(np.uint8)
+
+
+def delivered(policy: Policy, tokens: np.ndarray) -> np.ndarray:
+    """The policy's own logprobs of a row."""
+    return np.array([0.0, *policy.prompt_logprobs(tokens.tolist())], np.float32)
 
 
 def batch(policy: Policy, seed: int) -> list[Example]:
@@ -45,11 +57,37 @@ def batch(policy: Policy, seed: int) -> list[Example]:
     made = []
     for number in range(4):
         tokens = rng.integers(10, 4000, 8 + number).astype(np.int32)
-        mask = np.r_[[0] * 4, [1] * (len(tokens) - 4)].astype(np.uint8)
-        logprobs = np.array([0.0, *policy.prompt_logprobs(tokens.tolist())], np.float32)
+        mask = trained_after(4, len(tokens))
         advantage = 1.0 if number % 2 else -1.0
-        made.append(Example(tokens, mask, logprobs * mask, advantage, 0.05))
+        made.append(Example(tokens, mask, delivered(policy, tokens) * mask, advantage, 0.05))
     return made
+
+
+def with_noise(rows: list[Example], low: float, high: float) -> list[Example]:
+    """Other delivered logprobs, by `low` to `high` nats."""
+    rng = np.random.default_rng(0)
+    return [
+        replace(
+            row,
+            logprobs=np.minimum(row.logprobs + rng.uniform(low, high, len(row.tokens)), 0)
+            * row.mask,
+        )
+        for row in rows
+    ]
+
+
+def logits_of(policy: Policy, row: Example) -> torch.Tensor:
+    """Those before each token but the first, by a plain pass."""
+    with torch.no_grad():
+        return policy.model(torch.from_numpy(row.tokens).long()[None]).logits[0, :-1]
+
+
+def copied(weights: Weights) -> Weights:
+    return {name: value.clone() for name, value in weights.items()}
+
+
+def are_equal(found: Weights, expected: Weights) -> bool:
+    return all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def lora(rank: int) -> LoraSettings | None:
@@ -82,44 +120,35 @@ def test_a_step_makes_what_was_good_likelier(model: Path) -> None:
 def test_logprobs_that_are_not_the_policys_teach_nothing(model: Path) -> None:
     """Noise of 0 to 2 nats: the step is measured, and changes nothing."""
     one = learner(model, most_mismatch=0.5)
-    rng = np.random.default_rng(0)
-    rows = [
-        dataclasses.replace(
-            row, logprobs=(row.logprobs - rng.uniform(0, 2, len(row.tokens)) * row.mask)
-        )
-        for row in batch(one.policy, 0)
-    ]
-    before = {name: value.clone() for name, value in one.policy.state().items()}
-    numbers = one.step(rows)
+    rows = batch(one.policy, 0)
+    before = copied(one.policy.state())
+    numbers = one.step(with_noise(rows, -2, 0))
     assert numbers["skipped"] == "mismatch"
     assert 0.7 < float(numbers["mismatch_mean"]) < 1.3
     assert 1.5 < float(numbers["mismatch_max"]) < 2.1
     assert float(numbers["mismatch_kl"]) > 0.3
-    assert all(torch.equal(value, before[name]) for name, value in one.policy.state().items())
-    numbers = one.step(batch(one.policy, 0))
+    assert are_equal(one.policy.state(), before)
+    numbers = one.step(rows)
     assert float(numbers["mismatch_mean"]) < 1e-4
     assert "skipped" not in numbers
 
 
-def sampled(policy: Policy, rows: int, length: int) -> list[Example]:
-    """Rows that the policy sampled itself, with its logprobs."""
-    torch.manual_seed(1)
-    prompt = torch.randint(10, 4000, (rows, 4))
-    made = policy.model.generate(
-        prompt, do_sample=True, top_k=0, min_new_tokens=length, max_new_tokens=length
-    )
-    mask = np.r_[[0] * 4, [1] * length].astype(np.uint8)
-    return [
-        Example(
-            *(tokens, mask, np.r_[0, policy.prompt_logprobs(tokens.tolist())] * mask, 0.0, 0.01)
-        )
-        for tokens in made.numpy().astype(np.int32)
-    ]
-
-
 def test_what_an_earlier_policy_sampled_is_told_from_tampered_logprobs(model: Path) -> None:
     """A policy that has moved far since differs by more than the bound, and legitimately."""
-    rows = sampled(Policy(str(model)), 16, 64)
+    earlier = Policy(str(model))
+    torch.manual_seed(1)
+    sampled = earlier.model.generate(
+        torch.randint(10, 4000, (16, 4)),
+        do_sample=True,
+        top_k=0,
+        min_new_tokens=64,
+        max_new_tokens=64,
+    )
+    mask = trained_after(4, 68)
+    rows = [
+        Example(tokens, mask, delivered(earlier, tokens) * mask, 0.0, 0.01)
+        for tokens in sampled.numpy().astype(np.int32)
+    ]
     one = learner(model, most_mismatch=0.5)
     torch.manual_seed(2)
     with torch.no_grad():
@@ -131,58 +160,46 @@ def test_what_an_earlier_policy_sampled_is_told_from_tampered_logprobs(model: Pa
     assert "skipped" not in numbers
     assert float(numbers["mismatch_ratio"]) == pytest.approx(1.0, abs=0.3)
     for low, high in ((-2, 0), (0, 2), (-2, 2)):
-        rng = np.random.default_rng(0)
-        spoiled = [
-            dataclasses.replace(
-                row,
-                logprobs=np.minimum(row.logprobs + rng.uniform(low, high, len(row.tokens)), 0)
-                * row.mask,
-            )
-            for row in rows
-        ]
-        assert one.step(spoiled)["skipped"] == "mismatch"
-    own = [dataclasses.replace(row, fresh=row.mask) for row in rows]
+        assert one.step(with_noise(rows, low, high))["skipped"] == "mismatch"
+    own = [replace(row, fresh=row.mask) for row in rows]
     assert one.step(own)["skipped"] == "mismatch"  # its own version has not moved since
 
 
-@pytest.mark.parametrize("logprobs", ["raw", "processed"])
-def test_the_mismatch_is_measured_in_the_engines_logprobs(model: Path, logprobs: str) -> None:
+@pytest.mark.parametrize("kind", ["raw", "processed"])
+def test_the_mismatch_is_measured_in_the_engines_logprobs(model: Path, kind: str) -> None:
     one = learner(model)
-    rows = batch(one.policy, 0)
     warm = []
-    for row in rows:
-        logits = one.policy.model(torch.from_numpy(row.tokens).long()[None]).logits[0, :-1]
-        scaled = torch.log_softmax(logits / (0.7 if logprobs == "processed" else 1.0), -1)
-        own = scaled.gather(-1, torch.from_numpy(row.tokens).long()[1:, None])[:, 0]
-        delivered = np.r_[0, own.detach().numpy()] * row.mask
+    for row in batch(one.policy, 0):
+        logits = logits_of(one.policy, row) / (0.7 if kind == "processed" else 1.0)
+        own = logits.log_softmax(-1).gather(-1, torch.from_numpy(row.tokens).long()[1:, None])
         warm.append(
-            dataclasses.replace(
+            replace(
                 row,
-                logprobs=delivered.astype(np.float32),
+                logprobs=np.r_[np.float32(0), own[:, 0].numpy()] * row.mask,
                 temperatures=np.full(len(row.tokens), 0.7, np.float32),
-                raw=np.full(len(row.tokens), logprobs == "raw", np.uint8),
+                raw=np.full(len(row.tokens), kind == "raw", np.uint8),
             )
         )
     numbers = one.step(warm)
     assert float(numbers["mismatch_max"]) < 1e-4
     assert float(numbers["ratio_max"]) == pytest.approx(1.0, abs=1e-3)
-    swapped = [dataclasses.replace(row, raw=1 - row.raw) for row in warm if row.raw is not None]
+    swapped = [replace(row, raw=1 - row.raw) for row in warm if row.raw is not None]
     assert float(learner(model).step(swapped)["mismatch_mean"]) > 0.1
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(model: Path) -> None:
     one = learner(model)
-    rows = batch(one.policy, 0)
-    broken = [dataclasses.replace(rows[0], weight=float("inf")), *rows[1:]]
-    before = {name: value.clone() for name, value in one.policy.state().items()}
+    first, *others = rows = batch(one.policy, 0)
+    before = copied(one.policy.state())
+    broken = [replace(first, weight=float("inf")), *others]
     assert one.step(broken)["skipped"] == "gradient"
-    assert all(torch.equal(value, before[name]) for name, value in one.policy.state().items())
+    assert are_equal(one.policy.state(), before)
     assert "skipped" not in one.step(rows)
 
 
 def moves(one: Learner, steps: int) -> torch.Tensor:
     """How far each weight is from where it was after some steps."""
-    start = {name: value.clone() for name, value in one.policy.state().items()}
+    start = copied(one.policy.state())
     for seed in range(steps):
         one.step(batch(one.policy, seed))
     return torch.cat(
@@ -201,9 +218,8 @@ def test_bfloat16_moves_the_weights_as_float32_does(model: Path, tmp_path: Path)
     half.policy.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
-    saved = Policy(str(tmp_path)).state()  # read as float32
-    for name, value in half.policy.state().items():
-        assert torch.equal(saved[name], value.bfloat16().float())
+    rounded = {name: one.bfloat16().float() for name, one in half.policy.state().items()}
+    assert are_equal(rounded, Policy(str(tmp_path)).state())  # which is read as float32
 
 
 def test_a_step_that_is_lost_in_the_rounding_is_told(
@@ -248,47 +264,33 @@ def test_rows_are_the_same_alone_and_padded(model: Path) -> None:
         assert np.allclose(logprobs[: len(alone)], alone, atol=1e-4)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize(("lora_rank", "of_first_version"), [(0, False), (4, False), (0, True)])
 def test_a_restart_from_a_checkpoint_leads_to_the_same_weights(
-    model: Path, tmp_path: Path, lora_rank: int
+    model: Path, tmp_path: Path, lora_rank: int, of_first_version: bool
 ) -> None:
+    """Also from one of the first version, with the optimizer's numbers by the weight's index."""
     through = learner(model, lora_rank=lora_rank)
     batches = [batch(through.policy, seed) for seed in range(4)]
-    kept = Checkpoints(tmp_path / "checkpoints", keep=2)
+    kept = Checkpoints(tmp_path, keep=2)
+
+    def state() -> dict[str, Any]:
+        first = {"optimizer": through._optimizer.state_dict()} if of_first_version else {}
+        return through.state() | first
+
     for step, rows in enumerate(batches, start=1):
         through.step(rows)
         if step <= 2:
-            kept.save(CheckpointInfo(step, step, f"lease-{step}", (f"g{step}",)), through.state)
-    (tmp_path / "checkpoints" / ".step-3").mkdir()  # killed while it wrote the third
+            kept.save(CheckpointInfo(step, step, f"lease-{step}", (f"g{step}",)), state)
+    (tmp_path / ".step-3").mkdir()  # killed while it wrote the third
     saved = kept.latest()
     assert saved == CheckpointInfo(2, 2, "lease-2", ("g2",))
     again = learner(model, lora_rank=lora_rank)
     again.load_state(kept.load(saved, again.blank_state))
     for rows in batches[2:]:
         again.step(rows)
-    expected = through.policy.state()
-    assert all(torch.equal(value, expected[name]) for name, value in again.policy.state().items())
+    assert are_equal(again.policy.state(), through.policy.state())
     kept.save(CheckpointInfo(3, 3), again.state)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "step-2",
-        "step-3",
-    ]
-
-
-def test_a_checkpoint_of_the_first_version_is_continued(model: Path, tmp_path: Path) -> None:
-    """It has the optimizer's numbers by the index of the weight."""
-    through = learner(model)
-    batches = [batch(through.policy, seed) for seed in range(3)]
-    for rows in batches[:2]:
-        through.step(rows)
-    state = through.state() | {"optimizer": through._optimizer.state_dict()}
-    Checkpoints(tmp_path).save(CheckpointInfo(2, 2), lambda: state)
-    again = learner(model)
-    again.load_state(Checkpoints(tmp_path).load(CheckpointInfo(2, 2), again.blank_state))
-    for one in (through, again):
-        one.step(batches[2])
-    expected = through.policy.state()
-    assert all(torch.equal(value, expected[name]) for name, value in again.policy.state().items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
 
 
 def test_the_learning_rate_rises_and_falls(model: Path) -> None:
@@ -310,13 +312,12 @@ def test_the_learning_rate_rises_and_falls(model: Path) -> None:
 def test_the_entropy_is_that_of_the_sampled_distributions(model: Path) -> None:
     policy = Policy(str(model))
     rows = [
-        dataclasses.replace(row, temperatures=np.full(len(row.tokens), 0.7, np.float32))
+        replace(row, temperatures=np.full(len(row.tokens), 0.7, np.float32))
         for row in batch(policy, 0)
     ]
     entropies = []
     for row in rows:
-        logits = policy.model(torch.from_numpy(row.tokens).long()[None]).logits[0, :-1] / 0.7
-        found = torch.distributions.Categorical(logits=logits).entropy()
+        found = torch.distributions.Categorical(logits=logits_of(policy, row) / 0.7).entropy()
         entropies += found[torch.from_numpy(row.mask[1:] == 1)].tolist()
     for packed in (False, True):
         numbers = Learner(Policy(str(model)), StepSettings(packed=packed)).step(rows)
@@ -338,7 +339,7 @@ def test_rows_of_recurrent_models_are_not_packed(
     MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "mamba")
     words = ["--model", str(tmp_path / "mamba"), "--output", str(tmp_path / "out"), "--packed"]
-    assert main(words) == 1
+    assert grpo.main(words) == 1
     assert "layers are attention" in capsys.readouterr().out
     assert not Policy(str(model)).is_recurrent
 
@@ -431,3 +432,86 @@ def test_logprobs_keep_no_copy_of_the_logits_and_have_the_same_gradient() -> Non
         assert torch.equal(torch.autograd.grad(found.square().sum(), logits)[0], wanted)
         size = kept.pop(logits.data_ptr())
         assert sum(kept.values()) < size / 2
+
+
+def source_of(waiting: list[Batch]) -> Any:
+    """Leases batches one after the other; an acknowledged one never comes again."""
+
+    def batches() -> Iterator[Batch]:
+        while waiting:
+            yield waiting[0]
+
+    def done(batch: Batch, checkpoint: str | None) -> None:
+        assert waiting.pop(0) is batch
+
+    return SimpleNamespace(resume=lambda saved: None, batches=batches, done=done)
+
+
+@contextmanager
+def publisher(*_: object) -> Iterator[Any]:
+    """Publishes to nobody."""
+    yield SimpleNamespace(
+        first_version=lambda saved: saved, publish=lambda version, examples=(): None
+    )
+
+
+def leased(policy: Policy, number: int, noise: float) -> Batch:
+    """A group of four rows whose delivered logprobs have noise of 0 to `noise` nats."""
+    rng = np.random.default_rng(number)
+    rows = []
+    for trajectory in range(4):
+        tokens = rng.integers(10, 4000, 24).astype(np.int32)
+        logprobs = delivered(policy, tokens) - rng.uniform(0, noise, 24)
+        reward, name = float(trajectory == 0), f"g{number}"
+        mask = trained_after(4, 24)
+        rows.append(row_of(tokens, mask, reward, trajectory, logprobs=logprobs, group=name))
+    return Batch(f"lease-{number}", 0.0, [group(*rows, name=f"g{number}")])
+
+
+@pytest.fixture
+def train(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the trainer on batches; it continues where it was."""
+
+    def run(batches: list[Batch], **more: object) -> list[dict[str, Any]]:
+        monkeypatch.setattr(grpo, "open_source", lambda *_: (source_of(batches), None))
+        monkeypatch.setattr(grpo, "Publisher", publisher)
+        settings = TrainerSettings(
+            model=str(model), output=tmp_path, threads=1, max_staleness=None, **more
+        )
+        grpo.train(settings, Console(file=io.StringIO()))
+        return list(read_lines(tmp_path / "metrics.jsonl"))
+
+    return run
+
+
+def test_noise_on_the_logprobs_ends_the_run_with_the_reason(
+    model: Path, tmp_path: Path, train: Any
+) -> None:
+    policy = Policy(str(model))
+    spoiled = [leased(policy, number, 2.0) for number in range(4)]
+    with pytest.raises(MismatchError, match=r"differ .* nats per token") as raised:
+        train(spoiled, steps=8)
+    assert "model" in raised.value.hint
+    assert len(spoiled) == 1  # three were acknowledged: they cannot stop it again
+    state = torch.load(tmp_path / "checkpoints" / "step-3" / "state.pt", weights_only=False)
+    assert are_equal(policy.state(), state["weights"])
+    lines = train([leased(policy, 5, 0.0)], steps=4)
+    assert [line.get("skipped") for line in lines] == ["mismatch"] * 3 + [None]
+    assert lines[-1]["mismatch_mean"] < 1e-4
+
+
+@pytest.mark.parametrize("logprob", [-9999.0, float("-inf"), float("nan")])
+def test_an_extreme_logprob_costs_its_row_and_nothing_else(
+    model: Path, tmp_path: Path, train: Any, logprob: float
+) -> None:
+    policy = Policy(str(model))
+    batches = [leased(policy, number, 0.0) for number in range(2)]
+    logprobs = batches[0].groups[0].rows[1].logprobs
+    assert logprobs is not None
+    logprobs[10] = logprob
+    lines = train(batches, steps=2, objective="gspo")
+    recorded = json.loads((tmp_path / "settings.json").read_text())
+    assert (recorded["objective"], recorded["ratio_level"]) == ("gspo", "sequence")
+    assert [line["rows_refused"] for line in lines] == [1, 0]
+    assert [line["rows_learned"] for line in lines] == [3, 4]
+    assert not any("skipped" in line for line in lines)
