@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ def row(
     *,
     logprobs: ArrayLike = -0.5,
     version: int = 0,
-    group: str = "g",
     **more: Any,
 ) -> Row:
     """Its logprobs and its version are those of the trained tokens."""
@@ -27,7 +27,7 @@ def row(
         mask=trained,
         logprobs=np.where(trained, logprobs, 0).astype(np.float32),
         reward=reward,
-        group_id=group,
+        group_id="g",
         versions=np.where(trained, np.int32(version), np.int32(-1)),
         trajectory=trajectory,
         **more,
@@ -36,5 +36,5 @@ def row(
 
 def group(*rows: Row, name: str = "g") -> ClientGroup:
     made = ClientGroup(name, "math", "group", 0, memoryview(b""))
-    made.__dict__["rows"] = list(rows)
+    made.__dict__["rows"] = [replace(row, group_id=name) for row in rows]
     return made

@@ -211,7 +211,7 @@ def test_denominators(denominator: Any, weights: list[float]) -> None:
 def test_what_teaches_nothing_is_counted_and_left_out() -> None:
     batch = [
         group(row(0, 1.0), row(1, 1.0), name="a"),
-        group(row(0, 1.0, group="b"), row(1, 0.0, group="b", learn=False), name="b"),
+        group(row(0, 1.0), row(1, 0.0, learn=False), name="b"),
         group(row(0, 1.0, version=0), row(1, 0.0), name="c"),
     ]
     learned = examples_of(batch, 3, ExampleSettings(max_staleness=2))

@@ -462,9 +462,8 @@ def leased(policy: Policy, number: int, noise: float) -> Batch:
     for trajectory in range(4):
         tokens = rng.integers(10, 4000, 24).astype(np.int32)
         logprobs = delivered(policy, tokens) - rng.uniform(0, noise, 24)
-        reward, name = float(trajectory == 0), f"g{number}"
-        mask = trained_after(4, 24)
-        rows.append(row_of(tokens, mask, reward, trajectory, logprobs=logprobs, group=name))
+        given = (tokens, trained_after(4, 24), float(trajectory == 0), trajectory)
+        rows.append(row_of(*given, logprobs=logprobs))
     return Batch(f"lease-{number}", 0.0, [group(*rows, name=f"g{number}")])
 
 

@@ -27,6 +27,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.extent import examples
+from support.rows_to_learn import group
+from support.rows_to_learn import row as row_of
 from support.trajectories import sequence, trajectory
 
 NEEDED = ("--model", "m", "--output", "o")
@@ -37,25 +39,10 @@ def settings(*flags: str) -> TrainerSettings:
     return from_flags(TrainerSettings, [*NEEDED, *flags], program="grpo")
 
 
-def group(name: str, *rows: Row) -> ClientGroup:
-    made = ClientGroup(name, "math", "group", 0, memoryview(b""))
-    made.__dict__["rows"] = rows
-    return made
-
-
-def row(trajectory: int, reward: float, tokens: int = 2, name: str = "g", **more: Any) -> Row:
+def row(trajectory: int, reward: float, tokens: int = 2, **more: Any) -> Row:
     """A row of one context token and `tokens` trained ones."""
-    mask = np.array([0] + [1] * tokens, np.uint8)
-    return Row(
-        tokens=np.arange(tokens + 1, dtype=np.int32),
-        mask=mask,
-        logprobs=-mask.astype(np.float32),
-        reward=reward,
-        group_id=name,
-        versions=np.where(mask, np.int32(0), np.int32(-1)),
-        trajectory=trajectory,
-        **more,
-    )
+    mask = [0] + [1] * tokens
+    return row_of(range(tokens + 1), mask, reward, trajectory, logprobs=-1, **more)
 
 
 def learned(rules: AdvantageSettings, *groups: ClientGroup, **more: Any) -> list[float]:
@@ -110,7 +97,7 @@ def test_settings_that_contradict_each_other_are_refused(flags: str, message: st
 
 
 def test_baselines_by_hand() -> None:
-    one = group("g", row(0, 3.0), row(1, 0.0), row(2, 0.0))
+    one = group(row(0, 3.0), row(1, 0.0), row(2, 0.0))
     found = learned(AdvantageSettings("mean", baseline="leave_one_out"), one)
     assert found == pytest.approx([3.0, -1.5, -1.5])
     assert learned(AdvantageSettings("mean", baseline="none"), one) == [3.0]
@@ -118,8 +105,8 @@ def test_baselines_by_hand() -> None:
 
 def test_a_whitened_batch_has_mean_0_and_variance_1_over_its_tokens() -> None:
     groups = [
-        group("a", row(0, 1.0, 5, "a"), row(1, 0.0, 2, "a")),
-        group("b", row(0, 1.0, 1, "b"), row(1, 1.0, 4, "b")),
+        group(row(0, 1.0, 5), row(1, 0.0, 2), name="a"),
+        group(row(0, 1.0, 1), row(1, 1.0, 4), name="b"),
     ]
     rules = AdvantageSettings("mean", baseline="none", whiten=True)
     batch = examples_of(groups, 0, ExampleSettings(advantages=rules))
@@ -130,8 +117,8 @@ def test_a_whitened_batch_has_mean_0_and_variance_1_over_its_tokens() -> None:
 
 def test_equal_groups_may_be_left_out_of_the_denominators() -> None:
     groups = [
-        group("a", row(0, 1.0, 3, "a"), row(1, 0.0, 3, "a")),
-        group("b", row(0, 1.0, 4, "b"), row(1, 1.0, 4, "b")),
+        group(row(0, 1.0, 3), row(1, 0.0, 3), name="a"),
+        group(row(0, 1.0, 4), row(1, 1.0, 4), name="b"),
     ]
     for skip, tokens in ((False, 14), (True, 6)):
         rules = ExampleSettings(denominator="token", skip_equal=skip, keep_zero=True)
@@ -142,7 +129,7 @@ def test_equal_groups_may_be_left_out_of_the_denominators() -> None:
 
 def test_rows_without_the_experts_to_replay_are_left_out_and_counted() -> None:
     experts = np.zeros((2, 1, 2), np.uint8)
-    one = group("g", row(0, 1.0, experts=experts), row(1, 0.0))
+    one = group(row(0, 1.0, experts=experts), row(1, 0.0))
     batch = examples_of([one], 0, ExampleSettings(replay_experts=True))
     assert [example.experts is experts for example in batch.examples] == [True]
     assert batch.numbers["rows_no_experts"] == batch.numbers["rows_refused"] == 1
@@ -153,7 +140,7 @@ def test_rows_without_the_experts_to_replay_are_left_out_and_counted() -> None:
 def test_named_rewards_are_compared_one_by_one() -> None:
     """The second reward has a hundredth of the first one's spread, and counts half as much."""
     parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.01}]
-    one = group("g", *(row(n, sum(own.values()), components=own) for n, own in enumerate(parts)))
+    one = group(*(row(n, sum(own.values()), components=own) for n, own in enumerate(parts)))
     found = learned(AdvantageSettings(reward_weights={"a": 1.0, "b": 0.5}), one)
     assert found == pytest.approx([0.5, -0.5], abs=0.02)
     with pytest.raises(ConfigError, match="no reward named c") as raised:
