@@ -11,6 +11,8 @@ from envserver_clients.records import Row
 from envserver_records.images import RowImage, sha256_of
 from PIL import Image
 
+from .rows_to_learn import row
+
 
 def picture(width: int, height: int, seed: int = 0) -> bytes:
     """A PNG of random colours in squares of seven pixels."""
@@ -46,17 +48,7 @@ def row_of(folder: Path, images: list[bytes], *, said: int = 7, seed: int = 0, *
         ids, grid = shown(folder, data)
         spans.append(RowImage(sha256_of(data), len(tokens), len(ids), data, grid))
         tokens += [*ids, *rng.integers(10, 4000, 2).tolist()]
-    begin = len(tokens)
+    mask = [0] * len(tokens) + [1] * said
     tokens += rng.integers(10, 4000, said).tolist()
-    mask = np.array([0] * begin + [1] * said, np.uint8)
-    return Row(
-        tokens=np.array(tokens, np.int32),
-        mask=mask,
-        logprobs=np.where(mask, np.float32(-8), np.float32(0)),
-        reward=float(seed % 2),
-        group_id="g",
-        versions=np.where(mask, np.int32(0), np.int32(-1)),
-        trajectory=seed,
-        images=spans,
-        **more,
-    )
+    given = (tokens, mask, float(seed % 2), seed)
+    return row(*given, logprobs=-8, images=spans, **more)

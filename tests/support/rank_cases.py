@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from envserver_clients.records import ClientGroup, Row
+from envserver_clients.records import Row
 from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.examples import Denominator, Example, ExampleSettings, examples_of
@@ -29,6 +29,8 @@ from envserver_records.images import RowImage
 from envserver_records.sampling import SamplingSpan
 
 from .image_rows import picture
+from .rows_to_learn import group
+from .rows_to_learn import row as row_of
 from .tiny_model import VOCABULARY
 
 PROMPT = 5
@@ -95,17 +97,15 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
     rng = np.random.default_rng(seed)
     groups: dict[str, list[Row]] = {}
     for number, own in enumerate(case.lengths):
-        length = PROMPT + own
-        mask = np.r_[[0] * PROMPT, [1] * own].astype(np.uint8)
-        mask[PROMPT + 2 : PROMPT + 4] = 0
-        row = Row(
-            tokens=rng.integers(10, 4000, length).astype(np.int32),
-            mask=mask,
-            logprobs=(rng.uniform(-9, -8, length) * mask).astype(np.float32),
-            reward=float(number % 4 == 0 or (4 <= number < 8 and len(case.lengths) > 4)),
-            group_id=f"g{number // 4}",
-            versions=np.where(mask, np.int32(0), np.int32(-1)),
-            trajectory=number % 4,
+        length, name = PROMPT + own, f"g{number // 4}"
+        mask = np.arange(length) >= PROMPT
+        mask[PROMPT + 2 : PROMPT + 4] = False
+        row = row_of(
+            rng.integers(10, 4000, length),
+            mask,
+            float(number % 4 == 0 or (4 <= number < 8 and len(case.lengths) > 4)),
+            number % 4,
+            logprobs=rng.uniform(-9, -8, length),
             components={"right": float(number % 4 == 0), "short": float(own < 10)},
             sampling=[SamplingSpan(PROMPT, length, case.temperature, "processed")],
         )
@@ -113,12 +113,7 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
             row.tokens[1:PROMPT] = _IMAGE_TOKEN
             data = picture(56, 56, number)  # four tokens
             row.images.append(RowImage(str(number), 1, PROMPT - 1, data))
-        groups.setdefault(row.group_id, []).append(row)
-    made = []
-    for name, rows in groups.items():
-        group = ClientGroup(name, "e", "group", 0, memoryview(b""))
-        group.__dict__["rows"] = rows
-        made.append(group)
+        groups.setdefault(name, []).append(row)
     how = ExampleSettings(
         denominator=case.denominator,
         constant_tokens=20,
@@ -127,6 +122,7 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
     )
     if case.objective:
         how = settings(case).examples()
+    made = [group(*rows, name=name) for name, rows in groups.items()]
     found = examples_of(made, 0, how).examples
     return found[:1] if len(case.lengths) == 4 else found
 
