@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -59,24 +60,21 @@ def messages(*contents: str) -> list[dict[str, Any]]:
 
 def runs(row: Encoded) -> list[tuple[list[int], list[int]]]:
     """What is trained in a row: each piece with all that stands before it."""
-    found = []
-    edges = [
-        place
-        for place in range(1, len(row.ids) + 1)
-        if place == len(row.ids) or row.trained[place] != row.trained[place - 1]
-    ]
-    start = 0
-    for edge in edges:
-        if row.trained[start]:
-            found.append((row.ids[:start], row.ids[start:edge]))
-        start = edge
+    found, start = [], 0
+    for trained, places in groupby(row.trained):
+        end = start + len(list(places))
+        if trained:
+            found.append((row.ids[:start], row.ids[start:end]))
+        start = end
     return found
 
 
-def prompt_ids(made: Any, before: list[dict[str, Any]]) -> list[int]:
-    text = made.apply_chat_template(before, tokenize=False, add_generation_prompt=True)
-    ids: list[int] = made(text, add_special_tokens=False)["input_ids"]
-    return ids
+def said(made: Any, row: Encoded) -> list[str]:
+    return [made.decode(answer) for _, answer in runs(row)]
+
+
+def encoded(made: Any, *contents: str, **how: Any) -> list[Encoded]:
+    return Encoder(made, **how).conversation(Conversation(messages(*contents)), "row")
 
 
 texts = st.text(st.sampled_from("ab 1+\n.é"), min_size=1, max_size=12).filter(
@@ -85,7 +83,7 @@ texts = st.text(st.sampled_from("ab 1+\n.é"), min_size=1, max_size=12).filter(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(texts, min_size=2, max_size=6), st.booleans())
 def test_each_turn_is_trained_once_behind_what_the_engine_would_have_had(
     name: str, contents: list[str], thinks: bool
@@ -95,11 +93,10 @@ def test_each_turn_is_trained_once_behind_what_the_engine_would_have_had(
         contents = [f"<think>{text}</think>{text}" for text in contents]
     chat = messages(*contents)
     rows = Encoder(made, ends=frozenset({0})).conversation(Conversation(chat), "row")
-    trained = [piece for row in rows for piece in runs(row)]
-    turns = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
-    assert len(trained) == len(turns)
-    for place, (before, answer) in zip(turns, trained, strict=True):
-        assert before == prompt_ids(made, chat[:place])
+    pieces = [piece for row in rows for piece in runs(row)]
+    for place, (before, answer) in zip(range(1, len(chat), 2), pieces, strict=True):
+        text = made.apply_chat_template(chat[:place], tokenize=False, add_generation_prompt=True)
+        assert before == made(text, add_special_tokens=False)["input_ids"]
         assert answer[-1] in (made.eos_token_id, 0)
         assert made.decode(answer[:-1]).strip() == chat[place]["content"]
     if "bos_token" in TEMPLATES[name]:
@@ -109,18 +106,18 @@ def test_each_turn_is_trained_once_behind_what_the_engine_would_have_had(
 
 
 def test_a_template_that_forgets_makes_a_row_of_each_turn() -> None:
-    made = words(FORGETS)
-    chat = messages("a", "<think>b</think>c", "d", "e")
-    assert len(Encoder(made).conversation(Conversation(chat), "row")) == 2
-    (last,) = Encoder(made, last_only=True).conversation(Conversation(chat), "row")
-    assert [made.decode(answer) for _, answer in runs(last)] == ["e<|im_end|>"]
+    made, contents = words(FORGETS), ("a", "<think>b</think>c", "d", "e")
+    assert len(encoded(made, *contents)) == 2
+    (last,) = encoded(made, *contents, last_only=True)
+    assert said(made, last) == ["e<|im_end|>"]
 
 
 def test_a_prompt_that_is_rendered_otherwise_is_told_of() -> None:
-    encoder = Encoder(words(THINKS))
+    made = words(THINKS)
+    encoder = Encoder(made)
     (row,) = encoder.conversation(Conversation(messages("a", "b")), "row")
     assert encoder.rendered_otherwise == 1
-    assert [words(THINKS).decode(answer) for _, answer in runs(row)] == ["b<|im_end|>"]
+    assert said(made, row) == ["b<|im_end|>"]
 
 
 def test_calls_of_tools_are_trained_and_their_results_are_not() -> None:
@@ -136,9 +133,9 @@ def test_calls_of_tools_are_trained_and_their_results_are_not() -> None:
     read = read_row({"messages": chat, "tools": json.dumps(tools)}, "row")
     assert isinstance(read, Conversation)
     (row,) = Encoder(made).conversation(read, "row")
-    pieces = [made.decode(answer) for _, answer in runs(row)]
-    assert pieces[0].endswith('{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')
-    assert pieces[1] == "Two.<|im_end|>"
+    called, told = said(made, row)
+    assert called.endswith('{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')
+    assert told == "Two.<|im_end|>"
     assert '"parameters"' in made.decode(row.ids)
 
 
@@ -152,15 +149,21 @@ def test_plain_text_begins_once_and_ends(prompt: str) -> None:
     )
     row = Encoder(made).plain(Plain(prompt, " upon a time"))
     assert row.ids[0] == made.bos_token_id and row.ids.count(made.bos_token_id) == 1
-    assert [made.decode(answer) for _, answer in runs(row)] == [" upon a time<|im_end|>"]
+    assert said(made, row) == [" upon a time<|im_end|>"]
 
 
-def examples(folder: Path, *rows: dict[str, Any], **how: Any) -> tuple[list[Any], ExampleCounts]:
+def examples(folder: Path, *rows: Any, **how: Any) -> tuple[list[Any], ExampleCounts]:
+    """A row may be the text of its line."""
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines))
     counts = ExampleCounts()
     limits = {"max_length": 64, "too_long": "drop", **how}
     return list(sft_examples([path], Encoder(tokenizer()), counts, **limits)), counts
+
+
+def trained(labels: list[int]) -> str:
+    return tokenizer().decode([label for label in labels if label != NOT_TRAINED])
 
 
 def test_all_forms_of_rows_are_read(tmp_path: Path) -> None:
@@ -173,9 +176,8 @@ def test_all_forms_of_rows_are_read(tmp_path: Path) -> None:
     ]
     made, counts = examples(tmp_path, *rows)
     assert counts.rows == counts.examples == 5
-    kept = [[one for one in row["labels"] if one != NOT_TRAINED] for row in made]
-    assert {tokenizer().decode(one) for one in kept} == {"b<|im_end|>"}
-    start = len(made[0]["labels"]) - made[0]["labels"][::-1].index(kept[0][0]) - 1
+    assert {trained(row["labels"]) for row in made} == {"b<|im_end|>"}
+    start = next(place for place, one in enumerate(made[0]["labels"]) if one != NOT_TRAINED)
     assert all(row["input_ids"][: start + 2] == made[0]["input_ids"][: start + 2] for row in made)
 
 
@@ -213,21 +215,15 @@ def test_rows_over_the_limit_are_left_out_or_cut_off_and_counted(
     ],
 )
 def test_a_wrong_row_is_told_with_its_place(tmp_path: Path, line: str, why: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
     with pytest.raises(InputError, match=rf"rows.jsonl, line 2.*{why}"):
-        list(
-            sft_examples(
-                [path], Encoder(tokenizer()), ExampleCounts(), max_length=64, too_long="drop"
-            )
-        )
+        examples(tmp_path, {"prompt": "a", "completion": "b"}, line)
 
 
 def test_a_conversation_needs_a_template() -> None:
     made = tokenizer()
     made.chat_template = None
     with pytest.raises(InputError, match="no chat template"):
-        Encoder(made).conversation(Conversation(messages("a", "b")), "row 1")
+        encoded(made, "a", "b")
 
 
 def test_of_a_pair_only_the_answers_count(tmp_path: Path) -> None:
@@ -239,13 +235,10 @@ def test_of_a_pair_only_the_answers_count(tmp_path: Path) -> None:
     assert read_pair(whole, "row") == read_pair(split, "row")
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(split) + "\n")
-    made = tokenizer()
-    (one,) = pair_examples([path], Encoder(made), ExampleCounts(), max_length=99, too_long="drop")
-    kept = [
-        made.decode([label for label in one[f"{side}_labels"] if label != NOT_TRAINED])
-        for side in ("chosen", "rejected")
-    ]
-    assert kept == ["call<|im_end|>two<|im_end|>", "three<|im_end|>"]
+    limits: dict[str, Any] = {"max_length": 99, "too_long": "drop"}
+    (one,) = pair_examples([path], Encoder(tokenizer()), ExampleCounts(), **limits)
+    assert trained(one["chosen_labels"]) == "call<|im_end|>two<|im_end|>"
+    assert trained(one["rejected_labels"]) == "three<|im_end|>"
     with pytest.raises(InputError, match="are the same"):
         read_pair({**split, "rejected": chosen}, "row 3")
 
@@ -280,11 +273,10 @@ def test_a_template_with_marks_says_the_same() -> None:
         "{{ message.content or '' }}",
     )
     assert marked != TEMPLATE
-    chat = messages("a b", "c 1", "d", "e\nf")
-    (row,) = Encoder(words(TEMPLATE)).conversation(Conversation(chat), "row")
-    (same,) = Encoder(words(marked)).conversation(Conversation(chat), "row")
+    contents = ("a b", "c 1", "d", "e\nf")
+    (row,), (same,) = (encoded(words(template), *contents) for template in (TEMPLATE, marked))
     theirs = words(marked).apply_chat_template(
-        chat, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+        messages(*contents), return_assistant_tokens_mask=True, return_dict=True, tokenize=True
     )
     assert same == row
     flags = [bool(one) for one in theirs["assistant_masks"]]
