@@ -1,10 +1,13 @@
 """`envserver_clients.sft` and `envserver_clients.dpo` with TRL itself, on a random model: what is
-learned, what is left behind, and what a kill does.
+learned, also of packed rows and on a base in 4 bits, what is left behind and measured, and what a
+kill does.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -16,23 +19,29 @@ import pytest
 import torch
 import yaml
 from envserver_clients import dpo, sft
+from envserver_clients.finetuning.examples import (
+    ExampleCounts,
+    Limits,
+    encoded_rows,
+    pair_examples,
+    written,
+)
+from envserver_clients.finetuning.heldout import HeldOut
+from envserver_clients.finetuning.packing import check_apart, packed_difference
 from envserver_clients.finetuning.settings import DpoSettings, SftSettings, read_settings
-from envserver_clients.finetuning.tokens import NOT_TRAINED
-from envserver_clients.finetuning.trainers import dpo_trainer, sft_trainer
+from envserver_clients.finetuning.tokens import NOT_TRAINED, Encoder
+from envserver_clients.finetuning.trainers import dpo_trainer, quantization, sft_trainer
 from safetensors.torch import load_file
-from support.tiny_model import main as make_tiny
+from support.waiting import PATIENCE
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-torch.set_num_threads(1)
+from envserver import ConfigError
+
 ROOT = Path(__file__).parents[3]
 FAST = ("--learning-rate", "3e-3", "--batch-size", "2", "--accumulate", "2", "--threads", "1")
 STEPS = ("--schedule", "linear", "--warmup", "0", "--no-gradient-checkpointing")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "base"
-    make_tiny(folder)
-    return folder
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+NEEDED = ["--model", "m", "--data", "d", "--output", "o"]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -41,15 +50,53 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def messages(*contents: str) -> list[dict[str, Any]]:
+    """The user begins."""
+    roles = ("user", "assistant")
+    return [{"role": roles[place % 2], "content": text} for place, text in enumerate(contents)]
+
+
 def sums(count: int) -> list[dict[str, Any]]:
     return [
         {
-            "messages": [
-                {"role": "user", "content": f"{number % 4} + {number % 3}?"},
-                {"role": "assistant", "content": f"{number % 4 + number % 3}"},
-                {"role": "user", "content": "Sure?"},
-                {"role": "assistant", "content": "Yes." * (1 + number % 5)},
-            ]
+            "messages": messages(
+                *(f"{number % 4} + {number % 3}?", f"{number % 4 + number % 3}"),
+                *("Sure?", "Yes." * (1 + number % 5)),
+            )
+        }
+        for number in range(count)
+    ]
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    return [
+        {"messages": messages("a" * (1 + number % 5), f"{number} " * (1 + 3 * (number % 3)))}
+        for number in range(count)
+    ]
+
+
+def with_call(question: str) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    return {
+        "messages": [
+            messages(question)[0],
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "Two."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": parameters}}],
+    }
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    """The chosen answer has a tool's result in between, which the user tells."""
+    return [
+        {
+            "prompt": messages(f"{number} or {number + 1}?"),
+            "chosen": messages("", "Look.", "TOOL RESULT: more", f"{number + 1}")[1:],
+            "rejected": [{"role": "assistant", "content": f"{number}, I think"}],
+            "env": "math",
         }
         for number in range(count)
     ]
@@ -62,32 +109,35 @@ def command(of: Any, model: Path, data: Path, output: Path, *words: str) -> int:
 
 
 def lines(output: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what the clock says."""
     found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {
-            name: value
-            for name, value in line.items()
-            if not name.endswith(("seconds", "time", "_second"))
-        }
-        for line in found
-    ]
+    clock = ("seconds", "time", "_second")
+    return [{key: line[key] for key in line if not key.endswith(clock)} for line in found]
+
+
+def float32(model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def trainer_of(model: Path, data: Path, folder: Path, *words: str) -> Any:
+    """TRL's trainer for the rows of a file."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    given = ["--model", str(model), "--data", str(data), "--output", "out", *words]
+    settings = read_settings(SftSettings, "sft", given)
+    limits = Limits(settings.max_length, "drop")
+    rows = (
+        {"input_ids": row.ids, "labels": row.labels}
+        for row, _ in encoded_rows([data], Encoder(tokenizer), ExampleCounts(), limits)
+    )
+    train = written(rows, ("input_ids", "labels"), folder / "rows.arrow")
+    return sft_trainer(settings, tokenizer, train, None, folder / "work", [])
 
 
 def test_the_loss_is_of_the_assistants_tokens_alone(model: Path, tmp_path: Path) -> None:
     """By hand, from the model's own logits; and only those tokens have a label at all."""
-    from datasets import Dataset
-    from envserver_clients.finetuning.examples import ExampleCounts, sft_examples
-    from envserver_clients.finetuning.tokens import Encoder
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(model)
-    path = write(tmp_path / "rows.jsonl", sums(3))
-    rows = list(
-        sft_examples([path], Encoder(tokenizer), ExampleCounts(), max_length=99, too_long="drop")
-    )
-    words = ["--model", str(model), "--data", str(path), "--output", "out", "--batch-size", "3"]
-    given = read_settings(SftSettings, "sft", words)
-    trainer = sft_trainer(given, tokenizer, Dataset.from_list(rows), None, tmp_path / "w", [])
+    data = write(tmp_path / "rows.jsonl", sums(3))
+    trainer = trainer_of(model, data, tmp_path, "--batch-size", "3")
     (batch,) = trainer.get_train_dataloader()
     labels, ids = batch["labels"], batch["input_ids"]
     for row, (label, tokens) in enumerate(zip(labels, ids, strict=True)):
@@ -97,17 +147,10 @@ def test_the_loss_is_of_the_assistants_tokens_alone(model: Path, tmp_path: Path)
         assert told.count("<|im_end|>") == 2 and "Sure?" not in told, row
     with torch.no_grad():
         loss = trainer.compute_loss(trainer.model, dict(batch)).item()
-        plain = AutoModelForCausalLM.from_pretrained(model)
-        logits = plain(ids, attention_mask=batch["attention_mask"]).logits[:, :-1]
-        logprobs = logits.log_softmax(-1)
-
-        def by_hand(targets: torch.Tensor) -> float:
-            every = logprobs.gather(-1, targets[:, 1:, None])[..., 0]
-            return -every[labels[:, 1:] != NOT_TRAINED].mean().item()
-
-        other = torch.where(labels == NOT_TRAINED, (ids + 7) % 4096, ids)
-        assert loss == pytest.approx(by_hand(ids), rel=1e-5)
-        assert by_hand(other) == by_hand(ids)
+        logits = float32(model)(ids, attention_mask=batch["attention_mask"]).logits[:, :-1]
+        every = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        by_hand = -every[labels[:, 1:] != NOT_TRAINED].mean()
+        assert loss == pytest.approx(by_hand.item(), rel=1e-5)
         everything = trainer.compute_loss(trainer.model, {**batch, "labels": ids}).item()
         assert abs(everything - loss) > 1e-3
 
@@ -115,7 +158,6 @@ def test_the_loss_is_of_the_assistants_tokens_alone(model: Path, tmp_path: Path)
 def test_each_tool_gets_an_adapter_that_can_go_to_the_hub(model: Path, tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     data, output = tmp_path / "data", tmp_path / "out"
     for tool in ("bash", "reason"):
@@ -144,11 +186,11 @@ def test_each_tool_gets_an_adapter_that_can_go_to_the_hub(model: Path, tmp_path:
     assert not list(made.glob(".*"))
 
     base = AutoModelForCausalLM.from_pretrained(model)
-    before = base.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
+    before = base.state_dict()[WEIGHT].clone()
     merged = PeftModel.from_pretrained(base, made).merge_and_unload().state_dict()
     alone = load_file(made / "merged" / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.allclose(merged[name], alone[name]) and not torch.allclose(merged[name], before)
+    assert torch.allclose(merged[WEIGHT], alone[WEIGHT])
+    assert not torch.allclose(merged[WEIGHT], before)
 
     assert command(sft, model, data, output, *words) == 0  # done already
     assert command(sft, model, data, output, *words, "--seed", "1") == 2
@@ -166,7 +208,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(model: Path, tmp_path: Pa
         target=command, args=(sft, model, data, killed, *words)
     )
     child.start()
-    until = time.monotonic() + 900
+    until = time.monotonic() + PATIENCE
     while not (killed / "metrics.jsonl").exists() or len(lines(killed)) < 3:
         assert child.is_alive() and time.monotonic() < until
         time.sleep(0.02)
@@ -190,8 +232,6 @@ def test_a_killed_training_goes_on_to_the_same_weights(model: Path, tmp_path: Pa
 def test_all_weights_learn_and_a_whole_model_is_left(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     data, output = write(tmp_path / "rows.jsonl", sums(8)), tmp_path / "out"
     assert command(sft, model, data, output, "--steps", "8", "--max-length", "8") == 2
     assert "none of 8 rows is left" in capfd.readouterr().err
@@ -201,22 +241,6 @@ def test_all_weights_learn_and_a_whole_model_is_left(
     AutoModelForCausalLM.from_pretrained(output)
     assert AutoTokenizer.from_pretrained(output).chat_template
     assert (output / "checkpoints" / "checkpoint-8").is_dir()
-
-
-def pairs(count: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"{number} or {number + 1}?"}],
-            "chosen": [
-                {"role": "assistant", "content": "Look."},
-                {"role": "user", "content": "TOOL RESULT: more"},
-                {"role": "assistant", "content": f"{number + 1}"},
-            ],
-            "rejected": [{"role": "assistant", "content": f"{number}, I think"}],
-            "env": "math",
-        }
-        for number in range(count)
-    ]
 
 
 def test_preferences_are_learned(model: Path, tmp_path: Path) -> None:
@@ -233,9 +257,6 @@ def test_preferences_are_learned(model: Path, tmp_path: Path) -> None:
 def test_of_a_pair_what_tools_answered_does_not_count(model: Path, tmp_path: Path) -> None:
     """DPO's loss by hand, from the logprobs of the assistant's tokens under a changed model."""
     from datasets import Dataset
-    from envserver_clients.finetuning.examples import ExampleCounts, pair_examples
-    from envserver_clients.finetuning.tokens import Encoder
-    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     path = write(tmp_path / "pairs.jsonl", pairs(2))
@@ -265,12 +286,142 @@ def test_of_a_pair_what_tools_answered_does_not_count(model: Path, tmp_path: Pat
 
 def test_the_file_of_defaults_says_what_holds_without_it(tmp_path: Path) -> None:
     path = ROOT / "configs" / "trl_defaults.yaml"
-    words = ["--model", "m", "--data", "d", "--output", "o"]
-    file = ["--config", str(path)]
+    words = [*NEEDED, "--config", str(path)]
     for kind, section in ((SftSettings, "sft"), (DpoSettings, "dpo")):
-        assert read_settings(kind, section, words + file) == read_settings(kind, section, words)
-    router = read_settings(SftSettings, "sft", [*words, *file, "--preset", "router", "--seed", "7"])
+        assert read_settings(kind, section, words) == read_settings(kind, section, NEEDED)
+    router = read_settings(SftSettings, "sft", [*words, "--preset", "router", "--seed", "7"])
     assert (router.lora, router.lora_dropout, router.warmup, router.rate) == (True, 0, 0.1, 2e-4)
     assert "down_proj" not in router.lora_targets and router.seed == 7
     for preset in yaml.safe_load(path.read_text())["presets"]:
-        read_settings(SftSettings, "sft", [*words, *file, "--preset", preset])
+        read_settings(SftSettings, "sft", [*words, "--preset", preset])
+
+
+def loss_and_gradient(trainer: Any) -> tuple[float, torch.Tensor, int]:
+    """All rows make one step: TRL's own batches, normalised by the number of trained tokens."""
+    batches = list(trainer.get_train_dataloader())
+    count = sum(int((batch["labels"] != NOT_TRAINED).sum()) for batch in batches)
+    trainer.model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        loss = trainer.compute_loss(
+            trainer.model, dict(batch), num_items_in_batch=torch.tensor(count)
+        )
+        loss.backward()
+        total += loss.item()
+    gradient = torch.cat([weight.grad.flatten() for weight in trainer.model.parameters()])
+    return total, gradient, len(batches)
+
+
+def test_packed_rows_teach_the_same_in_fewer_batches(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", chats(12))
+    words = ("--max-length", "96", "--no-gradient-checkpointing")
+    plain = trainer_of(model, data, tmp_path / "a", *words, "--batch-size", "1")
+    packed = trainer_of(model, data, tmp_path / "b", *words, "--batch-size", "2", "--packing")
+    assert len(packed.train_dataset) < len(plain.train_dataset) / 2
+    check_apart(packed.model, packed.train_dataset, half=False)
+    wanted, by_rows, many = loss_and_gradient(plain)
+    loss, gradient, few = loss_and_gradient(packed)
+    assert few < many and loss == pytest.approx(wanted, rel=1e-6)
+    assert (gradient - by_rows).norm() / by_rows.norm() < 5e-6
+
+
+def test_a_model_that_mixes_packed_rows_is_refused(model: Path) -> None:
+    class Mixing(torch.nn.Module):
+        """Forgets where rows begin, as layers with a running state do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = float32(model)
+
+        def forward(self, position_ids: Any = None, **given: Any) -> Any:
+            return self.inner(**given)
+
+    row = {"input_ids": list(range(5, 45)), "seq_lengths": [15, 25]}
+    mixing = Mixing()
+    apart = packed_difference(mixing.inner, row["input_ids"], row["seq_lengths"], half=False)
+    assert apart < 1e-5
+    with pytest.raises(ConfigError, match="see each other"):
+        check_apart(mixing, [{"seq_lengths": [3], "input_ids": [1, 2, 3]}, row], half=False)
+
+
+def test_held_out_rows_are_measured_token_by_token(model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    data = write(tmp_path / "rows.jsonl", [*chats(5), with_call("one?")])
+    encoder, limits = Encoder(tokenizer), Limits(256, "drop")
+    rows = list(encoded_rows([data], encoder, ExampleCounts(), limits))
+    net = float32(model)
+    losses = []
+    for row, _ in rows:
+        logprobs = net(torch.tensor([row.ids])).logits[0].log_softmax(-1)
+        losses += [
+            -logprobs[place - 1, row.ids[place]].item()
+            for place in range(len(row.ids))
+            if row.trained[place]
+        ]
+    wanted = sum(losses) / len(losses)
+    for size in (1, 4):
+        found = HeldOut(tokenizer, lambda: iter(rows), size, 1, half=False).measure(net)
+        assert found["heldout_loss"] == pytest.approx(wanted, rel=1e-5)
+        assert found["heldout_perplexity"] == pytest.approx(math.exp(wanted), rel=1e-4)
+        assert found["heldout_calls_checked"] == 1 and found["heldout_calls_valid"] == 0
+        assert net.training is False and "heldout_call_loss" in found
+
+
+def test_a_model_learns_to_call_and_its_card_tells(model: Path, tmp_path: Path) -> None:
+    write(tmp_path / "data" / "train.jsonl", [with_call(f"{number}?") for number in range(4)])
+    write(tmp_path / "data" / "val.jsonl", [with_call("5?"), *chats(1)])
+    output = tmp_path / "out"
+    words = ("--steps", "25", "--packing", "--max-length", "512", "--check-calls", "1")
+    words += ("--batch-size", "4", "--accumulate", "1")
+    assert command(sft, model, tmp_path / "data", output, *words) == 0
+    done = json.loads((output / "training.json").read_text())["heldout"]
+    assert done["calls_valid"] == [0, 1] and done["calls_same"] == [0, 1]
+    assert done["call_turn_accuracy"] == [0, 1] and done["call_loss"][1] < 0.5
+    assert [line["step"] for line in lines(output) if "heldout_loss" in line] == [0, 25]
+    card = (output / "README.md").read_text()
+    assert "| calls valid | 0 | 1 |" in card and "## Held-out rows" in card
+    assert "heldout" not in card
+
+
+def test_what_4_bits_ask_for() -> None:
+    words = [*NEEDED, "--lora", "--load-in-4bit"]
+    wanted = quantization(read_settings(SftSettings, "sft", [*words, "--dtype", "bfloat16"]))
+    assert (wanted.load_in_4bit, wanted.bnb_4bit_quant_type) == (True, "nf4")
+    assert wanted.bnb_4bit_use_double_quant and wanted.bnb_4bit_compute_dtype is torch.bfloat16
+    assert quantization(read_settings(SftSettings, "sft", words[:-1])) is None
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="make learner installs bitsandbytes"
+)
+def test_a_lora_is_trained_on_a_base_in_4_bits(model: Path, tmp_path: Path) -> None:
+    """bitsandbytes itself, on the CPU: what is computed is the base as its 4 bits say."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    data, output = write(tmp_path / "rows.jsonl", chats(8)), tmp_path / "out"
+    words = ("--lora", "--lora-dropout", "0", "--load-in-4bit")
+    trainer = trainer_of(model, data, tmp_path / "a", *words)
+    small = trainer.model.get_base_model()
+    layers = {name: one for name, one in small.named_modules() if isinstance(one, Linear4bit)}
+    assert len(layers) == 14
+    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    assert {weight.dtype for weight in trained} == {torch.float32}
+    same = float32(model)
+    with torch.no_grad():
+        for name, layer in layers.items():
+            weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            same.get_submodule(name.replace(".base_layer", "")).weight.copy_(weight)
+        ids = torch.tensor([trainer.train_dataset[0]["input_ids"]])
+        trainer.model.eval()
+        torch.testing.assert_close(trainer.model(ids).logits, same(ids).logits, atol=1e-3, rtol=0)
+
+    words += ("--batch-size", "4", "--accumulate", "1", "--steps", "12", "--merged")
+    assert command(sft, model, data, output, *words) == 0
+    first, *_, last = lines(output)
+    assert last["loss"] < first["loss"] * 0.8
+    adapter = load_file(output / "adapter_model.safetensors")
+    assert {weight.dtype for weight in adapter.values()} == {torch.float32}
+    base, merged = (load_file(path / "model.safetensors") for path in (model, output / "merged"))
+    a, b = (adapter[f"base_model.model.{WEIGHT[:-7]}.lora_{side}.weight"] for side in "AB")
+    torch.testing.assert_close(merged[WEIGHT], base[WEIGHT] + 2.0 * (b @ a), atol=1e-6, rtol=1e-5)
