@@ -7,8 +7,7 @@ forward pass of transformers over the whole sequence, with its own attention and
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,29 +27,25 @@ from envserver_records.errors import ConfigError, InputError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from support.waiting import until
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-import tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 # Sums in another order differ by up to 1e-5, by the processor; what is computed wrongly by more.
 TOLERANCE = 5e-5
 PROMPTS = [[5, 6, 7], list(range(300, 340)), [1, 428, 201, 3941, 2, 201, 1, 2729, 201], [9]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def float32(folder: Path, **more: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more).eval()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("tiny")
-    tiny_model.main(made)
-    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny")
+    quieter = float32(model)
     # Its logits are in the tens, where two float32 passes of transformers differ by 2e-5.
-    model.lm_head.weight.data *= 0.25
-    model.save_pretrained(made)
+    quieter.lm_head.weight.data *= 0.25
+    quieter.save_pretrained(made)
+    AutoTokenizer.from_pretrained(model).save_pretrained(made)
     return made
 
 
@@ -65,36 +60,49 @@ def batch(loaded: Loaded) -> Generator:
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> Iterator[PreTrainedModel]:
-    yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def plain(folder: Path) -> PreTrainedModel:
+    return float32(folder)
 
 
 def row(prompt: Sequence[int], count: int = 12, **settings: object) -> Row:
     return Row(list(prompt), Sampling(max_tokens=count, **{"seed": 7, **settings}))
 
 
-def run(batch: Generator, steps: int) -> None:
+def run(batch: Generator, steps: int, *joining: Row) -> None:
+    if joining:
+        batch.join(list(joining))
     for _ in range(steps):
         batch.step()
 
 
-def scores(model: PreTrainedModel, one: Row) -> torch.Tensor:
-    """The logprobs of a row's sampled tokens by a plain pass over prompt and answer."""
+def logits_of(model: PreTrainedModel, one: Row) -> torch.Tensor:
+    """Those before each sampled token, by a plain pass over prompt and answer."""
     with torch.no_grad():
-        logits = model(torch.tensor([one.prompt + one.ids])).logits[0].float()
-    logprobs = logits.log_softmax(-1)[len(one.prompt) - 1 : -1]
-    return logprobs.gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+        return model(torch.tensor([one.prompt + one.ids])).logits[0, len(one.prompt) - 1 : -1]
 
 
-def off(model: PreTrainedModel, one: Row) -> float:
-    return (scores(model, one) - torch.tensor(one.logprobs)).abs().max().item()
+def of_ids(logits: torch.Tensor, one: Row) -> torch.Tensor:
+    """The logprobs of a row's sampled tokens."""
+    return logits.log_softmax(-1).gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+
+
+def off(model: PreTrainedModel, *rows: Row) -> float:
+    """The largest difference to what a plain pass says."""
+    return max(
+        (of_ids(logits_of(model, one), one) - torch.tensor(one.logprobs)).abs().max().item()
+        for one in rows
+    )
 
 
 def test_logprobs_are_those_of_a_plain_pass(batch: Generator, plain: PreTrainedModel) -> None:
+    """Also behind a prompt that is so long that it is read in parts."""
+    rng = random.Random(5)
+    long = row([rng.randrange(300, 4000) for _ in range(3000)])
     rows = [row(prompt, seed=place) for place, prompt in enumerate(PROMPTS)]
-    batch.join(rows)
-    run(batch, 40)
-    assert max(off(plain, one) for one in rows) < TOLERANCE
+    run(batch, 4, long, *rows)
+    batch.leave(long)
+    run(batch, 36)
+    assert off(plain, long, *rows) < TOLERANCE
 
 
 def test_rows_join_and_leave_while_others_go_on(batch: Generator, plain: PreTrainedModel) -> None:
@@ -112,39 +120,31 @@ def test_rows_join_and_leave_while_others_go_on(batch: Generator, plain: PreTrai
         if step % 4 == 3:
             gone = live.pop(rng.randrange(len(live)))
             batch.leave(gone)
-    assert max(off(plain, one) for one in everyone) < TOLERANCE
+    assert off(plain, *everyone) < TOLERANCE
 
 
-def test_a_row_is_the_same_alone_and_in_company(batch: Generator) -> None:
-    alone = row(PROMPTS[2], seed=11)
-    batch.join([alone])
-    run(batch, 16)
+def test_a_row_is_the_same_alone_in_company_and_displaced(batch: Generator) -> None:
+    alone, beside, parted = (row(PROMPTS[2], 16, seed=11) for _ in range(3))
+    run(batch, 16, alone)
     batch.leave(alone, keep=False)
-    beside = row(PROMPTS[2], seed=11)
-    batch.join([row(PROMPTS[1], seed=1), beside, *(row([40 + place]) for place in range(30))])
-    run(batch, 16)
+    run(batch, 16, row(PROMPTS[1], seed=1), beside, *(row([40 + place]) for place in range(30)))
     assert beside.ids == alone.ids
     assert (torch.tensor(beside.logprobs) - torch.tensor(alone.logprobs)).abs().max() < TOLERANCE
+    run(batch, 5, parted)
+    batch.leave(parted, keep=False)
+    run(batch, 11, row(PROMPTS[1]), parted)
+    assert parted.ids == alone.ids
 
 
 def test_a_conversation_goes_on_from_what_is_kept(batch: Generator, plain: PreTrainedModel) -> None:
     first = row(PROMPTS[1])
-    batch.join([first])
-    run(batch, 20)
+    run(batch, 20, first)
     batch.leave(first)
     following = [row([*first.tokens, 77, 78], seed=place) for place in range(3)]
     batch.join(following)
     assert batch.prefixes.found == 3 * (len(first.tokens) - 1)
     run(batch, 8)
-    assert max(off(plain, one) for one in following) < TOLERANCE
-
-
-def test_a_long_prompt_is_read_in_parts(batch: Generator, plain: PreTrainedModel) -> None:
-    rng = random.Random(5)
-    long = row([rng.randrange(300, 4000) for _ in range(3000)])
-    batch.join([long, row(PROMPTS[0])])
-    run(batch, 4)
-    assert off(plain, long) < TOLERANCE
+    assert off(plain, *following) < TOLERANCE
 
 
 def test_prompts_are_scored_as_a_plain_pass_scores(
@@ -154,30 +154,15 @@ def test_prompts_are_scored_as_a_plain_pass_scores(
     told = [of_token[0] for of_token in batch.score(asked)]
     assert [index for index, _ in told] == asked.prompt[1:]
     pretended = Row(asked.prompt[:1], asked.sampling)
-    pretended.ids = asked.prompt[1:]
-    expected = scores(plain, pretended)
-    assert (expected - torch.tensor([value for _, value in told])).abs().max() < TOLERANCE
-
-
-def test_what_is_displaced_goes_on_as_if_nothing_was(batch: Generator) -> None:
-    whole, parted = row(PROMPTS[1], seed=4), row(PROMPTS[1], seed=4)
-    batch.join([whole])
-    run(batch, 12)
-    batch.leave(whole, keep=False)
-    batch.join([parted])
-    run(batch, 5)
-    batch.leave(parted, keep=False)
-    batch.join([row(PROMPTS[2]), parted])
-    run(batch, 7)
-    assert parted.ids == whole.ids
+    pretended.ids, pretended.logprobs = asked.prompt[1:], [value for _, value in told]
+    assert off(plain, pretended) < TOLERANCE
 
 
 def test_seeds_and_settings_decide(batch: Generator) -> None:
     same = [row(PROMPTS[2], seed=5) for _ in range(2)]
     other, greedy = row(PROMPTS[2], seed=6), row(PROMPTS[2], temperature=0.0)
     narrow = row(PROMPTS[2], seed=9, top_k=1)
-    batch.join([*same, other, greedy, narrow])
-    run(batch, 12)
+    run(batch, 12, *same, other, greedy, narrow)
     assert same[0].ids == same[1].ids != other.ids
     assert greedy.ids == narrow.ids
 
@@ -202,64 +187,56 @@ def test_logprobs_are_from_before_or_after_temperature_and_filters(
 ) -> None:
     batch = Generator(loaded.model, Adapters(loaded.model), processed=processed)
     warm = row(PROMPTS[1], temperature=0.7, top_k=50)
-    batch.join([warm])
-    run(batch, 4)
-    with torch.no_grad():
-        logits = plain(torch.tensor([[*PROMPTS[1], *warm.ids]])).logits[0, len(PROMPTS[1]) - 1 : -1]
+    run(batch, 4, warm)
+    logits = logits_of(plain, warm)
     if processed:
         logits = logits / 0.7
         least = logits.topk(50).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
-    expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(warm.ids)[:, None])[:, 0]
-    assert warm.logprobs == pytest.approx(expected.tolist(), abs=1e-3)
+    assert warm.logprobs == pytest.approx(of_ids(logits, warm).tolist(), abs=1e-3)
 
 
-def test_filters_keep_what_they_say() -> None:
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.7}, [0, 1]),
+        ({"top_p": 0.01}, [0]),
+        ({"min_p": 0.25}, [0, 1, 2]),
+        ({"top_k": 3, "top_p": 0.6}, [0, 1]),
+    ],
+)
+def test_filters_keep_what_they_say(limits: dict[str, float], kept: list[int]) -> None:
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None]
-
-    def kept(top_k: int = 1 << 60, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-        limits = [torch.tensor([[value]]) for value in (top_k, top_p, min_p)]
-        return filtered(logits, *limits)[0].isfinite().nonzero()[:, 0].tolist()
-
-    assert kept() == [0, 1, 2, 3]
-    assert kept(top_k=2) == [0, 1]
-    assert kept(top_p=0.7) == [0, 1]
-    assert kept(top_p=0.01) == [0]
-    assert kept(min_p=0.25) == [0, 1, 2]
-    assert kept(top_k=3, top_p=0.6) == [0, 1]
+    every = {"top_k": 1 << 60, "top_p": 1.0, "min_p": 0.0, **limits}
+    found = filtered(logits, *(torch.tensor([[value]]) for value in every.values()))
+    assert found[0].isfinite().nonzero()[:, 0].tolist() == kept
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_replaced_exactly(folder: Path, tmp_path: Path, tied: bool) -> None:
-    olds = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    olds.config.tie_word_embeddings = tied
-    olds.config.initializer_range = 0.05
-    old = type(olds)(olds.config)
-    new = type(olds)(olds.config)
-    for model, name in ((old, "old"), (new, "new")):
-        model.save_pretrained(tmp_path / name)
-    served = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "old", dtype=torch.float32, attn_implementation=NAME
-    ).eval()
+    config = AutoConfig.from_pretrained(folder, tie_word_embeddings=tied, initializer_range=0.05)
+    for name in ("old", "new"):
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+            tmp_path / name
+        )
+    served = float32(tmp_path / "old", attn_implementation=NAME)
     batch = Generator(served, Adapters(served))
-    batch.join([row(PROMPTS[1])])
-    run(batch, 3)
+    run(batch, 3, row(PROMPTS[1]))
     weights.reload(served, tmp_path / "new")
     batch.prefixes.clear()
     fresh = row(PROMPTS[1], seed=8)
-    batch.join([fresh])
-    run(batch, 10)
-    assert off(new.eval(), fresh) < TOLERANCE
+    run(batch, 10, fresh)
+    assert off(float32(tmp_path / "new"), fresh) < TOLERANCE
     assert (served.lm_head.weight is served.model.embed_tokens.weight) is tied
 
 
 def test_weights_that_do_not_fit_change_nothing(loaded: Loaded, tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
-    state = dict(before)
-    lacking = dict(list(state.items())[1:])
-    name = next(iter(state))
-    short = {**state, name: state[name][:-1].clone()}
-    for place, bad in enumerate(({**state, "x": torch.zeros(1)}, lacking, short)):
+    (name, value), *others = before.items()
+    short = {**before, name: value[:-1].clone()}
+    for place, bad in enumerate(({**before, "x": torch.zeros(1)}, dict(others), short)):
         where = tmp_path / str(place)
         where.mkdir()
         save_file(bad, where / "model.safetensors")
@@ -273,10 +250,10 @@ def test_weights_that_do_not_fit_change_nothing(loaded: Loaded, tmp_path: Path) 
 
 def adapter(folder: Path, into: Path, seed: int, **settings: object) -> PreTrainedModel:
     """Saves a random adapter; the model with it merged into its weights."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=targets, **settings)
     torch.manual_seed(seed)
-    worn = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=targets, **settings))
+    worn = get_peft_model(float32(folder), config)
     for name, value in worn.named_parameters():
         if "lora_B" in name:
             value.data.normal_(std=0.1)
@@ -298,8 +275,7 @@ def test_adapters_beside_each_other_equal_merged_weights(
     rows = [row(PROMPTS[1], seed=place) for place in range(6)]
     for place, one in enumerate(rows):
         one.adapter = [None, *worn][place % 3]
-    batch.join(rows)
-    run(batch, 5)
+    run(batch, 5, *rows)
     # Requests in flight keep the adapter that they began with.
     adapters.unload("policy@1")
     adapters.load("policy@2", tmp_path / "1", replace=True)

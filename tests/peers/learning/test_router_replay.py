@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,52 +14,53 @@ from envserver_clients.training.examples import Example
 from envserver_clients.training.padding import Padded, padded
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_records import ConfigError
-from support.tiny_model import main as make_tiny
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-torch.set_num_threads(1)
 LAYERS, EXPERTS, EACH = 3, 8, 2
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dense")
-    make_tiny(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def experts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random mixture of experts whose second layer has none."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("experts")
-    words = AutoTokenizer.from_pretrained(dense)
+    words = AutoTokenizer.from_pretrained(model)
     words.save_pretrained(folder)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(words), "hidden_size": 32, "intermediate_size": 48, "head_dim": 8,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-    }  # fmt: skip
-    mixture: dict[str, Any] = {
-        "moe_intermediate_size": 16, "num_experts": EXPERTS, "num_experts_per_tok": EACH,
-        "mlp_only_layers": [1], "norm_topk_prob": True, "initializer_range": 0.3,
-    }  # fmt: skip
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **mixture)).save_pretrained(folder)
-    return folder
+    config = Qwen3MoeConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=48,
+        head_dim=8,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=EACH,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+        initializer_range=0.3,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
 
-def rows(seed: int = 0) -> list[Example]:
-    rng = np.random.default_rng(seed)
+@pytest.fixture
+def policy(experts: str) -> Policy:
+    return Policy(experts, replay_experts=True)
+
+
+def rows(choose: Callable[[Example], np.ndarray | None] = lambda _: None) -> list[Example]:
+    """Three, with the experts that are chosen for them."""
+    rng = np.random.default_rng(0)
     made = []
     for size in (9, 6, 12):
-        mask = np.r_[[0] * 3, [1] * (size - 3)].astype(np.uint8)
+        mask = (np.arange(size) >= 3).astype(np.uint8)
         tokens = rng.integers(10, 200, size).astype(np.int32)
-        made.append(Example(tokens, mask, np.zeros(size, np.float32), 1.0, 0.1))
+        one = Example(tokens, mask, np.zeros(size, np.float32), 1.0, 0.1)
+        made.append(replace(one, experts=choose(one)))
     return made
-
-
-def with_experts(made: list[Example], choose: Callable[[Example], np.ndarray]) -> list[Example]:
-    return [dataclasses.replace(one, experts=choose(one)) for one in made]
 
 
 def own_choices(policy: Policy, example: Example) -> np.ndarray:
@@ -85,29 +86,30 @@ def others(example: Example) -> np.ndarray:
     return np.array(made, np.uint8).reshape(-1, LAYERS, EACH)
 
 
-def logprobs(policy: Policy, batch: Padded) -> Tensor:
-    found = policy.logprobs(batch) * torch.from_numpy(batch.mask[:, batch.first :])
-    return found.detach()
+def trained(policy: Policy, batch: Padded) -> Tensor:
+    """The logprobs of the trained tokens, 0 elsewhere."""
+    return policy.logprobs(batch) * torch.from_numpy(batch.mask[:, batch.first :])
 
 
-def test_replaying_its_own_choices_changes_nothing_and_others_do(model: Path) -> None:
-    policy = Policy(str(model), replay_experts=True)
-    plain = logprobs(policy, padded(rows()))
-    own = with_experts(rows(), lambda one: own_choices(policy, one))
-    assert torch.equal(logprobs(policy, padded(own)), plain)
-    away = logprobs(policy, padded(with_experts(rows(), others))) - plain
-    assert away.abs().max() > 0.1
-    assert torch.equal(logprobs(policy, padded(rows())), plain)  # nothing stays
+def logprobs(policy: Policy, examples: list[Example]) -> Tensor:
+    return trained(policy, padded(examples)).detach()
 
 
-def test_the_weights_of_replayed_experts_are_the_routers_own(model: Path) -> None:
+def test_replaying_its_own_choices_changes_nothing_and_others_do(policy: Policy) -> None:
+    plain = logprobs(policy, rows())
+    own = rows(lambda one: own_choices(policy, one))
+    assert torch.equal(logprobs(policy, own), plain)
+    assert (logprobs(policy, rows(others)) - plain).abs().max() > 0.1
+    assert torch.equal(logprobs(policy, rows()), plain)  # nothing stays
+
+
+def test_the_weights_of_replayed_experts_are_the_routers_own(policy: Policy, experts: str) -> None:
     """Against a router written down here."""
-    policy = Policy(str(model), replay_experts=True)
-    (example, *_) = with_experts(rows(), others)
-    replayed = logprobs(policy, padded([example]))
+    (example, *_) = rows(others)
+    replayed = logprobs(policy, [example])
     assert example.experts is not None
     chosen = torch.from_numpy(example.experts).long()
-    plain = Policy(str(model))
+    plain = Policy(experts)
     for layer in (0, 2):
 
         def routed(_: Any, __: Any, out: Any, layer: int = layer) -> Any:
@@ -117,44 +119,42 @@ def test_the_weights_of_replayed_experts_are_the_routers_own(model: Path) -> Non
             return logits, weights / weights.sum(-1, keepdim=True), indices
 
         plain.model.model.layers[layer].mlp.gate.register_forward_hook(routed)
-    expected = logprobs(plain, padded([dataclasses.replace(example, experts=None)]))
+    expected = logprobs(plain, [replace(example, experts=None)])
     assert torch.allclose(replayed, expected, atol=1e-6)
 
 
 def gradient(policy: Policy, batch: Padded) -> dict[str, Tensor]:
-    (policy.logprobs(batch) * torch.from_numpy(batch.mask[:, batch.first :])).sum().backward()
+    trained(policy, batch).sum().backward()
     return {name: one.grad for name, one in policy.trained.items() if one.grad is not None}
 
 
-def test_rows_in_one_line_and_activations_computed_again_replay_the_same(model: Path) -> None:
-    made = with_experts(rows(), others)
-    made[1] = dataclasses.replace(made[1], experts=None)  # routes by itself
-    expected = gradient(Policy(str(model), replay_experts=True), padded(made))
+def test_rows_in_one_line_and_activations_computed_again_replay_the_same(
+    policy: Policy, experts: str
+) -> None:
+    made = rows(others)
+    made[1] = replace(made[1], experts=None)  # routes by itself
+    expected = gradient(policy, padded(made))
     assert any("gate.weight" in name for name in expected)  # the routers learn, too
-    places = [(0, 0), (1, 0), (0, 9)]
-    for policy, batch in (
-        (Policy(str(model), replay_experts=True), padded(made, places)),
-        (Policy(str(model), replay_experts=True, checkpointed=True), padded(made)),
-    ):
-        found = gradient(policy, batch)
+    for checkpointed, places in ((False, [(0, 0), (1, 0), (0, 9)]), (True, None)):
+        other = Policy(experts, replay_experts=True, checkpointed=checkpointed)
+        found = gradient(other, padded(made, places))
         assert found.keys() == expected.keys()
         largest = max(float((found[name] - expected[name]).abs().max()) for name in expected)
         assert largest < 1e-4 * max(float(one.abs().max()) for one in expected.values())
 
 
-def test_a_lora_replays_with_its_reference(model: Path) -> None:
-    policy = Policy(str(model), replay_experts=True, lora=LoraSettings(2, targets="q_proj"))
-    batch = padded(with_experts(rows(), others))
-    trained = torch.from_numpy(batch.mask[:, batch.first :]) == 1
+def test_a_lora_replays_with_its_reference(experts: str) -> None:
+    policy = Policy(experts, replay_experts=True, lora=LoraSettings(2, targets="q_proj"))
+    batch = padded(rows(others))
+    counted = torch.from_numpy(batch.mask[:, batch.first :]) == 1
     assert torch.equal(
-        policy.reference_logprobs(batch)[trained], policy.logprobs(batch).detach()[trained]
+        policy.reference_logprobs(batch)[counted], policy.logprobs(batch).detach()[counted]
     )
 
 
-def test_what_cannot_be_replayed_is_refused(model: Path, dense: Path) -> None:
+def test_what_cannot_be_replayed_is_refused(policy: Policy, model: Path) -> None:
     with pytest.raises(ConfigError, match="no router"):
-        Policy(str(dense), replay_experts=True)
-    policy = Policy(str(model), replay_experts=True)
+        Policy(str(model), replay_experts=True)
     for wrong in (lambda one: others(one)[:, :2], lambda one: others(one) + EXPERTS):
         with pytest.raises(ConfigError, match="another model"):
-            policy.logprobs(padded(with_experts(rows(), wrong)))
+            policy.logprobs(padded(rows(wrong)))
