@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from envserver_clients.grpo import _learner
-from envserver_clients.records import ClientGroup, Row
+from envserver_clients.records import Row
 from envserver_clients.training.examples import BatchExamples, ExampleSettings, examples_of
 from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.padding import padded
@@ -22,10 +22,9 @@ from envserver_clients.training.settings import TrainerSettings
 from envserver_records import ConfigError
 from PIL import Image
 from support.image_rows import picture, row_of
+from support.rows_to_learn import group
 from support.tiny_vlm import main as make_tiny
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "idefics3"])
@@ -36,11 +35,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def batch_of(rows: list[Row], policy: Policy) -> BatchExamples:
-    group = ClientGroup("g", "e", "group", 0, memoryview(b""))
-    group.__dict__["rows"] = rows
     assert policy.vision is not None
     rules = ExampleSettings(vocabulary=policy.vocabulary, sees=policy.vision.fits)
-    return examples_of([group], 0, rules)
+    return examples_of([group(*rows)], 0, rules)
 
 
 def of_transformers(folder: Path, row: Row) -> torch.Tensor:
@@ -86,21 +83,17 @@ def test_a_step_learns_from_images(folder: Path, tmp_path: Path) -> None:
     """The layers that see get a gradient; what engines load has the processor beside it."""
     policy = Policy(str(folder), keep_reference=True)
     rows = [row_of(folder, [picture(112, 84, seed)], seed=seed) for seed in range(4)]
-    numbers = Learner(policy, StepSettings(learning_rate=1e-3)).step(
-        batch_of(rows, policy).examples
-    )
-    assert "skipped" not in numbers
+    examples = batch_of(rows, policy).examples
+    assert "skipped" not in Learner(policy, StepSettings(learning_rate=1e-3)).step(examples)
     seeing = [one for name, one in policy.trained.items() if ".vis" in name]
     assert seeing and all(one.grad is not None and one.grad.any() for one in seeing)
     policy.save(tmp_path)
     again = Policy(str(tmp_path))
-    assert again.vision is not None
-    batch = padded(batch_of(rows, policy).examples)
+    batch = padded(batch_of(rows, again).examples)
     with torch.no_grad():
-        assert torch.allclose(again.logprobs(batch), policy.logprobs(batch), atol=1e-6)
-        assert not torch.allclose(
-            again.logprobs(batch), policy.reference_logprobs(batch), atol=1e-3
-        )
+        found = again.logprobs(batch)
+        assert torch.allclose(found, policy.logprobs(batch), atol=1e-6)
+        assert not torch.allclose(found, policy.reference_logprobs(batch), atol=1e-3)
 
 
 def test_a_lora_is_of_the_language_alone(folder: Path) -> None:
@@ -112,24 +105,21 @@ def test_a_lora_is_of_the_language_alone(folder: Path) -> None:
     assert torch.equal(policy.logprobs(batch), policy.reference_logprobs(batch))
 
 
-def changed(row: Row, **what: Any) -> Row:
-    return dataclasses.replace(row, images=[msgspec.structs.replace(row.images[0], **what)])
-
-
 def test_rows_whose_images_make_other_tokens_are_left_out(folder: Path) -> None:
     """An engine with another processor, a damaged file, an image's token without its image."""
     policy = Policy(str(folder))
     good = row_of(folder, [picture(112, 84)], seed=1)
-    bad = [
-        changed(good, data=picture(28, 56), sha256="other"),
-        changed(good, data=b"\x89PNG\r\n\x1a\n", sha256="damaged"),
-        changed(good, grid=(1, 2, 2)),
-        changed(good, offset=good.images[0].offset + 3),
-        dataclasses.replace(good, images=[]),
-    ]
-    for row in bad:
-        row = dataclasses.replace(row, reward=0.0, trajectory=0)
-        learned = batch_of([good, row], policy)
+    (image,) = good.images
+    for wrong in (
+        {"data": picture(28, 56), "sha256": "other"},
+        {"data": b"\x89PNG\r\n\x1a\n", "sha256": "damaged"},
+        {"grid": (1, 2, 2)},
+        {"offset": image.offset + 3},
+        None,
+    ):
+        images = [] if wrong is None else [msgspec.structs.replace(image, **wrong)]
+        bad = dataclasses.replace(good, reward=0.0, trajectory=0, images=images)
+        learned = batch_of([good, bad], policy)
         assert len(learned.examples) == 1
         assert learned.numbers["rows_bad_images"] == 1
 
