@@ -119,6 +119,12 @@ def float32(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
+def logprobs_of(model: Any, ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+    """Those of each token but the first, by a plain pass."""
+    logits = model(ids, **more).logits[:, :-1]
+    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
 def trainer_of(model: Path, data: Path, folder: Path, *words: str) -> Any:
     """TRL's trainer for the rows of a file."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -147,8 +153,7 @@ def test_the_loss_is_of_the_assistants_tokens_alone(model: Path, tmp_path: Path)
         assert told.count("<|im_end|>") == 2 and "Sure?" not in told, row
     with torch.no_grad():
         loss = trainer.compute_loss(trainer.model, dict(batch)).item()
-        logits = float32(model)(ids, attention_mask=batch["attention_mask"]).logits[:, :-1]
-        every = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        every = logprobs_of(float32(model), ids, attention_mask=batch["attention_mask"])
         by_hand = -every[labels[:, 1:] != NOT_TRAINED].mean()
         assert loss == pytest.approx(by_hand.item(), rel=1e-5)
         everything = trainer.compute_loss(trainer.model, {**batch, "labels": ids}).item()
@@ -273,8 +278,7 @@ def test_of_a_pair_what_tools_answered_does_not_count(model: Path, tmp_path: Pat
         ids, counted = batch["input_ids"], batch["completion_mask"][:, 1:].bool()
 
         def summed(one: Any) -> torch.Tensor:
-            logits = one(ids, attention_mask=batch["attention_mask"]).logits[:, :-1]
-            every = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+            every = logprobs_of(one, ids, attention_mask=batch["attention_mask"])
             return torch.where(counted, every, 0.0).sum(1)
 
         chosen, rejected = (summed(trainer.model) - summed(trainer.ref_model)).chunk(2)
@@ -352,12 +356,8 @@ def test_held_out_rows_are_measured_token_by_token(model: Path, tmp_path: Path) 
     net = float32(model)
     losses = []
     for row, _ in rows:
-        logprobs = net(torch.tensor([row.ids])).logits[0].log_softmax(-1)
-        losses += [
-            -logprobs[place - 1, row.ids[place]].item()
-            for place in range(len(row.ids))
-            if row.trained[place]
-        ]
+        every = -logprobs_of(net, torch.tensor([row.ids]))[0]
+        losses += every[torch.tensor(row.trained[1:])].tolist()
     wanted = sum(losses) / len(losses)
     for size in (1, 4):
         found = HeldOut(tokenizer, lambda: iter(rows), size, 1, half=False).measure(net)
