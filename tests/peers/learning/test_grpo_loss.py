@@ -168,17 +168,6 @@ def test_the_distance_to_the_reference_costs() -> None:
     assert loss == pytest.approx(0.1 * numbers["kl"])
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_good_tokens_become_likelier_and_bad_ones_less(advantage: float) -> None:
-    logits, token = torch.zeros(1, 1, 5, requires_grad=True), torch.tensor([[2]])
-    logprobs = token_logprobs(logits, token)
-    delivered = logprobs.detach().clone()
-    loss_of(logprobs, delivered, advantage, LossSettings())
-    assert logits.grad is not None
-    after = token_logprobs(logits.detach() - logits.grad, token)
-    assert math.copysign(1, float(after - delivered)) == advantage
-
-
 def test_each_token_is_weighed_by_the_version_that_sampled_it() -> None:
     """Two tokens, alike but for what was delivered with them, of this version and of an earlier
     one: the gradient is r times as large.
@@ -224,11 +213,9 @@ def test_what_teaches_nothing_is_counted_and_left_out() -> None:
     assert len(examples_of(batch, 3, ExampleSettings(learn_truncated=True)).examples) == 4
 
 
-def sampled(
-    temperature: float, kind: LogprobsKind, *altered: str, version: int = 3, reward: float = 1.0
-) -> Row:
+def sampled(temperature: float, kind: LogprobsKind, *altered: str, version: int = 3) -> Row:
     span = SamplingSpan(2, 4, temperature, kind, altered)
-    return row(0, reward, version=version, sampling=[span])
+    return row(0, 1.0, version=version, sampling=[span])
 
 
 @pytest.mark.parametrize(
@@ -274,13 +261,6 @@ def test_groups_of_a_later_version_are_refused() -> None:
     assert (learned.numbers["groups_newer"], learned.numbers["groups_stale"]) == (1, 0)
     assert learned.numbers["skipped"] == "newer"
     assert len(examples_of(batch, 4, ExampleSettings()).examples) == 2
-
-
-def test_a_reference_is_for_rows_without_an_advantage_too() -> None:
-    batch = [group(row(0, 1.0), row(1, 1.0))]
-    for keep, found in ((False, []), (True, [0.0, 0.0])):
-        examples = examples_of(batch, 3, ExampleSettings(keep_zero=keep)).examples
-        assert [one.advantage for one in examples] == found
 
 
 def test_a_run_ends_after_several_batches_in_a_row_that_teach_nothing() -> None:

@@ -31,8 +31,7 @@ from envserver_clients.training.metrics import JsonLines, Metrics, Tracked, read
 from envserver_clients.training.padding import padded
 from envserver_clients.training.policy import LoraSettings, Policy, _logprobs
 from envserver_clients.training.schedule import Schedule, rate_of
-from envserver_clients.training.settings import TrainerSettings, from_flags
-from envserver_records import ConfigError
+from envserver_clients.training.settings import TrainerSettings
 from envserver_records.tracking import TensorBoardTracker, open_tracker
 from rich.console import Console
 from support.rows_to_learn import group
@@ -90,16 +89,19 @@ def are_equal(found: Weights, expected: Weights) -> bool:
     return all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-def lora(rank: int) -> LoraSettings | None:
-    return LoraSettings(rank) if rank else None
+@pytest.fixture
+def policy(model: Path) -> Policy:
+    return Policy(str(model))
 
 
-def learner(model: Path, *, most_mismatch: float | None = None, lora_rank: int = 0) -> Learner:
+def learner(
+    model: Path, *, most_mismatch: float | None = None, lora: LoraSettings | None = None
+) -> Learner:
     torch.manual_seed(0)
     rules = StepSettings(
         learning_rate=1e-3, warmup_steps=2, micro_batch_tokens=24, most_mismatch=most_mismatch
     )
-    return Learner(Policy(str(model), lora=lora(lora_rank)), rules)
+    return Learner(Policy(str(model), lora=lora), rules)
 
 
 def test_a_step_makes_what_was_good_likelier(model: Path) -> None:
@@ -117,11 +119,14 @@ def test_a_step_makes_what_was_good_likelier(model: Path) -> None:
     assert one.step([]) == {}
 
 
-def test_logprobs_that_are_not_the_policys_teach_nothing(model: Path) -> None:
-    """Noise of 0 to 2 nats: the step is measured, and changes nothing."""
+def test_what_must_not_be_learned_changes_nothing(model: Path) -> None:
+    """A gradient that is not finite; delivered logprobs with noise of 0 to 2 nats, which is
+    measured.
+    """
     one = learner(model, most_mismatch=0.5)
-    rows = batch(one.policy, 0)
+    first, *others = rows = batch(one.policy, 0)
     before = copied(one.policy.state())
+    assert one.step([replace(first, weight=float("inf")), *others])["skipped"] == "gradient"
     numbers = one.step(with_noise(rows, -2, 0))
     assert numbers["skipped"] == "mismatch"
     assert 0.7 < float(numbers["mismatch_mean"]) < 1.3
@@ -133,11 +138,12 @@ def test_logprobs_that_are_not_the_policys_teach_nothing(model: Path) -> None:
     assert "skipped" not in numbers
 
 
-def test_what_an_earlier_policy_sampled_is_told_from_tampered_logprobs(model: Path) -> None:
+def test_what_an_earlier_policy_sampled_is_told_from_tampered_logprobs(
+    model: Path, policy: Policy
+) -> None:
     """A policy that has moved far since differs by more than the bound, and legitimately."""
-    earlier = Policy(str(model))
     torch.manual_seed(1)
-    sampled = earlier.model.generate(
+    sampled = policy.model.generate(
         torch.randint(10, 4000, (16, 4)),
         do_sample=True,
         top_k=0,
@@ -146,7 +152,7 @@ def test_what_an_earlier_policy_sampled_is_told_from_tampered_logprobs(model: Pa
     )
     mask = trained_after(4, 68)
     rows = [
-        Example(tokens, mask, delivered(earlier, tokens) * mask, 0.0, 0.01)
+        Example(tokens, mask, delivered(policy, tokens) * mask, 0.0, 0.01)
         for tokens in sampled.numpy().astype(np.int32)
     ]
     one = learner(model, most_mismatch=0.5)
@@ -187,16 +193,6 @@ def test_the_mismatch_is_measured_in_the_engines_logprobs(model: Path, kind: str
     assert float(learner(model).step(swapped)["mismatch_mean"]) > 0.1
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(model: Path) -> None:
-    one = learner(model)
-    first, *others = rows = batch(one.policy, 0)
-    before = copied(one.policy.state())
-    broken = [replace(first, weight=float("inf")), *others]
-    assert one.step(broken)["skipped"] == "gradient"
-    assert are_equal(one.policy.state(), before)
-    assert "skipped" not in one.step(rows)
-
-
 def moves(one: Learner, steps: int) -> torch.Tensor:
     """How far each weight is from where it was after some steps."""
     start = copied(one.policy.state())
@@ -207,11 +203,13 @@ def moves(one: Learner, steps: int) -> torch.Tensor:
     )
 
 
-def test_bfloat16_moves_the_weights_as_float32_does(model: Path, tmp_path: Path) -> None:
+def test_bfloat16_moves_the_weights_as_float32_does(
+    model: Path, policy: Policy, tmp_path: Path
+) -> None:
     """At a usual learning rate: of bfloat16 weights nine of ten would stay where they are."""
     rules = StepSettings(learning_rate=1e-6)
     half = Learner(Policy(str(model), dtype=torch.bfloat16), rules)
-    whole = moves(Learner(Policy(str(model)), rules), 3)
+    whole = moves(Learner(policy, rules), 3)
     found = moves(half, 3)
     assert float((found != 0).sum() / (whole != 0).sum()) > 0.9
     assert float(found.abs().sum() / whole.abs().sum()) == pytest.approx(1.0, abs=0.1)
@@ -223,9 +221,8 @@ def test_bfloat16_moves_the_weights_as_float32_does(model: Path, tmp_path: Path)
 
 
 def test_a_step_that_is_lost_in_the_rounding_is_told(
-    model: Path, caplog: pytest.LogCaptureFixture
+    policy: Policy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy = Policy(str(model))
     numbers = Learner(policy, StepSettings(learning_rate=1e-12)).step(batch(policy, 0))
     assert float(numbers["weights_moved"]) < 0.1
     Guard(GuardSettings()).judge({"step": 1, **numbers})
@@ -234,42 +231,33 @@ def test_a_step_that_is_lost_in_the_rounding_is_told(
     assert float(numbers["weights_moved"]) > 0.9
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("lora", [None, LoraSettings(4)])
 def test_activations_that_are_computed_again_give_the_same_gradient(
-    model: Path, lora_rank: int
+    model: Path, lora: LoraSettings | None
 ) -> None:
     gradients = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        policy = Policy(str(model), lora=lora(lora_rank), checkpointed=checkpointed)
+        policy = Policy(str(model), lora=lora, checkpointed=checkpointed)
         calls: list[int] = []
         layer = next(one for one in policy.model.modules() if type(one).__name__ == "Qwen2MLP")
         rows = batch(policy, 0)
         layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         Learner(policy, StepSettings(micro_batch_tokens=10_000)).step(rows)
         assert len(calls) == 1 + checkpointed
-        gradients.append({name: value.grad for name, value in policy.trained.items()})
-    for name, value in gradients[0].items():
-        assert torch.allclose(value, gradients[1][name], atol=1e-6)
+        gradients.append([value.grad for value in policy.trained.values()])
+    for value, again in zip(*gradients, strict=True):
+        assert torch.allclose(value, again, atol=1e-6)
 
 
-def test_rows_are_the_same_alone_and_padded(model: Path) -> None:
-    policy = Policy(str(model))
-    rows = batch(policy, 1)
-    together = padded(rows)
-    with torch.no_grad():
-        found = policy.logprobs(together).numpy()
-    for row, logprobs in zip(rows, found, strict=True):
-        alone = policy.prompt_logprobs(row.tokens.tolist())[together.first :]
-        assert np.allclose(logprobs[: len(alone)], alone, atol=1e-4)
-
-
-@pytest.mark.parametrize(("lora_rank", "of_first_version"), [(0, False), (4, False), (0, True)])
+@pytest.mark.parametrize(
+    ("lora", "of_first_version"), [(None, False), (LoraSettings(4), False), (None, True)]
+)
 def test_a_restart_from_a_checkpoint_leads_to_the_same_weights(
-    model: Path, tmp_path: Path, lora_rank: int, of_first_version: bool
+    model: Path, tmp_path: Path, lora: LoraSettings | None, of_first_version: bool
 ) -> None:
     """Also from one of the first version, with the optimizer's numbers by the weight's index."""
-    through = learner(model, lora_rank=lora_rank)
+    through = learner(model, lora=lora)
     batches = [batch(through.policy, seed) for seed in range(4)]
     kept = Checkpoints(tmp_path, keep=2)
 
@@ -284,7 +272,7 @@ def test_a_restart_from_a_checkpoint_leads_to_the_same_weights(
     (tmp_path / ".step-3").mkdir()  # killed while it wrote the third
     saved = kept.latest()
     assert saved == CheckpointInfo(2, 2, "lease-2", ("g2",))
-    again = learner(model, lora_rank=lora_rank)
+    again = learner(model, lora=lora)
     again.load_state(kept.load(saved, again.blank_state))
     for rows in batches[2:]:
         again.step(rows)
@@ -293,24 +281,19 @@ def test_a_restart_from_a_checkpoint_leads_to_the_same_weights(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
 
 
-def test_the_learning_rate_rises_and_falls(model: Path) -> None:
+def test_the_learning_rate_rises_and_falls(policy: Policy) -> None:
     def rates(schedule: Schedule) -> list[float]:
         return [rate_of(update, 8.0, 2, schedule, 6, 2.0) for update in range(8)]
 
     assert rates("constant") == [4, 8, 8, 8, 8, 8, 8, 8]
     assert rates("linear") == pytest.approx([4, 8, 8, 6.5, 5, 3.5, 2, 2])
     assert rates("cosine") == pytest.approx([4, 8, 8, 7.1213, 5, 2.8787, 2, 2], abs=1e-4)
-    policy = Policy(str(model))
     rules = StepSettings(learning_rate=1e-3, schedule="linear", schedule_steps=4)
     one, rows = Learner(policy, rules), batch(policy, 0)
     assert [one.step(rows)["learning_rate"] for _ in range(3)] == [1e-3, 7.5e-4, 5e-4]
-    with pytest.raises(ConfigError, match="schedule_steps or steps"):
-        words = ("--model", str(model), "--output", "out", "--schedule", "linear")
-        from_flags(TrainerSettings, words, program="grpo")
 
 
-def test_the_entropy_is_that_of_the_sampled_distributions(model: Path) -> None:
-    policy = Policy(str(model))
+def test_the_entropy_is_that_of_the_sampled_distributions(model: Path, policy: Policy) -> None:
     rows = [
         replace(row, temperatures=np.full(len(row.tokens), 0.7, np.float32))
         for row in batch(policy, 0)
@@ -324,16 +307,8 @@ def test_the_entropy_is_that_of_the_sampled_distributions(model: Path) -> None:
         assert float(numbers["entropy"]) == pytest.approx(np.mean(entropies), rel=1e-4)
 
 
-def test_lora_has_the_chosen_targets_and_scale(model: Path) -> None:
-    policy = Policy(str(model), lora=LoraSettings(4, alpha=12, targets="q_proj, v_proj"))
-    layers = {name.split(".lora_")[0].rpartition(".")[2] for name in policy.trained}
-    assert layers == {"q_proj", "v_proj"}
-    layer = next(one for one in policy.model.modules() if hasattr(one, "lora_A"))
-    assert layer.scaling == {"default": 3.0}
-
-
 def test_rows_of_recurrent_models_are_not_packed(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, policy: Policy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = MambaConfig(vocab_size=4096, hidden_size=16, num_hidden_layers=1)
     MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
@@ -341,26 +316,30 @@ def test_rows_of_recurrent_models_are_not_packed(
     words = ["--model", str(tmp_path / "mamba"), "--output", str(tmp_path / "out"), "--packed"]
     assert grpo.main(words) == 1
     assert "layers are attention" in capsys.readouterr().out
-    assert not Policy(str(model)).is_recurrent
+    assert not policy.is_recurrent
 
 
-def test_tied_weights_are_one_tensor(model: Path, tmp_path: Path) -> None:
-    first = Policy(str(model))
-    first.model.config.tie_word_embeddings = True
-    first.model.tie_weights()
-    first.save(tmp_path / "tied")
-    policy = Policy(str(tmp_path / "tied"))
-    names = [name for name, _ in policy.tensors()]
-    assert len(names) == len(set(names)) == len(dict(first.model.named_parameters()))
+def test_tied_weights_are_one_tensor(policy: Policy, tmp_path: Path) -> None:
+    policy.model.config.tie_word_embeddings = True
+    policy.model.tie_weights()
+    policy.save(tmp_path / "tied")
+    tied = Policy(str(tmp_path / "tied"))
+    names = [name for name, _ in tied.tensors()]
+    assert len(names) == len(set(names)) == len(dict(policy.model.named_parameters()))
     assert "lm_head.weight" not in names
-    policy.save(tmp_path / "again")
-    tokens = [5, 6, 7, 8]
-    again = Policy(str(tmp_path / "again")).prompt_logprobs(tokens)
-    assert again == policy.prompt_logprobs(tokens)
+    tied.save(tmp_path / "again")
+    again = Policy(str(tmp_path / "again"))
+    assert again.prompt_logprobs([5, 6, 7, 8]) == tied.prompt_logprobs([5, 6, 7, 8])
 
 
-def test_lora_leaves_the_model_and_is_its_own_reference(model: Path, tmp_path: Path) -> None:
-    policy = Policy(str(model), lora=LoraSettings(4))
+def test_a_lora_of_chosen_layers_leaves_the_model_which_is_its_reference(
+    model: Path, tmp_path: Path
+) -> None:
+    policy = Policy(str(model), lora=LoraSettings(4, alpha=12, targets="q_proj, v_proj"))
+    layers = {name.split(".lora_")[0].rpartition(".")[2] for name in policy.trained}
+    assert layers == {"q_proj", "v_proj"}
+    layer = next(one for one in policy.model.modules() if hasattr(one, "lora_A"))
+    assert layer.scaling == {"default": 3.0}
     rows = padded(batch(policy, 2))
     one = Learner(policy, StepSettings(learning_rate=1e-2, loss=LossSettings(kl_weight=0.1)))
     before = policy.logprobs(rows).detach()
@@ -484,9 +463,8 @@ def train(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_noise_on_the_logprobs_ends_the_run_with_the_reason(
-    model: Path, tmp_path: Path, train: Any
+    policy: Policy, tmp_path: Path, train: Any
 ) -> None:
-    policy = Policy(str(model))
     spoiled = [leased(policy, number, 2.0) for number in range(4)]
     with pytest.raises(MismatchError, match=r"differ .* nats per token") as raised:
         train(spoiled, steps=8)
@@ -501,9 +479,8 @@ def test_noise_on_the_logprobs_ends_the_run_with_the_reason(
 
 @pytest.mark.parametrize("logprob", [-9999.0, float("-inf"), float("nan")])
 def test_an_extreme_logprob_costs_its_row_and_nothing_else(
-    model: Path, tmp_path: Path, train: Any, logprob: float
+    policy: Policy, tmp_path: Path, train: Any, logprob: float
 ) -> None:
-    policy = Policy(str(model))
     batches = [leased(policy, number, 0.0) for number in range(2)]
     logprobs = batches[0].groups[0].rows[1].logprobs
     assert logprobs is not None
