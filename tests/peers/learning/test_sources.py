@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
-from envserver_clients.http import SyncEnvClient
 from envserver_clients.records import Batch, ClientGroup
 from envserver_clients.training.checkpoints import CheckpointInfo
 from envserver_clients.training.settings import TrainerSettings, from_flags
@@ -18,30 +18,21 @@ from support.commands import free_port, running
 
 
 def test_the_trainer_sets_unreadable_groups_aside() -> None:
-    class Client:
-        leases = [
-            Batch("one", 0.0, [unreadable("a"), posted("b")]),
-            Batch("two", 0.0, [unreadable("c")]),
-            Batch("three", 0.0, [posted("d")]),
-        ]
-
-        def __init__(self) -> None:
-            self.calls: list[object] = []
-
-        def lease(self, **_: object) -> Batch | None:
-            return self.leases.pop(0) if self.leases else None
-
-        def set_aside(self, batch: Batch, group_ids: list[str], *, reason: str) -> None:
-            self.calls.append((batch.lease_id, group_ids))
-
-        def ack(self, batch: Batch, **_: object) -> None:
-            self.calls.append(batch.lease_id)
-
-    client = Client()
-    source = NativeSource(cast(SyncEnvClient, client), idle_seconds=60)
+    calls: list[object] = []
+    leases = [
+        Batch("one", 0.0, [unreadable("a"), posted("b")]),
+        Batch("two", 0.0, [unreadable("c")]),
+        Batch("three", 0.0, [posted("d")]),
+    ]
+    client: Any = SimpleNamespace(
+        lease=lambda **_: leases.pop(0) if leases else None,
+        set_aside=lambda batch, group_ids, reason: calls.append((batch.lease_id, group_ids)),
+        ack=lambda batch, **_: calls.append(batch.lease_id),
+    )
+    source = NativeSource(client, idle_seconds=60)
     found = [[group.group_id for group in batch.groups] for batch in islice(source.batches(), 2)]
     assert found == [["b"], ["d"]]
-    assert client.calls == [("one", ["a"]), ("two", ["c"]), "two"]
+    assert calls == [("one", ["a"]), ("two", ["c"]), "two"]
 
 
 def unreadable(group_id: str) -> ClientGroup:
