@@ -12,7 +12,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-torch.set_num_threads(1)
 ALPHAS = (0.5, 1.0, -0.3)
 
 
@@ -37,6 +36,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
+def assert_merged(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
+    """The adapter in `lora` makes these weights of those in `base`."""
+    merge(Recipe(folder / "base", (Vector(folder / "lora"),)), [folder / "made"])
+    for name, value in weights(folder / "made").items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("dtype", "tied"),
     [
@@ -50,11 +56,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_equals_torch_to_the_last_bit_and_loads(
     tmp_path: Path, dtype: torch.dtype, tied: bool
 ) -> None:
-    folders = []
-    for seed, name in enumerate(("base", "sft", "rl")):
-        shards = {"max_shard_size": "20KB"} if name != "rl" else {}
-        model(seed, dtype, tied=tied).save_pretrained(tmp_path / name, **shards)
-        folders.append(tmp_path / name)
+    folders = [tmp_path / name for name in ("base", "sft", "rl")]
+    for seed, (folder, most) in enumerate(zip(folders, ("20KB", "20KB", "5GB"), strict=True)):
+        model(seed, dtype, tied=tied).save_pretrained(folder, max_shard_size=most)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     base, sft, rl = ({k: v.to(wide) for k, v in weights(one).items()} for one in folders)
     recipe = Recipe(folders[0], (Vector(folders[2], folders[1]),), ALPHAS)
@@ -91,14 +95,11 @@ def test_an_adapter_is_what_peft_makes_of_it(tmp_path: Path, settings: dict[str,
         torch.nn.init.normal_(weight, std=0.1)
     adapted.save_pretrained(tmp_path / "lora")
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    PeftModel.from_pretrained(fresh, tmp_path / "lora").merge_and_unload().save_pretrained(
-        tmp_path / "expected"
-    )
-    merge(Recipe(tmp_path / "base", (Vector(tmp_path / "lora"),)), [tmp_path / "made"])
-    expected, before = weights(tmp_path / "expected"), weights(tmp_path / "base")
-    assert any(not torch.equal(expected[name], before[name]) for name in expected)
-    for name, value in weights(tmp_path / "made").items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    expected = PeftModel.from_pretrained(fresh, tmp_path / "lora").merge_and_unload()
+    expected.save_pretrained(tmp_path / "expected")
+    wanted, before = weights(tmp_path / "expected"), weights(tmp_path / "base")
+    assert any(not torch.equal(wanted[name], before[name]) for name in wanted)
+    assert_merged(tmp_path, wanted)
 
 
 def test_an_adapter_of_another_base_is_merged_into_that_one(tmp_path: Path) -> None:
@@ -109,7 +110,4 @@ def test_an_adapter_of_another_base_is_merged_into_that_one(tmp_path: Path) -> N
     adapted.save_pretrained(tmp_path / "lora")  # lora_B is 0 at first: it is what it was
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "other")
-    merge(Recipe(tmp_path / "base", (Vector(tmp_path / "lora"),)), [tmp_path / "made"])
-    made, wanted = weights(tmp_path / "made"), weights(tmp_path / "other")
-    for name, value in made.items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
+    assert_merged(tmp_path, weights(tmp_path / "other"))
