@@ -1,13 +1,17 @@
 """What walled code asks of the engine with its own key: only listed fields arrive there.
 
-The engine keeps every request it gets (support/recording_engine.py). What constrains what is
-sampled: the run decides, and nothing is too hard for the engine.
+The engine keeps every request it gets. What constrains what is sampled: the run decides, and
+nothing is too hard for the engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import copy
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +21,75 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dialects import json_values, mangled
 from support.extent import examples
-from support.recording_engine import (
-    BACKTRACKS,
-    CHAT,
-    MESSAGES,
-    METADATA,
-    PLAIN,
-    RESPONSES,
-    TEXT,
-    Json,
-    refused,
-    send,
-)
+from support.proxy_house import asgi_answer
+from support.serving import attempt_spec
 
+from envserver import TokensConfig
+from envserver.proxy import EngineEndpoint, Proxy
+
+Json = dict[str, Any]
+
+CHAT, TEXT = "v1/chat/completions", "v1/completions"
+RESPONSES, MESSAGES = "v1/responses", "v1/messages"
+METADATA = "http://169.254.169.254/latest/meta-data"
+ANSWER: Json = {
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hi."}, "text": "Hi."}],
+    "usage": {"completion_tokens": 1, "prompt_tokens": 1},
+}
+BACKTRACKS = "(a+)+$"
+PLAIN: dict[str, Json] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi."}]},
+    TEXT: {"prompt": "Hi."},
+    RESPONSES: {"input": "Hi."},
+    MESSAGES: {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}]},
+}
 CASES: Json = yaml.safe_load((Path(__file__).parent / "hostile_requests.yaml").read_text())
 IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf"
 DIALECTS = pytest.mark.parametrize("path", PLAIN)
+
+
+class RecordingEngine:
+    """Answers the same to everything, and keeps what it was asked."""
+
+    kind = "openai"
+    exact = False
+
+    def __init__(self) -> None:
+        self.asked: list[Json] = []
+
+    async def post(self, path: str, body: Json, **how: Any) -> Json:
+        self.asked.append(body)
+        return copy.deepcopy(ANSWER)
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Json, **how: Any) -> AsyncIterator[AsyncIterator[Json]]:
+        raise AssertionError("Nothing here is streamed.")
+        yield
+
+
+def send(path: str, body: Json, **allowed: Any) -> tuple[int, Json, list[Json]]:
+    """Returns the status and the answer, and what the engine was asked.
+
+    Args:
+        allowed: settings of the run, as of TokensConfig.
+    """
+    engine = RecordingEngine()
+    endpoint = EngineEndpoint(engine, tokens=TokensConfig(**allowed))  # type: ignore[arg-type]
+
+    proxy = Proxy(engine, endpoint=endpoint)  # type: ignore[arg-type]
+    key = proxy.open(attempt_spec()).key
+    status, answer = asyncio.run(asgi_answer(proxy, key, body, path=path))
+    return status, json.loads(answer), engine.asked
+
+
+def refused(path: str, body: Json, *words: str, **allowed: Any) -> None:
+    """The request is refused in its dialect's form, and nothing arrives at the engine."""
+    status, answer, asked = send(path, body, **allowed)
+    assert (status, asked) == (400, [])
+    error = answer["error"]
+    assert error["type"] == "invalid_request_error" or error["code"] == "input"
+    for word in words:
+        assert word in error["message"]
 
 
 def user(*parts: Json) -> Json:

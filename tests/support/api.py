@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
 import sys
@@ -13,14 +14,19 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
-from envserver_records.records import Group, Score, Sequence, Task, Trajectory, Usage, pack
+from envserver_records.records import Group, Score, Sequence, Task, Usage, pack
+from envserver_records.sampling import SamplingSpan
 
 from envserver import ServerConfig
 from envserver.api import create_api, serve_api
+from envserver.remote import GROUP_LIST_MSGPACK
+from envserver.remote.batch import encode_batch
+from envserver.rollouts import group_id as group_id_of
 from envserver.rollouts.stream import GroupRequest
 from envserver.store import Store, open_store
 from envserver.store.sink import put_of
 
+from .records import trajectory
 from .waiting import PATIENCE
 
 REGISTRATION = {
@@ -33,6 +39,7 @@ REGISTRATION = {
     "starting_step": 3,
     "num_steps": 100,
 }
+GROUP = {"content-type": "application/vnd.envserver.group+msgpack"}
 ENVIRONMENT = {"max_token_length": 100, "desired_name": "env", "weight": 1.0, "group_size": 2}
 KEYS = [
     "tokens",
@@ -74,10 +81,12 @@ class Api:
 
     # Trainers of our own API
 
-    async def put(self, *group_ids: str, trajectories: int = 2, **changes: Any) -> None:
+    async def put(
+        self, *group_ids: str, trajectories: int = 2, truncated: bool = False, **changes: Any
+    ) -> None:
         """Stores groups of our own environments; `changes` go to each group."""
         for group_id in group_ids:
-            group = native_group(group_id, trajectories)
+            group = native_group(group_id, trajectories, truncated=truncated)
             await put_native(self.store, msgspec.structs.replace(group, **changes))
 
     async def run(self, name: str = "run", **wanted: Any) -> Any:
@@ -163,19 +172,16 @@ async def running_api(
 
 @contextlib.contextmanager
 def api_process(place: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The same as a process of its own; it answers when this returns."""
-    command = [sys.executable, str(Path(__file__).with_name("api_process.py")), str(place)]
-    process = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"serving\n"
-        yield process
-    finally:
-        if process.poll() is None:
+    """The same as a process of its own, until it is killed; it answers when this returns."""
+    command = [sys.executable, "-m", "support.api", str(place.resolve()), str(port)]
+    folder = Path(__file__).parents[1]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"serving\n"
+            yield process
+        finally:
             process.kill()
-        process.wait(PATIENCE)
-        if process.stdout is not None:
-            process.stdout.close()
 
 
 def wire_group(rows: int = 2, mark: int = 0, **fields: Any) -> dict[str, Any]:
@@ -199,7 +205,15 @@ def native_group(group_id: str, trajectories: int = 2, **changes: Any) -> Group:
         env="math",
         task_id="task-1",
         split="train",
-        trajectories=[_trajectory(group_id, number, **changes) for number in range(trajectories)],
+        trajectories=[
+            trajectory(
+                f"{group_id}-{number}",
+                sequence(),
+                **{"task_id": "task-1", "score": Score(reward=float(number % 2)), "usage": Usage()}
+                | changes,
+            )
+            for number in range(trajectories)
+        ],
         policy_version=7,
         generation_params={"temperature": 0.7},
     )
@@ -229,21 +243,100 @@ def sequence() -> Sequence:
     )
 
 
-def _trajectory(group_id: str, number: int, **changes: Any) -> Trajectory:
-    facts: dict[str, Any] = {
-        "rollout_id": f"{group_id}-{number}",
-        "attempt": 1,
-        "task_id": "task-1",
+# An environment on another machine, as its server sees it
+
+
+class Joined:
+    """A session of one that registers and posts what it is told; made by `join`."""
+
+    def __init__(self, api: Api, welcome: dict[str, Any]) -> None:
+        self.api = api
+        self.id, self.seed = welcome["id"], welcome["seed"]
+        self.stored = welcome["stored"]
+        self.key = {"x-environment-key": welcome["key"]}
+        self.news: dict[str, Any] | None = None
+
+    async def send(self, method: str, path: str, **more: Any) -> httpx.Response:
+        headers = self.key | more.pop("headers", {})
+        return await self.api.http.request(
+            method, f"/v1/environments/{self.id}{path}", headers=headers, **more
+        )
+
+    async def beat(self, **facts: Any) -> dict[str, Any]:
+        """A heartbeat that knows what the one before was told; the news."""
+        body = {"capacity": 9, "seen": self.news} | facts
+        answer = await self.send("POST", "/heartbeat", json=body)
+        assert answer.status_code == 200, answer.text
+        self.news = answer.json()
+        return dict(self.news)
+
+    async def put(self, *indices: int, status: int = 200) -> None:
+        """Posts these groups of its stream; all are answered with `status`."""
+        for index in indices:
+            answer = await self.post(pack(self.group(index)))
+            assert answer.status_code == status, answer.text
+
+    async def post(self, body: bytes) -> httpx.Response:
+        return await self.send("POST", "/groups", content=body, headers=GROUP)
+
+    async def post_all(self, bodies: list[bytes]) -> list[tuple[int, str]]:
+        """Posts them in one request; index and place of the refused ones."""
+        headers = {"content-type": GROUP_LIST_MSGPACK}
+        answer = await self.send("POST", "/groups", content=encode_batch(bodies), headers=headers)
+        assert answer.status_code == 200, answer.text
+        return [(said["index"], said["place"]) for said in answer.json()["refused"]]
+
+    def group(self, index: int, **changes: Any) -> Group:
+        """The group at `index` of its stream."""
+        return stream_group(index, self.seed, **changes)
+
+
+def stream_group(index: int, seed: int = 0, **changes: Any) -> Group:
+    """The group at `index` of a stream of math."""
+    group = native_group(group_id_of(f"math-train-{seed}-", index, "task-1"), **changes)
+    group.index, group.seed = index, seed
+    return group
+
+
+async def join(api: Api, name: str = "math@one", place: str = "", **changes: Any) -> Joined:
+    """Registers; `place`: parameters of the address."""
+    answer = await api.http.post(f"/v1/environments{place}", json=registration(name, **changes))
+    assert answer.status_code == 201, answer.text
+    return Joined(api, answer.json())
+
+
+def registration(name: str = "math@one", **changes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "instance": f"the secret of {name}",
         "env": "math",
-        "sequences": [sequence()],
-        "messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
-        "tools": [],
-        "output": "2",
-        "score": Score(reward=float(number % 2)),
-        "finish_reason": "stop",
-        "truncated": False,
-        "limit": None,
-        "turns": 1,
-        "usage": Usage(),
-    }
-    return Trajectory(**(facts | changes))
+        "split": "train",
+        "seed": 0,
+        "group_size": 2,
+    } | changes
+
+
+def spoiled(**columns: Any) -> bytes:
+    """A packed group whose first row has other columns."""
+    group = stream_group(0)
+    for name, values in columns.items():
+        dtype = np.float32 if name == "logprobs" else np.uint8 if name == "mask" else np.int32
+        setattr(group.trajectories[0].sequences[0], name, np.array(values, dtype))
+    return pack(group)
+
+
+def sampled(*spans: SamplingSpan) -> bytes:
+    """A packed group whose first row of five tokens was sampled so."""
+    group = stream_group(0)
+    group.trajectories[0].sequences[0].sampling = list(spans)
+    return pack(group)
+
+
+async def _serve_for_ever(place: str, port: str) -> None:
+    async with running_api(place, server={"port": int(port)}):
+        print("serving", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_for_ever(*sys.argv[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +177,9 @@ class Conversation:
         status = await self.api.end(what, lease, run or "run", **json.loads(more or "{}"))
         return "" if status in (200, 204) else str(status)
 
-    async def ack(self, words: str, expected: str) -> str:
-        return await self.end("ack", words, expected)
-
-    async def nack(self, words: str, expected: str) -> str:
-        return await self.end("nack", words, expected)
-
-    async def extend(self, words: str, expected: str) -> str:
-        return await self.end("extend", words, expected)
+    ack = partialmethod(end, "ack")
+    nack = partialmethod(end, "nack")
+    extend = partialmethod(end, "extend")
 
 
 def alike(found: Any, expected: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import anthropic
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from envserver.proxy.admission import read_request
 from envserver.proxy.dialects import DIALECTS
 from envserver.proxy.model_request import ModelRequest
+from support.speaking import call
 
 Json = dict[str, Any]
 
@@ -40,25 +42,30 @@ class Api:
     """One dialect, and its official client, which checks all that it gets against its types.
 
     Attributes:
-        whole, streamed: ask, and give the client's own answer.
-        told: what such an answer says.
+        resource: of the client: what asks.
+        final: the method that gives the whole answer of a stream.
+        form: the field that names the type of an answer.
+        told: what an answer says.
         histories: requests that send it back, with a text as the user's next turn.
-        parsed: an object of a type that the client makes of an answer.
+        object_in: what the client made of an answer with a type.
         smallest: the smallest request, beside its model.
         thinking: fields by which a client asks for thoughts.
     """
 
     path: ClassVar[str]
+    resource: ClassVar[str]
+    final: ClassVar[str]
+    form: ClassVar[str]
     smallest: ClassVar[Json]
+    client_type: ClassVar[Any] = openai.OpenAI
+    client_url: ClassVar[str] = "http://desk/v1"
     thinking: ClassVar[Json] = {}
     refused: ClassVar[Any] = openai.APIStatusError
     broken: ClassVar[Any] = openai.APIError
     strict = True
-    whole: Any
-    streamed: Any
     told: Any
     histories: Any
-    parsed: Any
+    object_in: Any
 
     def __init__(self) -> None:
         self.adapter = DIALECTS[self.path]
@@ -71,19 +78,34 @@ class Api:
         return read_request(self.adapter, body, {} if memory is None else memory)
 
     def client(self, desk: Desk) -> Any:
-        return openai.OpenAI(
-            base_url="http://desk/v1",
+        return self.client_type(
+            base_url=self.client_url,
             api_key="any",
             http_client=desk.http,
             max_retries=0,
             _strict_response_validation=self.strict,
         )
 
+    def endpoint(self, desk: Desk) -> Any:
+        return attrgetter(self.resource)(self.client(desk))
+
     def create(self, desk: Desk, streamed: bool = False, **asked: Any) -> Any:
         """The client's own answer, whole or put together from a stream."""
         asked = {"model": "any", **self.smallest, **asked}
         ask = self.streamed if streamed else self.whole
-        return ask(self.client(desk), asked)
+        return ask(self.endpoint(desk), asked)
+
+    def whole(self, endpoint: Any, asked: Json) -> Any:
+        return endpoint.create(**asked)
+
+    def streamed(self, endpoint: Any, asked: Json) -> Any:
+        with endpoint.stream(**asked) as stream:
+            return getattr(stream, self.final)()
+
+    def parsed(self, desk: Desk, form: Any) -> Any:
+        """An object of the type `form`, as the client makes it of an answer."""
+        asked = {"model": "any", **self.smallest, self.form: form}
+        return self.object_in(self.endpoint(desk).parse(**asked))
 
     def compared(self, answer: Any) -> Any:
         """All of an answer that is the same whole and streamed."""
@@ -96,14 +118,8 @@ class Api:
 
 class Chat(Api):
     path = "v1/chat/completions"
+    resource, final, form = "chat.completions", "get_final_completion", "response_format"
     smallest = {"messages": [HI]}
-
-    def whole(self, client: Any, asked: Json) -> Any:
-        return client.chat.completions.create(**asked)
-
-    def streamed(self, client: Any, asked: Json) -> Any:
-        with client.chat.completions.stream(**asked) as stream:
-            return stream.get_final_completion()
 
     def told(self, answer: Any) -> Told:
         message = answer.choices[0].message
@@ -114,23 +130,23 @@ class Chat(Api):
     def histories(self, answer: Any, text: str) -> Iterator[Json]:
         yield {"messages": [HI, answer.choices[0].message.to_dict(), {**HI, "content": text}]}
 
-    def parsed(self, desk: Desk, form: Any) -> Any:
-        asked: Any = {"model": "any", **self.smallest, "response_format": form}
-        return self.client(desk).chat.completions.parse(**asked).choices[0].message.parsed
+    def object_in(self, answer: Any) -> Any:
+        return answer.choices[0].message.parsed
 
 
 class Texts(Api):
     path = "v1/completions"
+    resource = "completions"
     smallest = {"prompt": "hi"}
     strict = (
         False  # of chunks the client's types forbid a finish_reason of null, as OpenAI sends it
     )
 
-    def whole(self, client: Any, asked: Json) -> Any:
-        return [client.completions.create(**asked)]
+    def whole(self, endpoint: Any, asked: Json) -> Any:
+        return [endpoint.create(**asked)]
 
-    def streamed(self, client: Any, asked: Json) -> Any:
-        return [*client.completions.create(**asked, stream=True)]
+    def streamed(self, endpoint: Any, asked: Json) -> Any:
+        return [*endpoint.create(**asked, stream=True)]
 
     def told(self, answer: Any) -> Told:
         text = "".join(choice.text for part in answer for choice in part.choices)
@@ -141,13 +157,11 @@ class Texts(Api):
 
 class Responses(Api):
     path = "v1/responses"
+    resource, form = "responses", "text_format"
     smallest = {"input": "hi"}
 
-    def whole(self, client: Any, asked: Json) -> Any:
-        return client.responses.create(**asked)
-
-    def streamed(self, client: Any, asked: Json) -> Any:
-        *_, last = client.responses.create(**asked, stream=True)
+    def streamed(self, endpoint: Any, asked: Json) -> Any:
+        *_, last = endpoint.create(**asked, stream=True)
         return last.response
 
     def told(self, answer: Any) -> Told:
@@ -169,32 +183,17 @@ class Responses(Api):
         yield {"input": [HI, *answer.output, then]}
         yield {"input": [then], "previous_response_id": answer.id}
 
-    def parsed(self, desk: Desk, form: Any) -> Any:
-        asked: Any = {"model": "any", **self.smallest, "text_format": form}
-        return self.client(desk).responses.parse(**asked).output_parsed
+    def object_in(self, answer: Any) -> Any:
+        return answer.output_parsed
 
 
 class Messages(Api):
     path = "v1/messages"
+    resource, final, form = "messages", "get_final_message", "output_format"
+    client_type, client_url = anthropic.Anthropic, "http://desk"
     smallest = {"max_tokens": 50, "messages": [HI]}
     thinking = {"max_tokens": 2000, "thinking": THINK}
     refused = broken = anthropic.APIStatusError
-
-    def client(self, desk: Desk) -> Any:
-        return anthropic.Anthropic(
-            base_url="http://desk",
-            api_key="any",
-            http_client=desk.http,
-            max_retries=0,
-            _strict_response_validation=True,
-        )
-
-    def whole(self, client: Any, asked: Json) -> Any:
-        return client.messages.create(**asked)
-
-    def streamed(self, client: Any, asked: Json) -> Any:
-        with client.messages.stream(**asked) as stream:
-            return stream.get_final_message()
 
     def told(self, answer: Any) -> Told:
         by_kind: dict[str, list[Any]] = {"thinking": [], "text": [], "tool_use": []}
@@ -215,9 +214,8 @@ class Messages(Api):
         then = {"role": "user", "content": [{"type": "text", "text": text}]}
         yield {"messages": [HI, {"role": "assistant", "content": answer.content}, then]}
 
-    def parsed(self, desk: Desk, form: Any) -> Any:
-        asked: Any = {"model": "any", **self.smallest, "output_format": form}
-        return self.client(desk).messages.parse(**asked).parsed_output
+    def object_in(self, answer: Any) -> Any:
+        return answer.parsed_output
 
     def kind(self, error: Any) -> Any:
         return error.type
@@ -310,21 +308,10 @@ def chat_answer(
         message["reasoning"] = reasoning
     if calls:
         message["tool_calls"] = calls
-    choice = {
-        "index": 0,
-        "message": message,
-        "logprobs": None if logprobs is None else {"content": logprobs},
-        "finish_reason": finish or ("tool_calls" if calls else "stop"),
-        "stop_reason": stop,
-    }
+    finish = finish or ("tool_calls" if calls else "stop")
+    choice = _choice("message", message, logprobs, finish, stop)
     head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1_700_000_000}
     return {**head, "model": "tiny", "choices": [choice], "usage": USAGE}
-
-
-def call(call_id: str, name: str, arguments: str) -> Json:
-    """A tool call of a chat answer."""
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
 
 
 def message_of(answer: Json) -> Json:
@@ -352,22 +339,24 @@ def chunks_of(answer: Json, piece: int) -> Iterator[Json]:
     yield {**_head(answer), "choices": [], "usage": answer["usage"]}
 
 
-def _chunk(
-    answer: Json,
-    delta: Json,
-    *,
+def _choice(
+    part: str,
+    said: Json,
     logprobs: list[Any] | None = None,
     finish: str | None = None,
     stop: str | None = None,
 ) -> Json:
-    choice = {
+    return {
         "index": 0,
-        "delta": delta,
+        part: said,
         "logprobs": None if logprobs is None else {"content": logprobs},
         "finish_reason": finish,
         "stop_reason": stop,
     }
-    return {**_head(answer), "choices": [choice], "usage": None}
+
+
+def _chunk(answer: Json, delta: Json, **how: Any) -> Json:
+    return {**_head(answer), "choices": [_choice("delta", delta, **how)], "usage": None}
 
 
 def _head(answer: Json) -> Json:

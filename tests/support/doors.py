@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Literal
 
+from .raw_server import read_request
 from .waiting import PATIENCE
 
 State = Literal["open", "closed", "loses answers", "frozen"] | int
@@ -116,13 +117,8 @@ async def _hang_up_with(reader: asyncio.StreamReader, far_writer: asyncio.Stream
 
 async def _request(reader: asyncio.StreamReader) -> bytes:
     """Reads one request, which asks the server to close the connection after it."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = 0
-    for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"content-length:"):
-            length = int(line.partition(b":")[2])
-    head = head.replace(b"onnection: keep-alive", b"onnection: close")
-    return head + await reader.readexactly(length)
+    head, body = await read_request(reader)
+    return head.replace(b"onnection: keep-alive", b"onnection: close") + body
 
 
 @contextlib.asynccontextmanager

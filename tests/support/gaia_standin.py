@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from envserver.workers import Assignment
-from support.worker_standin import StandIn
+from support.worker_standin import StandIn, serving
 
 ZOO = str(Path(__file__).with_name("gaia_zoo.py"))
 
@@ -38,17 +37,6 @@ class Scripted(StandIn):
         return web.json_response({"choices": [{**choice, "stop_reason": "</code>"}]})
 
 
-@asynccontextmanager
-async def scripted() -> AsyncIterator[Scripted]:
+def scripted() -> AbstractAsyncContextManager[Scripted]:
     """Serves one."""
-    standin = Scripted()
-    runner = web.AppRunner(standin.app(), access_log=None)
-    await runner.setup()
-    standin.runner = runner
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0]
-    standin.url = f"http://{host}:{port}"
-    try:
-        yield standin
-    finally:
-        await runner.cleanup()
+    return serving(Scripted)

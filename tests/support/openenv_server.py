@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from envserver import aio
+from support.serving import serving_aiohttp
 
 Json = dict[str, Any]
 _TEXT = {"properties": {"metadata": {"type": "object"}, "guess": {"type": "string"}}}
@@ -159,12 +160,6 @@ async def openenv_server(fault: str = "", **more: int) -> AsyncIterator[Server]:
     app = web.Application()
     app.router.add_get("/{game}/schema", server.schema)
     app.router.add_get("/{game}/ws", server.session)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with serving_aiohttp(app) as runner:
+        server.url = runner.url
         yield server
-    finally:
-        await runner.cleanup()

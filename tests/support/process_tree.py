@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _numbers = itertools.count(3600)
@@ -19,34 +19,37 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def parents() -> dict[int, int]:
-    """The parent of every process that is not a zombie."""
-    found = {}
+def _stat(pid: int) -> tuple[str, list[str]]:
+    """Its name and its numbers from the state on; of one that is gone "" and none."""
+    try:
+        name, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    except OSError:
+        return "", []
+    return name, fields.split()
+
+
+def _living() -> Iterator[tuple[int, str, list[str]]]:
+    """Every process that is not a zombie, with what `_stat` says of it."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            if fields[0] not in "ZX":
-                found[int(entry.name)] = int(fields[1])
-    return found
+            name, fields = _stat(int(entry.name))
+            if fields and fields[0] not in "ZX":
+                yield int(entry.name), name, fields
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs (a zombie does not)."""
+    return _stat(pid)[1][:1] not in ([], ["Z"], ["X"])
+
+
+def parents() -> dict[int, int]:
+    """The parent of every process that is not a zombie."""
+    return {pid: int(fields[1]) for pid, _, fields in _living()}
 
 
 def alive_with(mark: str) -> list[int]:
     """Returns the processes named `mark`, or that have it as an argument, without zombies."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            name, _, state = (entry / "stat").read_text().rpartition(")")
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if (mark in name or mark.encode() in words) and state.split()[0] not in "ZX":
-            found.append(int(entry.name))
-    return found
+    return [pid for pid, name, _ in _living() if mark in name or mark.encode() in _words(pid)]
 
 
 def descendants(pid: int) -> set[int]:
@@ -59,12 +62,16 @@ def descendants(pid: int) -> set[int]:
         found |= more
 
 
+def _words(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
 def command(pid: int) -> str:
     """Its words, or "" when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
+    return b" ".join(_words(pid)).decode()
 
 
 def open_files(pid: int) -> int:
@@ -83,11 +90,5 @@ def own_megabytes(pid: int) -> float:
 
 def cpu_seconds(pids: Iterable[int]) -> float:
     """CPU time of processes, with that of their children that have ended."""
-    total = 0
-    for pid in pids:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        total += sum(map(int, fields[11:15]))
-    return total / os.sysconf("SC_CLK_TCK")
+    ticks = sum(int(spent) for pid in pids for spent in _stat(pid)[1][11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")

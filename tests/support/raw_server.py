@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import re
 import socket
 import struct
 from collections.abc import AsyncIterator, Sequence
@@ -47,11 +48,7 @@ class RawServer:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = await reader.readuntil(b"\r\n\r\n")
-        for line in head.lower().split(b"\r\n"):
-            if line.startswith(b"content-length:"):
-                await reader.readexactly(int(line.partition(b":")[2]))
-        self.requests.append(head)
+        self.requests.append((await read_request(reader))[0])
         end = self.end
         for piece in self.pieces:
             writer.write(piece)
@@ -62,6 +59,13 @@ class RawServer:
         if end == "hang":
             await reader.read()
         return end == "keep"
+
+
+async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """The head and the body of a request."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    found = re.search(rb"\r\ncontent-length:\s*(\d+)", head.lower())
+    return head, await reader.readexactly(int(found[1]) if found else 0)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

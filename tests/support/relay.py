@@ -15,6 +15,8 @@ import orjson
 from aiohttp import web
 
 from support.beside import beside
+from support.serving import serving_aiohttp
+from support.speaking import events_of
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _GENERATE = "/inference/v1/generate"
@@ -56,18 +58,17 @@ class Forwarder:
     async def serve(self, started: threading.Event, ended: asyncio.Event) -> None:
         app = web.Application(client_max_size=2**28)
         app.router.add_route("*", "/{path:.*}", self._forward)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
         connector = aiohttp.TCPConnector(limit=0, **self._connections)
         timeout = aiohttp.ClientTimeout(total=self.longest_seconds)
-        async with aiohttp.ClientSession(
-            connector=connector, auto_decompress=False, timeout=timeout
-        ) as self._http:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with (
+            aiohttp.ClientSession(
+                connector=connector, auto_decompress=False, timeout=timeout
+            ) as self._http,
+            serving_aiohttp(app, handler_cancellation=True) as server,
+        ):
+            self.url = server.url
             started.set()
             await ended.wait()
-            await runner.cleanup()
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         raise NotImplementedError
@@ -122,7 +123,7 @@ class Relay(Forwarder, list[Echo]):
             finally:
                 if request.path in _SAMPLES and answer.status == 200:
                     whole = answer.content.at_eof() and not streams
-                    chunks = [orjson.loads(heard)] if whole else _chunks(bytes(heard))
+                    chunks = [orjson.loads(heard)] if whole else events_of(bytes(heard))
                     self._note(request.path, orjson.loads(body), chunks)
         return told
 
@@ -172,13 +173,6 @@ def begins_a_row(echo: Echo, groups: Iterable[dict[str, Any]]) -> bool:
     """Does a row of the groups hold this call as the engine saw it?"""
     seen = echo.prompt_ids + echo.completion_ids
     return any(row[: len(seen)] == seen for group in groups for row in group["tokens"])
-
-
-def _chunks(heard: bytes) -> Iterator[dict[str, Any]]:
-    """What came whole of a stream."""
-    for line in heard.split(b"\n")[:-1]:
-        if line.startswith(b"data: {"):
-            yield orjson.loads(line[6:])
 
 
 def _logprobs(choice: dict[str, Any]) -> list[float]:

@@ -46,6 +46,9 @@ class Base(Environment):
     def demonstration(self, task):
         return [{"role": "assistant", "content": "6 * 7"}]
 
+    def score(self, task, result):
+        return Score(reward=1.0)
+
 
 class Zoo(Base):
     async def rollout(self, task, run):
@@ -202,9 +205,6 @@ class Plain(Base):
             summed = sandbox.run_python("print(6 * 7)")
             return [shown.decode(), summed.stdout.decode(), sandbox.total().executions]
 
-    def score(self, task, result):
-        return Score(reward=1.0)
-
 
 class Bare(Base):
     """Declares no sandbox, and asks for one."""
@@ -217,6 +217,3 @@ class Bare(Base):
                 return "open"
         except SandboxError as error:
             return error.message
-
-    def score(self, task, result):
-        return Score(reward=1.0)

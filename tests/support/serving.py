@@ -1,4 +1,4 @@
-"""ASGI applications over real HTTP, and what tests of the proxy need."""
+"""Applications over real HTTP, and what tests of the proxy need."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
+from aiohttp import web
 from envserver_records.records import Task
 
 from envserver.environment import Isolation
@@ -31,6 +32,26 @@ async def serving(app: Any) -> AsyncIterator[str]:
         finally:
             server.should_exit = True
             await running
+
+
+class AiohttpServer(web.AppRunner):
+    """A served aiohttp application."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.addresses[0][1]}"
+
+
+@asynccontextmanager
+async def serving_aiohttp(app: web.Application, **how: Any) -> AsyncIterator[AiohttpServer]:
+    """`app` on a free port of this machine. `how`: as of AppRunner."""
+    runner = AiohttpServer(app, access_log=None, **({"shutdown_timeout": 0.1} | how))
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner
+    finally:
+        await runner.cleanup()
 
 
 def attempt_spec(

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 Json = dict[str, Any]
 Message = dict[str, Any]
 
 
-class Speaker(Protocol):
+class Speaker:
     """One dialect."""
 
-    path: str
+    path: ClassVar[str]
+    wishes: ClassVar[frozenset[str]]
+    """Those fields of the chat API that the dialect has under the same name."""
 
     def body(self, messages: list[Message], tools: list[Json], wishes: Json, goes_on: str) -> Json:
         """A request.
@@ -24,30 +26,30 @@ class Speaker(Protocol):
             wishes: fields of the chat API; those that the dialect lacks are left out.
             goes_on: the id of the answer that the last assistant message is, unchanged; or "".
         """
+        return {"model": "any", **{k: v for k, v in wishes.items() if k in self.wishes}}
 
     def answers(self, whole: Json) -> list[Message]:
         """The messages in an answer, one per choice."""
+        raise NotImplementedError
 
     def joined(self, events: list[Json]) -> Json:
         """The whole answer that was streamed as `events`."""
+        raise NotImplementedError
 
 
-class Chat:
+class Chat(Speaker):
     """OpenAI's chat completions."""
 
     path = "v1/chat/completions"
 
     def body(self, messages: list[Message], tools: list[Json], wishes: Json, goes_on: str) -> Json:
-        """See Speaker."""
         told = {"tools": tools} if tools else {}
         return {"model": "any", "messages": messages, **wishes, **told}
 
     def answers(self, whole: Json) -> list[Message]:
-        """See Speaker."""
         return [choice["message"] for choice in whole["choices"]]
 
     def joined(self, events: list[Json]) -> Json:
-        """See Speaker."""
         messages: dict[int, Message] = {}
         for event in events:
             for part in event["choices"]:
@@ -60,26 +62,26 @@ class Chat:
         return {"choices": [{"message": messages[index]} for index in sorted(messages)]}
 
 
-class Texts:
-    """OpenAI's text completions. The last message holds the prompt, a text or token ids."""
+class Texts(Speaker):
+    """OpenAI's text completions. The last message holds the prompt, a text or token ids.
+
+    Messages in answers hold their ids.
+    """
 
     path = "v1/completions"
+    wishes = frozenset({"seed", "max_tokens", "stop", "n", "stream", "user"})
 
     def body(self, messages: list[Message], tools: list[Json], wishes: Json, goes_on: str) -> Json:
-        """See Speaker."""
-        told = {"seed", "max_tokens", "stop", "n", "stream", "user"}
-        body = {"model": "any", **{k: v for k, v in wishes.items() if k in told}}
+        body = super().body(messages, tools, wishes, goes_on)
         return {**body, "prompt": messages[-1]["content"], "return_token_ids": True}
 
     def answers(self, whole: Json) -> list[Message]:
-        """See Speaker. The messages hold their ids."""
         return [
             {"role": "assistant", "content": choice["text"], "token_ids": choice["token_ids"]}
             for choice in whole["choices"]
         ]
 
     def joined(self, events: list[Json]) -> Json:
-        """See Speaker."""
         choices: dict[int, Json] = {}
         for event in events:
             for part in event["choices"]:
@@ -89,15 +91,14 @@ class Texts:
         return {"choices": [choices[index] for index in sorted(choices)]}
 
 
-class Responses:
+class Responses(Speaker):
     """OpenAI's responses. Goes on by `previous_response_id` where that says all."""
 
     path = "v1/responses"
+    wishes = frozenset({"seed", "chat_template_kwargs", "stream", "user"})
 
     def body(self, messages: list[Message], tools: list[Json], wishes: Json, goes_on: str) -> Json:
-        """See Speaker."""
-        told = {"seed", "chat_template_kwargs", "stream", "user"}
-        body = {"model": "any", **{k: v for k, v in wishes.items() if k in told}}
+        body = super().body(messages, tools, wishes, goes_on)
         body["max_output_tokens"] = wishes["max_tokens"]
         if messages[0]["role"] == "system":
             body["instructions"] = messages[0]["content"]
@@ -115,7 +116,6 @@ class Responses:
         return body
 
     def answers(self, whole: Json) -> list[Message]:
-        """See Speaker."""
         message: Message = {"role": "assistant", "content": ""}
         for item in whole["output"]:
             if item["type"] == "message":
@@ -126,20 +126,18 @@ class Responses:
         return [message]
 
     def joined(self, events: list[Json]) -> Json:
-        """See Speaker."""
         whole: Json = events[-1]["response"]
         return whole
 
 
-class Messages:
+class Messages(Speaker):
     """Anthropic's messages."""
 
     path = "v1/messages"
+    wishes = frozenset({"seed", "chat_template_kwargs", "stream", "max_tokens"})
 
     def body(self, messages: list[Message], tools: list[Json], wishes: Json, goes_on: str) -> Json:
-        """See Speaker."""
-        told = {"seed", "chat_template_kwargs", "stream", "max_tokens"}
-        body = {"model": "any", **{k: v for k, v in wishes.items() if k in told}}
+        body = super().body(messages, tools, wishes, goes_on)
         body["metadata"] = {"user_id": wishes["user"]}
         if wishes.get("stop"):
             body["stop_sequences"] = wishes["stop"]
@@ -155,7 +153,6 @@ class Messages:
         return body
 
     def answers(self, whole: Json) -> list[Message]:
-        """See Speaker."""
         message: Message = {"role": "assistant", "content": ""}
         for block in whole["content"]:
             if block["type"] == "text":
@@ -166,7 +163,6 @@ class Messages:
         return [message]
 
     def joined(self, events: list[Json]) -> Json:
-        """See Speaker."""
         blocks: dict[int, Json] = {}
         for event in events:
             if event["type"] == "content_block_start":
@@ -188,8 +184,8 @@ def call(call_id: str, name: str, arguments: str) -> Json:
 
 
 def events_of(stream: bytes) -> list[Json]:
-    """The data of server-sent events."""
-    lines = stream.split(b"\n")
+    """The data of those server-sent events that came whole."""
+    lines = stream.split(b"\n")[:-1]
     return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
 

@@ -89,6 +89,13 @@ class Model:
             if run.is_open
         }
 
+    def holding(self, queue: str, names: list[str]) -> dict[str, Delivery]:
+        """The queue, which must have them all."""
+        there = self.queues[queue]
+        if any(name not in there for name in names):
+            raise NotFoundError("")
+        return there
+
     # Groups
 
     def put(self, name: str, group: Group, state: str) -> bool:
@@ -110,9 +117,7 @@ class Model:
                         self.queues[run.queue].setdefault(name, Delivery("queued"))
 
     def move(self, names: list[str], target: str) -> None:
-        there = self.queues[SHARED]
-        if any(name not in there for name in names):
-            raise NotFoundError("")
+        there = self.holding(SHARED, names)
         if any(there[name].state not in MOVES.get(target, ()) for name in names):
             raise ConflictError("")
         for name in names:
@@ -242,9 +247,7 @@ class Model:
         """Whether a lease may hold just these."""
         run = self.require_open(name)
         self.expire()
-        there = self.queues[run.queue]
-        if any(group not in there for group in groups):
-            raise NotFoundError("")
+        there = self.holding(run.queue, groups)
         for group in groups:
             is_of_run = not run.environments or self.groups[group].env in run.environments
             if there[group].state != "queued" or not is_of_run:
@@ -266,12 +269,10 @@ class Model:
         if lease_id not in self.leases:
             raise NotFoundError("")
         lease = self.leases[lease_id]
-        there = self.queues[self.runs[lease.run].queue]
         if lease.state not in ("open", "expired"):
             raise ConflictError("")
         if lease.state == "expired":
-            if any(group not in there for group in lease.groups):
-                raise NotFoundError("")
+            there = self.holding(self.runs[lease.run].queue, lease.groups)
             held = [there[group] for group in lease.groups]
             if any((one.state, one.lease_id) != ("queued", lease_id) for one in held):
                 raise ConflictError("")
@@ -300,9 +301,7 @@ class Model:
         if lease_id not in self.leases:
             raise NotFoundError("")
         queue = self.runs[self.leases[lease_id].run].queue
-        there = self.queues[queue]
-        if any(name not in there for name in names):
-            raise NotFoundError("")
+        there = self.holding(queue, names)
         done = ("dropped", lease_id)
         wanted = [one for one in names if (there[one].state, there[one].lease_id) != done]
         if any(name not in self.leases[lease_id].groups for name in wanted):

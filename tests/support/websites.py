@@ -12,6 +12,8 @@ from urllib.parse import quote
 
 from aiohttp import web
 
+from support.serving import serving_aiohttp
+
 QUESTION = "How many blue herons nested on the northern bank of the river Elbe in spring 1987"
 KEY = "tvly-secret-key"
 
@@ -19,8 +21,8 @@ KEY = "tvly-secret-key"
 class Websites:
     """What was asked is counted by path; `failing` are statuses to give once each."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self) -> None:
+        self.url = ""
         self.asked: Counter[str] = Counter()
         self.failing: list[int] = []
         self.keys: set[str] = set()
@@ -109,15 +111,9 @@ class Websites:
 
 @asynccontextmanager
 async def websites() -> AsyncIterator[Websites]:
-    sites = Websites("")
+    sites = Websites()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", sites.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    sites.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with serving_aiohttp(app) as server:
+        sites.url = server.url
         yield sites
-    finally:
-        await runner.cleanup()

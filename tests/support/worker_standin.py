@@ -1,4 +1,4 @@
-"""A stand-in for the proxy's routes for workers, and helpers that watch processes."""
+"""A stand-in for the proxy's routes for workers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import orjson
 from aiohttp import web
 
 from envserver.workers import Assignment
+from support.serving import serving_aiohttp
 
 ZOO = str(Path(__file__).with_name("worker_zoo.py"))
 
@@ -119,25 +120,9 @@ class StandIn:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[StandIn]:
-    standin = StandIn()
-    runner = web.AppRunner(standin.app(), access_log=None)
-    await runner.setup()
-    standin.runner = runner
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0]
-    standin.url = f"http://{host}:{port}"
-    try:
+async def serving(kind: type[StandIn] = StandIn) -> AsyncIterator[Any]:
+    """One of this kind."""
+    standin = kind()
+    async with serving_aiohttp(standin.app(), shutdown_timeout=60) as runner:
+        standin.runner, standin.url = runner, runner.url
         yield standin
-    finally:
-        await runner.cleanup()
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs (a zombie does not)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"

@@ -37,11 +37,12 @@ from support.api import (
     KEYS,
     REGISTRATION,
     Api,
+    join,
     native_group,
+    registration,
     running_api,
     wire_group,
 )
-from support.joined import join, registration
 from support.waiting import PATIENCE
 
 from envserver.proxy import Gate

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from envserver_records.errors import InputError
 from envserver_records.records import Call
+from support.api import join, registration
 from support.fake_vllm import FakeVllm, fake_vllm
 from support.fleets import FleetHouse, attributed, fleet_house, sampled_by, says, versioned_vllm
-from support.joined import join, registration
 from support.waiting import until
 
 from envserver.models.addresses import EngineAddresses

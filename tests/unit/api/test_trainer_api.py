@@ -22,8 +22,18 @@ from envserver_records.errors import ConfigError, StoreError, StoreFull
 from envserver_records.records import Group, pack, unpack
 from fastapi import FastAPI
 from pydantic import ValidationError
-from support.api import KEYS, Api, native_group, put_native, running_api, wire_group
-from support.joined import GROUP, join, registration, stream_group
+from support.api import (
+    GROUP,
+    KEYS,
+    Api,
+    join,
+    native_group,
+    put_native,
+    registration,
+    running_api,
+    stream_group,
+    wire_group,
+)
 from support.waiting import PATIENCE, until
 
 from envserver.api import serve_api

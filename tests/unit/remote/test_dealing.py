@@ -14,9 +14,8 @@ from envserver_records.scores import RewardRange
 from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.api import Api, native_group, requested
+from support.api import Api, join, native_group, requested, stream_group
 from support.extent import examples
-from support.joined import join, stream_group
 from support.waiting import settled
 
 from envserver.api import Stream

@@ -17,11 +17,10 @@ from envserver_records.errors import ConflictError, StoreFull
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, func, select
-from support.api import Api
+from support.api import Api, join, registration
 from support.clocks import Clock
 from support.cpu import cpu_limit
 from support.extent import examples
-from support.joined import join, registration
 from support.waiting import until
 
 from envserver.api.runners import runner

@@ -23,12 +23,20 @@ from envserver_records.seals import sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.api import Api, requested, running_api
+from support.api import (
+    Api,
+    join,
+    registration,
+    requested,
+    running_api,
+    sampled,
+    spoiled,
+    stream_group,
+)
 from support.clocks import Clock
 from support.commands import free_port
 from support.doors import doors
 from support.extent import examples
-from support.joined import join, registration, sampled, spoiled, stream_group
 from support.waiting import settled, until
 
 from envserver.api import Stream, create_token

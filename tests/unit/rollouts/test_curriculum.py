@@ -20,10 +20,9 @@ from envserver_clients.http import EnvClient, SyncEnvClient
 from envserver_records.records import Task, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.api import requested, running_api, wire_group
+from support.api import join, requested, running_api, wire_group
 from support.commands import envserver, free_port, read_jsonl, running, until
 from support.extent import examples
-from support.joined import join
 from support.stores import group
 from support.waiting import PATIENCE
 

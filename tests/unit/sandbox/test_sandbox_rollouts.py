@@ -23,9 +23,8 @@ from envserver_records.errors import SandboxUnavailable, WorkerDied
 from envserver_records.records import SandboxLimits, Usage
 from support.api import requested
 from support.commands import envserver, read_jsonl
-from support.process_tree import alive_with, children_of, marked
+from support.process_tree import alive, alive_with, children_of, marked
 from support.waiting import until, with_enough_time
-from support.worker_standin import alive
 
 from envserver import (
     Group,

@@ -21,7 +21,7 @@ from support.commands import envserver, read_jsonl
 from support.ordinary_user import run_as_ordinary_user
 from support.process_tree import alive_with, marked
 from support.waiting import until
-from support.worker_standin import StandIn, serving
+from support.worker_standin import ZOO, StandIn, serving
 
 from envserver import WorkersConfig
 from envserver.rollouts.policy import limit_of_death
@@ -29,9 +29,7 @@ from envserver.workers import Assignment, LocalPool, WorkerSandbox
 from envserver.workers.pool import Spent
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-SUPPORT = Path(__file__).parents[2] / "support"
-ZOO = str(SUPPORT / "sandboxed_zoo.py")
-COMPANIONS = str(SUPPORT / "companion_zoo.py")
+COMPANIONS = str(Path(ZOO).with_name("companion_zoo.py"))
 BACKENDS = ["namespace"]
 if shutil.which("bwrap") and os.geteuid() == 0:  # else nobody may join what bubblewrap made
     BACKENDS.append("bubblewrap")
@@ -48,7 +46,7 @@ async def pool(proxy: StandIn) -> AsyncIterator[LocalPool]:
 
 
 def assign(proxy: StandIn, do: str, **public: Any) -> Assignment:
-    return proxy.open(do, file=ZOO, kind="Sandboxed", isolation="sandboxed", **public)
+    return proxy.open(do, kind="Sandboxed", isolation="sandboxed", **public)
 
 
 async def said(pool: LocalPool, proxy: StandIn, do: str, **public: Any) -> Any:
@@ -87,7 +85,8 @@ async def test_it_sees_nothing_of_the_machine(
 
 
 async def test_only_the_proxy_can_be_reached(pool: LocalPool, proxy: StandIn) -> None:
-    assert await said(pool, proxy, "chat") == ["hello", "hello"]
+    assert await said(pool, proxy, "chat") == ["hello", "stop", "assistant"]
+    assert await said(pool, proxy, "openai_client") == "hello"
     assert await said(pool, proxy, "connect", host="127.0.0.1", port=proxy.port) == "connected"
     async with serving() as other:
         answer = await said(pool, proxy, "connect", host="127.0.0.1", port=other.port)
@@ -136,9 +135,9 @@ async def test_a_server_without_descriptors_says_so(pool: LocalPool, proxy: Stan
 
 
 async def test_its_death_is_told_as_it_was(pool: LocalPool, proxy: StandIn) -> None:
-    crashed = (await death(pool, proxy, "crash")).detail
+    crashed = (await death(pool, proxy, "segfault")).detail
     assert crashed["signal"] == "SIGSEGV" and "last words" in crashed["output"]
-    assert (await death(pool, proxy, "leave")).detail["exit_code"] == 9
+    assert (await death(pool, proxy, "os_exit")).detail["exit_code"] == 3
 
 
 async def test_no_signal_from_inside_ends_or_stops_it(pool: LocalPool, proxy: StandIn) -> None:
@@ -154,7 +153,7 @@ async def test_nothing_outlives_it(pool: LocalPool, proxy: StandIn) -> None:
 
 async def test_one_that_blocks_is_killed_and_others_go_on(pool: LocalPool, proxy: StandIn) -> None:
     stuck = asyncio.ensure_future(pool.run(assign(proxy, "spin")))
-    assert await said(pool, proxy, "chat") == ["hello", "hello"]
+    assert await said(pool, proxy, "openai_client") == "hello"
     with pytest.raises(WorkerHung):
         await stuck
 
@@ -164,7 +163,7 @@ async def test_a_command_runs_walled_agents(tmp_path: Path) -> None:
     groups = tmp_path / "groups.jsonl"
     done = await asyncio.to_thread(
         envserver,
-        *("process", "--env", SUPPORT / "walled_coder.py", "--model", "sim", "--env.total_steps"),
+        *("process", "--env", f"{ZOO}:Coder", "--model", "sim", "--env.total_steps"),
         *(8, "--sim.solve_probability", 0.5, "--env.data_path_to_save_groups", groups),
         folder=tmp_path,
     )

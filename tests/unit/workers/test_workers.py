@@ -28,8 +28,9 @@ from envserver_records.errors import (
     WorkerHung,
 )
 from structlog.testing import capture_logs
+from support.process_tree import alive
 from support.waiting import until, with_enough_time
-from support.worker_standin import ZOO, StandIn, alive
+from support.worker_standin import ZOO, StandIn
 
 from envserver import WorkersConfig
 from envserver.workers import Assignment, LocalPool
