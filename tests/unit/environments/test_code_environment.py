@@ -22,11 +22,9 @@ from envserver_environments.code.loading import HUBS, SAMPLE
 from envserver_environments.rows import Division
 from support.cases import cases_of
 from support.code_house import code
-from support.commands import envserver, read_jsonl
-from support.extent import first_of
 from support.scripted_run import ScriptedRun, call, says
 
-from envserver import ConfigError, InputError, KnownResult, Message, Result, Sandboxes, Task
+from envserver import ConfigError, InputError, Message, Result, Sandboxes, Task
 
 ROWS = cases_of(__file__)
 BAD = ROWS.pop("bad")
@@ -54,10 +52,8 @@ def test_the_sample_has_the_documented_tasks_and_half_of_their_tests_is_hidden()
     for task in tasks:
         seen, hidden = task.public["tests"], task.hidden["tests"]
         assert 0 <= len(hidden) - len(seen) <= 2 and not set(seen) & set(hidden)
-        known = list(Code().known_results(task))
-        assert len({result.name for result in known}) == len(known) > 30
-        paid = [result.name for result in known if result.most > 0]
-        assert paid == ["gold", "gold as an answer in full"]
+        known = [result.name for result in Code().known_results(task)]
+        assert len(set(known)) == len(known) > 30
 
 
 async def test_all_references_pass_and_agree_with_themselves(rooms: Sandboxes) -> None:
@@ -95,23 +91,6 @@ async def test_no_program_that_never_ends_is_rewarded_or_takes_the_scorer_with_i
     rewards = await asyncio.gather(*(reward(env, task, program) for program in programs))
     assert set(rewards) == {0.0}
     assert await reward(env, task, task.hidden["output"]) == 1.0
-
-
-@pytest.mark.slow
-async def test_no_cheat_is_rewarded_for_any_task(rooms: Sandboxes) -> None:
-    env = code(rooms)
-    places = asyncio.Semaphore(4)
-
-    async def check(task: Task, known: KnownResult) -> None:
-        async with places:
-            paid = await reward(env, task, known.result.output)
-        assert paid is not None
-        assert known.least <= paid <= known.most, (task.id, known.name, paid)
-
-    async with asyncio.TaskGroup() as checks:
-        for task in env.tasks("test"):
-            for known in env.known_results(task):
-                checks.create_task(check(task, known))
 
 
 # Where rows come from.
@@ -285,22 +264,3 @@ async def test_prompts_show_as_many_visible_tests_as_asked(rooms: Sandboxes) -> 
         prompt = run.told(role="user")[-1]
         assert output == {"code": None, "text": "no"} and not run.fields[None].get("tools")
         assert prompt.count("assert ") == count and "must be named `twice`" in prompt
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("mode", first_of("tools", "single"))
-def test_the_command_makes_groups_with_the_simulated_engine(mode: str, tmp_path: Path) -> None:
-    ran = envserver(
-        "process", "--env", "code", "--model", "sim", "--sim.latency_seconds", 0,
-        "--sim.solve_probability", 0.5, "--env.total_steps", 4, "--env.group_size", 4,
-        "--env.mode", mode, "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(tmp_path / "out.jsonl")
-    assert len(groups) == 4
-    assert {score for group in groups for score in group["scores"]} == {0.0, 1.0}
-    hidden = {t.id: t.hidden["tests"] for t in Code().tasks("train")}
-    for group in groups:
-        talk = [m for row in group["messages"] for m in row if m["role"] != "assistant"]
-        for test in hidden[group["envserver"]["task_id"]]:
-            assert json.dumps(test)[1:-1] not in json.dumps(talk)

@@ -23,7 +23,6 @@ from envserver_environments.code.prompts import question
 from envserver_environments.code.running import SPEC
 from support.cases import cases_of
 from support.code_house import code
-from support.commands import envserver, read_jsonl
 from support.waiting import PATIENCE
 
 from envserver import InputError, Result, Sandboxes
@@ -200,23 +199,3 @@ async def test_tools_and_prompts_show_the_visible_pairs_only(rooms: Sandboxes) -
         told = await run(code="print(input()[5])")
     assert told.startswith("0 of 2") and "IndexError" in told and "'5\\n'" not in told
     assert "-1 1" not in told
-
-
-def test_answers_to_rows_are_scored_by_the_command(tmp_path: Path) -> None:
-    function = {"instruction": "Square it.", "entry_point": "f", "testcase": ["assert f(3) == 9"]}
-    rows = [
-        {"task": TESTS, "response": f"So:\n{fenced(SUM)}"},
-        {"task": TESTS, "response": SUM},
-        {"task": function, "response": fenced("def f(x): return x * x")},
-        {"task": "sample-strings-01", "response": fenced("def initials(name): return ''")},
-        {"task": function, "messages": [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": fenced("def f(x): return x ** 2")},
-        ]},
-    ]  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = "score --env code --input rows.jsonl --out scores.jsonl"
-    ran = envserver(*words.split(), folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    scored = read_jsonl(tmp_path / "scores.jsonl")
-    assert [row["reward"] for row in scored] == [1.0, 0.0, 1.0, 0.0, 1.0]

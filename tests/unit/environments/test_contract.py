@@ -23,6 +23,7 @@ from envserver_environments.tau.domains.kinds import OWN
 from support.case_files import cases
 from support.commands import envserver as command
 from support.commands import read_jsonl
+from support.extent import first_of
 from support.scripted_run import ScriptedRun, played, scored
 
 import envserver
@@ -43,6 +44,7 @@ from envserver.rollouts.rewards import rules_of_rewards
 from envserver.rollouts.task_digests import digest_of
 
 NAMES = builtin_names()
+assert len(NAMES) == 13
 SPLITS = get_args(Split)
 MADE = ("kuhn", "proposer_solver", "visual_counting")
 """Environments that make their tasks; those of the others come from files."""
@@ -58,10 +60,6 @@ def made(name: str, rooms: Sandboxes | None = None, **settings: Any) -> Any:
 
 def first(environment: Environment, split: Split = "train", most: int = 60) -> list[Task]:
     return list(islice(environment.tasks(split), most))
-
-
-def test_thirteen_environments_are_shipped() -> None:
-    assert len(NAMES) == 13
 
 
 WRONG = cases(__file__, "contract_cases.json")["wrong_settings"]
@@ -105,7 +103,6 @@ def test_tasks_are_the_same_for_a_seed_and_hide_what_is_hidden(name: str) -> Non
 
 
 DIVIDED: list[tuple[str, dict[str, Any], tuple[Split, ...]]] = [
-    ("math", {"data_set": "arithmetic"}, SPLITS),
     ("visual_counting", {}, SPLITS),
     *(("tau", {"domain": domain}, ("train", "test")) for domain in OWN),
 ]
@@ -171,7 +168,7 @@ def test_sample_files_are_read_by_their_environment(
     assert first(environment) and not getattr(environment, "dropped", {})
 
 
-@pytest.mark.parametrize("name", ["math", "swe", "tau"])
+@pytest.mark.parametrize("name", first_of("swe", "math", "tau"))
 def test_the_command_that_sample_prints_makes_groups(name: str, tmp_path: Path) -> None:
     wrote = command("sample", name, folder=tmp_path)
     assert wrote.returncode == 0, wrote.stderr
@@ -197,7 +194,10 @@ PLAYS: dict[str, list[dict[str, Any]]] = {
     "code": [{"mode": mode, "show_tests": "all"} for mode in ("single", "tools")],
     "kuhn": [{}],
     "math": [{"mode": mode} for mode in ("tools", "single", "seed0")],
-    "mhqa": [{"mode": m, "unanswerable": True} for m in ("tools", "text", "tags", "scripted")],
+    "mhqa": [
+        {"mode": "tools", "scope": "corpus"},  # the agent searches on the server
+        *({"mode": m, "unanswerable": True} for m in ("tools", "text", "tags", "scripted")),
+    ],
     "proposer_solver": [{}],
     "router": [{"execute": True}, {"profile": "graph"}, {"profile": "coursegpt"}],
     "scenarios": [{}],
@@ -337,11 +337,7 @@ MOST_SCORED = {"math": 48, "swe": 1, "tau": 40}
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [
-        pytest.param(name, one, marks=[pytest.mark.thorough] if name == "swe" else [])
-        for name in NAMES
-        for one in SETTINGS.get(name, [{}])
-    ],
+    [(name, one) for name in NAMES for one in SETTINGS.get(name, [{}])],
     ids=str,
 )
 async def test_only_what_is_right_is_paid(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 from support.cases import cases_of
 from support.commands import envserver, read_jsonl
 from support.extent import first_of
-from support.waiting import PATIENCE
 from support.websites import KEY, QUESTION, websites
 
 READER = Path(__file__).parents[2] / "support" / "gaia_reader.py"
@@ -169,41 +166,3 @@ async def test_a_recorded_run_of_every_agent_is_repeated_offline_byte_for_byte(c
         assert [member[:4] for member in members] == recorded[question]
         misses = {member[4] for member in members}
         assert len(misses) == 1 and "recorded" in misses.pop()
-
-
-@pytest.mark.parametrize("agent", first_of("plain", "code", "tools"))
-@pytest.mark.thorough
-def test_a_model_that_is_right_gets_everything_by_each_agent(agent: str, tmp_path: Path) -> None:
-    if agent != "plain":
-        pytest.importorskip("smolagents", reason="smolagents (extra gaia) is not installed")
-    ran = envserver(
-        "process", "--env", "gaia", "--model", "sim", "--sim.solve_probability", 1,
-        "--env.group_size", 1, "--env.agent", agent, "--env.data_path_to_save_groups", "out.jsonl",
-        folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(tmp_path / "out.jsonl")
-    assert [group["scores"] for group in groups] == [[1.0]] * 30
-
-
-@pytest.mark.thorough
-def test_the_earlier_names_still_work(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [
-            sys.executable, "-m", "environments.smolagents_integration.smolagents_env", "process",
-            "--env.data_path_to_save_groups", "out.jsonl", "--env.total_steps", "1",
-            "--env.group_size", "2", "--env.include_messages", "true",
-            "--env.max_concurrent_processes", "8", "--env.use_chat_completion", "true",
-            "--env.process_timeout", "200", "--openai.model_name", "m", "--model", "sim",
-            "--env.agent", "plain",
-        ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    (group,) = read_jsonl(tmp_path / "out.jsonl")
-    assert len(group["scores"]) == 2
-    helped = subprocess.run(
-        [sys.executable, "-m", "environments.smolagents_integration.download_gaia", "--help"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert "--use-raw" in helped.stdout

@@ -107,45 +107,34 @@ def reward(fact: Facts, weight: Weights) -> float:
     return fold(items(fact, weight), weight)
 
 
-@settings(max_examples=examples(100))
-@given(facts, facts, weights)
-def test_right_always_beats_wrong(one: Facts, other: Facts, weight: Weights) -> None:
-    right = reward(dataclasses.replace(one, correct=True), weight)
-    wrong = reward(dataclasses.replace(other, correct=False), weight)
-    assert right >= 0.5 - 1e-9 and -0.1 <= wrong <= 0.0 < right <= 1.0
-
-
-@settings(max_examples=examples(100))
-@given(facts, facts)
-def test_by_default_right_is_at_least_four_fifths(one: Facts, other: Facts) -> None:
-    assert reward(dataclasses.replace(one, correct=True), Weights()) >= 0.8 - 1e-9
-
-
-@settings(max_examples=examples(100))
-@given(facts, facts, weights)
-def test_a_wrong_answer_is_paid_neither_for_haste_nor_for_patience(
-    one: Facts, other: Facts, weight: Weights
+@settings(max_examples=examples(200))
+@given(
+    facts,
+    facts,
+    weights,
+    counts,
+    st.sampled_from(["turns", "tokens", "malformed", "failed"]),
+    st.sampled_from(["steps", "tokens", "format", "errors", "ungrounded"]),
+)
+def test_right_beats_wrong_and_more_of_anything_never_pays(
+    one: Facts, other: Facts, weight: Weights, more: int, counted: str, item: str
 ) -> None:
-    wrong = dataclasses.replace(one, correct=False)
+    right, wrong = (dataclasses.replace(one, correct=correct) for correct in (True, False))
+    least = reward(right, weight)
+    most = reward(dataclasses.replace(other, correct=False), weight)
+    assert least >= 0.5 - 1e-9 and -0.1 <= most <= 0.0 < least <= 1.0
+    assert reward(right, Weights()) >= 0.8 - 1e-9
+    # A wrong answer is paid neither for haste nor for patience.
     changed = dataclasses.replace(
         wrong, turns=other.turns, tokens=other.tokens, grounded=other.grounded
     )
     assert reward(wrong, weight) == reward(changed, weight)
-
-
-@settings(max_examples=examples(100))
-@given(facts, weights, counts, st.sampled_from(["turns", "tokens", "malformed", "failed"]))
-def test_more_of_anything_never_pays(fact: Facts, weight: Weights, more: int, name: str) -> None:
-    worse = dataclasses.replace(fact, **{name: getattr(fact, name) + more})
-    assert reward(worse, weight) <= reward(fact, weight)
-
-
-@settings(max_examples=examples(100))
-@given(facts, weights, st.sampled_from(["steps", "tokens", "format", "errors", "ungrounded"]))
-def test_a_weight_of_nothing_removes_its_item(fact: Facts, weight: Weights, name: str) -> None:
-    without = weight.model_copy(update={name: 0.0})
-    found = items(fact, without)
-    assert fold(found, without) == fold(dataclasses.replace(found, **{name: 0.0}), without)
+    worse = dataclasses.replace(one, **{counted: getattr(one, counted) + more})
+    assert reward(worse, weight) <= reward(one, weight)
+    # A weight of nothing removes its item.
+    without = weight.model_copy(update={item: 0.0})
+    found = items(one, without)
+    assert fold(found, without) == fold(dataclasses.replace(found, **{item: 0.0}), without)
 
 
 def test_the_first_quarter_and_two_errors_are_free() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +12,6 @@ import pytest
 from aiohttp import web
 from envserver_environments.mhqa.env import Mhqa
 from envserver_tools.retrieval import HttpRetriever, Passage, RetrieverSettings
-from support.commands import envserver, read_jsonl
 from support.scripted_run import ScriptedRun, call, played, says
 
 from envserver import Caller, ConfigError, InputError, Message, PublicTask, Result, ServiceError
@@ -100,15 +98,6 @@ async def test_the_script_puts_earlier_answers_into_later_questions() -> None:
     turns = [says(text) for text in ("I do not list.", "It is Vell.", "It is Vell. " * 40)]
     output, run, _ = await play(*turns, mode="scripted")
     assert run.actions[1][1]["query"] == ROW["question"] and output["answer"] is None
-
-
-async def test_the_text_protocol_searches_and_ends() -> None:
-    search = 'TOOL_CALL: {"tool": "search", "args": {"query": "Osk"}}'
-    turns = [f"THOUGHT: Two hops.\n{search}", "TOOL_CALL: {", "THOUGHT: So.\nFINAL: Vell"]
-    output, run, _ = await play(*map(says, turns), mode="text")
-    assert output["answer"] == "Vell"
-    assert run.steps == ["decompose", "retrieve", "reason_hop", "finalize"]
-    assert "TOOL RESULT:\n[p1] " in run.asked[1][1][-1]["content"]
 
 
 async def test_tags_search_for_several_things_at_once() -> None:
@@ -198,19 +187,3 @@ async def test_a_corpus_is_indexed_once_and_searched_by_all(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="line 2"):
         async with env.services():
             pass
-
-
-async def test_agents_search_on_the_server(tmp_path: Path) -> None:
-    pytest.importorskip("bm25s", reason="needs the extra `retrieval`")
-    done = await asyncio.to_thread(
-        envserver,
-        *("process", "--env", "mhqa", "--env.scope", "corpus", "--model", "sim"),
-        *("--sim.solve_probability", 1, "--sim.latency_seconds", 0),
-        *("--env.total_steps", 2, "--env.group_size", 2),
-        *("--env.data_path_to_save_groups", "groups.jsonl"),
-        folder=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    groups = read_jsonl(tmp_path / "groups.jsonl")
-    assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 2
-    assert [len(group["tokens"]) for group in groups] == [2, 2]  # a sequence each

@@ -1,29 +1,15 @@
-"""`swe` as a whole: agents, the command, workers that are killed."""
+"""The agents of `swe`: what they see, do and hand in."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import os
-import random
-import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
-from envserver_environments.swe.env import Swe
 from envserver_environments.swe.patches import apply_changes, read_patch
-from envserver_records.records import Group
-from support.commands import envserver, read_jsonl
 from support.scripted_run import call, calls
 from support.swe_scripts import ROMAN, SUBMIT, answers, attempt, bash
-from support.waiting import until
 
-from envserver import Sandboxes, Settings
-from envserver.rollouts import make_group
-from envserver.rollouts.group import GroupRequest
-from envserver.running import rollout_context
+from envserver import Sandboxes
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -134,92 +120,3 @@ async def test_the_agent_never_sees_what_is_hidden(rooms: Sandboxes) -> None:
     assert lines[-2:] == ["ModuleNotFoundError: No module named 'envserver_environments'", "looked"]
     assert "test_subtractive" not in json.dumps([task.public, run.asked[0]])
     assert task.hidden["fail_to_pass"][0].endswith("test_subtractive")
-
-
-@pytest.mark.thorough
-def test_the_readmes_first_command(tmp_path: Path) -> None:
-    words = "process --env swe --env.total_steps 4 --model sim --sim.solve_probability 0.5"
-    ran = envserver(*words.split(), "--env.group_size", 6, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(tmp_path / "data" / "swe.jsonl")
-    assert len(groups) == 4
-    assert {score for group in groups for score in group["scores"]} == {0.0, 1.0}
-    for group in groups:
-        for rollout in group["envserver"]["rollouts"]:
-            assert rollout["usage"]["sandbox"]["executions"] >= 3
-    assert "test_subtractive" not in json.dumps([group["messages"] for group in groups])
-
-
-async def under_fire(groups: int, group_size: int, pause: float) -> int:
-    """Makes groups while workers are killed at random; how many were."""
-    settings = Settings.model_validate(
-        {
-            "model": "sim",
-            "sim": {"latency_seconds": 0.02},
-            "rollouts": {"max_attempts": 60},
-            "workers": {"processes": 3, "rollouts_per_process": 4},
-            "sandbox": {"concurrent": 12},
-        }
-    )
-    swe = Swe(Swe.Config(group_size=group_size))
-    killed, rng = 0, random.Random(7)
-    async with rollout_context(settings, swe, "swe") as parts:
-        tasks = list(swe.tasks("train"))
-        requests = [
-            GroupRequest(
-                group_id=f"g{n}", index=n, env="swe", split="train", seed=0, task=tasks[n % 20]
-            )
-            for n in range(groups)
-        ]
-        limit = asyncio.Semaphore(3)
-
-        async def make(request: GroupRequest) -> Any:
-            async with limit:
-                return await make_group(parts, request)
-
-        making = asyncio.gather(*map(make, requests))
-        while not making.done():
-            await asyncio.sleep(pause * rng.random())
-            if pids := parts.pool.snapshot()["pids"]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rng.choice(pids), signal.SIGKILL)
-                    killed += 1
-        made = await making
-    for group in made:
-        assert isinstance(group, Group)
-        assert len(group.trajectories) == group_size
-        assert all(one.score.reward in (0.0, 1.0) for one in group.trajectories)
-        assert {failure.kind for failure in group.failures} <= {"worker_died"}
-    return killed
-
-
-def descendants() -> dict[int, str]:
-    """What runs on behalf of this process: by process id, how it was started."""
-    found: dict[int, str] = {}
-    waiting = [os.getpid()]
-    while waiting:
-        with contextlib.suppress(OSError):
-            for listed in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-                for child in map(int, listed.read_text().split()):
-                    found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-                    waiting.append(child)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("groups", "pause", "deaths"),
-    [
-        pytest.param(4, 1.5, 1, marks=pytest.mark.thorough),
-        pytest.param(50, 1.0, 15, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.asyncio(loop_scope="module")
-async def test_workers_killed_at_random(groups: int, pause: float, deaths: int) -> None:
-    before = descendants()
-    assert await under_fire(groups=groups, group_size=4, pause=pause) >= deaths
-    # Nothing is left, but for two that Python keeps for the next pool of this process.
-    await until(
-        lambda: all(
-            pid in before or "multiprocessing" in words for pid, words in descendants().items()
-        )
-    )

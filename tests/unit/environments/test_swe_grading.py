@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from envserver_environments.swe import grading, patches
-from envserver_environments.swe.cheats import PROGRAMS, known_results, result_of
+from envserver_environments.swe.cheats import PROGRAMS, result_of
 from envserver_environments.swe.env import Swe
 from envserver_environments.swe.grading import HiddenTests, Verdict, grade
 from envserver_environments.swe.repositories import limits_of
@@ -61,20 +61,6 @@ async def wrong(swe: Swe, tasks: list[Task]) -> list[tuple[str, str]]:
 
     found = [one(task, known) for task in tasks for known in swe.known_results(task)]
     return [name for name in await asyncio.gather(*found) if name]
-
-
-async def test_every_task_has_known_results_and_those_of_one_are_scored_as_they_should_be(
-    rooms: Sandboxes,
-) -> None:
-    for task in sample_tasks():
-        known = list(known_results(task.task()))
-        names = {one.name for one in known}
-        assert len(names) == len(known)
-        assert {"gold", "overwritten tests", "a syntax error"} <= names
-    swe = swe_of(rooms)
-    (first, *_) = swe.tasks("train")
-    assert len({known.name for known in swe.known_results(first) if known.most == 0.0}) >= 50
-    assert await wrong(swe, [first]) == []
 
 
 @pytest.mark.parametrize("hoisted", [True, False])

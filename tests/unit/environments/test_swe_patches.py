@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from envserver_environments.swe.answers import VeiledAnswer
-from envserver_environments.swe.cheats import result_of
+from envserver_environments.swe.cheats import known_results, result_of
 from envserver_environments.swe.hoisting import Answer, NotHoistable, hoist
 from envserver_environments.swe.judging import classes_now, comparisons, equality
 from envserver_environments.swe.patches import (
@@ -187,6 +187,8 @@ def test_own_tasks_are_small_repositories_and_their_gold_patches_make_the_soluti
         assert tree_of(task.files) == task.tree
         assert 2 <= len(task.files) <= 12
         assert len(task.problem) > 100
+        known = [one.name for one in known_results(task.task())]
+        assert len(set(known)) == len(known) and "overwritten tests" in known
         solved = apply_changes(task.tree, read_patch(task.gold_patch))
         assert {path: solved[path].data.decode() for path in task.gold} == task.gold
 

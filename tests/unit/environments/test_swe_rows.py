@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 import subprocess
 import tarfile
 from collections.abc import AsyncIterator
@@ -24,10 +23,9 @@ from envserver_environments.swe.tripwires import FRAUD, added_suspicions
 from envserver_records.errors import SandboxUnavailable
 from support import fake_engine
 from support.cases import cases_of
-from support.commands import envserver, read_jsonl
 from support.scripted_run import ScriptedRun, says
 from support.serving import attempt_spec
-from support.swe_scripts import ROMAN, SUBMIT, answers, attempt, bash, rewards, swe_of
+from support.swe_scripts import SUBMIT, answers, attempt, bash, rewards, swe_of
 
 from envserver import ConfigError, InputError, SandboxConfig, Sandboxes, SandboxSpec, Task
 from envserver.proxy.attempts import ProxyAttempt
@@ -35,7 +33,6 @@ from envserver.sandbox import Open, SandboxService, WatchedSandboxes, service
 from envserver.sandbox.attempt_sandboxes import AttemptSandboxes
 
 CASES = cases_of(__file__)
-ROW = "ENVSERVER_TEST_SWE_ROW"
 IMAGE = fake_engine.WITH_REPOSITORY
 WRONG = "def double(x):\n    return x + 3\n\n\ndef one():\n    return 1\n"
 RIGHT = WRONG.replace("x + 3", "x + x")
@@ -252,7 +249,8 @@ async def test_rows_with_images_are_tasks(containers: Sandboxes, tmp_path: Path)
 async def test_agents_work_on_the_copy_and_find_the_place_empty(
     containers: Sandboxes, tmp_path: Path
 ) -> None:
-    swe = swe_of(containers, write_rows(tmp_path / "rows.jsonl", bench_row(image=IMAGE)))
+    rows = write_rows(tmp_path / "rows.jsonl", bench_row(image=IMAGE))
+    swe = swe_of(containers, rows, check_gold=False)
     (task,) = swe.tasks("train")
     look = (
         "sed -i 's/x + 3/x + x/' tool/core.py; ls -A /testbed | wc -l; git log --format=%s;"
@@ -314,17 +312,6 @@ def test_rows_say_their_image_or_a_template_does() -> None:
     assert image_of({"image_name": "a/b"}, template) == "a/b"
     assert image_of({"instance_id": "Acme__Tool-1"}, template) == "hub/sweb.acme_1776_tool-1:latest"
     assert image_of({"instance_id": "Acme__Tool-1"}, "") == ""
-
-
-@pytest.mark.skipif(ROW not in os.environ, reason=f"{ROW} names no file with a row")
-async def test_an_image_of_a_real_engine(docker_image: str, tmp_path: Path) -> None:
-    """ENVSERVER_TEST_SWE_ROW: a file with a row whose image the engine has."""
-    line = json.loads(Path(os.environ[ROW]).read_text())
-    config = SandboxConfig(backend="docker", docker_image=docker_image)
-    async with SandboxService(config) as running:
-        rows = write_rows(tmp_path / "rows.jsonl", line)
-        swe = swe_of(WatchedSandboxes(running.address), rows)
-        assert len(list(swe.tasks("test"))) == 1, swe.dropped
 
 
 # Task folders.
@@ -443,21 +430,3 @@ def test_what_suspicious_code_is() -> None:
 
     assert [added for added in CASES["fraud"] if not is_fraud(added)] == []
     assert [added for added in CASES["no_fraud"] if is_fraud(added)] == []
-
-
-def test_answers_to_rows_are_scored_by_the_command(tmp_path: Path) -> None:
-    write_task(tmp_path / "mirror")
-    row = json.loads((tmp_path / "mirror" / "task.json").read_text())
-    name = "swe-roman-subtractive"
-    rows = [
-        {"task": name, "response": f"So:\n```diff\n{ROMAN.gold_patch}```"},
-        {"task": name, "response": "I would change roman.py."},
-        {"task": row, "response": GOLD},
-        {"task": row, "messages": [{"role": "user", "content": "?"},
-                                   {"role": "assistant", "content": GOLD}]},
-    ]  # fmt: skip
-    write_rows(tmp_path / "rows.jsonl", *rows)
-    words = "score --env swe --env.mirror mirror --input rows.jsonl --out scores.jsonl"
-    ran = envserver(*words.split(), folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert [row["reward"] for row in read_jsonl(tmp_path / "scores.jsonl")] == [1.0, 0.0, 1.0, 1.0]

@@ -15,11 +15,11 @@ from envserver_environments.tau.episodes import GREETING, STOP
 from envserver_environments.tau.evaluation import pass_hat_ks
 from envserver_environments.tau.judging import read_verdicts, verdicts
 from envserver_environments.tau.users import MAX_REPEATS, ScriptedCustomer
-from envserver_environments.tau.wire import assistant_calls, calls_of
+from envserver_environments.tau.wire import assistant_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import read_jsonl
-from support.extent import examples
+from support.extent import examples, first_of
 from support.scripted_run import ScriptedRun, calls, played, says
 from support.tau_todo import todo_list
 
@@ -229,14 +229,6 @@ async def test_a_person_may_ask_one_question(tmp_path: Path) -> None:
             environment.task_from_question(Tau.Question(question="?", **wrong))
 
 
-def test_what_a_model_calls_can_be_read_again() -> None:
-    message = assistant_calls(("f", {"a": 1.5, "b": ["ä"]}), ("g", {}))
-    assert [(call["name"], call["arguments"]) for call in calls_of(message["tool_calls"])] == [
-        ("f", {"a": 1.5, "b": ["ä"]}),
-        ("g", {}),
-    ]
-
-
 def test_pass_hat_k_of_many_tasks() -> None:
     rewards = {"a": [1.0, 1.0, 0.0], "b": [1.0, 1.0, 1.0, 1.0], "c": [0.0, 0.5, 0.0]}
     assert pass_hat_ks(rewards) == pytest.approx({1: 5 / 9, 2: 4 / 9, 3: 1 / 3})
@@ -245,7 +237,7 @@ def test_pass_hat_k_of_many_tasks() -> None:
             pass_hat_ks(none)
 
 
-@pytest.mark.parametrize("user", ["script", "model"])
+@pytest.mark.parametrize("user", first_of("model", "script"))
 async def test_process_gives_rows_of_the_assistant_only(tmp_path: Path, user: str) -> None:
     output = tmp_path / "out.jsonl"
     words = [

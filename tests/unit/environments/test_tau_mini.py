@@ -147,20 +147,6 @@ def test_no_task_pays_for_nothing_or_for_saying_all_there_is_to_say() -> None:
                 assert information_given([text], told, Strictness.STRICT) == [False], task.id
 
 
-@pytest.mark.parametrize("name", SHOPS)
-def test_the_mix_of_tasks(name: str) -> None:
-    refused, handed_over, told = 0, 0, 0
-    for owner, _, criteria in tasks(name):
-        if not writes(owner, criteria):
-            over = any(action.name == HAND_OVER for action in criteria.actions or ())
-            handed_over += over
-            refused += not over
-            assert "ACTION" in criteria.reward_basis  # a look-up proves that it is no guess
-        told += bool(criteria.communicate_info)
-    assert (refused, handed_over) == (3, 2)  # one of the three is only a question
-    assert told >= 5
-
-
 @pytest.mark.parametrize(
     ("name", "task_id"),
     [
@@ -251,46 +237,6 @@ def test_scripts_come_to_an_end_and_customers_use_their_own_tools() -> None:
             assert not re.search(rule["if"], GREETING, re.IGNORECASE), task.id
             for call in rule.get("calls", ()):
                 assert not world.call("user", call["name"], call["arguments"]).error, task.id
-
-
-def test_a_customer_changes_his_mind_before_something_is_cancelled() -> None:
-    customer = ScriptedCustomer(domain("mini_retail").tasks["rather_keep_it"]["user_script"])
-    answers = []
-    for heard in (
-        GREETING,
-        "I would cancel the whole order, 160.00 go back to PayPal. Do you confirm?",
-        "The white bookshelf is 10.00 cheaper, back to PayPal. Shall I change it?",
-    ):
-        customer.hear(heard)
-        answers.append(str(customer.say().content))
-    assert "cancel order #W7300117" in answers[0] and "do not cancel it" in answers[1]
-    assert answers[2].startswith("Yes")
-
-
-def test_a_customer_looks_into_his_inbox_and_dismisses_what_is_settled() -> None:
-    owner = domain("mini_mock")
-    row = owner.tasks["what_the_inbox_says"]
-    episode, customer = Episode(owner, read_task(row)), ScriptedCustomer(row["user_script"])
-
-    def answered(*said: str) -> str:
-        for words in said:
-            episode.say(words)
-            customer.hear(words)
-        turn = customer.say()
-        if turn.calls:
-            customer.receive(episode.say(None, turn.calls))
-            turn = customer.say()
-        episode.say(turn.content)
-        return str(turn.content)
-
-    answered()
-    assert "task_4" in answered("Please look into your inbox and name what is completed.")
-    for name in ("task_4", "task_1"):
-        call = {"name": "update_task_status", "arguments": {"task_id": name, "status": "completed"}}
-        assert not episode.say(None, [call])[0]["error"]
-    assert "###STOP###" in answered("Both are marked. Please dismiss the notifications about them.")
-    found = evaluate(owner, episode.task, episode.messages, str(episode.ending))
-    assert found.reward == 1, found.components
 
 
 # tau2-bench's own data.

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from envserver_environments.video.env import Video
-from support.commands import envserver, read_jsonl
 from support.scripted_run import ScriptedRun, call, calls, played, says
 from support.waiting import PATIENCE
 
@@ -106,18 +105,6 @@ async def test_what_is_cut_off_or_endless_is_no_answer(turns: list[Message], ask
     assert (reward, len(run.asked)) == (0.0, asked)
 
 
-async def test_the_text_protocol_does_the_same() -> None:
-    output, reward, run = await play(
-        says('THOUGHT: I look.\nTOOL_CALL: {"tool": "get_captions", "args": {"t0": 11}}'),
-        says("FINAL: B"),
-        protocol="text",
-    )
-    assert (output["answer"], reward, tools_of(run)) == ("B", 1.0, {None: []})
-    assert run.told(role="user")[-1] == (
-        "TOOL RESULT:\n0:00:10: He opens a gate.\n0:00:15: A goose."
-    )
-
-
 async def test_blind_asks_once_with_nothing_but_the_question() -> None:
     _, reward, run = await play(says("Answer: B"), blind=True, mode="report")
     assert (reward, tools_of(run), len(run.asked)) == (1.0, {None: []}, 1)
@@ -197,45 +184,12 @@ async def test_a_star_may_end_in_other_words(last: Message) -> None:
     assert reward == 1.0 and run.metrics == {"tool_errors_organizer": 1.0}
 
 
-async def test_a_star_speaks_the_text_protocol_too() -> None:
-    asks = '{"tool": "route", "args": {"next": "captions", "comment": "?"}}'
-    team = {
-        "organizer": [says(f"TOOL_CALL: {asks}"), says("FINAL: B")],
-        "captions": [says('TOOL_CALL: {"tool": "get_captions"}'), says("FINAL: a gate")],
-    }
-    _, reward, run = await play(team=team, mode="star", protocol="text")
-    assert reward == 1.0
-    assert run.told("organizer", "user")[-1] == "TOOL RESULT:\nAnswer: a gate"
-
-
 def test_agents_are_named_where_there_are_several() -> None:
     assert Video().agents() == {}
     assert Video(Video.Config(mode="star", blind=True)).agents() == {}
     team = Video(Video.Config(mode="report")).agents()
     assert list(team) == ["organizer", "captions", "transcript", "scene_graph"]
     assert all(role.trained for role in team.values())
-
-
-def test_a_team_runs_with_the_simulated_engine_and_an_untrained_organizer(tmp_path: Path) -> None:
-    ran = envserver(
-        "process", "--env", "video", "--env.mode", "report", "--model", "sim",
-        "--sim.solve_probability", 1, "--sim.latency_seconds", 0, "--env.total_steps", 6,
-        "--env.group_size", 2, "--env.agents.organizer.trained", "false",
-        "--env.include_actions", "true", "--env.data_path_to_save_groups", "out.jsonl",
-        folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(tmp_path / "out.jsonl")
-    rollouts = [rollout for group in groups for rollout in group["envserver"]["rollouts"]]
-    assert len(rollouts) == 12 and {rollout["reward"] for rollout in rollouts} == {1.0}
-    for rollout in rollouts:
-        untrained = [other["agent"] for other in rollout["others"] if not other["trained"]]
-        disagreed = rollout["agent_metrics"]["disagreed"] == 1.0
-        assert untrained == (["organizer"] if disagreed else [])
-        assert len(set(rollout["agents"])) == len(rollout["agents"]) >= 1
-        assert "organizer" not in rollout["agents"]
-        assert rollout["actions"][-1]["output"] == rollout["output"]["final_answer"] != ""
-    assert {rollout["agent_metrics"]["disagreed"] for rollout in rollouts} == {0.0, 1.0}
 
 
 def test_one_question_about_a_file_is_written_down(tmp_path: Path) -> None:
