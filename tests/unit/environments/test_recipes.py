@@ -72,6 +72,8 @@ def rewards(names: list[str], solved: float, settings: dict[str, Any], **env: An
 
 
 MIXED = [path.stem for path in RECIPES if path.stem != "web"]  # which has settings of its own
+FLOWS = ["game", "judge", "multi_agent", "sandbox", "server_tools"]
+"""Those with services, agents, tools, a judge or sandboxes; each costs half a second of CPU."""
 ANSWERS = ["curriculum", "long_context", "server_tools", "sql", "web"]
 """Those whose output is the text of the last message."""
 
@@ -84,8 +86,14 @@ def test_ten_recipes_are_short_and_say_what_they_show() -> None:
         assert f"--env docs/recipes/{path.name}" in text.partition('"""\n\n')[0]
 
 
+@pytest.mark.thorough
+def test_right_behaviour_is_paid(settings: dict[str, Any]) -> None:
+    played = rewards(FLOWS, 1.0, settings)
+    assert set(played.values()) == {1.0} and len(played) == len(FLOWS)
+
+
 @pytest.mark.thorough  # ten environments, each with processes of its own
-@pytest.mark.parametrize("solved", [1.0, 0.0])
+@pytest.mark.parametrize("solved", [pytest.param(1.0, marks=pytest.mark.slow), 0.0])
 def test_right_behaviour_is_paid_and_spoiled_is_not(
     settings: dict[str, Any], site: str, tmp_path: Path, solved: float
 ) -> None:
