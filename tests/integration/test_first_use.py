@@ -155,7 +155,7 @@ def test_a_line_of_a_dotenv_file_is_named_with_its_variable(
         assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", first_of(signal.SIGINT, signal.SIGTERM))
 def test_stopped_while_it_starts_it_leaves_nothing(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

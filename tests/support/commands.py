@@ -106,9 +106,12 @@ def _run_warm(
 
 
 def environment_variables() -> dict[str, str]:
-    """Those of this process without any that would change settings."""
+    """Those of this process without any that would change settings.
+
+    A worker may be silent for a minute, as it is on a busy machine; the shipped limit is a second.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ENVSERVER_")}
-    return kept | {"COLUMNS": "100"}
+    return kept | {"COLUMNS": "100", "ENVSERVER_WORKERS__HEARTBEAT_SECONDS": "60"}
 
 
 class Running:

@@ -39,13 +39,7 @@ class Echo(Environment):
         return [{"role": "assistant", "content": task.hidden["word"]}]
 
 
-def test_groups_are_made_and_returned() -> None:
-    result = envserver.process("math", **SIM)
-    assert (result.delivered, len(result.groups), result.files) == (2, 2, {})
-    assert all(len(group.trajectories) == 2 for group in result.groups)
-
-
-async def test_the_record_of_a_rollout_that_has_ended_needs_no_garbage_collection() -> None:
+async def test_groups_are_returned_and_their_records_need_no_garbage_collection() -> None:
     def attempts() -> list[ProxyAttempt]:
         return [one for one in gc.get_objects() if type(one) is ProxyAttempt]
 
@@ -57,7 +51,8 @@ async def test_the_record_of_a_rollout_that_has_ended_needs_no_garbage_collectio
         left = [one.spec.rollout_id for one in attempts() if one not in before]
     finally:
         gc.enable()
-    assert (result.delivered, left) == (2, [])
+    assert (result.delivered, len(result.groups), result.files, left) == (2, 2, {}, [])
+    assert all(len(group.trajectories) == 2 for group in result.groups)
 
 
 def test_groups_can_be_taken_as_they_finish_and_left(tmp_path: Path) -> None:
@@ -71,11 +66,9 @@ def test_groups_can_be_taken_as_they_finish_and_left(tmp_path: Path) -> None:
     assert len(list(envserver.groups(Echo, **SIM))) == 2
 
 
-def test_an_environment_may_be_a_class_or_an_instance_but_not_one_without_a_file() -> None:
-    one = {"total_steps": 1, "group_size": 2}
-    for environment in (Echo, Echo(Echo.Config(group_size=2))):
-        result = envserver.process(environment, model="sim", env=one)
-        assert [group.env for group in result.groups] == ["echo"]
+def test_an_environment_may_be_an_instance_but_not_a_class_without_a_file() -> None:
+    result = envserver.process(Echo(Echo.Config(group_size=2)), **SIM)
+    assert [group.env for group in result.groups] == ["echo"] * 2
     made = type("Made", (Echo,), {"__module__": "__nowhere__"})
     with pytest.raises(ConfigError, match="not in a file"):
         envserver.process(made, **SIM)
