@@ -23,8 +23,8 @@ from envserver_records.records import Trajectory, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import ENVSERVER, environment_variables, typed
+from support.engine_stand_in import fake_vllm
 from support.extent import examples
-from support.fake_vllm import fake_vllm
 from support.trajectories import trajectory
 from support.waiting import PATIENCE
 

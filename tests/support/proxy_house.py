@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
 from envserver.proxy import EngineEndpoint, Proxy, ProxyAttempt
-from support.fake_vllm import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
+from support.engine_stand_in import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
 from support.serving import attempt_spec, serving
 from support.waiting import PATIENCE, settled, until
 

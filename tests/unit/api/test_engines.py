@@ -11,7 +11,7 @@ import pytest
 from envserver_records.errors import InputError
 from envserver_records.records import Call
 from support.api import join, registration
-from support.fake_vllm import FakeVllm, fake_vllm
+from support.engine_stand_in import FakeVllm, fake_vllm
 from support.fleets import FleetHouse, attributed, fleet_house, sampled_by, says, versioned_vllm
 from support.waiting import until
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from support.fake_vllm import fake_vllm
+from support.engine_stand_in import fake_vllm
 from support.serving import attempt_spec
 from support.waiting import PATIENCE, until
 

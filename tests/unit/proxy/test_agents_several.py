@@ -13,8 +13,8 @@ import pytest
 from envserver_records.records import Call, Conversation, PublicTask, Trajectory, Usage, VersionSpan
 from hypothesis import strategies as st
 from support.commands import read_jsonl
+from support.engine_stand_in import fake_vllm
 from support.extent import examples
-from support.fake_vllm import fake_vllm
 from support.proxy_house import ASK, TOOLS, House, chat
 from support.serving import attempt_spec, serving
 from support.waiting import until

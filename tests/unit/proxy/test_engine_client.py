@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import yaml
 from envserver_records.errors import EngineGarbage, EngineRefused, EngineTimeout
-from support.fake_scale_out import ASK, ScaleOut
+from support.engine_stand_in import ASK, ScaleOut
 from support.templates import OWN, chat_format, tool, user
 from support.vllm_server import VllmServer
 

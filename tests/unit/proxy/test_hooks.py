@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.commands import envserver, read_jsonl
-from support.fake_vllm import ids_of, prompt_ids
+from support.engine_stand_in import ids_of, prompt_ids
 from support.proxy_house import house
 
 from envserver import ServiceError, Services

@@ -16,9 +16,8 @@ from envserver_records.errors import EngineGarbage
 from envserver_records.sampling import LOGPROB_ROUNDING
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engine_stand_in import FakeVllm, ScaleOut, ids_of, logprob
 from support.extent import examples
-from support.fake_scale_out import ScaleOut
-from support.fake_vllm import FakeVllm, ids_of, logprob
 from support.proxy_house import asgi_answer
 from support.raw_server import cut, head, raw_server
 from support.serving import attempt_spec

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from envserver_records.records import Message
-from support.fake_scale_out import ScaleOut
-from support.fake_vllm import EOS, ids_of, logprob
+from support.engine_stand_in import EOS, ScaleOut, ids_of, logprob
 from support.proxy_house import (
     ASK,
     TOOL_CALLS,

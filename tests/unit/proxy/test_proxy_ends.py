@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 from envserver_records.errors import ConfigError, EngineUnavailable, Outcome
-from support.fake_vllm import ids_of
+from support.engine_stand_in import ids_of
 from support.proxy_house import ASK, TOOLS, House, asgi_post, chat, house
 from support.serving import attempt_spec
 from support.waiting import settled, until, with_enough_time

@@ -14,7 +14,7 @@ import openai
 import orjson
 import pytest
 from envserver_records.errors import AgentError, EngineGarbage, LimitReached, Outcome, WorkerGarbage
-from support.fake_vllm import ids_of, logprob
+from support.engine_stand_in import ids_of, logprob
 from support.proxy_house import ASK, House, chat, house
 from support.serving import serving
 from support.waiting import until

@@ -11,7 +11,7 @@ import msgspec
 import openai
 import pytest
 from envserver_records.records import VersionSpan
-from support.fake_vllm import ids_of
+from support.engine_stand_in import ids_of
 from support.proxy_house import ASK, House, chat
 from support.serving import attempt_spec
 from support.waiting import settled, until
