@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +11,15 @@ from envserver_records.records import Call, Sequence, pack, unpack
 from envserver_records.sampling import SamplingSpan
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 from support.forests import (
     ACTIONS,
     answers,
-    call,
     calls_of,
     calm,
     comb,
     conversations,
     forests,
     reference_rows,
-    tokens,
 )
 
 from envserver.tokens import Actions, build, builder, check
@@ -57,38 +53,6 @@ def test_a_row_says_how_each_of_its_calls_was_sampled() -> None:
     assert unpack(pack(row), Sequence).sampling == row.sampling
 
 
-def rows_of(calls: list[Call]) -> Counter[bytes]:
-    """The rows as a multiset, without the numbers of the calls."""
-    numbered = [replace(call, index=index) for index, call in enumerate(calls)]
-    return Counter(
-        pack([row.tokens, row.mask, row.logprobs, row.versions, row.agent])
-        for row in build(numbered)
-    )
-
-
-@calm
-@given(
-    st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1), tokens()), max_size=5), st.data()
-)
-def test_independent_calls_may_come_in_any_order(
-    exchanges: list[tuple[list[int], list[int]]], data: st.DataObject
-) -> None:
-    # Distinct first tokens make them independent of each other.
-    calls = [call(i, [100 + i, *prompt], sampled) for i, (prompt, sampled) in enumerate(exchanges)]
-    assert rows_of(calls) == rows_of(data.draw(st.permutations(calls)))
-
-
-@calm
-@given(forests(), st.data())
-def test_agents_that_work_side_by_side_do_not_change_each_others_rows(
-    calls: list[Call], data: st.DataObject
-) -> None:
-    lineages = [(call.agent, call.model) for call in calls]
-    queues = {each: iter([c for c in calls if (c.agent, c.model) == each]) for each in lineages}
-    shuffled = [next(queues[each]) for each in data.draw(st.permutations(lineages))]
-    assert rows_of(calls) == rows_of(shuffled)
-
-
 ROWS = tomllib.loads(Path(__file__).with_name("forests.toml").read_text())["rows"]
 
 
@@ -99,19 +63,6 @@ def test_what_becomes_rows(name: str) -> None:
     for row, columns in zip(built, rows, strict=True):
         assert {name: np.array(getattr(row, name)).tolist() for name in columns} == columns
     assert all_flags(calls, built) == sorted({flag for row in built for flag in row.flags})
-
-
-class Zeros:
-    def integers(self, low: int, high: int, size: int, dtype: type) -> np.ndarray:
-        return np.zeros(size, dtype)
-
-
-def test_prefixes_that_look_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The worst luck: every prefix has the sum of every other.
-    calls = calls_of([[[1], [2]], [[1, 2, 3], [4]], [[1, 9], [3]], [[1, 2], [5]]])
-    right = pack(build(calls))
-    monkeypatch.setattr(np.random, "default_rng", lambda seed: Zeros())
-    assert pack(build(calls)) == right
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from envserver_records.sampling import LogprobsKind
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.forests import answers, call, calm, conversations, forests
+from support.forests import answers, calm, conversations, forests
 
 from envserver.tokens import find_parents, pack_calls
 from envserver.tokens.trace import unpack_calls
@@ -96,18 +96,6 @@ def test_a_trace_gives_the_calls_back(calls: list[Call], data: st.DataObject) ->
     for parents in (right, any_earlier):
         traced = unpack(pack(pack_calls(calls, parents)), list[TracedCall])
         assert pack(unpack_calls(traced)) == pack(calls)
-
-
-def test_a_call_in_a_trace_holds_what_is_new() -> None:
-    ask, answer, more = ({"content": text} for text in ("ask", "answer", "more"))
-    tools = [{"name": "tool"}]
-    first = call(0, [1, 2], [3], messages=[ask], message=answer, tools=tools)
-    second = call(1, [1, 2, 3, 4], [5], messages=[ask, answer, more], tools=tools)
-    again = replace(second, index=2, completion_ids=first.completion_ids)
-    traced = pack_calls([first, second, again], [-1, 0, 0])
-    assert [each.new.prompt_ids.tolist() for each in traced] == [[1, 2], [4], []]
-    assert [each.new.messages for each in traced] == [[ask], [more], []]
-    assert [each.new.tools for each in traced] == [tools, [], []]
 
 
 def with_talk(calls: list[Call]) -> list[Call]:
