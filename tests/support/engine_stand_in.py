@@ -160,7 +160,6 @@ class FakeVllm:
         held: while set and not `held.is_set()`, answers wait (a stream after its first chunk).
         served: the model that it says it is; None: the one that was asked for.
         group: ids per chunk of a stream.
-        cut_bytes: streams are written in pieces of so many bytes.
         retry_after: a header of the answers that faults with a status give.
         slow_seconds: before each answer to a call.
         health_status: of `/health`.
@@ -188,7 +187,6 @@ class FakeVllm:
     held: asyncio.Event | None = None
     served: str | None = None
     group: int = 1
-    cut_bytes: int | None = None
     retry_after: str | None = None
     slow_seconds: float = 0.0
     health_status: int = 200
@@ -566,9 +564,7 @@ class FakeVllm:
 
     async def _write(self, response: web.StreamResponse, chunk: Json) -> None:
         data = b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
-        size = self.cut_bytes or len(data)
-        for start in range(0, len(data), size):
-            await response.write(data[start : start + size])
+        await response.write(data)
 
     async def _wait(self) -> None:
         if self.held is not None:

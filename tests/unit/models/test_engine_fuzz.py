@@ -259,7 +259,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[dict[str, Any]]]:
             text += "\n" if noise == "data" else ""
         text += written(chunk, draw(st.booleans()), draw(END))
     return (
-        text + draw(st.sampled_from(["data: [DONE]\n\n", "data:[DONE]\r\n\r\n"]))
+        text + draw(st.sampled_from(["data: [DONE]\n\n", "data:[DONE]\r\n\r\n", "data: [DONE]"]))
     ).encode(), chunks
 
 

@@ -24,8 +24,6 @@ from envserver_records.errors import (
     EngineTimeout,
     EngineUnavailable,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from support.engine_stand_in import FakeVllm, fake_vllm
 from support.raw_server import chunked, head, raw_server
@@ -503,41 +501,6 @@ async def test_connections_are_used_again_after_streams() -> None:
         for _ in range(5):
             assert await stream(opened) == []
         assert raw.accepted < 5
-
-
-LINE = st.sampled_from(["data: a", "data:b", "data: ", "data", ": note", "event: x", "", "", "dat"])
-END = st.sampled_from(["\n", "\r\n", "\r"])
-
-
-@settings(deadline=None)
-@given(
-    lines=st.lists(st.tuples(LINE, END)),
-    cuts=st.lists(st.integers(0, 80)),
-    mark=st.booleans(),
-)
-def test_how_bytes_are_cut_never_changes_the_events(
-    lines: list[tuple[str, str]], cuts: list[int], mark: bool
-) -> None:
-    text = ("\ufeff" if mark else "") + "".join(line + end for line, end in lines)
-    data = text.encode()
-    edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
-    parser = SseParser()
-    got = []
-    for start, end in itertools.pairwise(edges):
-        got += parser.feed(data[start:end])
-    assert got + parser.close() == oracle(text.removeprefix("\ufeff"))
-
-
-def oracle(text: str) -> list[bytes]:
-    """The events of a whole text, read the slow and obvious way."""
-    events, data = [], []
-    for line in [*text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), ""]:
-        if line.partition(":")[0] == "data":
-            data.append(line.partition(":")[2].removeprefix(" "))
-        if not line and data:
-            events.append("\n".join(data).encode())
-            data = []
-    return events
 
 
 @pytest.mark.parametrize("piece", [b"data: xxxx", b"data: xxxx\n"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from envserver_records.errors import ConfigError, EngineRefused, EngineTimeout, EngineUnavailable
 from structlog.testing import capture_logs
-from support.commands import ENVSERVER, environment_variables, free_port
+from support.commands import envserver, free_port
 from support.engine_stand_in import (
     ALL,
     COMPLETIONS,
@@ -28,7 +28,7 @@ from support.engine_stand_in import (
 from support.serving import serving
 from support.sim import engine as sim_engine
 from support.vllm_server import VllmServer
-from support.waiting import PATIENCE, until
+from support.waiting import until
 
 from envserver import OpenAIConfig
 from envserver.config import Mode
@@ -243,7 +243,7 @@ async def test_the_command_shows_an_engine_and_what_would_be_better(tmp_path: Pa
     async with engine.listening():
         shown = await command(tmp_path, f"{engine.url.removeprefix('http://')}/v1")
     assert shown.returncode == 0, shown.stderr
-    assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+    assert all(len(line) <= 100 for line in shown.stdout.splitlines())
     assert "\033" not in shown.stdout
     text = " ".join(shown.stdout.split())
     assert "mode completions: token ids in and out" in text
@@ -269,16 +269,8 @@ async def test_the_command_tells_replicas_apart_and_those_that_are_down(tmp_path
 
 
 async def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return await asyncio.to_thread(
-        subprocess.run,
-        [ENVSERVER, "models", "probe", *words],
-        cwd=folder,
-        env=environment_variables() | {"COLUMNS": "80", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    """On a terminal of 100 columns."""
+    return await asyncio.to_thread(envserver, "models", "probe", *words, folder=folder)
 
 
 @pytest.mark.vllm

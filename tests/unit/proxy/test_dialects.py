@@ -231,17 +231,6 @@ def test_a_response_is_streamed_item_by_item() -> None:
     assert [event.item.id for event in added] == [item.id for item in done]
 
 
-def test_the_clients_own_stream_of_a_response_follows_text_and_arguments() -> None:
-    desk = Desk(RESPONSES, chat_answer("Héllo", calls=CALLS[:1]), piece=1)
-    asked: Any = {"model": "any", "input": "hi", "tools": [TOOL]}
-    with RESPONSES.client(desk).responses.stream(**asked) as stream:
-        events = list(stream)
-    deltas = [event for event in events if event.type == "response.output_text.delta"]
-    assert deltas[-1].snapshot == "Héllo"
-    (arguments,) = [e for e in events if e.type == "response.function_call_arguments.delta"]
-    assert arguments.snapshot == '{"a": 1}'
-
-
 @STREAMED
 def test_what_else_a_message_tells(streamed: bool) -> None:
     answer = chat_answer("Hi", reasoning="Hm.")

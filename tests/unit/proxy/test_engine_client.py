@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import yaml
@@ -567,17 +566,3 @@ def strict(answer: Json, prompt: Prompt, mode: str) -> Json:
         ]
         choices.append({**choice, "logprobs": entries})
     return {**answer, "choices": choices}
-
-
-@pytest.mark.vllm
-async def test_a_real_vllm_samples_for_each_as_without_a_shared_rendering(
-    vllm_server: VllmServer,
-) -> None:
-    real = ChatFormat.load(vllm_server.model_folder)
-    bodies = [{**ASK, "seed": seed, "max_tokens": 12} for seed in range(8)]
-    async with OpenAIEngine(OpenAIConfig(base_url=[vllm_server.base_url])) as engine:
-        chat, tokens = (client_for(engine, probe_result(mode), real) for mode in ("chat", "tokens"))
-        wanted = [await whole(chat, body) for body in bodies]
-        with mock.patch.object(engine, "post", wraps=engine.post) as asked:
-            assert await asyncio.gather(*(whole(tokens, body) for body in bodies)) == wanted
-    assert sum(call.args[0].endswith("/render") for call in asked.call_args_list) == 1

@@ -6,6 +6,7 @@ That stitching stays right whatever hooks do: `test_engine_saw_what_was_sent.py`
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +29,31 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("path", BODIES)
-async def test_the_agent_gets_the_changed_answer_and_the_record_keeps_the_sampled(
-    path: str, streamed: bool
-) -> None:
+async def test_the_agent_gets_the_changed_answer_and_the_record_keeps_the_sampled() -> None:
     def change(call: ModelCall) -> None:
         assert call.answer is not None and call.answer["content"] == SAMPLED
         call.change("a guard", answer=NEW)
 
     async with house(hooks=HookFunctions(None, change)) as made:
-        attempt, _ = made.open()
-        body = {"model": "any", **BODIES[path], "stream": streamed}
-        async with made.http.post(f"{made.url}/r/{attempt.key}/{path}", json=body) as answer:
-            text = await answer.text()
-    assert answer.status == 200
-    assert "Nothing to see." in text
-    assert SAMPLED not in text and "H\\u00ebllo" not in text
-    (call,) = attempt.calls
-    assert call.completion_ids.tolist() == ids_of(SAMPLED)
-    assert call.message["content"] == "Nothing to see."
-    assert call.engine_message["content"] == SAMPLED
-    assert "answer_changed" in call.flags and call.delivered == "full"
-    assert [(one.at, one.reason, one.changed) for one in call.hooks] == [
-        ("answer", "a guard", ["answer"])
-    ]
+        for path, streamed in product(BODIES, (False, True)):
+            attempt, _ = made.open()
+            body = {"model": "any", **BODIES[path], "stream": streamed}
+            async with made.http.post(f"{made.url}/r/{attempt.key}/{path}", json=body) as answer:
+                text = await answer.text()
+            assert answer.status == 200, path
+            assert "Nothing to see." in text, (path, streamed)
+            assert SAMPLED not in text and "H\\u00ebllo" not in text
+            (call,) = attempt.calls
+            assert call.completion_ids.tolist() == ids_of(SAMPLED)
+            assert call.message["content"] == "Nothing to see."
+            assert call.engine_message["content"] == SAMPLED
+            assert "answer_changed" in call.flags and call.delivered == "full"
+            assert [(one.at, one.reason, one.changed) for one in call.hooks] == [
+                ("answer", "a guard", ["answer"])
+            ]
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_the_engine_gets_the_changed_request(path: str) -> None:
+async def test_the_engine_gets_the_changed_request() -> None:
     async def change(call: ModelCall) -> None:
         if call.prompt is not None:
             call.change("another prompt", prompt="changed")
@@ -65,14 +62,16 @@ async def test_the_engine_gets_the_changed_request(path: str) -> None:
         call.change("an injected message", messages=[*call.messages, question])
 
     async with house(hooks=HookFunctions(change, None)) as made:
-        attempt, _ = made.open()
-        status, _ = await made.post(attempt.key, path, {"model": "any", **BODIES[path]})
-    assert status == 200
-    (call,) = attempt.calls
-    assert call.messages[-1]["content"] == "changed"
-    if path != "v1/completions":
-        assert call.prompt_ids.tolist() == prompt_ids(call.messages)
-    assert call.exact and "request_changed" in call.flags and call.flags != ["answer_changed"]
+        for path, body in BODIES.items():
+            attempt, _ = made.open()
+            status, _ = await made.post(attempt.key, path, {"model": "any", **body})
+            assert status == 200, path
+            (call,) = attempt.calls
+            assert call.messages[-1]["content"] == "changed"
+            if path != "v1/completions":
+                assert call.prompt_ids.tolist() == prompt_ids(call.messages)
+            assert call.exact and "request_changed" in call.flags, path
+            assert "answer_changed" not in call.flags
 
 
 async def test_refusals_are_limits_that_an_agent_may_go_on_after() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import anthropic
@@ -124,39 +125,35 @@ async def test_what_is_not_offered_is_refused_in_the_form_of_the_api_that_was_me
     assert home.fake.requests == []
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(("levels", "statuses"), [(90, {200, 400}), (120, {413}), (1000, {413})])
-async def test_a_body_that_nests_too_deep_is_refused(
-    home: House, path: str, levels: int, statuses: set[int]
-) -> None:
+async def test_a_body_that_nests_too_deep_is_refused(home: House) -> None:
     attempt, _ = home.open()
-    nested = "[" * levels + "]" * levels
-    name, value = {
-        "v1/responses": ("metadata", '{"deep": %s}'),
-        "v1/messages": ("tools", '[{"name": "add", "input_schema": {"deep": %s}}]'),
-    }.get(path, ("stop", "%s"))
-    body = json.dumps(BODIES[path])[:-1] + f', "{name}": {value % nested}}}'
-    status, answer = await home.post(attempt.key, path, body.encode())
-    assert status in statuses
-    assert bool(answer.get("error")) == (status != 200)
+    many = ((90, {200, 400}), (120, {413}), (1000, {413}))
+    for path, (levels, statuses) in product(BODIES, many):
+        nested = "[" * levels + "]" * levels
+        name, value = {
+            "v1/responses": ("metadata", '{"deep": %s}'),
+            "v1/messages": ("tools", '[{"name": "add", "input_schema": {"deep": %s}}]'),
+        }.get(path, ("stop", "%s"))
+        body = json.dumps(BODIES[path])[:-1] + f', "{name}": {value % nested}}}'
+        status, answer = await home.post(attempt.key, path, body.encode())
+        assert status in statuses, (path, levels)
+        assert bool(answer.get("error")) == (status != 200)
 
 
-@pytest.mark.parametrize(("words", "known"), MESSAGES)
-async def test_each_api_says_in_its_own_words_that_the_context_is_full(
-    home: House, words: str, known: str
-) -> None:
-    attempt, _ = home.open()
-    home.fake.faults.extend([(400, words)] * 3)
-    for path in ("v1/chat/completions", "v1/responses", "v1/messages"):
-        status, answer = await home.post(attempt.key, path, BODIES[path])
-        error = answer["error"]
-        if path == "v1/messages":
-            assert (status, error["type"]) == (400, "invalid_request_error")
-            assert error["message"].startswith(known)
-        else:
-            assert (status, error["code"]) == (400, "context_length_exceeded")
-            assert "This model's maximum context length is" in error["message"]
-    assert (attempt.limit, attempt.engine_failure) == ("context", None)
+async def test_each_api_says_in_its_own_words_that_the_context_is_full(home: House) -> None:
+    for words, known in MESSAGES:
+        attempt, _ = home.open()
+        home.fake.faults.extend([(400, words)] * 3)
+        for path in ("v1/chat/completions", "v1/responses", "v1/messages"):
+            status, answer = await home.post(attempt.key, path, BODIES[path])
+            error = answer["error"]
+            if path == "v1/messages":
+                assert (status, error["type"]) == (400, "invalid_request_error")
+                assert error["message"].startswith(known), words
+            else:
+                assert (status, error["code"]) == (400, "context_length_exceeded"), words
+                assert "This model's maximum context length is" in error["message"]
+        assert (attempt.limit, attempt.engine_failure) == ("context", None), words
 
 
 COUNTING = '''

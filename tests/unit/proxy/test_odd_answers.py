@@ -380,11 +380,17 @@ def test_a_stream_with_a_text_without_its_ids_is_not_exact() -> None:
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(path=PATHS, end=st.sampled_from(["\n", "\r\n", "\r"]), data=st.data())
-def test_where_a_stream_is_cut_changes_nothing_in_the_record(
-    path: str, end: str, data: st.DataObject
+@given(
+    path=PATHS,
+    end=st.sampled_from(["\n", "\r\n", "\r"]),
+    group=st.sampled_from([1, 2, 3, 100]),
+    data=st.data(),
+)
+def test_how_a_stream_is_cut_changes_nothing_in_the_record(
+    path: str, end: str, group: int, data: st.DataObject
 ) -> None:
-    parts = [json.dumps(part, ensure_ascii=False) for part in FakeVllm(text=WIDE).chunks(ASKED)]
+    told = FakeVllm(text=WIDE, group=group).chunks(ASKED)
+    parts = [json.dumps(part, ensure_ascii=False) for part in told]
     stream = "".join(f"data: {part}{end}{end}" for part in [*parts, "[DONE]"]).encode()
     cuts = data.draw(st.lists(st.integers(1, len(stream)), max_size=40))
     request = {k: v for k, v in REQUESTS[path].items() if k != "tools"}
@@ -405,16 +411,6 @@ def test_where_a_stream_is_cut_changes_nothing_in_the_record(
     assert call.message["content"] == WIDE
     assert call.completion_ids.tolist() == ids_of(WIDE)
     assert call.logprobs.tolist() == [logprob(token) for token in ids_of(WIDE)]
-
-
-@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/responses", "v1/messages"])
-def test_an_unspoiled_answer_is_exact(path: str) -> None:
-    engine = Scripted(fake.answer(ASKED), chunks(ASKED), cut=False)
-    for streams in (False, True):
-        request = {**REQUESTS[path], "stream": streams, "model": "m"}
-        heard, attempt = ask(engine, path, request)
-        assert heard.status == 200
-        assert [call.exact for call in attempt.calls] == [True]
 
 
 # One thing that is wrong

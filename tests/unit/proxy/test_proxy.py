@@ -78,16 +78,6 @@ async def test_logprobs_usage_and_n_answers_are_for_whom_asks(home: House, strea
         assert_exact(call)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 100])
-async def test_a_stream_gives_the_same_call_however_it_is_chunked(home: House, group: int) -> None:
-    home.fake.text = "€🙂 naïve"
-    home.fake.group, home.fake.cut_bytes = group, 13
-    attempt, client = home.open()
-    assert await chat(client, streamed=True) == ("€🙂 naïve", "stop")
-    assert_exact(attempt.calls[0], "€🙂 naïve")
-    assert attempt.calls[0].message["content"] == "€🙂 naïve"
-
-
 async def test_tools_are_asked_for_whole_and_streamed_to_the_agent(home: House) -> None:
     home.fake.tool_calls, home.fake.finish = TOOL_CALLS, "tool_calls"
     attempt, client = home.open()

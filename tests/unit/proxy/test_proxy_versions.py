@@ -17,7 +17,7 @@ from support.serving import attempt_spec
 from support.waiting import settled, until
 
 from envserver.proxy.attempts import ProxyAttempt
-from envserver.tokens import DEFAULT
+from envserver.tokens import DEFAULT, build, check
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True])
 
@@ -219,6 +219,8 @@ async def test_drain_waits_for_the_calls_at_the_engine_and_says_when_they_do_not
 async def test_a_call_that_goes_on_with_new_weights_is_marked(
     home: House, streamed: bool, in_flight: str | None
 ) -> None:
+    if not streamed:
+        names_weights(home, "default")  # which is no number
     attempt, asking, pausing = await paused_within_a_call(home, in_flight, streamed)
     assert pausing is None or await pausing
     home.proxy.publish_version(2)
@@ -228,6 +230,25 @@ async def test_a_call_that_goes_on_with_new_weights_is_marked(
     (call,) = attempt.calls
     assert call.flags == ["mixed_versions"]
     assert call.versions == [VersionSpan(1, 0, len(call.completion_ids))]
+
+
+async def test_each_token_has_the_version_that_sampled_it(home: House) -> None:
+    """The call is frozen in each update; the second weights sample nothing of it."""
+    names_weights(home, "step-1 step-3 step-4")
+    attempt, asking, pausing = await paused_within_a_call(home, "keep")
+    for version in (2, 3, 4):
+        assert await (pausing if version == 2 else home.proxy.gate.pause("keep", 60.0))
+        home.proxy.publish_version(version)
+        home.proxy.gate.resume()
+    home.fake.held.set()  # type: ignore[union-attr]
+    await asking
+    (call,) = attempt.calls
+    size = len(call.completion_ids)
+    assert call.versions == [VersionSpan(1, 0, 1), VersionSpan(3, 1, 2), VersionSpan(4, 2, size)]
+    assert call.flags == ["mixed_versions"]
+    (row,) = build(attempt.calls)
+    check(attempt.calls, [row])
+    assert row.versions[len(call.prompt_ids) :].tolist() == [1, 3, *[4] * (size - 2)]
 
 
 async def test_abort_asks_them_again_after_the_pause(home: House) -> None:

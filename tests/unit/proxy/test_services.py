@@ -375,16 +375,6 @@ async def test_attempts_play_side_by_side_each_with_its_own_state(
     assert log.read_text().splitlines() == [*words, "closed game-2", "down"]
 
 
-async def test_a_plain_object_is_a_state() -> None:
-    async def count(arguments: dict[str, Any], caller: Caller) -> Any:
-        caller.state.append(1)
-        return len(caller.state)
-
-    async with desk(Services({"count": count}, state=lambda task: [])) as place:
-        _, run = place.open()
-        assert [await run.call_tool("count", {}) for _ in range(3)] == [1, 2, 3]
-
-
 @pytest.mark.thorough
 async def test_a_process_that_dies_fails_its_rollouts_which_may_be_tried_again(
     tmp_path: Path,
