@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +17,7 @@ import pytest
 from envserver_records.errors import ConfigError, EngineGarbage, EngineRefused
 from envserver_records.records import Task
 from support.beside import beside
+from support.commands import running
 from support.sim import CHAT, call, said, tool
 from support.waiting import PATIENCE
 
@@ -201,27 +201,12 @@ async def test_a_taken_port_is_a_clear_error(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_ends_the_command_cleanly(number: signal.Signals) -> None:
-    program = (
-        "import asyncio\n"
-        "from envserver.running.simulated_server import run_sim\n"
-        "from envserver.config import SimConfig\n"
-        "asyncio.run(run_sim(SimConfig(), port=0, announce=lambda line: print(line, flush=True)))\n"
-    )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, env=dict(os.environ)
-    )
-    try:
-        assert process.stdout is not None
-        line = (await asyncio.wait_for(process.stdout.readline(), PATIENCE)).decode()
-        assert "no language model" in line
-        assert httpx.get(f"{line.split()[-1]}/models", timeout=PATIENCE).status_code == 200
-        process.send_signal(number)
-        assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+def test_a_signal_ends_the_command_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    with running("models", "sim", "--port", 0, folder=tmp_path) as command:
+        url = command.wait_for(r"no language model.*?(http\S+)\n")[1]
+        assert httpx.get(f"{url}/models", timeout=PATIENCE).status_code == 200
+        command.send(number)
+        assert command.end() == 0
 
 
 def test_demonstrations_of_an_environment_are_found_by_their_question() -> None:
