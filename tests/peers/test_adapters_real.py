@@ -1,10 +1,9 @@
-"""verl and SkyRL themselves take what the adapters give them (`make trainers`)."""
+"""verl and SkyRL themselves take what the adapters give, and compute as we do (`make trainers`)."""
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import pytest
 from envserver_records.experts import experts_from
 from envserver_records.records import Score, Sequence, Trajectory, pack
 from msgspec.structs import replace
-from support.foreign_trainers import alone
+from support.foreign_trainers import ROOT, SUPPORT, alone
+from support.foreign_trainers import told as json_of
+from support.objectives_table import Differences, against_verl, names_in_readme
 from support.trajectories import sequence, trajectory
-from support.waiting import PATIENCE
 
 from envserver.models import ASSETS
-
-ROOT = Path(__file__).parents[2]
-PEER = Path(__file__).parents[1] / "support" / "trainers_peer.py"
 
 
 def rollouts() -> list[Trajectory]:
@@ -54,18 +51,8 @@ def told(trainers_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     (folder / "rollouts").write_bytes(pack(rollouts()))
     shutil.copytree(ASSETS, folder / "tokenizer")
     environ = alone(ROOT / "clients", ROOT / "tools")
-    run = subprocess.run(
-        [trainers_python, "-W", "ignore", PEER, folder],
-        env=environ,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return answer
+    command = (trainers_python, "-W", "ignore", SUPPORT / "trainers_peer.py", folder)
+    return dict(json_of(*command, env=environ, folder=folder))
 
 
 def experts_of(table: list[Any]) -> list[int]:
@@ -115,3 +102,37 @@ def test_both_tell_a_server_when_the_weights_of_their_engines_change(told: dict[
     assert told["hooks"]["verl"] == ["pause", "sleep", "pause", "update", published]
     published = ["publish", ["http://10.0.0.7:4711"], 1]
     assert told["hooks"]["skyrl"] == ["pause", "/pause", "/resume", published, "pause", "/sleep"]
+
+
+# The objectives are verl's own, and the README's table has every comparison
+
+
+MOST_DIFFERENCE = 5e-6
+GDPO = 1e-4
+"""We add 1e-4 to a standard deviation, as TRL does; verl adds 1e-6."""
+
+
+@pytest.fixture(scope="module")
+def verl(trainers_python: Path) -> Differences:
+    return against_verl(trainers_python)
+
+
+def test_gradients_and_advantages_are_those_of_verl(verl: Differences) -> None:
+    bounds = {"gdpo, advantages": GDPO}
+    far = {n: v for n, v in verl.items() if not v < bounds.get(n, MOST_DIFFERENCE)}
+    assert far == {}
+
+
+def test_the_readme_names_every_comparison(verl: Differences) -> None:
+    assert {name for name, peer in names_in_readme() if peer == "verl"} == verl.keys()
+
+
+def test_skyrl_computes_our_logprobs_of_rows_with_images(
+    trainers_python: Path, tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    words = (trainers_python, "-W", "ignore", "-m", "support.skyrl_images", tmp_path / "model")
+    environ = alone(ROOT / "clients", ROOT / "tools", ROOT / "tests")
+    found = json_of(*words, env=environ, seconds=None)
+    tell(f"SkyRL's logprobs of rows with images are within {found['difference']:.1e} of ours")
+    assert found["difference"] < 1e-5
+    assert "needs pixels" in found["refused"][0]

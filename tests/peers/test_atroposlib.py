@@ -6,10 +6,13 @@ All of it runs unchanged in `.venv-atropos` (`make atropos-peer`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import subprocess
+import sys
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -18,8 +21,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from support.answering import answering
 from support.api import Api, api_process, running_api
 from support.commands import free_port, running, until
+from support.foreign_trainers import printed, told
 from support.waiting import PATIENCE
 
 from envserver import SimConfig
@@ -47,18 +52,17 @@ def test_its_own_http_tests(atropos_python: Path, tmp_path: Path) -> None:
     names = ("legacy", "messages_handling", "compression")
     tests = [folder / f"test_api_{name}.py" for name in names]
     command = [atropos_python, "-m", "pytest", "-v", *tests, "--rootdir", folder]
+    command += ["-p", "no:cacheprovider", "-p", "point_at_ours"]
+    env = os.environ | {"PYTHONPATH": str(PEER), "ENVSERVER_URL": f"http://127.0.0.1:{port}"}
     with api_process(tmp_path / "store.db", port):
-        run = subprocess.run(
-            [*command, "-p", "no:cacheprovider", "-p", "point_at_ours"],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(PEER), "ENVSERVER_URL": f"http://127.0.0.1:{port}"},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert all(f"{path.name}::" in run.stdout for path in tests)
+        said = printed(*command, folder=tmp_path, env=env)
+    assert all(f"{path.name}::" in said for path in tests)
+
+
+def trained_by(python: Path, url: str, rows: int, batches: int, *more: str) -> dict[str, Any]:
+    """What atroposlib's example trainer got from a server."""
+    found: dict[str, Any] = told(python, PEER / "trainer.py", url, rows, batches, *more)
+    return found
 
 
 @contextmanager
@@ -69,19 +73,30 @@ def environment(
     command = [python, str(PEER / "environments.py"), name, "serve"]
     command += ["--env.rollout_server_url", api, "--env.tokenizer_name", str(tokenizer)]
     command += ["--openai.base_url", engine, "--openai.model_name", "sim", *more]
-    with (folder / f"{name}.log").open("wb") as log:
+    with logged(folder / f"{name}.log", *command) as process:
+        yield process
+
+
+@contextmanager
+def logged(log: Path, *command: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A program of the peer, which writes to `log`."""
+    with log.open("wb") as out:
         process = subprocess.Popen(
-            command, cwd=folder, env=os.environ | OFFLINE, stdout=log, stderr=subprocess.STDOUT
+            list(map(str, command)),
+            cwd=log.parent,
+            env=os.environ | OFFLINE,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
+    try:
+        yield process
+    finally:
+        process.terminate()
         try:
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(PATIENCE)
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(PATIENCE)
 
 
 @asynccontextmanager
@@ -169,10 +184,7 @@ def test_its_trainer_is_fed_by_our_rollouts_and_by_its_own_environment(
     command += FEW
     with running(*command, folder=tmp_path) as server:
         engine, key = server.wait_for(r"(http://\S+/r/(\S+)/v1)").groups()
-        trainer = [str(atropos_python), str(PEER / "trainer.py"), url, "8", "2"]
-        run = subprocess.run(trainer, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        assert run.returncode == 0, run.stderr[-3000:]
-        trained = json.loads(run.stdout.splitlines()[-1])
+        trained = trained_by(atropos_python, url, 8, 2)
         assert trained["rows"] == 8 * trained["batches"]
         assert trained["trained"] > trained["rows"]
         more = ["--openai.server_type", "vllm", "--openai.tokenizer_name", str(tokenizer)]
@@ -204,10 +216,7 @@ def test_its_trainer_trains_two_players_each_by_its_own_score(
     command += FEW
     with running(*command, folder=tmp_path) as server:
         server.wait_for(r"Trainers: http://\S+")
-        trainer = [str(atropos_python), str(PEER / "trainer.py"), url, "8", "2"]
-        run = subprocess.run(trainer, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        assert run.returncode == 0, run.stderr[-3000:]
-        trained = json.loads(run.stdout.splitlines()[-1])
+        trained = trained_by(atropos_python, url, 8, 2)
         group = httpx.get(f"{url}/latest_example", timeout=PATIENCE).json()
     assert trained["rows"] == 8 * trained["batches"]
     assert trained["spread"] == pytest.approx(1.0, abs=1e-3)  # of the scores, as it scaled them
@@ -218,16 +227,8 @@ def test_its_trainer_trains_two_players_each_by_its_own_score(
         group["tokens"], group["masks"], group["advantages"], strict=True
     ):
         assert len(tokens) == len(advantages)
-        assert (
-            len(
-                {
-                    advantage
-                    for advantage, mask in zip(advantages, masks, strict=True)
-                    if mask != -100
-                }
-            )
-            == 1
-        )
+        pairs = zip(advantages, masks, strict=True)
+        assert len({advantage for advantage, mask in pairs if mask != -100}) == 1
 
 
 def next_of_an_environment(url: str, groups: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -285,3 +286,90 @@ def two_rows(number: int) -> dict[str, Any]:
     """Two rows with a common beginning, the second one good."""
     rows = [[10, 11, 12, 20 + number % 50, last] for last in (80, 90)]
     return {"tokens": rows, "masks": rows, "scores": [-1.0, 1.0]}
+
+
+# One address is all that differs between its own server and ours
+
+
+KINDS = ("single", "turns", "tools")
+ROWS = 24
+"""Three environments, two groups of four rows each: one batch has all."""
+
+
+def answer(body: dict[str, Any]) -> str:
+    """A model that sometimes guesses rightly, and sometimes calls the tool."""
+    first, last = body["messages"][0]["content"], body["messages"][-1]["content"]
+    chance = zlib.crc32(json.dumps([body["messages"], body.get("seed")]).encode())
+    if "<tools>" in first and "<tool_response>" in last:
+        return f"It is {last.removeprefix('<tool_response>').removesuffix('</tool_response>')}."
+    if "<tools>" in first and chance % 3:
+        call = {"name": "add", "arguments": {"a": int(last.split()[2]), "b": 40 + chance % 2}}
+        return f"<tool_call>{json.dumps(call)}</tool_call>"
+    return f"I guess {chance % 4}."
+
+
+@contextlib.contextmanager
+def theirs(python: Path, port: int, folder: Path) -> Iterator[None]:
+    """atroposlib's own server."""
+    words = (python.with_name("run-api"), "--port", port, "--host", "127.0.0.1")
+    with logged(folder / "run-api.log", *words) as process:
+        until(lambda: _answers(port), lambda: "run-api", alive=process)
+        yield
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{port}/", timeout=PATIENCE).is_success
+    return False
+
+
+def trained_on(python: Path, port: int, folder: Path) -> dict[str, Any]:
+    """What atroposlib's example trainer got from three environments on the server at `port`."""
+    url = f"http://127.0.0.1:{port}"
+    tokenizer = shutil.copytree(ASSETS, folder / "tokenizer")
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(answering(answer))
+        for kind in KINDS:
+            command = [python, PEER / "kinds.py", kind, "serve", "--env.rollout_server_url", url]
+            command += ["--env.tokenizer_name", tokenizer, "--openai.base_url", engine]
+            stack.enter_context(logged(folder / f"{kind}.log", *command))
+        return trained_by(python, url, ROWS, 1, "--groups")
+
+
+def test_the_same_groups_arrive_from_either_server(atropos_python: Path, tmp_path: Path) -> None:
+    made = {}
+    for name in ("theirs", "ours"):
+        folder, port = tmp_path / name, free_port()
+        folder.mkdir()
+        server = (
+            theirs(atropos_python, port, folder)
+            if name == "theirs"
+            else api_process(folder / "store.db", port)
+        )
+        with server:
+            made[name] = trained_on(atropos_python, port, folder)
+    groups = {name: sorted(map(_comparable, one["groups"])) for name, one in made.items()}
+    assert groups["ours"] == groups["theirs"]
+    assert len(groups["ours"]) == ROWS // 4
+    for key in ("batches", "rows", "trained"):
+        assert made["ours"][key] == made["theirs"][key]
+    assert made["ours"]["spread"] == pytest.approx(made["theirs"]["spread"])
+    scores = [score for group in made["ours"]["groups"] for score in group["scores"]]
+    assert len(set(scores)) > 2
+    assert "<tool_response>" in json.dumps(groups["ours"])
+
+
+def _comparable(group: dict[str, Any]) -> str:
+    """A group as text, without the number that the server gave to its environment."""
+    return json.dumps({**group, "env_id": None}, sort_keys=True)
+
+
+BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bench_api.py"
+
+
+@pytest.mark.slow
+def test_batches_leases_status_calls_and_memory_keep_their_budgets(
+    atropos_python: Path, tmp_path: Path
+) -> None:
+    # CPU time of the servers: what else the machine does changes the ratios little.
+    printed(sys.executable, BENCHMARK, "--quick", folder=tmp_path, seconds=4 * PATIENCE)

@@ -5,16 +5,63 @@ What stands in for their parts on GPUs: support/verl_on_a_cpu.py and support/sky
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from support.foreign_trainers import SUPPORT
-from support.trainers_loops import ROOT, Loop, loop, trains
+from support.commands import Running, running
+from support.foreign_trainers import ROOT, SUPPORT, alone, environment
+from support.vllm_server import VllmServer, running_vllm
 from support.waiting import PATIENCE
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An engine, and a server that does not know it yet."""
+
+    engine: VllmServer
+    server: str
+    folder: Path
+
+
+@contextlib.contextmanager
+def loop(vllm_python: Path, folder: Path, *words: object) -> Iterator[Loop]:
+    """A vLLM that takes weights, and a server that was started without an engine."""
+    processed = ("--logprobs-mode", "processed_logprobs")
+    with running_vllm(vllm_python, folder, learning=True, more=processed) as engine:
+        serve = ("serve", "--openai.base_url", "none", "--openai.model_name", engine.model)
+        serve += ("--port", 0, "--store", "groups.db", "--rollouts.max_queued_groups", 0)
+        serve += ("--workers.processes", 1, *words)
+        with running(*serve, folder=folder) as server:
+            url = server.wait_for(r"Trainers: (http://\S+)")[1]
+            yield Loop(engine, url, folder)
+
+
+@contextlib.contextmanager
+def trains(python: Path, made: Loop, *command: object, **environ: str) -> Iterator[Running]:
+    """A trainer of others, which starts Ray with one GPU that nobody looks for."""
+    quiet = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_ADDRESS": "local",  # not the cluster of a test beside this one
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # it kills when others fill the memory
+        "GLOO_SOCKET_IFNAME": "lo",
+        "ENGINE_URL": made.engine.root_url,
+        "SERVER_URL": made.server,  # support/commands.py passes on no ENVSERVER_...
+        "WEIGHTS_FOLDER": str(made.folder / "weights"),
+    }
+    packages = (ROOT / "clients", ROOT / "tools", ROOT / "tests")
+    with (
+        environment({**alone(*packages), **quiet, **environ}),
+        running(*command, folder=made.folder, program=python) as process,
+    ):
+        yield process
+
 
 Tell = Callable[[str], None]
 STEPS = 2

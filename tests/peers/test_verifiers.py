@@ -1,28 +1,27 @@
-"""Environments of verifiers itself, of both generations, run unchanged: `make verifiers-peer`.
+"""Environments and reward functions of verifiers itself, of both generations, run unchanged, and
+our comparison with it drives both (`make verifiers-peer`).
 
-Each starts several processes of 6 CPU seconds of imports: one test has them both, the others are
-slow.
+An environment starts several processes of 6 CPU seconds of imports: one test has them both, the
+others are slow.
 """
 
 from __future__ import annotations
 
 import json
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.commands import envserver, read_jsonl
+from support.foreign_trainers import SUPPORT, told
 from support.learning import learning, mean, tiny_model
 from support.verifiers_peer import install, refusal
 
 ONE_PROCESS = (
-    "--workers.processes",
-    "1",
-    "--workers.heartbeat_seconds",
-    "30",
-    "--env.ensure_scores_are_not_same",
-    "false",
+    *("--workers.processes", 1, "--workers.heartbeat_seconds", 30),
+    *("--env.ensure_scores_are_not_same", "false"),
 )
 CLASSIC = ("classic_sums", "classic_shop", "classic_guess")
 SERVED = """
@@ -234,3 +233,28 @@ def test_evaluate_and_check(home: Path, tmp_path: Path) -> None:
     assert "classic_sums" in (tmp_path / "e" / "report.json").read_text()
     done = envserver("check", *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_function_pays_on_rows_what_it_pays_there(
+    verifiers_classic_python: Path, tmp_path: Path
+) -> None:
+    command = (verifiers_classic_python, "-W", "ignore", SUPPORT / "verifiers_rubrics.py")
+    found = told(*command, sysconfig.get_path("purelib"), folder=tmp_path)
+    for name, pairs in found.items():
+        assert all(there == here for there, here in pairs), (name, pairs)
+    assert [here for _, here in found["MathRubric"]] == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+    assert len({here for _, here in found["XMLParser"]}) > 2
+
+
+def test_both_generations_play_rollouts_of_five_turns(
+    verifiers_classic_python: Path, verifiers_v1_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SUPPORT.with_name("benchmarks"))
+    import compare_runs as runs
+
+    monkeypatch.setattr(runs, "VERIFIERS", verifiers_classic_python)
+    monkeypatch.setattr(runs, "VERIFIERS_V1", verifiers_v1_python)
+    with runs.engine() as url:
+        for how in (runs.by_verifiers, runs.by_verifiers_v1):
+            ran = runs.play(how, url, 4, 5, 4)
+            assert (ran.whole, ran.hung) == (4, False)

@@ -1,13 +1,17 @@
-"""A whole house around weight updates: agents that sample while a trainer publishes versions.
+"""Engines, trainers and agents around weight updates.
 
-In: a push to a real engine, and a trainer's stand-in. Out: a `Proof` over every token that was
-delivered: whether the weights of the version that it carries give its logprob.
+A local engine that can be killed and started again, a trainer that sends weights over gloo, and a
+whole house: agents that sample while versions are published. Out of that: a `Proof` over every
+token that was delivered: whether the weights of the version that it carries give its logprob.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import subprocess
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,97 @@ from envserver_clients.weights import Published, WeightPush
 from support.commands import free_port, running
 from support.versions import VersionMaker
 
+from .foreign_trainers import ROOT
+from .learning import variables
 from .waiting import PATIENCE
+
+
+@dataclass
+class Local:
+    """An engine of ours that can be killed and started again at its address."""
+
+    python: Path
+    model: Path
+    port: int
+    process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        words = (
+            *("--model", self.model, "--served-model-name", "tiny", "--port", str(self.port)),
+            *("--dtype", "float32", "--enable-lora", "--threads", "1"),
+        )
+        self.process = subprocess.Popen(
+            [self.python, "-m", "envserver_local", *words],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=variables(),
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().startswith(self.url)
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(PATIENCE)
+
+
+@contextlib.contextmanager
+def local_engine(python: Path, model: Path) -> Iterator[Local]:
+    engine = Local(python, model, free_port())
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.kill()
+
+
+class SendingTrainer:
+    """A process with a model, which does what it is asked."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def ask(self, **asked: Any) -> dict[str, Any]:
+        """Returns what was published or restored, or the error."""
+        self.begin(**asked)
+        return self.end()
+
+    def begin(self, **asked: Any) -> None:
+        """Asks without waiting."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> dict[str, Any]:
+        """Waits for the answer."""
+        assert self.process.stdout is not None
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+
+@contextlib.contextmanager
+def sending_trainer(python: Path, model: Path, **settings: Any) -> Iterator[SendingTrainer]:
+    """A trainer of the model in the folder `model`; `settings` are those of `Transfer`."""
+    script = Path(__file__).with_name("transfer_process.py")
+    environ = {**variables(), "PYTHONPATH": str(ROOT / "clients")}
+    process = subprocess.Popen(
+        [python, script, model, json.dumps(settings)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+    )
+    try:
+        yield SendingTrainer(process)
+    finally:
+        process.kill()
+        process.wait()
+
 
 _SERVE = (
     "serve", "--env", "math", "--env.mode", "single", "--env.group_size", 2,
