@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
 from support.page_groups import LONG, LONG_ROW, GroupsHouse, groups_house
-from support.page_servers import in_a_thread
+from support.page_house import in_a_thread
 from support.stores import group
 
 MANY = 100_000

@@ -1,18 +1,26 @@
-"""The overview and the pages of runs, engines, workers and failures in a browser."""
+"""The overview, and pages of runs, engines, workers, failures, alarms and evaluations in a browser."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
+import orjson
 import pytest
 from playwright.sync_api import Page, Request, expect
-from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
+from support.alarm_server import serving
+from support.browsers import DASHBOARD, SMALL, Visitor, axe, no_sideways_scroll
 from support.commands import until
-from support.page_history import put_history
-from support.page_house import PageHouse, page_house
-from support.page_servers import in_a_thread, small_api
+from support.page_house import PageHouse, in_a_thread, page_house, put_history, rows, small_api
+from support.waiting import PATIENCE
+
+import envserver
+from envserver.telemetry.history import curves
 
 PAGES = ("", "runs", "runs/trainer", "engines", "workers", "failures")
 GROUPS = 16
@@ -221,3 +229,117 @@ def test_the_page_says_which_server_leads(tmp_path: Path, visitor: Visitor) -> N
         expect(servers).to_contain_text("http://10.0.0.2:8000 follows")
         axe(page)
         page.context.close()
+
+
+# Alarms that were provoked
+
+
+SENTENCES = (
+    r"reward of zero is always 0",
+    r"In 100 % of the groups of same .* all rewards are equal",
+    r"In 100 % of the groups of same .* all rollouts say the same",
+    r"\d+ workers of dies died in .* The worker exited with code 3",
+    r"100 % of the rollouts of dies .* to the workers",
+    r"% of the sampled tokens of masked .*structured_output",
+    r"No trainer has leased for \d+ .*, while [\d,]+ groups? wait",
+    r"A commit of the store takes",
+    r"The disk of the store fills up",
+    r"Model calls have been paused for",
+)
+
+
+def test_ten_alarms_stand_above_every_page_and_lead_to_what_they_mean(
+    tmp_path: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserver.api.recording.SECONDS", 0.25)
+    with in_a_thread(lambda: serving(tmp_path, "Zero", "Same", "Dies", "Masked")) as alarms:
+        page = visitor.page(f"{alarms.url}#/runs")
+        shown = page.get_by_role("status", name="Alarms").get_by_role("listitem")
+        for number, sentence in enumerate(SENTENCES):
+            if number == len(SENTENCES) - 1:
+                httpx.post(
+                    f"{alarms.url}/v1/policy/pause", json={}, timeout=PATIENCE
+                ).raise_for_status()
+            expect(shown.filter(has_text=re.compile(sentence)).first).to_be_visible()
+        visitor.shot(page, "alarms")
+        shown.filter(has_text="say the same").get_by_role("link", name="show").click()
+        expect(page).to_have_url(re.compile("environment=same"))
+        expect(page.locator(".list-row").first).to_contain_text("same")
+        page.context.close()
+
+
+# Evaluations of held-out tasks while a trainer learns
+
+
+@asynccontextmanager
+async def evaluating(folder: Path) -> AsyncIterator[str]:
+    """A server that evaluates each policy version on three tasks; yields its address."""
+    async with envserver.aio.serve(
+        "math",
+        model="sim",
+        sim={"latency_seconds": 0},
+        workers={"processes": 1},
+        store=str(folder / "groups.db"),
+        server={"port": 0, "drain_seconds": 0},
+        evaluate={"every": 1, "total_steps": 3},
+    ) as server:
+        yield server.url
+
+
+def test_each_evaluated_version_is_a_point_and_a_row(tmp_path: Path, visitor: Visitor) -> None:
+    with (
+        in_a_thread(lambda: evaluating(tmp_path)) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE) as http,
+    ):
+
+        def evaluations() -> list[dict[str, Any]]:
+            return list(http.get("/v1/evaluations").json()["evaluations"])
+
+        def states() -> list[str]:
+            return [one["state"] for one in evaluations()]
+
+        assert "held_out" not in http.get("/v1/source").json()["parts"]
+        for count in (1, 2):
+            version = {"version": count - 1}
+            http.post("/v1/policy-version", json=version).raise_for_status()
+            until(lambda n=count: states() == ["complete"] * n, lambda: str(states()))
+        means = [one["results"]["evaluate/math/mean_reward"] for one in evaluations()]
+        page = visitor.page(f"{url}/#/held_out")
+        expect(page.get_by_label("Rewards of 2 evaluations over policy versions")).to_be_visible()
+        points = page.locator(".versions a title")
+        told = [f"version {version}: mean {mean:.3g} of" for version, mean in enumerate(means)]
+        for point, text in zip(points.all_text_contents(), told, strict=True):
+            assert point.startswith(text)
+        expect(page.get_by_role("rowheader")).to_have_text(["1", "0"])
+        axe(page)
+        page.close()  # before the server ends, which it would report
+
+
+# What the overview calls a change: what differs beyond noise, and nothing else
+
+
+def said_of(bad_minutes: int, folder: Path) -> list[list[str]]:
+    """What is said of each hour of a day, the last first: "reward code bad"."""
+    day = [(60.0 * minute, one) for minute, one in enumerate(rows(1440, bad_minutes))]
+    script = folder / "changes.mjs"
+    bundle = [
+        DASHBOARD / "node_modules" / ".bin" / "rolldown",
+        Path(__file__).with_name("changes.ts"),
+    ]
+    words = [*map(str, bundle), "--platform", "node", "-o", str(script)]
+    subprocess.run(words, check=True, capture_output=True, cwd=DASHBOARD)
+    series = orjson.dumps(curves(day, len(day), frozenset()))
+    told = subprocess.run(["node", str(script)], input=series, check=True, capture_output=True)
+    return [orjson.loads(line) for line in told.stdout.splitlines()]
+
+
+@pytest.mark.usefixtures("_has_browser")
+def test_a_day_of_noise_and_slow_progress_has_no_changes(tmp_path: Path) -> None:
+    said = said_of(0, tmp_path)
+    assert len(said) > 250
+    assert [one for one in said if one] == []
+
+
+@pytest.mark.usefixtures("_has_browser")
+def test_a_fall_and_failures_are_changes(tmp_path: Path) -> None:
+    assert {"reward code bad", "failures engine_unavailable bad"} <= set(said_of(6, tmp_path)[0])

@@ -1,4 +1,6 @@
-"""`envserver view` in a browser: evaluations, their comparison, and a file that grows."""
+"""`envserver view` in a browser: evaluations, their comparison, a file that grows; and pages that
+are files, with hostile text in them: nothing acts, nothing is fetched.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,21 @@ from pathlib import Path
 
 import orjson
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Locator, Page, expect
 from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
 from support.commands import running
 from support.delivered import line, write_lines
 from support.page_house import PageHouse
 from support.views import write_evaluation
 
+from envserver import main
+
+AT_ITS_END = "ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_REFUSED"
 HOSTILE = '<img src=x onerror="alert(1)">\u202eevil'
+
+
+def listed(page: Page) -> Locator:
+    return page.get_by_role("listbox", name="Groups").get_by_role("option")
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +90,13 @@ def test_a_server_elsewhere_has_all_its_pages(
     house: PageHouse, tmp_path: Path, visitor: Visitor
 ) -> None:
     with running("view", house.url, folder=tmp_path) as view:
-        visitor.allow("ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_REFUSED")  # at its end
+        visitor.allow(AT_ITS_END)
         page = visitor.page(view.wait_for(r"http://[\d.]+:\d+/")[0])
         expect(page.get_by_role("link", name="Engines")).to_be_visible()
         expect(page.get_by_text("● live")).to_be_visible()
         visitor.shot(page, "view-server")
         page.get_by_role("link", name="Groups").click()
-        page.get_by_role("listbox", name="Groups").get_by_role("option").first.dblclick()
+        listed(page).first.dblclick()
         expect(page.get_by_text("rollout 0").first).to_be_visible()
 
 
@@ -100,11 +109,11 @@ def test_a_file_of_a_gigabyte_is_shown_while_it_is_read(tmp_path: Path, visitor:
                 break
             answers = [f"{which} " * 20_000 for which in range(8)]
             size += out.write(orjson.dumps(line(number, (0.0, 1.0) * 4, answers=answers)) + b"\n")
-    visitor.allow("ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_REFUSED")  # at its end
+    visitor.allow(AT_ITS_END)
     with running("view", file, folder=tmp_path) as view:
         started = time.monotonic()
         page = visitor.page(view.wait_for(r"http://[\d.]+:\d+/")[0])
-        rows = page.get_by_role("listbox", name="Groups").get_by_role("option")
+        rows = listed(page)
         expect(rows.first).to_contain_text("math-")
         shown = time.monotonic() - started
         expect(page.get_by_text("so far")).to_have_count(0)
@@ -124,16 +133,38 @@ def test_what_is_skipped_is_told_and_new_groups_appear(tmp_path: Path, visitor: 
     with file.open("ab") as more:
         more.write(b"nothing\n")
     with running("view", file, folder=tmp_path) as view:
-        visitor.allow("ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_REFUSED")  # at its end
+        visitor.allow(AT_ITS_END)
         page = visitor.page(view.wait_for(r"http://[\d.]+:\d+/")[0])
         page.get_by_text("1 place was skipped").click()
         expect(page.get_by_text("run.jsonl, line 4 is not JSON")).to_be_visible()
-        expect(
-            page.get_by_role("listbox", name="Groups").get_by_role("option").first
-        ).to_contain_text("math-000002")
+        expect(listed(page).first).to_contain_text("math-000002")
         with file.open("ab") as more:
             more.write(orjson.dumps(line(3)) + b"\n")
-        expect(
-            page.get_by_role("listbox", name="Groups").get_by_role("option").first
-        ).to_contain_text("math-000003")
+        expect(listed(page).first).to_contain_text("math-000003")
         visitor.shot(page, "view-file")
+
+
+# Pages that are files
+
+
+ATTACKS = (
+    "</pre></style><script>document.title='owned'</script>"
+    "<img src=//evil.example/x onerror=alert(1)><svg onload=alert(2)>"
+    "<a href='javascript:alert(3)'>\u202e\x1b[31m"
+)
+
+
+def test_exported_rollouts_are_inert(visitor: Visitor, tmp_path: Path) -> None:
+    facts = {"tools": [{"type": "function", "function": {"name": ATTACKS}}], "flags": [ATTACKS]}
+    source = write_lines(
+        tmp_path / "run.jsonl", [line(0, (0.0, 1.0), answers=[ATTACKS] * 2, **facts)]
+    )
+    assert main(["export", str(source), "--to", "html", "--out", str(tmp_path / "out.html")]) == 0
+    page = visitor.page((tmp_path / "out.html").as_uri())
+    assert "owned" not in page.title()
+    closed = page.locator("details:not([open]) > summary")
+    while closed.count():
+        closed.first.click()
+    expect(page.get_by_text("onerror=alert(1)").first).to_be_visible()
+    assert page.locator("script, img, svg[onload], a[href^='javascript']").count() == 0
+    visitor.shot(page, "export-html-hostile")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from envserver_clients.adapters.trl_prompts import TaskName, task_of
 from envserver_clients.adapters.trl_rollouts import RolloutsLost, grouped, rows_of
 from envserver_clients.adapters.trl_weights import Versions
 from envserver_tools.calling import ToolError
-from support.foreign_trainers import SUPPORT, alone, house, trainer
+from support.foreign_trainers import SUPPORT, house, random_model, trainer
 from support.learning import mean, tiny_model
 from support.waiting import PATIENCE
 
@@ -29,7 +27,20 @@ from envserver import InputError
 
 LETTERS = SUPPORT / "letters.py"
 ROUNDING = 1e-3
-trainers = functools.partial(trainer, "trl_trainers.py")
+
+
+def trained(
+    python: Path,
+    model: Path,
+    folder: Path,
+    urls: tuple[str, str],
+    *words: object,
+    script: str = "trl_trainers.py",
+) -> str:
+    """Runs one of TRL's trainers to its end; what it printed."""
+    with trainer(script, python, model, folder, urls, *words) as process:
+        assert process.end() == 0, process.output()[-5000:]
+    return process.output()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -39,10 +50,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def babbler(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model."""
-    folder = tmp_path_factory.mktemp("babbler") / "model"
-    program = [learn_python, SUPPORT / "tiny_model.py", folder]
-    subprocess.run(program, check=True, env=alone(), capture_output=True)
-    return folder
+    return random_model(learn_python, tmp_path_factory.mktemp("babbler") / "model")
 
 
 LETTER_WORDS = ("--env", LETTERS, "--env.group_size", 4, "--sampling.max_tokens", 24)
@@ -52,11 +60,8 @@ def test_the_grpo_trainer_takes_exact_rollouts_and_brings_its_weights_to_the_eng
     learn_python: Path, babbler: Path, tmp_path: Path
 ) -> None:
     asked = ("--environment", "letters", "--grpo", 2)
-    with (
-        house(learn_python, babbler, tmp_path, *LETTER_WORDS) as urls,
-        trainers(learn_python, babbler, tmp_path, urls, *asked) as process,
-    ):
-        assert process.end() == 0, process.output()[-5000:]
+    with house(learn_python, babbler, tmp_path, *LETTER_WORDS) as urls:
+        trained(learn_python, babbler, tmp_path, urls, *asked)
     made = lines(tmp_path / "out/grpo.jsonl")
     assert [line["step"] for line in made] == [0, 1]
     for line in made:
@@ -75,8 +80,7 @@ def test_the_asynchronous_trainer_leases_rollouts_and_brings_its_weights_to_the_
 ) -> None:
     asked = ("--environment", "letters", "--asynchronous", 3)
     with house(learn_python, babbler, tmp_path, *LETTER_WORDS) as urls:
-        with trainers(learn_python, babbler, tmp_path, urls, *asked) as process:
-            assert process.end() == 0, process.output()[-5000:]
+        trained(learn_python, babbler, tmp_path, urls, *asked)
         status = httpx.get(f"{urls[0]}/v1/status", timeout=PATIENCE).json()
         held = httpx.get(f"{urls[0]}/v1/runs/trl-async/checkpoints", timeout=PATIENCE).json()[
             "checkpoints"
@@ -104,11 +108,8 @@ def test_the_asynchronous_trainer_learns_two_players_each_against_itself(
 ) -> None:
     asked = ("--environment", "duel", "--asynchronous", 1)
     words = ("--env", SUPPORT / "duel.py", "--env.group_size", 4, "--sampling.max_tokens", 16)
-    with (
-        house(learn_python, babbler, tmp_path, *words) as urls,
-        trainers(learn_python, babbler, tmp_path, urls, *asked) as process,
-    ):
-        assert process.end() == 0, process.output()[-5000:]
+    with house(learn_python, babbler, tmp_path, *words) as urls:
+        trained(learn_python, babbler, tmp_path, urls, *asked)
     by_player: dict[tuple[int, str], dict[float, float]] = {}
     for line in lines(tmp_path / "out/async.jsonl"):
         player = line["prompt"][-1]["content"].partition("You are ")[2].partition(",")[0]
@@ -128,10 +129,9 @@ def recipe(
     served = ("--env", SUPPORT / "duel.py", "--env.group_size", 4, "--sampling.max_tokens", 16)
     with house(*(python, model, folder, *served, *more), engine_words=("--enable-lora",)) as urls:
         program = (*asked, "--cpu", "--rate", 1e-3, *words)
-        with trainer("trl_recipe.py", python, model, folder, urls, *program) as process:
-            assert process.end() == 0, process.output()[-5000:]
+        output = trained(python, model, folder, urls, *program, script="trl_recipe.py")
         models = httpx.get(f"{urls[1]}/v1/models", timeout=PATIENCE).json()["data"]
-        return process.output(), httpx.get(f"{urls[0]}/v1/status", timeout=PATIENCE).json(), models
+        return output, httpx.get(f"{urls[0]}/v1/status", timeout=PATIENCE).json(), models
 
 
 @pytest.mark.slow
@@ -168,11 +168,8 @@ def test_the_reward_of_trls_grpo_trainer_rises_over_100_steps(
     words = ("--env", "math", "--env.data_set", "arithmetic", "--env.mode", "single")
     words += ("--env.system_prompt", "", "--env.max_turns", 1, "--sampling.max_tokens", 24)
     asked = ("--environment", "math", "--grpo", 100, "--batch", 96, "--group", 8, "--rate", 3e-4)
-    with (
-        house(learn_python, model, tmp_path, *words) as urls,
-        trainers(learn_python, model, tmp_path, urls, *asked) as process,
-    ):
-        assert process.end() == 0, process.output()[-5000:]
+    with house(learn_python, model, tmp_path, *words) as urls:
+        trained(learn_python, model, tmp_path, urls, *asked)
     made = lines(tmp_path / "out/grpo.jsonl")
     rewards = [mean(line["rewards"]) for line in made]
     tell(f"TRL GRPOTrainer: first ten {mean(rewards[:10]):.3f}, last ten {mean(rewards[-10:]):.3f}")
@@ -187,9 +184,8 @@ def test_trls_own_loop_plays_our_environment(
 ) -> None:
     nowhere = ("http://127.0.0.1:9", "http://127.0.0.1:9")
     asked = ("--environment", "math", "--seats", 1)
-    with trainers(learn_python, babbler, tmp_path, nowhere, *asked) as process:
-        assert process.end() == 0, process.output()[-5000:]
-    assert "rewards/MathSeat/mean" in process.output()
+    output = trained(learn_python, babbler, tmp_path, nowhere, *asked)
+    assert "rewards/MathSeat/mean" in output
 
 
 # Pure parts

@@ -37,13 +37,14 @@ def run(words: list[str], learn_python: Path, folder: Path) -> str:
         [learn_python.with_name(words[0]), *words[1:]],
         cwd=folder,
         env=environment_variables() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=4 * PATIENCE,
         check=False,
     )
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return done.stdout + done.stderr
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-6000:]}"
+    return done.stdout
 
 
 def built(learn_python: Path, folder: Path, values: dict[str, str]) -> Path:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from envserver_records.errors import Failure
 from envserver_records.records import Group, Score, Trajectory
@@ -16,19 +19,127 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from playwright.sync_api import expect
 from support.browsers import Visitor, has_chromium, running_chromium
-from support.commands import envserver
+from support.commands import environment_variables, envserver, free_port, until
 from support.extent import examples
-from support.inspect_logs import (
-    MESSAGES,
-    envserver_beside_inspect,
-    inspect_view,
-    paths,
-    read_by_inspect,
-    write_by_inspect,
-)
+from support.foreign_trainers import ROOT
 from support.trajectories import trajectories, trajectory
+from support.waiting import PATIENCE
 
 from envserver.export.jsonl import group_line
+
+# Commands in the Python where inspect-ai is, and what Inspect itself makes of a log
+
+
+_COMMAND = """
+import json, sys
+sys.path[:0], ours = json.loads(sys.argv.pop(1)), json.loads(sys.argv.pop(1))
+sys.path += ours  # after Inspect's own packages
+from envserver.cli import main
+sys.exit(main())
+"""
+_READ = """
+import json, sys
+from inspect_ai.log import list_eval_logs, read_eval_log
+for info in list_eval_logs(sys.argv[1]):
+    log = read_eval_log(info, resolve_attachments=True)
+    sys.stdout.write(log.model_dump_json() + chr(10))
+"""
+"""Reads the logs of a folder; one line of JSON each."""
+_WRITE = """
+import sys
+from inspect_ai.log import EvalLog, write_eval_log
+for path in sys.argv[1:]:
+    write_eval_log(EvalLog.model_validate_json(sys.stdin.readline()), path)
+"""
+MESSAGES = """
+import json, sys
+sys.path[:0], ours = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+sys.path += ours
+from envserver.export.inspect_messages import inspect_message, message_of
+from inspect_ai.model import ChatMessage
+from pydantic import TypeAdapter
+adapter = TypeAdapter(ChatMessage)
+for line in sys.stdin:
+    made = inspect_message(json.loads(line), "m-1")
+    back = message_of(adapter.validate_json(adapter.dump_json(made)))
+    sys.stdout.write(json.dumps(back) + chr(10))
+    sys.stdout.flush()
+"""
+"""Turns each message into Inspect's JSON and back."""
+
+
+def paths() -> tuple[str, str]:
+    """Returns the folders of our code, and of what it needs, as JSON."""
+    ours = [str(ROOT / name) for name in (".", "clients", "tools", "environments")]
+    return json.dumps(ours), json.dumps([sysconfig.get_path("purelib")])
+
+
+def envserver_beside_inspect(
+    python: Path, *words: object, folder: Path
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command of envserver in Inspect's Python."""
+    return _run(python, _COMMAND, *paths(), *words, folder=folder)
+
+
+def read_by_inspect(python: Path, logs: Path) -> list[dict[str, Any]]:
+    """Returns the logs of a folder, as Inspect's `read_eval_log` reads them."""
+    done = _run(python, _READ, logs, folder=logs)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def write_by_inspect(python: Path, log: dict[str, Any], *places: Path) -> None:
+    """Lets Inspect's `write_eval_log` write a log to each place."""
+    lines = (json.dumps(log) + "\n") * len(places)
+    done = _run(python, _WRITE, *places, folder=places[0].parent, input=lines)
+    assert done.returncode == 0, done.stderr
+
+
+@contextlib.contextmanager
+def inspect_view(python: Path, logs: Path) -> Iterator[str]:
+    """Runs Inspect View on a folder; yields its address."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    words = ["view", "start", "--log-dir", str(logs), "--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen(
+        [python.with_name("inspect"), *words],
+        cwd=logs,
+        env=environment_variables() | {"HOME": str(logs.parent)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until(lambda: _answers(url), lambda: "inspect view", alive=process)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        httpx.get(url, timeout=PATIENCE)
+        return True
+    return False
+
+
+def _run(
+    python: Path, program: str, *words: object, folder: Path, input: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python, "-c", program, *map(str, words)],
+        cwd=folder,
+        env=environment_variables(),
+        capture_output=True,
+        text=True,
+        input=input,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+# What is exported
+
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
 CALL = {

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 from support.commands import Running, envserver, running
+from support.foreign_trainers import random_model
 from support.waiting import PATIENCE
 
 from envserver import OpenAIConfig
@@ -24,7 +23,6 @@ from envserver.config import Mode
 from envserver.models import OpenAIEngine
 from envserver.models.probe import probe
 
-TINY = Path(__file__).parents[1] / "support" / "tiny_model.py"
 SAY = [{"role": "user", "content": "Say something."}]
 TOOL = {
     "type": "function",
@@ -51,10 +49,7 @@ class Local:
 def engine(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     """An engine with a tiny random model, up in some seconds; it must end in order, too."""
     folder = tmp_path_factory.mktemp("local")
-    model = folder / "model"
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    making = [learn_python, TINY, model, "padded"]
-    subprocess.run(making, check=True, env=one_thread, capture_output=True)
+    model = random_model(learn_python, folder / "model", "padded")
     command = ("-m", "envserver_local", "--model", model, "--served-model-name", "tiny")
     options = ("--port", 0, "--max-batch-size", 4, "--enable-lora", "--threads", 1)
     with running(*command, *options, folder=folder, program=learn_python) as process:
@@ -127,15 +122,8 @@ async def test_ids_go_in_and_come_out(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/completions", json=asked | {"return_token_ids": True})
     (choice,) = answer.json()["choices"]
     assert choice["prompt_token_ids"] == PROMPT
-    scored = await http.post(
-        "/v1/completions",
-        json={
-            "model": "tiny",
-            "prompt": PROMPT + choice["token_ids"],
-            "max_tokens": 1,
-            "prompt_logprobs": 0,
-        },
-    )
+    whole = {"model": "tiny", "prompt": PROMPT + choice["token_ids"], "max_tokens": 1}
+    scored = await http.post("/v1/completions", json=whole | {"prompt_logprobs": 0})
     rows = scored.json()["choices"][0]["prompt_logprobs"][len(PROMPT) :]
     again = [
         row[str(index)]["logprob"] for row, index in zip(rows, choice["token_ids"], strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from support.commands import free_port, running, until
-from support.foreign_trainers import alone
+from support.foreign_trainers import alone, printed, random_model
 from support.openenv import action_of
 from support.openenv_server import OPENING, call, played, transcript
 from support.waiting import PATIENCE
@@ -62,14 +63,7 @@ async def test_its_servers_are_environments(
     assert scores == pytest.approx([rewards, rewards])
 
 
-def output(*words: object) -> str:
-    """What a program of `.venv-openenv` or `.venv-learn` prints."""
-    command = list(map(str, words))
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=alone()
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+output = functools.partial(printed, env=alone())
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +127,7 @@ def test_its_harness_as_trl_drives_it_plays_our_environments(
 def test_trls_own_loop_plays_our_environments(
     ours: str, openenv_python: Path, learn_python: Path, tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    output(learn_python, PEER.parent / "tiny_model.py", model)
+    model = random_model(learn_python, tmp_path / "model")
     packages = next(openenv_python.parent.parent.glob("lib/python3.*/site-packages"))
     words = (packages, f"{ours}/math", model, tmp_path / "out")
     said = output(learn_python, PEER / "trl_loop.py", *words)

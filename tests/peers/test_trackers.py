@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.foreign_trainers import ROOT, SUPPORT, printed
 
-READ_BACK = Path(__file__).parents[1] / "support" / "trackers_read_back.py"
 SECRET = "sk-" + "a1b2c3d4" * 4
 TRL = ["step", "prompt", "completion", "reward", "advantage"]
 OURS = ["components", "environment", "task_id", "group_id", "rollout", "policy_version", "end"]
@@ -18,20 +17,12 @@ OURS = ["components", "environment", "task_id", "group_id", "rollout", "policy_v
 
 def alone(folder: Path, *command: object) -> str:
     """Runs a command without anything that the user has set for a tracker; returns its stdout."""
-    ours = ("WANDB_", "TRACKIO_", "MLFLOW_", "HF_")
-    environment = {name: one for name, one in os.environ.items() if not name.startswith(ours)}
+    theirs = ("WANDB_", "TRACKIO_", "MLFLOW_", "HF_")
+    environment = {name: one for name, one in os.environ.items() if not name.startswith(theirs)}
     environment |= {"TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1"}
-    environment |= {"HOME": str(folder), "PYTHONPATH": os.pathsep.join(_our_paths())}
-    ran = subprocess.run(
-        [str(one) for one in command], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
-
-
-def _our_paths() -> list[str]:
-    root = Path(__file__).parents[2]
-    return [str(root / one) for one in (".", "clients", "tools", "environments")]
+    ours = (str(ROOT / one) for one in (".", "clients", "tools", "environments"))
+    environment |= {"HOME": str(folder), "PYTHONPATH": os.pathsep.join(ours)}
+    return printed(*command, folder=folder, env=environment, seconds=None)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +49,9 @@ def test_each_tracker_has_the_settings_the_scalars_and_the_table(
     assert scalars[-1][0] == 12
     assert [*rows[0]] == [*TRL, *OURS, "turns", "link"]
     assert len(rows) >= 4  # of the last four groups at least; how often was written is chance
-    shown = alone(written, trackers_python, READ_BACK, "runs", "envserver", "first")
+    shown = alone(
+        written, trackers_python, SUPPORT / "trackers_read_back.py", "runs", "envserver", "first"
+    )
     found: dict[str, Any] = json.loads(shown.splitlines()[-1])
     assert [*found] == ["wandb", "trackio", "mlflow", "tensorboard"]
     for name, one in found.items():
