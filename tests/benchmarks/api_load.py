@@ -1,5 +1,5 @@
-"""What is sent to and fetched from a trainer API in its benchmark, as the clients of the Atropos
-wire and our own do it.
+"""The trainer APIs that are measured, each as a process of its own, and what is sent to and fetched
+from them, as the clients of the Atropos wire and our own do it.
 
 Posts: `json.dumps`, gzip at Python's default level, a connection for each, as atroposlib's
 environments post them; 8 are under way at a time. Batches: `GET /batch` for gzip, as `requests`
@@ -9,27 +9,65 @@ asks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
+import shutil
 import ssl
+import tempfile
+import urllib.error
+import urllib.request
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
 from envserver_records.records import Group, Score, Trajectory, Usage, pack, unpack
 from envserver_records.records import Sequence as TokenSequence
+from proxy_load import cpu_seconds
+from rich.console import Console
+from rich.table import Table
+from support.commands import free_port, running, until
 
 from envserver.remote import batch
 from envserver.remote.messages import KEY_HEADER
 from envserver.rollouts.stream import group_id as stream_group_id
 from envserver.rollouts.stream import stream_prefix
-from envserver.store import GroupPut
+from envserver.store import GroupPut, open_store
 
 AT_A_TIME = 8
 ENVIRONMENT = "bench"
 _VOCABULARY = 150_000
+
+
+def table(title: str, *columns: str, left: int = 1) -> Table:
+    """A table whose first columns, so many, are words."""
+    made = Table(title=title)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number < left else "right")
+    return made
+
+
+def show(shown: Table, output: Path | None) -> None:
+    """Prints a table, and writes it to `output` too."""
+    Console(width=120).print(shown)
+    if output is not None:
+        with output.open("w") as file:
+            Console(file=file, width=120).print(shown)
+
+
+def megabytes(kind: str, *pids: int | str) -> float:
+    """What processes hold, by lines of smaps_rollup: "Private_" is theirs alone, of "Pss:" a share
+    of what they hold together."""
+    kilobytes = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith(kind))
+    return kilobytes / 1024
 
 
 def rows(count: int, tokens: int, seed: int) -> list[dict[str, list[Any]]]:
@@ -276,3 +314,81 @@ def sequences_in(batch: bytes) -> int:
     if not stream.eof or stream.unused_data:
         raise ValueError("the answer is not a complete gzip stream")
     return sum(len(group["tokens"]) for group in json.loads(text)["batch"])
+
+
+# The servers
+
+
+ROOT = Path(__file__).parent.parent.parent
+PEER_PYTHON = ROOT / ".venv-atropos" / "bin" / "python"
+HOW_TO_GET_PEER = "PyPI's atroposlib is not in .venv-atropos: make atropos-peer"
+
+
+class Server(NamedTuple):
+    """A trainer API that answers at `url`."""
+
+    name: str
+    url: str
+    pid: int
+
+    def cpu(self) -> float:
+        """CPU seconds so far, with kernel calls and all threads."""
+        return cpu_seconds(self.pid)
+
+    def memory_bytes(self) -> int:
+        """What it holds of the machine's memory now, pages of files not counted."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon"):
+                return int(line.split()[1]) * 1024
+        raise OSError(f"/proc/{self.pid}/status names no RssAnon")
+
+
+@contextmanager
+def ours(groups: Sequence[GroupPut] = (), store: str | None = None) -> Iterator[Server]:
+    """`envserver run-api` over `store`, else over a SQLite store on disk that holds `groups`."""
+    with _folder() as folder:
+        place = store or folder / "store.db"
+        if groups:
+            asyncio.run(_fill(folder / "store.db", groups))
+        words = ["run-api", "--port", "0", "--store", place, "--log_level", "warning"]
+        with running(*words, folder=folder) as process:
+            url = process.wait_for(r"(http://127\.0\.0\.1:\d+)").group(1)
+            yield Server("ours", url, process.pid)
+
+
+async def _fill(place: Path, groups: Sequence[GroupPut]) -> None:
+    async with open_store(place) as store:
+        for group in groups:
+            await store.put([group])
+
+
+@contextmanager
+def theirs() -> Iterator[Server]:
+    """The server of atroposlib, as its `run-api` starts it."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    words = ["-m", "uvicorn", "atroposlib.api.server:app", "--log-level", "warning"]
+    with (
+        _folder() as folder,
+        running(*words, "--port", port, folder=folder, program=PEER_PYTHON) as process,
+    ):
+        until(lambda: _answers(url), process.output, alive=process.process)
+        yield Server("atroposlib", url, process.pid)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/info", timeout=5):
+            return True
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """On a disk, where the temporary folder is one; removed afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-api-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

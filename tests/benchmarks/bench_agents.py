@@ -37,7 +37,9 @@ from smolagents.models import ChatMessage, MessageRole
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from api_load import megabytes
 from support.gaia_standin import ZOO, scripted
+from support.process_tree import cpu_seconds, descendants
 
 from envserver import WorkersConfig
 from envserver.workers import LocalPool, WorkerSandbox
@@ -50,7 +52,6 @@ PATIENCE_SECONDS = 5.0
 """After which the benchmark ends one that hears nothing."""
 CODES = ("x = 6", "y = x * 7")
 ANSWER = "final_answer('42')"
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -197,7 +198,7 @@ def _watched() -> Iterator[list[float]]:
 
     def look() -> None:
         while not over.wait(0.2):
-            peak[0] = max(peak[0], sum(map(_memory_mb, _below(os.getpid()))))
+            peak[0] = max(peak[0], megabytes("Pss:", *descendants(os.getpid())))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -206,25 +207,6 @@ def _watched() -> Iterator[list[float]]:
     finally:
         over.set()
         thread.join()
-
-
-def _below(pid: int) -> Iterator[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(c) for task in tasks for c in (task / "children").read_text().split()]
-    except OSError:  # it has ended
-        return
-    for child in children:
-        yield child
-        yield from _below(child)
-
-
-def _memory_mb(pid: int) -> float:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def _measured(way: Callable[[int], Run], agents: int) -> Run:
@@ -237,16 +219,7 @@ def _measured(way: Callable[[int], Run], agents: int) -> Run:
 def _cpu_seconds() -> float:
     """Returns the CPU seconds of all processes below this one, ended ones included."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime + sum(map(_ticks, _below(os.getpid()))) / _TICKS
-
-
-def _ticks(pid: int) -> int:
-    """Returns the CPU ticks of a process and of its children that have ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended
-        return 0
-    return sum(map(int, fields[11:15]))
+    return used.ru_utime + used.ru_stime + cpu_seconds(descendants(os.getpid()))
 
 
 def main() -> None:

@@ -25,12 +25,11 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
-from api_peer import HOW_TO_GET_PEER, PEER_PYTHON, Server, ours, theirs
+from api_load import HOW_TO_GET_PEER, PEER_PYTHON, Server, ours, theirs
 from envserver_clients.http import EnvClient
 
 from envserver.store import GroupPut
@@ -218,9 +217,9 @@ def native_groups(size: Size) -> list[GroupPut]:
 
 def shown(ours_: Costs, theirs_: Costs | None) -> Table:
     """The costs side by side."""
-    table = Table(title="CPU of the server, milliseconds: best (median); wall clock beside it")
-    for column in ("", "ours", "wall", "atroposlib", "wall", "ratio", "goal", "held"):
-        table.add_column(column, justify="right" if column else "left")
+    title = "CPU of the server, milliseconds: best (median); wall clock beside it"
+    columns = ("", "ours", "wall", "atroposlib", "wall", "ratio", "goal", "held")
+    table = load.table(title, *columns)
     for case in ours_.of:
         row = [case, *_cells(ours_, case)]
         other = _held_against(case)
@@ -301,11 +300,7 @@ def main() -> int:
     if not arguments.alone:
         with theirs() as server:
             other = asyncio.run(measure_wire(server, size))
-    table = shown(mine, other)
-    Console(width=120).print(table)
-    if arguments.output is not None:
-        with arguments.output.open("w") as file:
-            Console(file=file, width=120).print(table)
+    load.show(shown(mine, other), arguments.output)
     problems = [] if other is None else missed(mine, other, size)
     for problem in problems:
         print("over the budget:", problem)

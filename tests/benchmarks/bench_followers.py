@@ -31,7 +31,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
-from api_peer import ROOT, Server
+from api_load import ROOT, Server
 from support.commands import free_port, running, until
 from support.postgres import find_programs, running_postgres
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,13 +21,10 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from api_peer import Server
-from rich.console import Console
-from rich.table import Table
+import compare_runs as runs
+from api_load import Server, show, table
 from support.commands import running
 
-HERE = Path(__file__).parent
-GROUP_SIZE = 8
 MOST_GROWTH = 0.1
 
 
@@ -61,43 +57,34 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--call_seconds", type=float, default=10.0)
     words = parser.parse_args()
-    asked = [sys.executable, str(HERE / "compare_engine.py"), str(words.call_seconds), "0.5"]
-    with (
-        subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as engine,
-        tempfile.TemporaryDirectory() as name,
-    ):
-        assert engine.stdout is not None
-        try:
-            settings = {
-                "--env": HERE / "compare_talk.py",
-                "--env.turns": words.turns,
-                "--env.group_size": GROUP_SIZE,
-                "--env.ensure_scores_are_not_same": "false",
-                "--openai.base_url": f"{engine.stdout.readline().strip()}/v1",
-                "--openai.model_name": "m",
-                "--openai.num_max_requests_at_once": 2 * words.in_flight,
-                "--rollouts.max_concurrent": words.in_flight,
-                "--rollouts.max_queued_groups": 10**6,
-                "--workers.rollouts_per_process": words.in_flight,
-                "--port": 0,
-                "--store": f"{name}/groups.db",
-                "--log_level": "warning",
-            }
-            pairs = [str(word) for pair in settings.items() for word in pair]
-            program = Path(sys.executable)
-            serve = ("-m", "envserver", "serve", *pairs)
-            with running(*serve, folder=Path(name), program=program) as process:
-                url = process.wait_for(r"(http://127\.0\.0\.1:\d+)")[1]
-                server = Server("ours", url, process.pid)
-                rows = measured(server, words.rollouts, 1000)
-        finally:
-            engine.kill()
-    table = Table(title=f"{words.in_flight:,} rollouts of {words.turns} turn(s) in flight")
-    for column in ("rollouts", "in flight", "MB", "CPU s", "lag p99 ms"):
-        table.add_column(column, justify="right")
+    with runs.engine(words.call_seconds, 0.5) as engine, tempfile.TemporaryDirectory() as name:
+        settings = {
+            "--env": runs.HERE / "compare_talk.py",
+            "--env.turns": words.turns,
+            "--env.group_size": runs.GROUP_SIZE,
+            "--env.ensure_scores_are_not_same": "false",
+            "--openai.base_url": f"{engine}/v1",
+            "--openai.model_name": "m",
+            "--openai.num_max_requests_at_once": 2 * words.in_flight,
+            "--rollouts.max_concurrent": words.in_flight,
+            "--rollouts.max_queued_groups": 10**6,
+            "--workers.rollouts_per_process": words.in_flight,
+            "--port": 0,
+            "--store": f"{name}/groups.db",
+            "--log_level": "warning",
+        }
+        pairs = [str(word) for pair in settings.items() for word in pair]
+        program = Path(sys.executable)
+        serve = ("-m", "envserver", "serve", *pairs)
+        with running(*serve, folder=Path(name), program=program) as process:
+            url = process.wait_for(r"(http://127\.0\.0\.1:\d+)")[1]
+            rows = measured(Server("ours", url, process.pid), words.rollouts, 1000)
+    title = f"{words.in_flight:,} rollouts of {words.turns} turn(s) in flight"
+    columns = ("rollouts", "in flight", "MB", "CPU s", "lag p99 ms")
+    shown = table(title, *columns, left=0)
     for row in rows:
-        table.add_row(*(f"{value:,.1f}" for value in row))
-    Console(width=130).print(table)
+        shown.add_row(*(f"{value:,.1f}" for value in row))
+    show(shown, None)
     half, last = rows[len(rows) // 2][2], rows[-1][2]
     if last > (1 + MOST_GROWTH) * half:
         sys.exit(f"Memory grew from {half:.0f} to {last:.0f} MB over the last half.")

@@ -34,7 +34,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
-from api_peer import ROOT, Server, ours
+from api_load import ROOT, Server, ours
 from envserver_clients.http import EnvClient
 from envserver_records.records import Group, pack, unpack
 from proxy_load import cpu_seconds

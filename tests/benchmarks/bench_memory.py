@@ -12,6 +12,7 @@ has grown for each. Exits with 1 when a budget is missed.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 import tempfile
@@ -20,7 +21,9 @@ from pathlib import Path
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from api_load import megabytes
 from support import gaia_standin, worker_standin
+from support.process_tree import descendants
 from support.waiting import until
 
 from envserver import WorkersConfig
@@ -32,29 +35,12 @@ POOLED_BUDGET_MB, WALLED_BUDGET_MB, GROUP_BUDGET_KB = 2.0, 12.0, 1.0
 _CODES = ("x = 6", "import time\nopen('up', 'w')\ntime.sleep(60)")
 
 
-def private_mb(pid: int | str) -> float:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    kilobytes = sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
-    return kilobytes / 1024
+private_mb = functools.partial(megabytes, "Private_")
 
 
 def pool_mb() -> float:
     """Megabytes of all processes below this one, what they share counted once."""
-    kilobytes = 0
-    for pid in below(os.getpid()):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return kilobytes / 1024
-
-
-def below(pid: int) -> list[int]:
-    """The processes below `pid`, and below those."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(one) for task in tasks for one in (task / "children").read_text().split()]
-    except OSError:  # it, or a thread of it, has ended
-        return []
-    return [one for child in children for one in (child, *below(child))]
+    return megabytes("Pss:", *descendants(os.getpid()))
 
 
 async def pooled(folder: Path) -> float:
@@ -89,7 +75,7 @@ async def walled() -> float:
             before = pool_mb()
             running = [asyncio.create_task(pool.run(job)) for job in jobs]
             processes = 2 * WALLED  # a worker and its interpreter see the same folder
-            await until(lambda: sum(map(_sleeps, below(os.getpid()))) == processes)
+            await until(lambda: sum(map(_sleeps, descendants(os.getpid()))) == processes)
             grown = pool_mb() - before
             for task in running:
                 task.cancel()

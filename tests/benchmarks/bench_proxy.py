@@ -33,6 +33,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import proxy_calls as calls
+from api_load import table as columned
 from proxy_load import Measured, agents, by_turns, cpu_seconds, for_a_time, pin
 from support.commands import Running, running
 
@@ -147,8 +148,9 @@ class House:
         return 0.0 if name == "engine" else cpu_seconds(self._servers[name, engine_url][0].pid)
 
     def holds(self, engine_url: str) -> list[tuple[str, float]]:
-        """See `proxy_hold`."""
-        with self._running("proxy_hold.py", engine_url, self._cores.proxy) as process:
+        """See `hold` of `proxy_servers`."""
+        words = ("proxy_servers.py", "hold", engine_url, self._cores.proxy)
+        with self._running(*words) as process:
             return orjson.loads(process.wait_for(r"holds (\[.*\])\n", 300)[1])
 
     def _serve(self, name: str, engine_url: str) -> Running:
@@ -162,6 +164,12 @@ class House:
         path = Path(__file__).with_name(script)
         with running(path, *words, folder=self._folder, program=Path(sys.executable)) as process:
             yield process
+
+
+def model_of(root: str) -> str:
+    """The first model of a real engine."""
+    with urllib.request.urlopen(f"{root}/v1/models") as answer:
+        return str(orjson.loads(answer.read())["data"][0]["id"])
 
 
 class Cost(NamedTuple):
@@ -213,11 +221,9 @@ async def at_once(house: House, engine_url: str, case: Case, at: int) -> Cost:
 
 async def table_at_once(house: House, engine_url: str, quick: bool, missed: list[str]) -> Table:
     """Every case, with an engine that answers at once."""
-    table = Table(title="An engine that answers at once")
-    table.add_column("calls")
-    columns = ("CPU ms at 1", "at 64", "at 512", "budget", "p50 ms at 1")
-    for column in (*columns, "calls/s at 64", "p50 ms", "p99 ms"):
-        table.add_column(column, justify="right")
+    columns = ("calls", "CPU ms at 1", "at 64", "at 512", "budget", "p50 ms at 1")
+    columns += ("calls/s at 64", "p50 ms", "p99 ms")
+    table = columned("An engine that answers at once", *columns)
     for case in CASES:
         costs = {}
         for at in case.at:
@@ -237,15 +243,17 @@ async def table_at_once(house: House, engine_url: str, quick: bool, missed: list
 
 
 async def with_time(
-    house: House, name: str, engine_url: str, bodies: list[bytes], at: int
+    house: House, name: str, engine_url: str, bodies: list[bytes], at: int, calls_each: float = 0
 ) -> Cost | None:
-    """One run of some seconds, with an engine that takes time; None: a call was not answered."""
+    """One run of some seconds, or of as long as so many calls take, with an engine that takes time;
+    None: a call was not answered."""
     measured = None
     with agents(house.urls(name, engine_url, at), bodies) as some:
         try:
             call_seconds = (await by_turns(some, range(1))).milliseconds(0.5) / 1000
             before = house.cpu_seconds(name, engine_url)
-            measured = await for_a_time(some, call_seconds, max(1.0, call_seconds))
+            seconds = calls_each * call_seconds or max(1.0, call_seconds)
+            measured = await for_a_time(some, call_seconds, seconds)
             cpu = house.cpu_seconds(name, engine_url) - before
         except* ConnectionError as error:
             print(f"{name}, {at} in flight: {error.exceptions[0]}"[:200], file=sys.stderr)
@@ -262,11 +270,9 @@ async def table_with_time(
     **ask: object,
 ) -> Table:
     """The engine alone, through our proxy and through the thin one, by turns."""
-    table = Table(title="An engine that takes time")
-    table.add_column("calls")
-    columns = ("in flight", "alone/s", "p50 ms", "kept", "p50 +ms", "p99 +ms", "CPU ms")
-    for column in (*columns, "httpx: kept", "p50 +ms", "p99 +ms", "CPU ms"):
-        table.add_column(column, justify="right")
+    columns = ("calls", "in flight", "alone/s", "p50 ms", "kept", "p50 +ms", "p99 +ms", "CPU ms")
+    columns += ("httpx: kept", "p50 +ms", "p99 +ms", "CPU ms")
+    table = columned("An engine that takes time", *columns)
     for streamed in (False, True):
         kind = "streamed" if streamed else "whole"
         usage = calls.USAGE if streamed else {}
@@ -308,10 +314,8 @@ def _compared(seen: dict[str, float] | None, alone: dict[str, float]) -> list[st
 
 def table_of_holds(house: House, engine_url: str, missed: list[str]) -> Table:
     """How long one call keeps the loop."""
-    table = Table(title="One call of 30,000 tokens keeps the event loop")
-    table.add_column("call")
-    for column in ("CPU ms at most", "budget"):
-        table.add_column(column, justify="right")
+    title = "One call of 30,000 tokens keeps the event loop"
+    table = columned(title, "call", "CPU ms at most", "budget")
     for name, milliseconds in house.holds(engine_url):
         table.add_row(name, f"{milliseconds:.1f}", f"{HOLD_MS:.0f}")
         if milliseconds > HOLD_MS:
@@ -333,9 +337,7 @@ def main() -> None:
             root = words.vllm.rstrip("/").removesuffix("/v1")
             house.start(["auto", "httpx"], root)
             pin(cores.load)
-            with urllib.request.urlopen(f"{root}/v1/models") as answer:
-                model = orjson.loads(answer.read())["data"][0]["id"]
-            ask = {"model": model, "max_tokens": calls.ANSWER_TOKENS, "ignore_eos": True}
+            ask = {"model": model_of(root), "max_tokens": calls.ANSWER_TOKENS, "ignore_eos": True}
             console.print(uvloop.run(table_with_time(house, root, "auto", (1, 8), 1, [], **ask)))
             return
         instant, timed = house.start_engine()

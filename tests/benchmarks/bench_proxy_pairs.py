@@ -15,42 +15,19 @@ import json
 import math
 import statistics
 import sys
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
-import orjson
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import proxy_calls as calls
-from bench_proxy import Cost, House, choose_cores
-from proxy_load import agents, by_turns, for_a_time, pin
+from bench_proxy import Cost, House, choose_cores, median, model_of, with_time
+from proxy_load import pin
 
-T_95 = {
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-    11: 2.201,
-    15: 2.131,
-}
+T_95 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+T_95 |= {11: 2.201, 15: 2.131}
 """Quantiles of Student's t for so many degrees of freedom."""
-
-
-async def cost(
-    house: House, name: str, root: str, bodies: list[bytes], at: int, calls_each: float
-) -> Cost:
-    """One run, as long as so many calls take."""
-    with agents(house.urls(name, root, at), bodies) as some:
-        call_seconds = (await by_turns(some, range(1))).milliseconds(0.5) / 1000
-        before = house.cpu_seconds(name, root)
-        measured = await for_a_time(some, call_seconds, calls_each * call_seconds)
-        return Cost(measured, 1000 * (house.cpu_seconds(name, root) - before) / measured.asked)
 
 
 async def pairs(
@@ -66,7 +43,9 @@ async def pairs(
     runs: dict[str, list[Cost]] = {name: [] for name in bodies}
     for number in range(asked.pairs + 1):  # the first one warms up, the engine before the proxy
         for name in sorted(bodies, reverse=number % 2 == 0):
-            one = await cost(house, name, root, bodies[name], asked.at, asked.calls_each)
+            one = await with_time(house, name, root, bodies[name], asked.at, asked.calls_each)
+            if one is None:
+                raise SystemExit("Not all calls were answered.")
             if number:
                 runs[name].append(one)
                 print(f"{number} {name}: {one.measured.rate:.2f} calls a second", file=sys.stderr)
@@ -89,15 +68,11 @@ async def pairs(
             name: round(statistics.fmean(some) * asked.answer_tokens)
             for name, some in rates.items()
         },
-        "p50_ms": {
-            name: round(statistics.median(one.measured.milliseconds(0.5) for one in some), 1)
-            for name, some in runs.items()
+        **{
+            f"{which}_ms": {name: round(median(some, which), 1) for name, some in runs.items()}
+            for which in ("p50", "p99")
         },
-        "p99_ms": {
-            name: round(statistics.median(one.measured.milliseconds(0.99) for one in some), 1)
-            for name, some in runs.items()
-        },
-        "proxy_cpu_ms": round(statistics.median(one.cpu_ms for one in runs["auto"]), 3),
+        "proxy_cpu_ms": round(median(runs["auto"], "cpu_ms"), 3),
     }
     print(json.dumps(told), flush=True)
 
@@ -118,8 +93,7 @@ def main() -> None:
         house = House(stack, cores)
         house.start(["auto"], root)
         pin(cores.load)
-        with urllib.request.urlopen(f"{root}/v1/models") as answer:
-            model = orjson.loads(answer.read())["data"][0]["id"]
+        model = model_of(root)
         for kind in asked.kinds.split(","):
             uvloop.run(pairs(house, root, asked, model, kind == "streamed"))
 

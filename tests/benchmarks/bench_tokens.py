@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from api_load import table as columned
 from envserver_records.records import Call, pack
 from support.forests import answers, comb, conversations
 
@@ -75,11 +75,9 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    table = Table(title=f"CPU seconds, lowest of {RUNS} runs")
-    columns = ("calls", "M tokens in", "rows", "M out", "parents", "pairwise", "build", "check")
-    table.add_column("rollout")
-    for column in (*columns, "budget", "trace"):
-        table.add_column(column, justify="right")
+    columns = ("rollout", "calls", "M tokens in", "rows", "M out", "parents", "pairwise", "build")
+    title = f"CPU seconds, lowest of {RUNS} runs"
+    table = columned(title, *columns, "check", "budget", "trace")
     missed, found, compared = [], 0.0, 0.0
     for case in CASES:
         calls = case.make()

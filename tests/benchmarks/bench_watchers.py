@@ -21,25 +21,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
-from api_peer import Server, ours
+from api_load import Server, ours
 
 TOKENS = 256
 GROUP_SIZE = 8
@@ -135,41 +133,27 @@ class Load:
 
     async def full(self, server: Server, count: int) -> Cost:
         """Posts `count` groups as fast as the server takes them."""
-        posts = self._next(count)
-        with _measured(server) as cost:
-            await self._wire.post_packed(posts, 1)
-        return cost(count)
+        return await _cost(server, count, self._wire.post_packed(self._next(count), 1))
 
     async def steady(self, server: Server, seconds: float) -> Cost:
         """Posts `RATE` groups a second, one by one."""
         count = int(seconds * RATE)
         posts = self._next(count)
-        with _measured(server) as cost:
+
+        async def post_slowly() -> None:
             started = time.perf_counter()
             for number, post in enumerate(posts):
                 await asyncio.sleep(max(0.0, started + number / RATE - time.perf_counter()))
                 await self._wire.post_packed([post], 1)
-        return cost(count)
+
+        return await _cost(server, count, post_slowly())
 
 
-class _Measured:
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._cpu, self._wall = server.cpu(), time.perf_counter()
-
-    def stop(self) -> None:
-        self._cpu = self._server.cpu() - self._cpu
-        self._wall = time.perf_counter() - self._wall
-
-    def __call__(self, groups: int) -> Cost:
-        return Cost(self._cpu / self._wall, 1000 * self._cpu / groups, groups / self._wall)
-
-
-@contextlib.contextmanager
-def _measured(server: Server) -> Iterator[_Measured]:
-    measured = _Measured(server)
-    yield measured
-    measured.stop()
+async def _cost(server: Server, groups: int, work: Awaitable[None]) -> Cost:
+    cpu, wall = server.cpu(), time.perf_counter()
+    await work
+    cpu, wall = server.cpu() - cpu, time.perf_counter() - wall
+    return Cost(cpu / wall, 1000 * cpu / groups, groups / wall)
 
 
 class Size(NamedTuple):
@@ -220,9 +204,8 @@ def beyond(found: Costs, kind: str, case: Case) -> float:
 
 def shown(found: Costs) -> Table:
     """What was measured."""
-    table = Table(title="CPU of the server")
-    for column in ("", "watchers", "of a core", "ms a group", "groups/s", "watchers' share"):
-        table.add_column(column, justify="left" if column in ("", "watchers") else "right")
+    columns = ("", "watchers", "of a core", "ms a group", "groups/s", "watchers' share")
+    table = load.table("CPU of the server", *columns, left=2)
     for kind, case in product(("full", "steady"), CASES):
         costs = found[kind, case]
         middle = [statistics.median(values) for values in zip(*costs, strict=True)]
@@ -240,11 +223,7 @@ def main() -> int:
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
     with ours() as server:
         found = asyncio.run(measure(server, QUICK if arguments.quick else FULL))
-    table = shown(found)
-    Console(width=120).print(table)
-    if arguments.output is not None:
-        with arguments.output.open("w") as file:
-            Console(file=file, width=120).print(table)
+    load.show(shown(found), arguments.output)
     over = [case for case, most in BUDGETS.items() if beyond(found, "steady", case) > most]
     for case in over:
         print(f"over the budget: {case} may take {100 * BUDGETS[case]:g} % of a core")

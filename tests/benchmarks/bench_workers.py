@@ -22,7 +22,9 @@ from typing import Any
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from api_load import megabytes
 from envserver_records.errors import WorkerDied
+from support.process_tree import cpu_seconds, parents
 from support.waiting import until
 from support.worker_standin import ZOO, StandIn, serving
 
@@ -69,23 +71,14 @@ async def replacement(pool: LocalPool, proxy: StandIn) -> dict[str, Any]:
 
 
 def memory(pid: int) -> dict[str, float]:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    sizes = {line.split()[0]: int(line.split()[1]) / 1024 for line in lines}
-    private = sizes["Private_Dirty:"] + sizes["Private_Clean:"]
-    return {"private MB": round(private, 1), "proportional MB": round(sizes["Pss:"], 1)}
+    kinds = {"private MB": "Private_", "proportional MB": "Pss:"}
+    return {name: round(megabytes(kind, pid), 1) for name, kind in kinds.items()}
 
 
 def _workers_cpu_seconds(pool: LocalPool) -> float:
     """Of the living workers and, through their parent, of those that ended."""
     pids = pool.snapshot()["pids"]
-    forkserver = int(_stat(pids[0])[1])
-    ticks = sum(int(field) for field in _stat(forkserver)[11:15])
-    ticks += sum(int(field) for pid in pids for field in _stat(pid)[11:13])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return cpu_seconds({parents()[pids[0]], *pids})
 
 
 async def main(rollouts: int) -> None:

@@ -28,7 +28,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import bench_proxy
 import compare_runs as runs
-from api_peer import PEER_PYTHON, ours, theirs
+from api_load import PEER_PYTHON, ours, theirs
 
 AT_A_TIME = 64
 ROLLOUTS = {1: (128, 640), 5: (64, 384)}

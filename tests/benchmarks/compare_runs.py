@@ -25,7 +25,7 @@ from typing import NamedTuple
 import api_load as load
 import msgspec
 import orjson
-from api_peer import ROOT, Server, ours, theirs
+from api_load import ROOT, Server, ours, theirs
 from support.commands import ENVSERVER, environment_variables, until
 from support.process_tree import command, descendants, parents
 
@@ -50,9 +50,9 @@ class Ran(NamedTuple):
 
 
 @contextmanager
-def engine() -> Iterator[str]:
-    """The URL of the engine, a process that is not measured."""
-    words = [sys.executable, str(HERE / "compare_engine.py")]
+def engine(*settings: float) -> Iterator[str]:
+    """The URL of the engine, a process that is not measured; `settings` are its arguments."""
+    words = [sys.executable, str(HERE / "compare_engine.py"), *map(str, settings)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -205,8 +205,8 @@ class _Watch:
 
     def _look(self) -> None:
         while not self._stopped.wait(0.5):
-            held = sum(_pss_kilobytes(pid) for pid in [self._pid, *descendants(self._pid)])
-            self.megabytes = max(self.megabytes, held / 1024)
+            held = load.megabytes("Pss:", self._pid, *descendants(self._pid))
+            self.megabytes = max(self.megabytes, held)
 
     def stop(self) -> float:
         """CPU seconds of this process's children that ended since: those of the run."""
@@ -214,16 +214,6 @@ class _Watch:
         self._thread.join()
         now = os.times()
         return sum(now[2:4]) - sum(self._before[2:4])
-
-
-def _pss_kilobytes(pid: int) -> int:
-    try:
-        found = re.search(
-            r"^Pss: +(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE
-        )
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
 
 
 class Posted(NamedTuple):

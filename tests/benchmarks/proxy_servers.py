@@ -3,7 +3,8 @@
     chat, tokens   our proxy before an engine that is asked in this mode
     auto           our proxy before any engine, asked in the best mode that it has
     httpx          the least that FastAPI and httpx can do: bodies in, bodies out
-    floor          the least that a proxy in tokens mode does, see `proxy_floor`
+    floor          the least that a proxy in tokens mode does, see `floor_app`
+    hold           no proxy: prints how long one call keeps the event loop, see `hold`
 
 Prints the address. `GET /r/attempts/N` of ours ends the attempts that there are and opens N others.
 """
@@ -11,23 +12,27 @@ Prints the address. `GET /r/attempts/N` of ours ends the attempts that there are
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import proxy_calls as calls
-from proxy_floor import floor_app
 from proxy_load import pin
 from support.serving import attempt_spec
+from support.templates import CHATML
 
 from envserver import OpenAIConfig, Settings, TokensConfig
 from envserver.api import serve_api
@@ -35,8 +40,9 @@ from envserver.api.proxy_server import serve_proxy
 from envserver.cli.loop import run_loop
 from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.addresses import EngineAddresses
-from envserver.models.connections import Connections
+from envserver.models.connections import Connections, whole
 from envserver.models.decoding import Decoder
+from envserver.models.replicas import Replica
 from envserver.proxy import (
     AsgiApp,
     Capabilities,
@@ -49,7 +55,11 @@ from envserver.proxy import (
 )
 from envserver.proxy.asgi import send_json
 from envserver.proxy.bounds import AttemptBounds
+from envserver.proxy.engine_client.generated import BareGenerated
+from envserver.proxy.engine_client.tokens import GENERATE, RENDER
+from envserver.proxy.requests import answer_lifespan
 from envserver.running import make_endpoint
+from envserver.tokens.template import ChatTemplate
 
 UNBOUNDED = AttemptBounds(
     max_connections=10**6,
@@ -141,6 +151,9 @@ def thin_proxy(engine_url: str) -> FastAPI:
 
 async def serve(name: str, engine_url: str, core: int) -> None:
     pin(core)
+    if name == "hold":
+        await hold(engine_url)
+        return
     if name == "floor":
         addresses = EngineAddresses((), [engine_url])
         async with Connections("", Decoder(""), addresses) as connections:
@@ -162,6 +175,145 @@ async def _serve(app: Any) -> None:
     async with await serve_api(app, "127.0.0.1", 0) as server:
         print("serves", server.url, flush=True)
         await server.wait()
+
+
+# The parts of a continued call in tokens mode that every proxy of its kind needs: uvicorn, our HTTP
+# client, the chat template, the tokenizer for what is new, and JSON of the payloads that the proxy
+# in tokens mode reads and writes. Nothing is checked, planned, limited or recorded.
+
+
+_DERENDER = "/v1/chat/completions/derender"
+_BETWEEN = "\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
+
+
+def floor_app(engine_url: str, connections: Connections) -> AsgiApp:
+    """Answers continued calls; `GET /r/attempts/N` as of `proxy_servers`."""
+    floor = _Floor(engine_url, connections)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await answer_lifespan(receive, send)
+        elif scope["path"].startswith("/r/attempts/"):
+            floor.prompts = {f"{at}": [] for at in range(int(scope["path"].rpartition("/")[2]))}
+            await send_json(send, 200, [*floor.prompts])
+        else:
+            body = b""
+            while (message := await receive()).get("more_body"):
+                body += message["body"]
+            request = orjson.loads(body + message["body"])
+            key = scope["path"].split("/")[2]
+            await send_json(send, 200, await floor.answer(floor.prompts[key], request))
+
+    return app
+
+
+class _Floor:
+    """`prompts`: the tokens of each conversation so far."""
+
+    def __init__(self, engine_url: str, connections: Connections) -> None:
+        self.prompts: dict[str, list[int]] = {}
+        self._connections = connections
+        self._replica = Replica(engine_url, 512, time.monotonic)
+        self._frames: dict[bool, Any] = {}
+        self._template = ChatTemplate(CHATML, {})
+
+    async def answer(self, ids: list[int], request: dict[str, Any]) -> dict[str, Any]:
+        messages, tools = request["messages"], request.get("tools")
+        text = self._template.render(messages, tools, generation_prompt=True, kwargs={})
+        ids += calls.FORMAT.encode(_BETWEEN % messages[-1]["content"] if ids else text)
+        if bool(tools) not in self._frames:
+            self._frames[bool(tools)] = await self._post(RENDER, orjson.dumps(request))
+        asked = {**self._frames[bool(tools)], "token_ids": ids, "return_token_ids": True}
+        generated = await self._post(GENERATE, orjson.dumps(asked), BareGenerated)
+        [choice] = generated["choices"]
+        for recorded in (ids, choice["token_ids"]):
+            np.asarray(recorded, np.int32)
+        message = {"role": "assistant", "content": choice["text"]}
+        if tools:
+            made = {"prompt_token_ids": ids, "choices": [{"token_ids": choice["token_ids"]}]}
+            parse = orjson.dumps({"chat_request": request, "generate_response": made})
+            message = (await self._post(_DERENDER, parse))["choices"][0]["message"]
+        ids += choice["token_ids"]
+        told = {"index": 0, "message": message, "finish_reason": "stop"}
+        return {"id": "1", "model": calls.MODEL, "choices": [told], "usage": generated["usage"]}
+
+    async def _post(self, path: str, payload: bytes, form: type | None = None) -> Any:
+        async with self._connections.open(self._replica, "POST", path, payload) as response:
+            data = await whole(response)
+        return orjson.loads(data) if form is None else _decoder(form).decode(data)
+
+
+@cache
+def _decoder(form: type) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(form)
+
+
+# How long one call of a long conversation keeps the loop. A task that runs once in each turn of it
+# looks at the CPU time that the whole process has used since its last turn: threads that hold the
+# interpreter keep the loop as well, and a busy machine does not change it.
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "first call": {"history_tokens": 30_000, "turns": 1},
+    "second call": {"history_tokens": 30_000, "turns": 2},
+    "of 100 turns": {"history_tokens": 17_500, "turns": 100},
+    "of 100 turns with tools": {"history_tokens": 17_500, "turns": 100, "tools": True},
+}
+RUNS = 5
+
+
+async def longest(proxy: Proxy, attempt: ProxyAttempt, body: bytes) -> float:
+    """Seconds of CPU in the longest turn of the loop during one call."""
+    turns: list[float] = []
+
+    async def watch() -> None:
+        before = time.process_time()
+        while True:
+            await asyncio.sleep(0)
+            now = time.process_time()
+            turns.append(now - before)
+            before = now
+
+    watching = asyncio.create_task(watch())
+    await ask(proxy, attempt, body)
+    watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching
+    return max(turns)
+
+
+async def ask(proxy: Proxy, attempt: ProxyAttempt, body: bytes) -> None:
+    """One call, given to the application itself."""
+    request = [{"type": "http.request", "body": body}]
+    path = f"/r/{attempt.key}/v1/chat/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+
+    async def receive() -> dict[str, Any]:
+        if not request:
+            await asyncio.Event().wait()
+        return request.pop()
+
+    async def send(message: Any) -> None:
+        assert message.get("status", 200) == 200
+
+    await proxy.asgi()(scope, receive, send)
+
+
+async def hold(engine_url: str) -> None:
+    """Prints, for each kind of call, the most milliseconds of the median call."""
+    holds = []
+    config = OpenAIConfig(base_url=engine_url, model_name=calls.MODEL)
+    async with OpenAIEngine(config) as engine:
+        proxy = make_proxy(engine, "tokens")
+        for name, shape in KINDS.items():
+            *before, last = calls.requests(**{"tools": False, "streamed": False, **shape})
+            attempt = open_attempt(proxy)
+            for body in before:
+                await ask(proxy, attempt, body)
+            found = [await longest(proxy, attempt, last) for _ in range(RUNS)]
+            assert (attempt.calls[-1].edge == "root") == (not before)
+            holds.append((name, 1000 * statistics.median(found)))
+    print("holds", orjson.dumps(holds).decode(), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The overview, and pages of runs, engines, workers, failures, alarms and evaluations in a browser."""
+"""The overview and the pages of runs, engines, workers, failures, alarms, evaluations."""
 
 from __future__ import annotations
 
