@@ -152,13 +152,7 @@ def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
         assert len(server.asked) == DOCUMENTS and server.keys == {"Bearer sk-secret"}
         refused = envserver(*words, folder=tmp_path)
         assert refused.returncode == 2 and "run has sums" in refused.stderr
-        again = envserver(
-            *words,
-            "--resume",
-            "--metric",
-            "exact_match,whole",
-            folder=tmp_path,
-        )
+        again = envserver(*words, "--resume", "--metric", "exact_match,whole", folder=tmp_path)
         assert again.returncode == 0, again.stderr
         assert len(server.asked) == DOCUMENTS  # every answer was there
     report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())

@@ -105,12 +105,8 @@ def test_a_tool_runs_and_our_limit_is_scored(folder: Path) -> None:
     said = script(folder, "What is 1 + 1?", ADD, "It is 2.")
     (group,) = process(folder, "tools", "--sim.transcript", said)
     assert group["scores"] == [1.0, 1.0]
-    assert [one["role"] for one in group["messages"][0]] == [
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = [one["role"] for one in group["messages"][0]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
     assert group["messages"][0][2]["content"] == "2"
     assert_exact(group)
     limited = process(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -10,10 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from envserver_clients.http import SyncEnvClient
-from support.commands import Running, environment_variables, group_ids, running, until
+from support.commands import environment_variables, group_ids, running, until
 from support.process_tree import alive_with
-from support.ray_nodes import RayNodes, group_numbers, ray_nodes
+from support.ray_nodes import (
+    RayNodes,
+    assert_none_twice_and_no_hole,
+    ray_nodes,
+    served_at,
+    trainer,
+)
 from support.waiting import PATIENCE
 
 OPEN = 5
@@ -70,10 +74,6 @@ def envserver_of(program: Path, *words: object, folder: Path) -> subprocess.Comp
     )
 
 
-def served_at(server: Running) -> str:
-    return server.wait_for(r"Trainers: (http://\S+)")[1]
-
-
 def test_a_node_is_killed_and_another_added(
     cluster: RayNodes, program: Path, tmp_path: Path
 ) -> None:
@@ -82,23 +82,16 @@ def test_a_node_is_killed_and_another_added(
         "serve", *words, "--store", tmp_path / "s.db", folder=tmp_path, program=program
     ) as server:
         url = served_at(server)
-        got: list[str] = []
+        with trainer(url, 4) as one:
 
-        def latest(seed: int) -> int:
-            """The largest number of a stream that the trainer has."""
-            prefix = f"math-train-{seed}-"
-            return max((int(one.split("-")[3]) for one in got if one.startswith(prefix)), default=0)
-
-        with (
-            SyncEnvClient(url, run="trainer", batch_size=4) as client,
-            contextlib.closing(client.batches()) as batches,
-        ):
+            def latest(seed: int) -> int:
+                """The largest number of a stream that the trainer has."""
+                prefix = f"math-train-{seed}-"
+                mine = (name for name in one.got if name.startswith(prefix))
+                return max((int(name.split("-")[3]) for name in mine), default=0)
 
             def train_until(both_have: list[int]) -> None:
-                while not all(latest(seed) > number for seed, number in enumerate(both_have)):
-                    batch = next(batches)
-                    got.extend(group.group_id for group in batch.groups)
-                    client.ack(batch)
+                one.train(lambda: all(latest(n) > has for n, has in enumerate(both_have)))
 
             train_until([0, 0])
             at_kill = [latest(seed) for seed in (0, 1)]
@@ -109,10 +102,7 @@ def test_a_node_is_killed_and_another_added(
         server.send(signal.SIGTERM)
         assert server.end() == 0, server.output()
         assert "runner_lost" in server.output()
-    assert len(set(got)) == len(got)  # none twice
-    for seed in (0, 1):  # none lost: the streams have no hole
-        made = group_numbers(tmp_path / "s.db", f"math-train-{seed}-")
-        assert made == list(range(len(made)))
+    assert_none_twice_and_no_hole(one.got, tmp_path / "s.db", 2)
     assert not alive_with(url)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 import signal
@@ -12,11 +11,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from envserver_clients.http import SyncEnvClient
-from envserver_clients.records import Batch
 from support.commands import Running, running
 from support.process_tree import alive_with, cpu_seconds, descendants
-from support.ray_nodes import RayNodes, group_numbers, ray_nodes
+from support.ray_nodes import (
+    RayNodes,
+    assert_none_twice_and_no_hole,
+    ray_nodes,
+    served_at,
+    trainer,
+)
 
 pytestmark = pytest.mark.slow
 KILLS = 10
@@ -33,33 +36,6 @@ def cluster(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Three nodes with one CPU each."""
     with ray_nodes(ray_python, tmp_path_factory.mktemp("ray"), nodes=3) as nodes:
         yield nodes
-
-
-class Trainer:
-    """Takes and acknowledges batches."""
-
-    def __init__(self, client: SyncEnvClient, batches: Iterator[Batch]) -> None:
-        self._client, self._batches = client, batches
-        self.got: list[str] = []
-
-    def train(self, until: Callable[[], bool]) -> None:
-        while not until():
-            batch = next(self._batches)
-            self.got.extend(group.group_id for group in batch.groups)
-            self._client.ack(batch)
-
-
-@contextlib.contextmanager
-def trainer(url: str) -> Iterator[Trainer]:
-    with (
-        SyncEnvClient(url, run="trainer", batch_size=8) as client,
-        contextlib.closing(client.batches()) as batches,
-    ):
-        yield Trainer(client, batches)
-
-
-def served_at(server: Running) -> str:
-    return server.wait_for(r"Trainers: (http://\S+)")[1]
 
 
 def registrations(server: Running) -> int:
@@ -80,7 +56,7 @@ def test_ten_nodes_are_killed_at_random(
     with running("serve", *words, *ray, folder=tmp_path, program=program) as server:
         url = served_at(server)
         longest = 0.0
-        with trainer(url) as one:
+        with trainer(url, 8) as one:
             one.train(lambda: registrations(server) >= 3)
             for _ in range(KILLS):
                 seen = registrations(server)
@@ -95,11 +71,7 @@ def test_ten_nodes_are_killed_at_random(
             one.train(lambda: len(one.got) >= enough)
         server.send(signal.SIGTERM)
         assert server.end() == 0, server.output()
-    assert len(set(one.got)) == len(one.got)
-    for seed in range(3):
-        prefix = f"math-train-{seed}-"
-        made = group_numbers(tmp_path / "s.db", prefix)
-        assert made == list(range(len(made)))
+    assert_none_twice_and_no_hole(one.got, tmp_path / "s.db", 3)
     assert not alive_with(url)
     tell(
         f"{KILLS} nodes killed: {len(one.got)} groups trained on, none twice, no hole in a stream; "
@@ -119,7 +91,7 @@ def test_a_group_costs_hardly_more_cpu_than_on_one_machine(
         place = ("--store", tmp_path / f"{name}.db")
         with running("serve", *words, *more, *place, folder=tmp_path, program=program) as server:
             url = served_at(server)
-            with trainer(url) as one:
+            with trainer(url, 8) as one:
                 one.train(lambda: len(one.got) >= 200 and len(alive_with(url)) >= runners)
                 begun, groups = used(server, url), len(one.got)
                 one.train(lambda: len(one.got) >= groups + GROUPS)

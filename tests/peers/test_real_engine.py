@@ -52,15 +52,17 @@ class ThreeTurns(Environment):
 '''
 
 
-def flags(base_url: str, model: str) -> list[object]:
-    return [
-        "--openai.base_url",
-        base_url,
-        "--openai.model_name",
-        model,
-        "--sampling.max_tokens",
-        24,
-    ]
+def flags(base_url: str, model: str) -> tuple[object, ...]:
+    address = ("--openai.base_url", base_url, "--openai.model_name", model)
+    return (*address, "--sampling.max_tokens", 24)
+
+
+def processed(folder: Path, *words: object) -> list[dict[str, Any]]:
+    """The groups that a `process` makes."""
+    save = ("--env.data_path_to_save_groups", "out.jsonl")
+    ran = envserver("process", *words, *save, folder=folder)
+    assert ran.returncode == 0, ran.stderr
+    return read_jsonl(folder / "out.jsonl")
 
 
 def trained(tokens: list[int], masks: list[int], logprobs: list[float]) -> list[tuple[int, float]]:
@@ -107,10 +109,7 @@ def assert_scores_again(server: VllmServer, groups: list[dict[str, Any]]) -> int
             for tokens, masks, logprobs in zip(
                 group["tokens"], group["masks"], group["inference_logprobs"], strict=True
             ):
-                answer = client.post(
-                    "/v1/completions",
-                    json={**asked, "prompt": tokens},
-                ).json()
+                answer = client.post("/v1/completions", json={**asked, "prompt": tokens}).json()
                 again = answer["choices"][0]["prompt_logprobs"]
                 for at, (token, mask) in enumerate(zip(tokens, masks, strict=True)):
                     if mask == -100:
@@ -128,13 +127,8 @@ def test_process_delivers_exactly_what_vllm_sampled(
     vllm_server: VllmServer, tmp_path: Path
 ) -> None:
     with relay(vllm_server.root_url) as (url, echoes):
-        ran = envserver(
-            "process", "--env", "math", "--env.mode", "single", *flags(url, vllm_server.model),
-            "--env.group_size", 2,
-            "--env.total_steps", 4, "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
-        )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(tmp_path / "out.jsonl")
+        words = ("--env", "math", "--env.mode", "single", *flags(url, vllm_server.model))
+        groups = processed(tmp_path, *words, "--env.group_size", 2, "--env.total_steps", 4)
     assert len(groups) == 4
     assert_is_what_was_echoed(groups, echoes)
     assert assert_scores_again(vllm_server, groups) > 20
@@ -144,23 +138,16 @@ def test_several_turns_streamed_or_not_are_exact(vllm_server: VllmServer, tmp_pa
     path = tmp_path / "talk.py"
     path.write_text(THREE_TURNS)
     with relay(vllm_server.root_url) as (url, echoes):
-        ran = envserver(
-            "process", "--env", path, *flags(url, vllm_server.model), "--env.group_size", 4,
-            "--env.total_steps", 6, "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
-        )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+        words = ("--env", path, *flags(url, vllm_server.model))
+        groups = processed(tmp_path, *words, "--env.group_size", 4, "--env.total_steps", 6)
     assert len(echoes) == 6 * 4 * 3
-    groups = read_jsonl(tmp_path / "out.jsonl")
     assert_is_what_was_echoed(groups, echoes)
     assert assert_scores_again(vllm_server, groups) > 200
     # Conversations are continued by tokens: hardly any of them takes more than one row.
     assert sum(len(group["tokens"]) for group in groups) < len(echoes) / 2
     rendering = groups[0]["envserver"]["rendering"]
-    assert (rendering["mode"], rendering["continues"], rendering["think"]) == (
-        "tokens",
-        True,
-        "template",
-    )
+    told = [rendering[name] for name in ("mode", "continues", "think")]
+    assert told == ["tokens", True, "template"]
 
 
 @pytest.mark.parametrize(
@@ -177,13 +164,8 @@ def test_programs_run_in_sandboxes_and_tokens_stay_exact(
     vllm_server: VllmServer, tmp_path: Path, env: str, setting: tuple[str, str]
 ) -> None:
     with relay(vllm_server.root_url) as (url, echoes):
-        ran = envserver(
-            "process", "--env", env, *setting, *flags(url, vllm_server.model),
-            "--env.group_size", 2, "--env.total_steps", 2, "--env.max_turns", 3,
-            "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
-        )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(tmp_path / "out.jsonl")
+        words = ("--env", env, *setting, *flags(url, vllm_server.model), "--env.max_turns", 3)
+        groups = processed(tmp_path, *words, "--env.group_size", 2, "--env.total_steps", 2)
     assert len(groups) == 2
     assert {score for group in groups for score in group["scores"]} <= {0.0, 1.0}
     assert_is_what_was_echoed(groups, echoes)

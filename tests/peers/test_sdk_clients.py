@@ -20,7 +20,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 from smolagents import CodeAgent, LogLevel, ToolCallingAgent, tool
 from support import sim
-from support.sdk_house import OURS, SdkHouse, Seat, sim_house
+from support.sdk_house import OURS, SdkHouse, Seat, sim_house, whole_and_streamed
 from support.sim import QUESTION, TOKENIZER, call, said, user
 
 TOOLS = sim.TOOLS[:1]
@@ -33,8 +33,6 @@ DONE = said("They are 2 and 4.")
 VALUE: Any = {"answer": 36, "unit": "pencils"}
 JSON = said(json.dumps(VALUE))
 RESPONSE_TOOLS = [{"type": "function", **TOOLS[0]["function"], "strict": True}]
-
-whole_and_streamed = pytest.mark.parametrize("streamed", [False, True])
 
 
 class Answer(BaseModel):
@@ -150,10 +148,19 @@ def test_logprobs_that_are_asked_for_are_those_that_are_recorded(
         assert bytes(b for entry in told for b in entry.bytes).decode().startswith(
             answer.choices[0].message.content
         )  # fmt: skip
+        asked: Any = {"input": QUESTION, "include": ["message.output_text.logprobs"]}
+        response = respond(seat, streamed, top_logprobs=2, **asked)
+        told = [entry.logprob for entry in response.output[0].content[0].logprobs]
+        assert np.float32(told).tolist() == seat.calls[1].logprobs.tolist()
 
 
 @whole_and_streamed
 def test_an_answer_in_a_schema_is_parsed(house: SdkHouse, streamed: bool) -> None:
+    with house.seat(JSON) as seat:
+        response = seat.openai.responses.parse(model="sim", input=QUESTION, text_format=Answer)
+        if streamed:
+            response = respond(seat, True, input=QUESTION, text_format=Answer)
+        assert response.output_parsed == Answer(**VALUE)
     with house.seat(JSON) as seat:
         if streamed:
             parsed = chat(seat, True, response_format=Answer)
@@ -241,16 +248,6 @@ def test_a_response_calls_tools_and_is_gone_on_from(
         assert {c.dialect for c in seat.calls} == {"responses"}
 
 
-@whole_and_streamed
-def test_a_response_in_a_schema_is_parsed(house: SdkHouse, streamed: bool) -> None:
-    with house.seat(JSON) as seat:
-        if streamed:
-            parsed = respond(seat, True, input=QUESTION, text_format=Answer)
-        else:
-            parsed = seat.openai.responses.parse(model="sim", input=QUESTION, text_format=Answer)
-        assert parsed.output_parsed == Answer(**VALUE)
-
-
 def test_events_of_a_response_stream_come_in_order_and_say_what_is_recorded(
     house: SdkHouse,
 ) -> None:
@@ -270,17 +267,6 @@ def test_events_of_a_response_stream_come_in_order_and_say_what_is_recorded(
         recorded = seat.calls[0].message
         assert text == recorded["content"]
         assert arguments == [c["function"]["arguments"] for c in recorded["tool_calls"]]
-
-
-@whole_and_streamed
-def test_logprobs_of_a_response_are_those_that_are_recorded(
-    house: SdkHouse, streamed: bool
-) -> None:
-    with house.seat(DONE) as seat:
-        asked: Any = {"input": QUESTION, "include": ["message.output_text.logprobs"]}
-        answer = respond(seat, streamed, top_logprobs=2, **asked)
-        told = [entry.logprob for entry in answer.output[0].content[0].logprobs]
-        assert np.float32(told).tolist() == seat.calls[0].logprobs.tolist()
 
 
 # What is told

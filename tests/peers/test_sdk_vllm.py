@@ -21,7 +21,7 @@ from langchain_core.messages import HumanMessage
 from smolagents import CodeAgent, LogLevel, ToolCallingAgent, tool
 from smolagents.models import REMOVE_PARAMETER
 from support.relay import relay
-from support.sdk_house import SdkHouse, Seat, vllm_house
+from support.sdk_house import SdkHouse, Seat, vllm_house, whole_and_streamed
 from support.vllm_server import VllmServer
 
 pytestmark = pytest.mark.vllm
@@ -105,19 +105,22 @@ def user(text: str = "Tell me of Ann.") -> dict[str, Any]:
 # OpenAI's client
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+def completion(seat: Seat, streamed: bool, **asked: Any) -> Any:
+    """A chat completion, whole or as the client's helper puts it together from a stream."""
+    chats = seat.openai.chat.completions
+    if not streamed:
+        return chats.create(model=seat.model, **asked, **SEED)
+    with chats.stream(model=seat.model, **asked, **SEED) as stream:
+        return stream.get_final_completion()
+
+
+@whole_and_streamed
 def test_openai_chat(engine: Engine, streamed: bool) -> None:
     with engine.seat(["root", "exact", "exact"]) as seat:
-        chats = seat.openai.chat.completions
         messages: list[Any] = [user()]
         for _ in range(TURNS):
-            asked: Any = {"model": seat.model, "messages": messages, "extra_body": WORDS, **SEED}
-            asked |= {"logprobs": True, "top_logprobs": 2}
-            if streamed:
-                with chats.stream(**asked) as stream:
-                    answer = stream.get_final_completion()
-            else:
-                answer = chats.create(**asked)
+            asked: Any = {"logprobs": True, "top_logprobs": 2, "extra_body": WORDS}
+            answer = completion(seat, streamed, messages=messages, **asked)
             (choice,) = answer.choices
             assert choice.finish_reason == "stop"
             told = [entry.logprob for entry in choice.logprobs.content]
@@ -126,18 +129,12 @@ def test_openai_chat(engine: Engine, streamed: bool) -> None:
             messages += [choice.message, user("And then?")]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@whole_and_streamed
 def test_openai_tools(engine: Engine, streamed: bool) -> None:
     with engine.seat(["root", "calls", "calls"]) as seat:
-        chats = seat.openai.chat.completions
         messages: list[Any] = [user()]
         for _ in range(TURNS):
-            asked: Any = {"model": seat.model, "messages": messages, **FORCED, **SEED}
-            if streamed:
-                with chats.stream(**asked) as stream:
-                    answer = stream.get_final_completion()
-            else:
-                answer = chats.create(**asked)
+            answer = completion(seat, streamed, messages=messages, **FORCED)
             message = answer.choices[0].message
             (made,) = message.tool_calls
             assert made.function.arguments in ('{"loud": true}', '{"loud": false}')
@@ -154,7 +151,7 @@ def test_openai_goes_on_from_one_of_several_choices(engine: Engine) -> None:
         assert seat.calls[3].planned_parent == 1
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@whole_and_streamed
 def test_openai_completions_that_tokenise_themselves(engine: Engine, streamed: bool) -> None:
     with engine.seat(["root"] * TURNS) as seat:
         client = seat.lenient_openai if streamed else seat.openai
@@ -171,7 +168,7 @@ def test_openai_completions_that_tokenise_themselves(engine: Engine, streamed: b
 
 
 @pytest.mark.parametrize("by_id", [False, True])
-@pytest.mark.parametrize("streamed", [False, True])
+@whole_and_streamed
 def test_openai_responses(engine: Engine, streamed: bool, by_id: bool) -> None:
     with engine.seat(["root", "exact", "exact"]) as seat:
         asked: Any = {"model": seat.model, "max_output_tokens": 9, "extra_body": SEED}
@@ -189,7 +186,7 @@ def test_openai_responses(engine: Engine, streamed: bool, by_id: bool) -> None:
                 items += [*answer.output, user("And then?")]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@whole_and_streamed
 def test_openai_responses_with_tools(engine: Engine, streamed: bool) -> None:
     with engine.seat(["root", "calls", "calls"]) as seat:
         tools = [{"type": "function", **RING, "parameters": SCHEMA}]
@@ -210,7 +207,7 @@ def test_openai_responses_with_tools(engine: Engine, streamed: bool) -> None:
 
 
 @pytest.mark.parametrize("tools", [False, True])
-@pytest.mark.parametrize("streamed", [False, True])
+@whole_and_streamed
 def test_anthropic(engine: Engine, streamed: bool, tools: bool) -> None:
     edge = "calls" if tools else "exact"
     with engine.seat(["root", edge, edge]) as seat:
@@ -238,7 +235,7 @@ def test_anthropic(engine: Engine, streamed: bool, tools: bool) -> None:
 # Agent frameworks
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@whole_and_streamed
 def test_a_code_agent_of_smolagents(engine: Engine, streamed: bool) -> None:
     """It strips each answer, puts the stop string back and tells of the call behind it."""
 
@@ -258,7 +255,7 @@ def test_a_code_agent_of_smolagents(engine: Engine, streamed: bool) -> None:
         assert {c.stop_reason for c in seat.calls} == {"</code>"}
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@whole_and_streamed
 def test_a_tool_calling_agent_of_smolagents(engine: Engine, streamed: bool) -> None:
     """It tells its calls as text of its own afterwards: nothing that can be gone on from."""
 
@@ -287,7 +284,7 @@ def ring(loud: bool) -> str:
 
 
 @pytest.mark.parametrize("responses", [False, True])
-@pytest.mark.parametrize("streamed", [False, True])
+@whole_and_streamed
 def test_langchain(engine: Engine, streamed: bool, responses: bool) -> None:
     with engine.seat(["root", "calls", "calls"]) as seat:
         model = seat.langchain(
@@ -300,7 +297,7 @@ def test_langchain(engine: Engine, streamed: bool, responses: bool) -> None:
             messages += [answer, ring.invoke(made)]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@whole_and_streamed
 def test_an_agent_of_langgraph(engine: Engine, streamed: bool) -> None:
     with engine.seat(["root", "calls", "calls"]) as seat:
         agent = create_agent(

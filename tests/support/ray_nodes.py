@@ -6,11 +6,14 @@ import contextlib
 import json
 import sqlite3
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from support.commands import environment_variables
+from envserver_clients.http import SyncEnvClient
+from envserver_clients.records import Batch
+
+from support.commands import Running, environment_variables
 
 from .waiting import PATIENCE
 
@@ -72,6 +75,41 @@ def ray_nodes(python: Path, folder: Path, *, nodes: int) -> Iterator[RayNodes]:
             assert process.stdin is not None
             process.stdin.close()
             process.wait(PATIENCE)
+
+
+def served_at(server: Running) -> str:
+    return server.wait_for(r"Trainers: (http://\S+)")[1]
+
+
+class Trainer:
+    """Takes and acknowledges batches."""
+
+    def __init__(self, client: SyncEnvClient, batches: Iterator[Batch]) -> None:
+        self._client, self._batches = client, batches
+        self.got: list[str] = []
+
+    def train(self, until: Callable[[], bool]) -> None:
+        while not until():
+            batch = next(self._batches)
+            self.got.extend(group.group_id for group in batch.groups)
+            self._client.ack(batch)
+
+
+@contextlib.contextmanager
+def trainer(url: str, batch_size: int) -> Iterator[Trainer]:
+    with (
+        SyncEnvClient(url, run="trainer", batch_size=batch_size) as client,
+        contextlib.closing(client.batches()) as batches,
+    ):
+        yield Trainer(client, batches)
+
+
+def assert_none_twice_and_no_hole(got: list[str], store: Path, streams: int) -> None:
+    """No group was handed out twice, and the streams of math have all their groups."""
+    assert len(set(got)) == len(got)
+    for seed in range(streams):
+        made = group_numbers(store, f"math-train-{seed}-")
+        assert made == list(range(len(made)))
 
 
 def group_numbers(store: Path, prefix: str) -> list[int]:

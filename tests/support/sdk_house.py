@@ -18,6 +18,7 @@ import anthropic
 import msgspec
 import openai
 import orjson
+import pytest
 from envserver_records.records import Call, Message, Sequence
 
 from envserver import OpenAIConfig, Settings, SimConfig, TokensConfig
@@ -38,6 +39,8 @@ T = TypeVar("T")
 
 OURS = {"prompt_token_ids", "token_ids", "weight_versions"}
 """Fields by which tokens are recorded; an answer holds none of them unless its request says so."""
+
+whole_and_streamed = pytest.mark.parametrize("streamed", [False, True])
 
 CONSTRAINED_TOO = Actions({"structured_output_masked": "train"})
 """Keeps in the rows what a run masks by default, so that all of a record can be looked at."""
