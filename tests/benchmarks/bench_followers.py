@@ -134,23 +134,18 @@ async def compare(servers: Pair, posts: int, tokens: int) -> dict[str, tuple[Cos
 
 
 def best(rounds: list[dict[str, tuple[Cost, Cost]]]) -> dict[str, tuple[Cost, Cost]]:
-    return {
-        name: (
-            Cost(*(min(of) for of in zip(*(one[name][0] for one in rounds), strict=True))),
-            Cost(*(min(of) for of in zip(*(one[name][1] for one in rounds), strict=True))),
-        )
-        for name in rounds[0]
-    }
+    def least(name: str, at: int) -> Cost:
+        return Cost(*map(min, zip(*(one[name][at] for one in rounds), strict=True)))
+
+    return {name: (least(name, 0), least(name, 1)) for name in rounds[0]}
 
 
 def table(title: str, costs: dict[str, tuple[Cost, Cost]]) -> Table:
-    shown = Table("ms of CPU", "leader alone", "leader", "follower", "taken off", title=title)
+    columns = ("ms of CPU", "leader alone", "leader", "follower", "taken off")
+    shown = load.table(title, *columns)
     for name, (alone, shared) in costs.items():
-        share = 1 - shared.leader / alone.leader
-        shown.add_row(
-            name, f"{alone.leader:.2f}", f"{shared.leader:.2f}", f"{shared.follower:.2f}",
-            f"{share:.0%}",
-        )  # fmt: skip
+        cells = [f"{one:.2f}" for one in (alone.leader, *shared)]
+        shown.add_row(name, *cells, f"{1 - shared.leader / alone.leader:.0%}")
     return shown
 
 

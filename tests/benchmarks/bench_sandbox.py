@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from api_load import table as columned
 from support.sandboxes import sandboxes
 
 from envserver import Sandboxes, SandboxSpec
@@ -179,10 +180,9 @@ async def executions(boxes: Sandboxes) -> AsyncIterator[dict[str, tuple[Executio
 
 
 def table(rows: dict[str, Measured], title: str) -> Table:
-    shown = Table(title=title)
-    shown.add_column("what")
-    for heading in ("p50 ms", "p99 ms", "per second", "CPU ms"):
-        shown.add_column(f"{heading}\n" + " / ".join(map(str, AT_A_TIME)), justify="right")
+    each = "\n" + " / ".join(map(str, AT_A_TIME))
+    headings = ("p50 ms", "p99 ms", "per second", "CPU ms")
+    shown = columned(title, "what", *(heading + each for heading in headings))
     for name, one in rows.items():
         cells = [f"{{:.{digits}f}}" for digits in (1, 1, 0, 1)]
         columns = (one.p50, one.p99, one.per_second, one.cpu)

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from api_load import table as columned
 from support.commands import ENVSERVER, environment_variables, until
 from support.process_tree import cpu_seconds, descendants
 
@@ -88,7 +88,7 @@ def main() -> None:
     for case in CASES:  # what is read from disk is read
         seconds(case.words)
     taken = [[seconds(case.words) for case in CASES] for _ in range(rounds)]
-    table = Table("command", "least", "median", "budget", title="Seconds of CPU")
+    table = columned("Seconds of CPU", "command", "least", "median", "budget")
     least = [min(column) for column in zip(*taken, strict=True)]
     for at, case in enumerate(CASES):
         median = statistics.median(row[at] for row in taken)

@@ -48,20 +48,12 @@ STEPS = 3
 
 def make_model(folder: Path, layers: int, tiny: bool) -> None:
     """A random model in bfloat16, with the tokenizer of the tests."""
-    small = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 2,
-        "vocab_size": 4096,
-    }
-    real = {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "vocab_size": 151936,
-    }
+    hidden, between, heads, vocabulary = (64, 128, 2, 4096) if tiny else (1536, 8960, 12, 151936)
     config = Qwen2Config(
-        **(small if tiny else real),
+        hidden_size=hidden,
+        intermediate_size=between,
+        num_attention_heads=heads,
+        vocab_size=vocabulary,
         num_hidden_layers=layers,
         num_key_value_heads=2,
         max_position_embeddings=32768,

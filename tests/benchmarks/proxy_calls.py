@@ -24,7 +24,7 @@ EXACT = {"return_token_ids": True, "logprobs": True, "max_tokens": 1000}
 """What an agent that records tokens by itself asks for, and the proxy in its name."""
 USAGE = {"stream_options": {"include_usage": True}}
 
-_WORDS = (
+_WORDS = [
     "the",
     "quick",
     "brown",
@@ -37,7 +37,7 @@ _WORDS = (
     "of",
     "course",
     "what",
-)
+]
 _CALL = '<tool_call>\n{"name": "calculate", "arguments": '
 _CALL_END = "}\n</tool_call>"
 
@@ -176,8 +176,7 @@ def rendered(body: dict[str, Any]) -> bytes:
         "top_p": 1.0,
         "min_p": 0.0,
         "stop": [],
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),
         "repetition_penalty": 1.0,
         "stop_token_ids": [],
         "max_tokens": body.get("max_tokens"),
