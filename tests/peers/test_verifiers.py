@@ -78,11 +78,8 @@ def test_both_generations_beside_math(home: Path, tmp_path: Path) -> None:
     done = envserver(*words, *ONE_PROCESS, "--out", out, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     groups = list(read_jsonl(out))
-    assert {group["envserver"]["env"] for group in groups} == {
-        "math",
-        "classic_sums",
-        "taskset_duel",
-    }, done.stdout + done.stderr
+    names = {group["envserver"]["env"] for group in groups}
+    assert names == {"math", "classic_sums", "taskset_duel"}, done.stdout + done.stderr
     assert not any(group["envserver"]["failures"] for group in groups)
     # Only calls whose tokens are the engine's own become rows.
     assert all(one["rows"] for one in rollouts_of(groups))
@@ -103,12 +100,9 @@ def test_both_generations_beside_math(home: Path, tmp_path: Path) -> None:
     # The host is not trained: it has no rows, and each player has one.
     assert all(one["agents"] == ["player0", "player1"] for one in played)
     for group in duels:
-        scores = [
-            reward
-            for one in group["envserver"]["rollouts"]
-            for reward in (one["rewards"]["player0"], one["rewards"]["player1"])
-        ]
-        assert group["scores"] == scores
+        rewards = [one["rewards"] for one in group["envserver"]["rollouts"]]
+        players = ("player0", "player1")
+        assert group["scores"] == [one[player] for one in rewards for player in players]
 
 
 @pytest.mark.slow
@@ -183,13 +177,10 @@ def test_a_task_set_with_a_tool_server(home: Path, tmp_path: Path) -> None:
 
 def _transcript(folder: Path) -> Path:
     call = {"name": "prices_price", "arguments": json.dumps({"item": "apple"})}
+    called = {"id": "call-1", "type": "function", "function": call}
     messages = [
         {"role": "user", "content": "What does an apple cost?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "call-1", "type": "function", "function": call}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "call-1", "content": "3"},
         {"role": "assistant", "content": "3"},
     ]
