@@ -1,5 +1,5 @@
-"""`--track` with the real packages, offline: what they wrote is read back by their own; and traces of
-a run and of stored rollouts, as a real Phoenix shows them (`make phoenix-peer`).
+"""`--track` with the real packages, offline: what they wrote is read back by their own; and traces
+of a run and of stored rollouts, as a real Phoenix shows them (`make phoenix-peer`).
 """
 
 from __future__ import annotations
