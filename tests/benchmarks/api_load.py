@@ -15,13 +15,15 @@ import json
 import shutil
 import ssl
 import tempfile
+import threading
+import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 import numpy as np
@@ -31,6 +33,7 @@ from proxy_load import cpu_seconds
 from rich.console import Console
 from rich.table import Table
 from support.commands import free_port, running, until
+from support.process_tree import descendants
 
 from envserver.remote import batch
 from envserver.remote.messages import KEY_HEADER
@@ -38,6 +41,7 @@ from envserver.rollouts.stream import group_id as stream_group_id
 from envserver.rollouts.stream import stream_prefix
 from envserver.store import GroupPut, open_store
 
+T = TypeVar("T")
 AT_A_TIME = 8
 ENVIRONMENT = "bench"
 _VOCABULARY = 150_000
@@ -59,6 +63,16 @@ def show(shown: Table, output: Path | None) -> None:
             Console(file=file, width=120).print(shown)
 
 
+async def cost_of(work: Awaitable[T], *servers: Server) -> tuple[T, float, list[float]]:
+    """What `work` gives, the seconds until it was there, and the CPU seconds of each server, with
+    what each does after its last answer."""
+    before, began = [one.cpu() for one in servers], time.perf_counter()
+    made = await work
+    wall = time.perf_counter() - began
+    await asyncio.sleep(0.05)
+    return made, wall, [one.cpu() - cpu for one, cpu in zip(servers, before, strict=True)]
+
+
 def megabytes(kind: str, *pids: int | str) -> float:
     """What processes hold, by lines of smaps_rollup: "Private_" is theirs alone, of "Pss:" a share
     of what they hold together."""
@@ -68,6 +82,25 @@ def megabytes(kind: str, *pids: int | str) -> float:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
             kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith(kind))
     return kilobytes / 1024
+
+
+@contextmanager
+def peak_megabytes(pid: int, every_seconds: float, *, itself: bool = True) -> Iterator[list[float]]:
+    """The peak of what a process (`itself` too) and all below it hold while the block runs."""
+    peak, over = [0.0], threading.Event()
+
+    def look() -> None:
+        while not over.wait(every_seconds):
+            pids = descendants(pid) | ({pid} if itself else set())
+            peak[0] = max(peak[0], megabytes("Pss:", *pids))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
 
 
 def rows(count: int, tokens: int, seed: int) -> list[dict[str, list[Any]]]:

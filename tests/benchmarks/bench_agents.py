@@ -25,8 +25,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from smolagents.models import ChatMessage, MessageRole
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from api_load import megabytes
+from api_load import peak_megabytes
 from support.gaia_standin import ZOO, scripted
 from support.process_tree import cpu_seconds, descendants
 
@@ -191,26 +190,8 @@ def _tell_all(answers: dict[int, Any], number: int, text: str) -> None:
         return
 
 
-@contextmanager
-def _watched() -> Iterator[list[float]]:
-    """The peak, in MB, of what all processes below this one have."""
-    peak, over = [0.0], threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.2):
-            peak[0] = max(peak[0], megabytes("Pss:", *descendants(os.getpid())))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        over.set()
-        thread.join()
-
-
 def _measured(way: Callable[[int], Run], agents: int) -> Run:
-    with _watched() as peak:
+    with peak_megabytes(os.getpid(), 0.2, itself=False) as peak:
         run = way(agents)
     run.peak_memory_mb = peak[0]
     return run

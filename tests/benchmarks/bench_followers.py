@@ -20,8 +20,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,12 +90,9 @@ def make_certificate(place: Path) -> None:
         file.write(Path(str(place) + ".crt").read_bytes())
 
 
-async def measured(servers: Pair, work: Callable[[], Awaitable[None]], operations: int) -> Cost:
-    before = servers.leader.cpu(), servers.follower.cpu()
-    await work()
-    after = servers.leader.cpu(), servers.follower.cpu()
-    leader, follower = (1000 * (b - a) / operations for a, b in zip(before, after, strict=True))
-    return Cost(leader, follower)
+async def measured(servers: Pair, work: Awaitable[None], operations: int) -> Cost:
+    *_, seconds = await load.cost_of(work, servers.leader, servers.follower)
+    return Cost(*(1000 * one / operations for one in seconds))
 
 
 async def fetch_all(client: load.Wire, fetches: int) -> None:
@@ -115,13 +111,13 @@ async def compare(servers: Pair, posts: int, tokens: int) -> dict[str, tuple[Cos
             await client.start(BATCH * ROWS)
             await client.join()
             await client.post_all(bodies, 16, "/scored_data")
-            posting_all = partial(client.post_all, bodies, posts, "/scored_data")
+            posting_all = client.post_all(bodies, posts, "/scored_data")
             posting = await measured(servers, posting_all, posts)
             fetches = max(1, posts // BATCH)
-            fetching = await measured(servers, partial(fetch_all, client, fetches), fetches)
+            fetching = await measured(servers, fetch_all(client, fetches), fetches)
             numbered = [load.renumbered(packed[n % 16], made + n) for n in range(posts)]
             made += posts
-            posting_packed = partial(client.post_packed, numbered, PACKED_AT_ONCE)
+            posting_packed = client.post_packed(numbered, PACKED_AT_ONCE)
             joined = await measured(servers, posting_packed, posts)
         size = f"{ROWS} x {tokens}"
         for name, cost in (

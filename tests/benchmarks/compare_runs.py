@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -148,21 +147,21 @@ def play(
         folder = Path(name)
         words, whole = how(url, rollouts, turns, at_a_time, folder)
         with (folder / "log").open("w+") as log:
-            began = time.monotonic()
+            before, began = _children_cpu(), time.monotonic()
             process = subprocess.Popen(
                 words, cwd=folder, env=environment_variables(), stdout=log, stderr=log
             )
-            watch = _Watch(process.pid)
-            if kill:
-                until(
-                    lambda: whole("") >= rollouts / 2 or process.poll() is not None,
-                    lambda: "too few rollouts",
-                )
-                os.kill(_player(process.pid), signal.SIGKILL)
-            hung = not _ended(process, _SECONDS)
-            used, wall = watch.stop(), time.monotonic() - began
+            with load.peak_megabytes(process.pid, 0.5) as peak:
+                if kill:
+                    until(
+                        lambda: whole("") >= rollouts / 2 or process.poll() is not None,
+                        lambda: "too few rollouts",
+                    )
+                    os.kill(_player(process.pid), signal.SIGKILL)
+                hung = not _ended(process, _SECONDS)
+            used, wall = _children_cpu() - before, time.monotonic() - began
             log.seek(0)
-            return Ran(used, wall, watch.megabytes, min(whole(log.read()), rollouts), hung)
+            return Ran(used, wall, peak[0], min(whole(log.read()), rollouts), hung)
 
 
 def gap(how: Play, url: str, rollouts: int, turns: int) -> float:
@@ -192,28 +191,9 @@ def _player(pid: int) -> int:
     return max((one for one in forked if known.get(one) in forked), default=pid)
 
 
-class _Watch:
-    """Looks at a process and its descendants until `stop`."""
-
-    def __init__(self, pid: int) -> None:
-        self.megabytes = 0.0
-        self._pid = pid
-        self._before = os.times()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._stopped.wait(0.5):
-            held = load.megabytes("Pss:", self._pid, *descendants(self._pid))
-            self.megabytes = max(self.megabytes, held)
-
-    def stop(self) -> float:
-        """CPU seconds of this process's children that ended since: those of the run."""
-        self._stopped.set()
-        self._thread.join()
-        now = os.times()
-        return sum(now[2:4]) - sum(self._before[2:4])
+def _children_cpu() -> float:
+    """CPU seconds of this process's children that have ended."""
+    return sum(os.times()[2:4])
 
 
 class Posted(NamedTuple):
@@ -236,11 +216,8 @@ async def measure_posts(server: Server, tokens: Sequence[int], groups: int) -> P
                     (f"post of 8 x {length}", wire.post_all(bodies, groups, "/scored_data")),
                     (f"batch of {groups} x 8 x {length}", wire.fetch()),
                 ):
-                    before = server.cpu()
-                    await work
-                    await asyncio.sleep(0.05)
-                    each = groups if case.startswith("post") else 1
-                    took = (server.cpu() - before) * 1000 / each
+                    _, _, (seconds,) = await load.cost_of(work, server)
+                    took = seconds * 1000 / (groups if case.startswith("post") else 1)
                     cpu[case] = min(took, cpu.get(case, took))
         return Posted(cpu, server.memory_bytes() / 2**20, 0)
 
