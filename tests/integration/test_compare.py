@@ -22,7 +22,7 @@ def test_a_small_round_fills_the_table_the_page_and_the_plot(
     monkeypatch.syspath_prepend(BENCHMARKS)
     import compare
     import compare_runs as runs
-    from api_peer import ours
+    from api_load import ours
 
     for module, name, value in (
         (compare, "ROLLOUTS", dict.fromkeys(turns, (8, 16))),

@@ -94,19 +94,6 @@ def test_learning_goes_on_after_its_trainer_was_killed(
 
 
 @pytest.mark.slow
-def test_a_model_learns_although_its_trainer_is_killed(
-    learn_python: Path, model: Path, tmp_path: Path, tell: Tell
-) -> None:
-    with ended(learn_python, model, tmp_path, *SHORT, 24) as run:
-        run.wait_for_step(6)
-        run.kill("trainer")
-    rewards = run.rewards()
-    tell(f"24 steps: reward {mean(rewards[:6]):.2f} -> {mean(rewards[-6:]):.2f}")
-    assert mean(rewards[-6:]) > mean(rewards[:6]) + 0.1
-    judge(run)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("task", ["sort", "tool"])
 def test_what_is_learned_generalises(
     learn_python: Path, model_of_many: Path, tmp_path: Path, tell: Tell, task: str
