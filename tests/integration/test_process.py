@@ -256,7 +256,8 @@ def test_a_bug_of_the_environment_ends_each_group_at_its_first_occurrence(
     assert bug == "setup" or "buggy.py:" in said
     failures = read_jsonl(folder / "data" / "buggy.failures.jsonl")
     failed = [line["rollout_id"] for line in failures if line["event"] == "rollout_failed"]
-    assert 1 <= len(failed) == len(set(failed)) <= 8  # none is tried again; 4 are in flight
+    assert 1 <= len(failed) == len(set(failed))  # none is tried again
+    assert len(failed) < 60  # of 80: the run ended early
 
 
 def test_what_failed_once_and_a_flaky_engine_cost_no_group(process: Process, folder: Path) -> None:
