@@ -11,6 +11,8 @@ import pytest
 
 from envserver import main
 
+from .commands import SLOW_MACHINE
+
 
 @dataclass
 class Said:
@@ -30,6 +32,8 @@ Run = Callable[..., Said]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Runs `line`, split as a shell does, in the test's folder; it must end with `status`."""
     monkeypatch.chdir(tmp_path)
+    for name, value in SLOW_MACHINE.items():
+        monkeypatch.setenv(name, value)
 
     def command(line: str, status: int = 0) -> Said:
         capfd.readouterr()
