@@ -171,7 +171,8 @@ def _remember() -> None:
 
 def _make(*words: str) -> None:
     print("+ make", *words, flush=True)
-    subprocess.run(["make", *words], cwd=ROOT, check=True)
+    if status := subprocess.run(["make", *words], cwd=ROOT, check=False).returncode:
+        sys.exit(status)
 
 
 def _pytest(files: Iterable[str], marks: str) -> None:
@@ -183,9 +184,14 @@ def _pytest(files: Iterable[str], marks: str) -> None:
         sys.exit(done.returncode)
 
 
-def _install(peers: Iterable[str]) -> None:
-    if targets := sorted({PEERS[peer]["install"] for peer in peers}):
-        _make("-j4", "--output-sync=target", *targets)
+def _install(files: Iterable[str]) -> None:
+    """Installs what test files ask for, and PostgreSQL, which `make test` would skip without."""
+    targets = {"postgres"}
+    for file in files:
+        text = (ROOT / file).read_text()
+        targets |= {PEERS[peer]["install"] for peer in peers_of(file)}
+        targets |= {target for target, word in TABLE["programs"].items() if word in text}
+    _make("-j4", "--output-sync=target", *sorted(targets))
 
 
 def _run_everything() -> None:
@@ -195,8 +201,8 @@ def _run_everything() -> None:
 
 
 def _run(choice: Choice) -> None:
+    _install(choice.files)
     _make("test")
-    _install(choice.peers)
     smoke = {
         peer["smoke"].partition("::")[0]: peer["smoke"]
         for peer in PEERS.values()
@@ -219,9 +225,8 @@ def main(argv: list[str]) -> None:
         print(json.dumps(sorted(PEERS)))
     elif chosen.peer:
         # The tests of several peers run with the first of them.
-        _install([chosen.peer])
         files = [file for file in long_files() if peers_of(file)[:1] == [chosen.peer]]
-        _install({peer for file in files for peer in peers_of(file)})
+        _install(files)
         _pytest(files, "not slow and peer")
     else:
         base, source = (chosen.base, "--base") if chosen.base else passed_commit()
