@@ -47,6 +47,7 @@ from envserver.sandbox import Open
 from envserver.sandbox.attempt_sandboxes import summed
 from envserver.sandbox.requests import Exec, Opened
 from envserver.sandbox.supervisor import READY
+from envserver.sandbox.validity import cut_down
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -456,6 +457,12 @@ async def test_usages_are_summed_and_peaks_kept() -> None:
     both = summed([one, two])
     assert (both.cpu_seconds, both.peak_memory_mb, both.cpu_exact) == (3.0, 5.0, False)
     assert (both.executions, both.killed) == (2, {"wall": 2, "cpu": 1})
+
+
+def test_each_limit_is_cut_down_by_itself() -> None:
+    most = SandboxLimits(wall_seconds=5.0, memory_mb=100)
+    cut = cut_down(SandboxLimits(wall_seconds=9.0, memory_mb=50, processes=2), most)
+    assert (cut.wall_seconds, cut.memory_mb, cut.processes) == (5.0, 50, 2)
 
 
 async def test_the_usage_stands_in_the_output_of_process(tmp_path: Path) -> None:
