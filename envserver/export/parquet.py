@@ -161,13 +161,6 @@ def _reward_of(rollout: StoredRollout, agent: str | None) -> float | None:
     return rollout.rewards.get(agent or "", rollout.reward)
 
 
-def messages_in(row: Json) -> list[Message]:
-    """Returns the conversation of a row that was read back; keys without a value are left out."""
-    if row["messages_json"] is not None:
-        return list(orjson.loads(row["messages_json"]))
-    return [_without_nulls(message) for message in row["messages"]]
-
-
 def table_of(rows: Sequence[Json]) -> Table:
     """Returns `rows` (of `rows_of`) as a table of `schema()`.
 

@@ -56,11 +56,11 @@ def known_names() -> list[str]:
     return sorted({*entry_point_names(), *with_own_interpreter()})
 
 
-@functools.cache
 def find(reference: str) -> type[Environment]:
     """Returns the environment class that `reference` names.
 
-    The result is kept: a sandboxed worker does not see the file any more.
+    The result is kept: a sandboxed worker does not see the file any more. A relative path is
+    another one in another current folder.
 
     Args:
         reference: an entry point's name (dashes count as underscores),
@@ -72,6 +72,12 @@ def find(reference: str) -> type[Environment]:
         NotFoundError: nothing has that name; the message holds the nearest one.
         ConfigError: it cannot be imported, defines several environments, or is incomplete.
     """
+    path = Path(reference.partition(":")[0])
+    return _found(reference, None if path.is_absolute() or not path.exists() else Path.cwd())
+
+
+@functools.cache
+def _found(reference: str, current: Path | None) -> type[Environment]:
     path, _, class_name = reference.partition(":")
     if (parts := integrated.split(reference)) is not None:
         return _checked(integrated.integrated_class(*parts), reference)

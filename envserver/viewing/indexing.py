@@ -31,7 +31,6 @@ from .sources import Viewed, ViewedFile
 
 _COMMIT_SECONDS: Final = 0.3
 _POLL_SECONDS: Final = 0.5
-_MOST_PROBLEMS: Final = 1000
 
 
 def main() -> None:

@@ -219,7 +219,7 @@ def test_tasks_go_on_in_a_new_process_when_theirs_dies(run: Line, tmp_path: Path
     )
     code = code.replace("a, b =", dies).replace("largest: int = 9", derives)
     run(f"env install {sums(tmp_path, code=code)} --interpreter own")
-    registry.find.cache_clear()
+    registry._found.cache_clear()
     kind = registry.find("sums")
     environment = kind(kind.Config.model_validate({"largest": 7}))
     assert environment.config.max_turns == 8  # which its own Config derives
@@ -227,7 +227,7 @@ def test_tasks_go_on_in_a_new_process_when_theirs_dies(run: Line, tmp_path: Path
     assert [task.id for task in tasks] == [f"sum-{index}" for index in range(100)]
     assert died.exists()
     next(tmp_path.rglob("venv/bin/python")).unlink()  # as after an upgrade of Python
-    registry.find.cache_clear()
+    registry._found.cache_clear()
     with pytest.raises(ConfigError, match="was installed for Python"):
         registry.find("sums")
 

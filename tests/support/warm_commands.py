@@ -74,7 +74,8 @@ def start(
     argv: Sequence[str], folder: Path, variables: dict[str, str], stdout: IO[Any], stderr: IO[Any]
 ) -> WarmProcess:
     """Starts a command with nothing on its stdin. `argv[0]` is the path of the program."""
-    request = json.dumps({"argv": list(argv), "folder": str(folder), "variables": variables})
+    place = str(folder.absolute())  # the process that forks stands in a folder of its own
+    request = json.dumps({"argv": list(argv), "folder": place, "variables": variables})
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # answers stay apart
     with theirs, Path(os.devnull).open("rb") as stdin:
         streams = [stream.fileno() for stream in (stdin, stdout, stderr, theirs)]

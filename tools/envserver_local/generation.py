@@ -60,11 +60,6 @@ class Generator:
         """Last token of each row, which is not yet in the cache."""
         self._settings: Settings | None = None
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values."""
-        return self._cache.bytes_held
-
     @_untraced
     def join(self, rows: Sequence[Row]) -> None:
         """Takes rows in; a row that has sampled tokens already continues from them."""

@@ -40,11 +40,6 @@ class SlotCache:
         self._blocks: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * layers
         """Keys and values by layer, each [slots, heads, length, size]; None until first used."""
 
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of memory used."""
-        return sum(part.nbytes for block in self._blocks if block for part in block)
-
     def make_room(self, slots: int, length: int) -> None:
         """Grows the cache to at least this number of slots and places."""
         if slots <= self._slots and length <= self._length:

@@ -108,8 +108,7 @@ def test_breakpoints_work_in_all_of_the_environment(place: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("fails", ["tasks", "prepare_scoring", "rollout", "score"])
 def test_the_traceback_is_the_environments(place: Path, fails: str, run: Run) -> None:
-    # The whole path: a name is found once only.
-    said = run(f"run --env {place}/sums.py --task t3 {SIM} --debug --env.fails {fails}", status=1)
+    said = run(f"{TASK} {SIM} --debug --env.fails {fails}", status=1)
     lines = said.err.splitlines()
     first = lines.index("Traceback (most recent call last):")
     assert 'sums.py"' in lines[first + 1] and f"in {fails}" in lines[first + 1]

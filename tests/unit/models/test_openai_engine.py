@@ -323,7 +323,7 @@ async def test_with_one_of_two_replicas_dead_every_call_is_answered_with_none_no
 
 
 async def test_a_replica_that_is_killed_under_load_loses_no_call() -> None:
-    async with pair(slow_seconds=0.02) as (one, two, opened):
+    async with pair({"check_seconds": SELDOM_SECONDS}, slow_seconds=0.02) as (one, two, opened):
         two.slow_seconds = 0.02
         calls = asyncio.create_task(crowd(opened, 30, turns=4))
         await until(lambda: len(one.requests) > 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -219,11 +220,18 @@ def test_the_command_takes_rows_and_functions(folder: Path) -> None:
     assert absolute("sums.jsonl") == str(Path("sums.jsonl").resolve())
 
 
-def test_the_python_api_names_the_class_as_its_file_does(folder: Path) -> None:
+def test_the_python_api_names_the_class_as_its_file_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = find(str(folder / "own.py"))
     assert own.name == "sums_rows"
     reference = reference_of(own)
     assert reference == f"{(folder / 'own.py').resolve()}:Own" and find(reference) is own
+    monkeypatch.chdir(folder)
+    assert find("own.py") is own
+    shutil.copytree(folder, folder / "other")
+    monkeypatch.chdir(folder / "other")  # the same words name another file here
+    assert find("own.py") is not own
 
 
 def test_check_is_green_for_a_file_that_names_rows(folder: Path) -> None:
