@@ -21,7 +21,6 @@ from .unified import FINALIZE, SCHEMA_VERSION, unified_of
 
 Json = dict[str, Any]
 
-TYPES = ("thought", "tool_call", "tool_result", "final", "error")
 SOLVED = 0.999
 """Rewards from here on count as full (floats)."""
 
