@@ -114,7 +114,6 @@ def _is_fresh() -> bool:
 
 def pytest_collection_finish() -> None:
     """What was imported stays: Python's collector of cycles need not look at it after each test."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
     gc.enable()

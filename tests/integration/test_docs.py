@@ -26,12 +26,11 @@ from envserver.cli.settings import load_settings
 from envserver.registry import find
 
 ROOT = Path(__file__).parents[2]
-HIDDEN = (".venv", ".agents", "build", "node_modules")
-PAGES = sorted(
-    path
-    for path in ROOT.rglob("*.md")
-    if not any(part.startswith(HIDDEN) for part in path.relative_to(ROOT).parts)
-)
+TRACKED = subprocess.run(
+    ["git", "ls-files", "-co", "--exclude-standard", "*.md"],
+    cwd=ROOT, capture_output=True, text=True, check=True,
+).stdout.split()  # fmt: skip
+PAGES = sorted(ROOT / name for name in TRACKED if (ROOT / name).is_file())
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md|yaml|toml))`")
 FOLDERS = (".", "envserver", "clients", "environments", "tools")
