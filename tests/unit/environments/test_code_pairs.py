@@ -102,27 +102,17 @@ def test_tests_are_bounded_and_each_is_there_once() -> None:
 
 
 def test_lines_are_compared_but_for_blanks_at_ends() -> None:
-    same = (
-        (b"1\n2\n", "1\n2"), (b"1 \r\n2", "1\n2\n\n"), (b"1\n2\n\n \n", "1\n2\n"), (b"", "\n"),
-        ("\u00e4".encode(), "\u00e4"),
-    )  # fmt: skip
-    other = (
-        (b"1\n\n2", "1\n2"), (b" 1", "1"), (b"1 2", "1\n2"), (b"YES", "Yes"), (b"\xff", "\xff"),
-        (b"1.0", "1"), (b"1\x00", "1"),
-    )  # fmt: skip
-    assert [pair for pair in same if not same_lines(*pair)] == []
-    assert [pair for pair in other if same_lines(*pair)] == []
+    assert same_lines(b"1 \r\n2", "1\n2\n \n") and same_lines(b"", "\n")
+    for pair in ((b"1\n\n2", "1\n2"), (b" 1", "1"), (b"YES", "Yes"), (b"\xff", "\xff")):
+        assert not same_lines(*pair)
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
         (f"```python\n{SUM}\n```\nIt prints:\n```\n3\n```", f"{SUM}\n"),
-        (f"```\n{SUM}\n```\nRun it:\n```bash\npython a.py\n```", f"{SUM}\n"),
         (f"```python\nx = 1\n```\n```python\n{SUM}\n```", f"{SUM}\n"),
-        (f"```python\n{SUM}\n```\n```python\n# the end\n```", f"{SUM}\n"),
         (f"```python\n{SUM}\n```\n```python\nfor x in\n```", f"{SUM}\n"),
-        ("```cpp\nint main() {}\n```", "int main() {}\n"),
         (SUM, None),
     ],
 )

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from fractions import Fraction
 from typing import Any
 
 import pytest
 from envserver_environments.code.extraction import extract_code
-from envserver_environments.code.fuzzing import agreement, changed_calls
-from envserver_environments.code.hoisting import NotHoistable, hoisted, prelude
+from envserver_environments.code.hoisting import NotHoistable, hoisted
 from envserver_environments.code.running import harness
 from envserver_environments.code.values import BadValue, read_json, read_value
 from hypothesis import given, settings
@@ -86,12 +85,6 @@ def test_what_a_test_wants_is_in_no_call() -> None:
     assert test.holds({0: 12.5661}) and not test.holds({0: 12.6}) and not test.holds({})
 
 
-def test_each_call_is_one_and_an_outer_call_is_whole() -> None:
-    test = hoisted("assert f(1) == f(1) and f(f(2)) in (3, 4)", "f")
-    assert test.calls == ("f(1)", "f(1)", "f(f(2))")
-    assert test.holds({0: 7, 1: 7, 2: 3}) and not test.holds({0: 7, 1: 8, 2: 3})
-
-
 def test_what_is_not_looked_at_may_have_failed() -> None:
     test = hoisted("assert f(1) or f(2)", "f")
     assert test.holds({0: True}) and not test.holds({0: False}) and not test.holds({1: True})
@@ -128,13 +121,6 @@ def test_no_value_makes_a_claim_hang(test: str, value: str) -> None:
 def test_what_cannot_be_taken_apart_is_refused(test: str) -> None:
     with pytest.raises(NotHoistable):
         hoisted(test, "f")
-
-
-def test_calls_get_the_modules_that_they_name() -> None:
-    calls = ("f(math.pi, Counter([1]))", "f(deque([1]), datetime.date(2020, 1, 1))")
-    names: dict[str, Any] = {"f": lambda *a: a}
-    exec(prelude(calls), names)
-    assert [len(eval(call, names)) for call in calls] == [2, 2]
 
 
 @functools.cache
@@ -186,10 +172,6 @@ def test_values_of_exact_types_arrive_as_they_were(value: Any) -> None:
     assert type(arrived) is type(value) and sorted(repr(arrived)) == sorted(repr(value))
 
 
-def test_unusual_types_keep_their_equality() -> None:
-    assert read_value(written(OrderedDict(a=1))) == {"a": 1} == read_value(written(Counter("a")))
-
-
 @settings(max_examples=examples(200), deadline=None)
 @given(st.sampled_from(CLAIMS["never_break"]), VALUES, VALUES)
 def test_no_values_break_a_claim(claim: str, first: Any, second: Any) -> None:
@@ -231,21 +213,6 @@ def test_what_is_not_ours_is_refused(read: Any, sent: Any) -> None:
         read(sent)
 
 
-def test_changed_calls_are_new_stay_near_and_are_the_same_for_a_seed() -> None:
-    calls = ["f([1, 2, 9], 3)", "f(5)", "f('abc', {'k': 1.5})", "f(lambda: 1)", "f()"]
-    changed = changed_calls(calls, 40, "seed")
-    assert changed == changed_calls(calls, 40, "seed") != changed_calls(calls, 40, "other")
-    assert len(changed) == len(set(changed)) == 40 and not set(changed) & set(calls)
-    for call in changed:
-        arguments = eval(call, {"f": lambda *a: a})
-        if isinstance(arguments[0], list):
-            assert arguments[0] == sorted(arguments[0])
-            assert arguments[1] > 0
-    assert changed_calls(["f()", "f(lambda: 1)"], 5, "s") == []
-    assert agreement({0: 1.0000000001, 1: [1]}, {0: 1.0, 1: (1,), 2: 3}) == pytest.approx(1 / 3)
-    assert agreement({}, {}) is None
-
-
 # Verdicts, with programs in a sandbox.
 TESTS = ("assert f(2) == 4", "assert f(3) == 9", "assert f(-1) == 1")
 SQUARE = "```python\ndef f(x): return x * x\n```"
@@ -272,22 +239,13 @@ async def test_programs_get_the_share_of_tests_that_they_pass(rooms: Sandboxes) 
     assert got == wanted
 
 
-async def test_rewards_follow_the_rules(rooms: Sandboxes) -> None:
+async def test_a_share_of_the_tests_may_be_paid(rooms: Sandboxes) -> None:
     half = "```python\ndef f(x): return 4\n```"
     env = code(rooms, partial_credit=True)
     task = env.task_from_row(row())
     partial = await env.score(task, Result(output=half))
     assert partial.reward == pytest.approx(1 / 3)
     assert (partial.metrics["visible_passed"], partial.metrics["hidden_passed"]) == (1.0, 0.0)
-    whole = await env.score(task, Result(output={"code": "def f(x): return x * x", "text": ""}))
-    assert (whole.reward, whole.metrics["hidden_passed"]) == (1.0, 1.0)
-    said = [{"role": "user", "content": half}, {"role": "assistant", "content": SQUARE}]
-    assert (await env.score(task, Result(messages=said))).reward == 1.0
-    for nothing in (None, "", 5, {"code": 5, "text": None}, {"code": None, "text": "none"}):
-        score = await env.score(task, Result(output=nothing))
-        assert score.reward == 0.0 and score.metrics["answered"] == 0.0
-    cut_off = await env.score(task, Result(output=SQUARE, truncated=True))
-    assert cut_off.reward == 0.0 and cut_off.metrics["truncated"] == 1.0
 
 
 async def test_a_table_of_all_tests_is_told_from_a_solution_by_the_reference(
