@@ -6,13 +6,11 @@ For the hub stands a folder with the hub's id as its path: `load_dataset` looks 
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 import zipfile
-from collections import Counter
 from collections.abc import Iterator
-from itertools import combinations, islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,8 +18,7 @@ import pytest
 from envserver_environments.math import procedural
 from envserver_environments.math.data_sets import read_problem
 from envserver_environments.math.env import Math
-from envserver_environments.math.loading import HUBS, SAMPLE
-from envserver_environments.math.verification import Verdict, compare
+from envserver_environments.math.loading import HUBS
 from envserver_records.extras import install_command
 from envserver_tools.calculator import calculate
 from support.cases import cases_of
@@ -29,7 +26,6 @@ from support.scripted_run import ScriptedRun, call, calls, says
 
 from envserver import ConfigError, InputError, Message, NotFoundError, Result, Split, Task
 
-SAMPLES = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
 ROWS = cases_of(__file__)
 
 
@@ -37,114 +33,7 @@ def math_of(data_set: str | list[str], **settings: Any) -> Math:
     return Math(Math.Config(data_set=data_set, **settings))
 
 
-def test_sample_has_the_documented_tasks() -> None:
-    assert Counter(row["data_set"] for row in SAMPLES) == {
-        "gsm8k": 16, "math": 10, "aime": 6, "svamp": 5, "mawps": 3, "mathqa": 4, "aqua": 4,
-    }  # fmt: skip
-    tasks = list(Math().tasks("train"))
-    assert {task.id for task in tasks} == {row["id"] for row in SAMPLES}
-    assert len({row.get("question", row.get("problem")) for row in SAMPLES}) > 35
-    assert {read_problem(row).answer for row in SAMPLES if row["data_set"] == "aqua"} >= {"E"}
-    assert all(set(task.public) == {"question", "options", "data_set"} for task in tasks)
-
-
-def zeros_of_factorial(n: int) -> int:
-    """How many stand behind its last digit that is not zero."""
-    written = str(math.factorial(n))
-    return written[::-1].find(written.rstrip("0")[-1])
-
-
-COMPUTED = {
-    "aime": iter((
-        pow(3, 2026, 1000),
-        sum((n % 6 == 0) != (n % 15 == 0) for n in range(1, 1001)),
-        sum(1800 % n == 0 for n in range(1, 1801)),
-        sum(n for n in range(1, 51) if (n * n + n + 1) % 7 == 0),
-        sum(all(b - a > 1 for a, b in pairwise(chosen))
-            for size in range(11) for chosen in combinations(range(10), size)),
-        next(n for n in range(1, 999) if zeros_of_factorial(n) == 31),
-    )),
-    "mathqa": iter((90 / (75 / 60), 640 * 85 / 100, math.lcm(12, 15, 20), 72 / 8 * 5)),
-    "aqua": iter((3 * 2.5 / 5, 1 / (1 / 6 - 1 / 10), sum(range(1, 40, 2)), 800 * 0.05 * 3)),
-}  # fmt: skip
-
-
-def test_sample_answers_are_those_that_are_computed() -> None:
-    for row in SAMPLES:
-        problem = read_problem(row)
-        match row["data_set"]:
-            case "gsm8k":
-                marks = re.findall(r"<<([^=]+)=([^>]+)>>", row["answer"])
-                assert all(calculate(left) == right for left, right in marks), row["id"]
-                assert marks[-1][1] == problem.answer, row["id"]
-            case "svamp":
-                assert calculate(row["Equation"]) == problem.answer
-            case "mawps":
-                values = (float(calculate(of)) for of in (row["expression"], problem.answer))
-                assert math.isclose(*values, abs_tol=1e-9)
-            case "aime":
-                assert problem.answer == str(next(COMPUTED["aime"]))
-            case "mathqa" | "aqua" as name:
-                value = next(COMPUTED[name])
-                numbers = [re.sub(r"[^0-9.]", "", option).strip(".") for option in problem.options]
-                near = [i for i, n in enumerate(numbers) if n and abs(float(n) - value) < 1e-9]
-                letter = "ABCDE"[near[0]] if near else "E"
-                assert letter == problem.answer and len(near) <= 1, row["id"]
-    assert [next(left, None) for left in COMPUTED.values()] == [None] * 3
-
-
-def test_sample_algebra_agrees_with_sympy() -> None:
-    sympy = pytest.importorskip("sympy")
-    x = sympy.Symbol("x", real=True)
-    throws = sum(a + b == 9 for a in range(1, 7) for b in range(1, 7))
-    latex = [
-        sympy.Rational(throws, 36),
-        sympy.sqrt(3**2 + 6**2),
-        sympy.pi * 5**2,
-        None,
-        sympy.FiniteSet(*sympy.solve(x**2 - 5 * x - 14, x)),
-        None,
-        sympy.Matrix([[1, 2], [0, 3]]) * sympy.Matrix([[2, 1], [4, 0]]),
-        sympy.expand((x + 2) * (x**2 - 3)),
-        sympy.expand((2 + 3 * sympy.I) * (1 - sympy.I)),
-        sympy.solve(3 * sympy.Symbol("y") - 7 - x, sympy.Symbol("y"))[0],
-    ]
-    computed = [sympy.latex(value) for value in latex]
-    interval = sympy.solve_univariate_inequality(abs(x - 3) < 5, x, relational=False)
-    computed[3] = str(interval.args[:2])
-    computed[5] = str(tuple(sympy.Matrix([[1, 1], [2, -1]]).solve(sympy.Matrix([11, 4]))))
-    golds = [read_problem(row).answer for row in SAMPLES if row["data_set"] == "math"]
-    verdicts = {pair: compare(*pair) for pair in zip(golds, computed, strict=True)}
-    assert set(verdicts.values()) == {Verdict.EQUAL}, verdicts
-
-
 # Where rows come from.
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_are_recognised_and_read_from_files(tmp_path: Path, name: str) -> None:
-    row, answer = ROWS[name]["row"], ROWS[name]["answer"]
-    problem = read_problem(row)
-    assert (problem.data_set, problem.answer) == (name, answer)
-    assert read_problem(row, name) == problem == read_problem({**row, "source": name})
-    rows = [{**row, "extra": i} for i in range(5)]
-    lines = "\n".join(map(json.dumps, rows)) + "\n"
-    for suffix, text in (("json", json.dumps(rows)), ("jsonl", lines)):
-        folder = tmp_path / suffix
-        folder.mkdir()
-        (folder / f"train.{suffix}").write_text(text)
-        tasks = list(math_of(name, data_path=folder).tasks("train"))
-        assert sorted(task.id for task in tasks) == [f"{name}-{i}" for i in range(5)]
-        assert {task.hidden["answer"] for task in tasks} == {answer}
-
-
-def test_options_are_read_in_every_spelling() -> None:
-    row = ROWS["mathqa"]["row"]
-    texts = ["1 , 000", "2", "3", "4", "none of these"]
-    listed = str([f"{letter} ) {text}" for letter, text in zip("abcde", texts, strict=True)])
-    labelled = [f"{letter}){text}" for letter, text in zip("ABCDE", texts, strict=True)]
-    for options in (row["options"], listed, labelled):
-        assert read_problem({**row, "options": options}).options == texts
 
 
 SVAMP = {"Body": "b", "Question": "q", "Answer": "1"}
@@ -153,13 +42,11 @@ SVAMP = {"Body": "b", "Question": "q", "Answer": "1"}
 @pytest.mark.parametrize(
     "row",
     [
-        {}, {"text": "x"}, {"question": "q", "answer": "no mark"},
+        {}, {"question": "q", "answer": "no mark"},
         {"question": "q", "answer": "1", "data_set": "svamp"},
         *({"problem": "p", "solution": text} for text in ("no box", r"\boxed{1")),
         *({"problem": "p", "answer": answer} for answer in (None, "9" * 301)),
-        *({**SVAMP, "Answer": text} for text in ("many", "NaN", "1e999999999", "1e-999999999")),
-        {**SVAMP, "Question": None},
-        {"question": "q", "options": [None, None], "correct": "A"},
+        *({**SVAMP, "Answer": text} for text in ("NaN", "1e999999999")),
         {"question": "q", "options": ["A)1", "B)2"], "correct": "E"},
         {"Problem": "p", "options": "['a ) 1'", "correct": "a"},
     ],
@@ -231,6 +118,7 @@ def test_rows_of_the_hub_become_tasks_that_their_answers_solve(
             monkeypatch.setitem(files, name, f"{inside}::{tmp_path / 'MathQA.zip'}")
     else:
         put_folder(tmp_path / source.path, row, source.configs, source.splits[split])
+    assert read_problem(row) == read_problem(row, data_set)
     environment = math_of(data_set)
     tasks = list(environment.tasks(split))
     assert len(tasks) == len({task.id for task in tasks}) == len(source.configs)
@@ -344,19 +232,14 @@ def test_arithmetic_and_sorting_have_every_problem_once_in_one_split_only() -> N
     splits = [of(split) for split in get_args(Split)]
     everything = {task_id: task for tasks in splits for task_id, task in tasks.items()}
     assert len(everything) == sum(map(len, splits)) == 100 + 55
-    assert 0.7 < len(splits[0]) / len(everything) < 0.9
     for task in everything.values():
         assert calculate(task.hidden["expression"]) == task.hidden["answer"]
         assert task.hidden["expression"] in task.public["question"]
-    other = of("train", seed=1)
-    assert splits[0].keys() == other.keys() and list(splits[0]) != list(other)
-    assert of("test").keys() <= of("test", max_operand=12).keys()
     endless = math_of("arithmetic", max_operand=10**12).tasks("train")
     assert len({task.id for task in islice(endless, 50)}) == 50
 
     splits = [of(split, "sorting") for split in get_args(Split)]
     assert len(set().union(*splits)) == sum(map(len, splits)) == 9**5
-    assert len(splits[0]) > 40_000
     for task in islice(splits[0].values(), 100):
         number = task.public["question"].removeprefix("Sort ")
         assert task.hidden["answer"] == "".join(sorted(number))
@@ -374,37 +257,13 @@ async def play(*turns: Message, **settings: Any) -> tuple[ScriptedRun, Any]:
 
 
 FINISH, BOXED = call("finish", answer="42"), says(r"\boxed{42}")
-CALCULATE = call("calculate", expression="6*7")
-
-
-async def test_tools_are_offered_run_and_ended_by_finish_or_a_text_or_a_limit() -> None:
-    run, output = await play(CALCULATE, FINISH, call("finish", answer="1"))
-    assert output["answer"] == "42" and len(run.asked) == 2
-    assert run.asked[-1][1][-1] == {"role": "tool", "tool_call_id": "c0", "content": "42"}
-    offered = [tool["function"]["name"] for tool in run.fields[None]["tools"]]
-    assert offered == ["calculate", "finish"]
-    run, output = await play(BOXED)
-    assert output == {"answer": None, "text": BOXED["content"]}
-    for said, asked in ((call("shell"), 10), (CALCULATE, 12)):  # errors, turns
-        run, output = await play(*[said] * 12)
-        assert output["answer"] is None and len(run.asked) == asked
-    # What was cut off is not acted on.
-    run, output = await play(FINISH | {"finish": "length"})
-    assert output["answer"] is None
-    run, output = await play(BOXED, mode="single")
-    assert output["text"] == BOXED["content"] and len(run.asked) == 1
-    assert run.fields[None].get("tools") is None
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
         ("calculate", "{"),
-        ("calculate", '{"expression": NaN}'),
-        ("calculate", '{"expression": "1", "expression": "2"}'),
-        ("calculate", '["1"]'),
         ("calculate", '{"expression": 1}'),
-        ("calculate", '{"expression": "1", "more": 1}'),
         ("finish", "{}"),
         ("finish", json.dumps({"answer": "1" * 501})),
         ("shell", "{}"),

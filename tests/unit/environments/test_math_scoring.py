@@ -19,7 +19,7 @@ from typing import Any
 import math_verify
 import pytest
 from envserver_environments import math
-from envserver_environments.answers import choice_index, last_boxed, visible_text
+from envserver_environments.answers import choice_index
 from envserver_environments.math import verification
 from envserver_environments.math.env import Math
 from envserver_environments.math.literals import is_number_literal, plain_number
@@ -68,9 +68,6 @@ def test_the_answer_is_the_last_visible_box() -> None:
     }
     assert [text for text, paid in verdicts.items() if paid == 1.0] == CASES["boxes"]["right"]
     assert set(verdicts.values()) == {0.0, 1.0}
-    assert visible_text("a</think>b</think>c") == "c"
-    assert visible_text("</think>a<think>") is None
-    assert last_boxed(r"\boxed{\{1,2\}} \boxed{\left\{3\right.}") == r"\left\{3\right."
 
 
 def test_numbers_are_told_from_expressions_and_plain_ones_from_others() -> None:
@@ -115,11 +112,6 @@ def test_options_are_named_in_one_way_only() -> None:
         for response in CASES["options"][name]:
             found = choice_index(response, ["27", "38", "49", "none of these"])
             assert found == index, response
-    row = {"question": "q", "options": ["A)27", "B)38"], "correct": "B"}
-    answers = (r"\boxed{B) 38}", r"\boxed{38}", r"\boxed{A}", "no idea")
-    scores = [score(row, answer) for answer in answers]
-    assert [one.reward for one in scores] == [1.0, 1.0, 0.0, 0.0]
-    assert scores[-1].metrics["answered"] == 0.0
 
 
 FINISH_5 = call("finish", answer="5")
@@ -141,9 +133,6 @@ def test_cut_off_texts_score_zero_and_conversations_and_whole_texts_count() -> N
         scored = env.score(task, result)
         assert scored.reward == paid, result
         assert scored.metrics.get("truncated", 0.0) == float(result.truncated)
-    # Malformed calls in a conversation are none.
-    for calls in (5, "x", [5], [{}], [{"function": 5}], [{"function": {"name": []}}]):
-        assert score(FOUR, r"\boxed{4}", [{**said, "tool_calls": calls}]).reward == 1.0, calls
     # Failed calls cost only when asked for.
     result = Result(output=r"\boxed{4}", metrics={"tool_errors": 2})
     for penalty, paid in ((0.0, 1.0), (0.05, 0.9), (0.9, 0.0)):
@@ -262,11 +251,3 @@ def test_fewer_wrong_verdicts_than_math_verify(
 
 def test_a_gold_word_for_word_is_right() -> None:
     assert [gold for gold in PAID["word_for_word"] if reward(gold, gold) != 1.0] == []
-    golds = {gold for _, gold, _, _ in pairs(every=4 if extent.WHOLE else 20)}
-    golds |= {
-        task.hidden["answer"]
-        for task in Math().tasks("train")
-        if task.hidden["kind"] in ("number", "latex")
-    }
-    assert [gold for gold in golds if reward(gold, gold, literal=False) != 1.0] == []
-    assert len(golds) > 20
