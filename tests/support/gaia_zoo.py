@@ -1,4 +1,4 @@
-"""The agents of `gaia` as a sandboxed environment: test_gaia_sandboxed.py, bench_agents.py."""
+"""The agents of `gaia` as a sandboxed environment: bench_agents.py, bench_memory.py."""
 
 from __future__ import annotations
 

@@ -10,18 +10,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 from envserver_environments.gaia.agents import AgentOptions, solve
-from envserver_environments.gaia.agents.connection import Connection
 from envserver_environments.gaia.interpreter import process as interpreters
-from envserver_environments.gaia.interpreter.inside import answer_text
-from envserver_environments.gaia.interpreter.process import Interpreter, Outcome, observation
+from envserver_environments.gaia.interpreter.process import Interpreter, Outcome
 from envserver_environments.gaia.trail import Trail, trail_of
 from envserver_tools.calling import Tool, ToolError
 from support.sdk_house import SdkHouse, Seat, sim_house
@@ -88,23 +84,6 @@ def trail_of_seat(seat: Seat) -> Trail:
 def assert_one_sequence(seat: Seat) -> None:
     assert len(seat.sequences) == 1
     seat.assert_exact()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_ordinary_run_is_solved_told_and_one_sequence(house: SdkHouse, kind: str) -> None:
-    turns = turns_of(kind, READ["code"], READ["more"])
-    with house.seat(*turns) as seat:
-        done = solved(seat, agent=kind)
-        assert (done["answer"], done["state"]) == ("42", "answered")
-        assert [step["observation"] for step in done["steps"][:2]] == ["17 25", "Value: 42"]
-        assert [step["final"] for step in done["steps"]] == [False, False, True]
-        assert all(step["tokens"]["completion"] > 0 for step in done["steps"])
-        assert "prices.txt" in seat.calls[0].messages[1]["content"]
-        assert_one_sequence(seat)
-    if kind != "code":  # what is printed is no error whatever it says
-        with house.seat(*turns_of(kind, "print('Error: is the title of a book')")) as seat:
-            assert solved(seat, agent=kind)["steps"][0]["error"] is None
-            assert trail_of_seat(seat).failed == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,30 +176,6 @@ def test_other_calls_beside_the_answer_are_refused(house: SdkHouse) -> None:
         assert len(seat.sequences) == 1
 
 
-def test_answers_come_over_one_connection() -> None:
-    seen = []
-
-    class Answers(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            seen.append((self.client_address, self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(200)
-            self.send_header("transfer-encoding", "chunked")
-            self.end_headers()
-            self.wfile.write(b"2\r\nhi\r\n3\r\nyou\r\n0\r\n\r\n")
-
-    with HTTPServer(("127.0.0.1", 0), Answers) as server, ThreadPoolExecutor(1) as thread:
-        thread.submit(server.handle_request)  # serves one connection
-        connection = Connection(f"http://127.0.0.1:{server.server_port}/v1")
-        try:
-            answers = [connection.post(body, {}, 60.0) for body in (b"one", b"two")]
-        finally:
-            connection.close()
-    assert answers == [(200, b"hiyou")] * 2
-    assert [body for _, body in seen] == [b"one", b"two"] and len({at for at, _ in seen}) == 1
-
-
 @pytest.fixture
 def interpreter() -> Iterator[Interpreter]:
     started = Interpreter({"double": lambda value: value * 2})
@@ -254,9 +209,7 @@ def test_all_that_is_printed_is_seen_by_whomever(interpreter: Interpreter) -> No
 ERRORS = {
     "1/0": "ZeroDivisionError",
     "raise SystemExit(3)": "SystemExit",
-    "raise BaseException('x')": "BaseException",
     "def f(): f()\nf()": "RecursionError",
-    "x =": "SyntaxError",
     "input()": "EOFError",
     "class E(Exception):\n    def __str__(self): raise ValueError\nraise E": "E",
     "class V:\n    def __str__(self): raise ValueError('v')\nV()": "ValueError",
@@ -315,24 +268,11 @@ def test_a_crash_is_an_outcome_and_the_next_step_goes_on(interpreter: Interprete
 def test_forks_do_not_speak_for_it_and_tools_run_outside(interpreter: Interpreter) -> None:
     assert interpreter.run("import os\nos.fork() and 'parent'").value == "parent"
     assert interpreter.run("2").value == "2"
-    assert interpreter.run("double(21)").value == "42"
-    assert interpreter.run("double([1])").value == "[1, 1]"
     failed = interpreter.run("double(None)")
     assert "RuntimeError: TypeError" in failed.error
-    interpreter.run("from threading import Thread\nr = []\ndef f(): r.append(double(2))")
-    interpreter.run("t = [Thread(target=f) for _ in range(8)]\n[x.start() for x in t]")
-    assert interpreter.run("[x.join() for x in t]; r").value == str([4] * 8)
     # The answer ends a step.
     code = "try:\n    final_answer([1.0, 'b'])\nexcept Exception:\n    pass\nprint('never')"
     assert interpreter.run(code) == Outcome(answer="1, b")
-
-
-def test_answers_are_written_as_they_are_compared_and_observations_hold_what_was_seen() -> None:
-    values = (" a ", 3.0, 2.5, None, (1, [2, "x"]), True)
-    assert [answer_text(value) for value in values] == ["a", "3", "2.5", "", "1, 2, x", "True"]
-    assert observation(Outcome(), 100) == "(nothing was printed)"
-    assert observation(Outcome(printed="a\n", value="b"), 100) == "a\nValue: b"
-    assert len(observation(Outcome(printed="a" * 500), 100)) < 160
 
 
 def test_it_can_be_closed_from_another_thread_and_leaves_nothing(interpreter: Interpreter) -> None:

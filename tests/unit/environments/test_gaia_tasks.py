@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,44 +18,9 @@ import pytest
 from envserver_environments.gaia.agents import AgentOptions
 from envserver_environments.gaia.download import ANNOTATED, RAW, fetch, main, summary
 from envserver_environments.gaia.env import Gaia
-from envserver_environments.gaia.loading import (
-    GaiaQuestion,
-    Refusal,
-    copy_items,
-    is_official,
-    own_items,
-)
-from envserver_environments.gaia.scoring import is_usable_truth, question_scorer
-from support.waiting import PATIENCE
+from envserver_environments.gaia.loading import GaiaQuestion, Refusal, copy_items, is_official
 
 from envserver import Caller, ConfigError, NotFoundError, PublicTask
-
-SOLVED = "\nimport sys\nsys.stdout.write(str(answer))\n"
-
-
-OWN = [task for task in own_items() if isinstance(task, GaiaQuestion)]
-
-
-def test_thirty_own_tasks_have_files_of_ten_kinds() -> None:
-    kinds = Counter(task.attachment.suffix for task in OWN if task.attachment)
-    assert kinds == dict.fromkeys(
-        (".txt", ".csv", ".xlsx", ".pdf", ".docx", ".pptx", ".png", ".py", ".jsonl", ".zip"), 3
-    )
-    assert len({task.task_id for task in OWN}) == len({task.question for task in OWN}) == 30
-    assert {task.level for task in OWN} == {1, 2, 3}
-    assert all(is_usable_truth(task.answer) for task in OWN)
-
-
-@pytest.mark.parametrize("task", OWN, ids=lambda task: task.task_id)
-def test_every_own_answer_follows_from_its_file_alone(task: GaiaQuestion, tmp_path: Path) -> None:
-    assert task.attachment is not None and task.solution is not None
-    assert task.answer not in task.question and task.answer not in task.solution
-    (tmp_path / f"attachment{task.attachment.suffix}").write_bytes(task.attachment.read_bytes())
-    ran = subprocess.run(
-        [sys.executable, "-I", "-X", "utf8", "-c", task.solution + SOLVED],
-        cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=PATIENCE,
-    )  # fmt: skip
-    assert question_scorer(ran.stdout, task.answer), (ran.stdout, ran.stderr[-500:])
 
 
 def row_of(task_id: str, answer: str, level: str = "1", file_name: str = "", **more: Any) -> Any:
@@ -165,8 +128,7 @@ class Hub:
     def answer(self, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
         path, _, _ = path.partition("?")
         if self.refuses:
-            status = 404 if self.refuses == "RevisionNotFound" else 403
-            return status, {"X-Error-Code": self.refuses}, b"{}"
+            return 403, {"X-Error-Code": self.refuses}, b"{}"
         _, found, name = path.partition("/resolve/")
         if found:
             name = name.partition("/")[2]
@@ -263,22 +225,15 @@ def test_a_copy_is_fetched_once_checked_mended_and_continued(
         assert damaged.read_bytes() == files[table]
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("GatedRepo", "Agree to its terms at https://huggingface.co/datasets/smolagents/GAIA"),
-        ("RepoNotFound", "is not there, or not for you"),
-        ("RevisionNotFound", "has no revision 'main'"),
-    ],
-)
 def test_without_access_it_is_told_what_to_do(
-    code: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("huggingface_hub", reason="huggingface_hub (extra gaia) is not installed")
-    with serving(Hub({}, refuses=code)) as hub:
+    with serving(Hub({}, refuses="GatedRepo")) as hub:
         assert main(["--output-dir", str(tmp_path), "--endpoint", hub.url]) == 1
     told = capsys.readouterr().err
-    assert words in told and ANNOTATED.repo in told and "Traceback" not in told
+    assert f"Agree to its terms at https://huggingface.co/datasets/{ANNOTATED.repo}" in told
+    assert "Traceback" not in told
 
 
 def test_an_agent_is_shown_the_question_and_the_file_and_nothing_else(tmp_path: Path) -> None:
