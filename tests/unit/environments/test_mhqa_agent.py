@@ -100,17 +100,6 @@ async def test_the_script_puts_earlier_answers_into_later_questions() -> None:
     assert run.actions[1][1]["query"] == ROW["question"] and output["answer"] is None
 
 
-async def test_tags_search_for_several_things_at_once() -> None:
-    output, run, _ = await play(
-        says("<think><wiki_search>no</wiki_search></think><plan>Two.</plan><wiki_search>Osk|Ida"),
-        says("<reflection>So.</reflection><wiki_search>Vell</wiki_search><answer>Vell</answer>"),
-        mode="tags",
-    )
-    assert output["text"].endswith("<answer>Vell</answer>") and run.metrics["searches"] == 2
-    assert run.steps == ["decompose", "retrieve", "retrieve", "finalize"]
-    assert run.asked[1][1][-1]["content"].startswith("<observation>\n[p1] ")
-
-
 @asynccontextmanager
 async def retriever(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
     """A server that gives `answers`, one after the other; its address, and what it was asked."""
@@ -156,9 +145,7 @@ async def test_an_external_retriever_is_asked_by_its_contract() -> None:
         assert [hit.score for hit in await external.search("Osk?", 1)] == [0.0]
 
 
-@pytest.mark.parametrize(
-    "answer", [500, 404, [], {}, {"result": []}, {"result": [[{"score": 1}]]}, {"result": [[7]]}]
-)
+@pytest.mark.parametrize("answer", [500, 404, {"result": []}, {"result": [[7]]}])
 async def test_a_retriever_that_fails_is_a_failure_of_ours(answer: Any) -> None:
     async with retriever(answer) as (url, asked):
         env = Mhqa(Mhqa.Config(scope="external", retriever_url=url))

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.mhqa.demonstrations import queries
 from envserver_environments.mhqa.env import Mhqa
-from envserver_environments.mhqa.loading import HUBS, own_passages, read_context
-from envserver_environments.mhqa.metrics import normalize_answer
+from envserver_environments.mhqa.loading import read_context
 from envserver_tools.retrieval import FewPassages, Hit, Passage, PassageIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.case_files import cases
 from support.extent import examples
 
-from envserver import ConfigError, InputError, Result, Task
+from envserver import InputError, Result, Task
 
 bm25s = pytest.importorskip("bm25s", reason="needs the extra `retrieval`")
 
@@ -28,36 +26,6 @@ ROWS: dict[str, dict[str, Any]] = cases(__file__, "mhqa_cases.json")["rows"]
 
 def sample(**settings: Any) -> list[Task]:
     return list(Mhqa(Mhqa.Config(**settings)).tasks("train"))
-
-
-def test_the_sample_has_the_documented_questions_and_no_constant_answer_gets_far() -> None:
-    tasks = sample()
-    kinds = Counter(task.id.split("-")[1] for task in tasks)
-    assert kinds == {"bridge": 12, "comparison": 6, "chain3": 8, "chain4": 6, "alias": 4}
-    assert {len(task.public["passages"]) for task in tasks} == {10}
-    twins = [task for task in sample(unanswerable=True) if not task.hidden["answerable"]]
-    assert len(twins) == 4 and len(own_passages()) == 63
-    golds = Counter(normalize_answer(task.hidden["golds"][0]) for task in tasks)
-    assert golds.most_common(1)[0][1] == 2
-    assert golds["yes"] == golds["no"]
-
-
-def test_the_answer_stands_only_at_the_end_of_the_chain_and_each_hop_is_found() -> None:
-    index = PassageIndex(own_passages().values())
-    for task in sample():
-        passages = task.public["passages"]
-        wanted = [passages[place]["title"] for place, _ in task.hidden["supporting"]]
-        for query, title in zip(queries(task), wanted, strict=True):
-            assert title in [hit.passage.title for hit in index.search(query, 3)], (task.id, query)
-        if task.hidden["kind"] == "comparison":
-            continue
-        steps = [passages[place] for place, _ in task.hidden["supporting"]]
-        gold = task.hidden["golds"][0]
-        holding = [p["title"] for p in passages if gold in f"{p['title']} {p['sentences']}"]
-        assert len(steps) == task.hidden["hops"], task.id
-        assert holding[:1] == [steps[-1]["title"]] or steps[-1]["title"] in holding, task.id
-        assert not any(step["title"] in holding for step in steps[:-1]), task.id
-        assert steps[-1]["title"] not in task.public["question"], task.id
 
 
 def test_unanswerable_twins_lack_what_they_need() -> None:
@@ -113,25 +81,6 @@ def test_support_is_judged_as_its_data_set_does() -> None:
     assert env.score(musique, Result(output=facts)).reward == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("name", HUBS)
-def test_the_hubs_copies_are_read_by_datasets(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("datasets", reason="needs the extra `data`")
-    monkeypatch.chdir(tmp_path)
-    folder = Path(HUBS[name].path)
-    folder.mkdir(parents=True)
-    config = HUBS[name].configs[0] or "default"
-    (folder / "train.jsonl").write_text(json.dumps(ROWS[name]) + "\n")
-    (folder / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
-        "  - split: train\n    path: train.jsonl\n---\n"
-    )
-    scope = "corpus" if name == "afm" else "question"
-    (task,) = Mhqa(Mhqa.Config(data_set=name, scope=scope)).tasks("train")
-    assert task.hidden["golds"][0] == "Vell"
-
-
 def test_other_spellings_of_rows() -> None:
     env = Mhqa()
     listed = {
@@ -148,18 +97,8 @@ def test_other_spellings_of_rows() -> None:
         "extra_info": {"question": "Where?"},
     }
     assert env.task_from_row(rl).hidden["golds"] == ["Vell", "V."]
-    for bad in ({"answer": "x"}, {"question": "?"}, {"question": "?", "answer": {}}, {}):
-        with pytest.raises(InputError):
-            env.task_from_row(bad)
     with pytest.raises(InputError, match="titles and sentences"):
         env.task_from_row({**listed, "context": [["Osk", "In Vell."]]})
-
-
-def test_questions_without_passages_need_a_corpus(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROWS["afm"]))
-    with pytest.raises(ConfigError, match="no passages"):
-        next(Mhqa(Mhqa.Config(data_set="afm", data_path=path)).tasks("train"))
 
 
 def test_a_person_writes_passages_down(tmp_path: Path) -> None:

@@ -72,17 +72,12 @@ TEXT = json.dumps(as_json(CHAIN))
         ("json", ""),
         ("json", f"<think>{TEXT}</think>"),
         ("json", f"```json\n{TEXT}\n```"),
-        ("json", f"Plan: {TEXT}"),
         ("json", f"{TEXT} Done."),
-        ("json", TEXT[:-3]),
         ("json", TEXT[:-1] + ', "final_step": "s3"}'),
-        ("json", TEXT[:-1] + ', "x": NaN}'),
         ("json", TEXT[:-1] + ', "x": 1e999}'),
-        ("json", TEXT.replace('"', "'")),
         ("json", "[" * 90_000),
         ("schema", TEXT + " " * 8 + "x" * 100_000),
         ("schema", "[]"),
-        ("schema", "7"),
         *((kind, broken(path, value)) for kind, path, value in CASES["wrong_plans"]),
         *((kind, broken(name, 3 * as_json(CHAIN)[name])) for name, kind in (
             ("steps", "schema"), ("handoffs", "handoffs_mismatch"),
@@ -98,26 +93,6 @@ def test_a_plan_is_read_behind_thoughts_and_written_again() -> None:
     assert as_json(read_plan(TEXT)) == as_json(CHAIN)
     backwards = broken("steps", as_json(CHAIN)["steps"][::-1])
     assert [step.id for step in read_plan(backwards).in_order()] == ["s1", "s2", "s3"]
-
-
-@pytest.mark.parametrize(
-    ("given", "node_f1", "edge_f1"),
-    [
-        (CHAIN, 1, 1),
-        (plan("code", "math", "search", edges="12 23"), 1, 0),
-        (plan("math"), 1 / 2, 0),
-        (plan("search", "math.calculate", "code", edges="12 23"), 5 / 6, 1),
-        (plan("search", "math", edges="12"), 4 / 5, 2 / 3),
-        (plan("search", "math", "code", edges="13 23"), 1, 1 / 2),
-        (plan("math", "math", "math", edges="12 23"), 1 / 3, 0),  # edges of strangers are none
-        (plan(*["search", "math", "code"] * 2, edges="12 23 34 45 56"), 2 / 3, 4 / 7),
-    ],
-)
-def test_likeness_to_a_chain(given: Plan, node_f1: float, edge_f1: float) -> None:
-    found = likeness(given, CHAIN)
-    assert (found.node_f1, found.edge_f1) == pytest.approx((node_f1, edge_f1))
-    assert found.score == pytest.approx(0.6 * node_f1 + 0.4 * edge_f1)
-    assert likeness(CHAIN, given) == found
 
 
 @st.composite
@@ -159,6 +134,7 @@ def test_likeness_is_that_of_the_best_of_all_maps(one: Plan, other: Plan) -> Non
     found = likeness(one, other)
     assert found.node_f1 == pytest.approx(2 * weight / (len(one.steps) + len(other.steps)))
     assert found.edge_f1 == pytest.approx(2 * hits / edges if edges else 1.0)
+    assert found.score == pytest.approx(0.6 * found.node_f1 + 0.4 * found.edge_f1)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -220,10 +196,6 @@ def test_what_is_wrong_with_a_route_is_named(kind: str, change: dict[str, Any]) 
     assert caught.value.kind == kind
 
 
-def measured(**change: Any) -> dict[str, float]:
-    return course_metrics(json.dumps({**COURSE, **change}), COURSE)
-
-
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -232,9 +204,7 @@ def measured(**change: Any) -> dict[str, float]:
             {"route_plan": COURSE["route_plan"][::-1]},
             {"route_tool_precision": 1, "route_first_tool_match": 0},
         ),
-        ({"route_plan": []}, {"route_tool_precision": 1, "route_tool_recall": 0}),
         ({"route_plan": "/math"}, {"route_length_match": 0, "route_tool_precision": 0}),
-        ({"todo_list": ["- [ ] Router QA"]}, {"todo_tool_alignment": 1}),
         ({"todo_list": ["- [ ] /math: a", "b"]}, {"todo_tool_alignment": 1 / 2}),
         ({"handoff_plan": "/MATH, /code"}, {"handoff_tools_covered": 0}),
         ({"metrics": {"primary": "much"}}, {"metrics_primary_list": 0}),

@@ -4,22 +4,15 @@ counts as an answer, and how accuracy is reported."""
 from __future__ import annotations
 
 import json
-import re
-import sys
-import types
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from envserver_environments.video.aggregation import accuracy_by_type, nextqa_accuracy
-from envserver_environments.video.context import MODALITIES, VideoContext, video_context
+from envserver_environments.video.context import VideoContext, video_context
 from envserver_environments.video.data_sets import option_place, read_item
 from envserver_environments.video.env import Video
-from envserver_environments.video.loading import SAMPLE, SAMPLE_VIDEOS, context_file
-from envserver_environments.video.tools import video_tools
-from envserver_tools.calling import run_tool_call
+from envserver_environments.video.loading import SAMPLE
 from hypothesis import given
 from hypothesis import strategies as st
 from support.case_files import cases
@@ -30,50 +23,6 @@ from envserver import InputError, NotFoundError, Result, Task
 
 CASES = cases(__file__, "video_cases.json")
 ROWS = read_jsonl(SAMPLE)
-CHOICES = [row for row in ROWS if "options" in row]
-VIDEOS = {path.stem: context_file(path) for path in SAMPLE_VIDEOS.iterdir()}
-
-
-def test_the_sample_has_the_documented_questions_and_what_they_need() -> None:
-    assert len(ROWS) == len({row["id"] for row in ROWS}) == 30
-    assert set(Counter(row["video"] for row in ROWS).values()) == {3}
-    assert {row["video"] for row in ROWS} == set(VIDEOS) and len(VIDEOS) == 10
-    assert Counter(row["type"] for row in ROWS) == {
-        "CW": 6, "CH": 4, "TN": 3, "TP": 3, "TC": 4, "DC": 4, "DL": 3, "DO": 3,
-    }  # fmt: skip
-    assert Counter(len(row.get("options", [])) for row in ROWS) == {5: 24, 3: 4, 0: 2}
-    assert sum(bool(video.transcript) for video in VIDEOS.values()) == 5
-    assert sum(bool(video.scene_graph) for video in VIDEOS.values()) == 3
-    repeated = [
-        any(first.text == second.text for first, second in pairwise(video.captions))
-        for video in VIDEOS.values()
-    ]
-    assert sum(repeated) >= 9
-    for row in ROWS:
-        video = VIDEOS[row["video"]]
-        assert 60 <= video.seconds <= 180
-        for start, end in row["evidence"]:
-            assert start < end <= video.seconds
-            assert any(video.lines(modality, start, end) for modality in MODALITIES), row["id"]
-
-
-def _nearest(row: dict[str, Any]) -> str:
-    """The option that shares most words with the question."""
-    asked = set(re.findall("[a-z]+", row["question"].lower()))
-    return max(row["options"], key=lambda one: len(asked & set(re.findall("[a-z]+", one))))
-
-
-def test_the_sample_cannot_be_guessed_without_the_videos() -> None:
-    five = Counter(row["answer"] for row in CHOICES if len(row["options"]) == 5)
-    assert set(five) == set(range(5)) and max(five.values()) <= 5
-    for guess in (
-        lambda row: max(row["options"], key=len),
-        lambda row: min(row["options"], key=len),
-        _nearest,
-    ):
-        hits = sum(row["options"].index(guess(row)) == row["answer"] for row in CHOICES)
-        assert hits <= len(CHOICES) // 4
-    assert len({row["options"][row["answer"]] for row in CHOICES if row["type"] == "DC"}) == 4
 
 
 def _tasks(split: Any = "validation", **settings: Any) -> list[Task]:
@@ -87,15 +36,8 @@ def _shown(**settings: Any) -> dict[str, list[str]]:
 def test_options_are_shuffled_the_same_for_a_group_by_the_seed() -> None:
     one, again, other = (_shown(seed=seed) for seed in (1, 1, 2))
     assert one == again
-    moved = [one[task_id] != options for task_id, options in other.items() if options]
-    assert sum(moved) > 20
+    assert one != other
     assert _shown(shuffle_options=False) == {row["id"]: row.get("options", []) for row in ROWS}
-    rows = {row["id"]: row for row in CHOICES}
-    for task in _tasks("train", seed=2):
-        assert set(task.public) == {"question", "options", "video", "context"}
-        if row := rows.get(task.id):
-            right = row["options"][row["answer"]]
-            assert task.public["options"][task.hidden["answer"]] == right
     assert all(task.public["context"] is None for task in _tasks("train", blind=True))
     assert Video().baselines() == {"blind": {"blind": True}}
 
@@ -112,30 +54,6 @@ def test_contexts_are_read_in_every_shape(value: Any, lines: list[str]) -> None:
 def test_contexts_that_hold_nothing_are_refused(value: Any) -> None:
     with pytest.raises(InputError):
         video_context(value)
-
-
-def test_a_scene_graph_holds_until_the_next_one() -> None:
-    graphs = [{"t": t, "triples": [["cup", "at", str(t)]]} for t in (10, 20)]
-    context = video_context({"captions": [{"t0": 0, "t1": 40, "text": "a"}], "scene_graph": graphs})
-    for start, end, count in ((0, 9, 0), (15, 15, 1), (15, 25, 2), (39, 40, 1)):
-        assert len(context.lines("scene_graph", start, end)) == count
-
-
-def test_long_captions_are_read_in_pages() -> None:
-    context = video_context([f"{place} {'and so on ' * 9}" for place in range(180)])
-    read = {"get_captions": video_tools(context)["get_captions"]}
-
-    def page(**arguments: Any) -> str:
-        (made,) = call("get_captions", **arguments)["tool_calls"]
-        return run_tool_call(read, made).text
-
-    seen: list[str] = []
-    text = page()
-    while found := re.search(r"\(\d+ more; go on from t0 = (\d+)\)$", text):
-        seen += text.splitlines()[:-1]
-        text = page(t0=int(found[1]))
-    seen += text.splitlines()
-    assert [line.split()[1] for line in seen] == [str(place) for place in range(180)]
 
 
 NEXTQA = CASES["nextqa"]
@@ -192,24 +110,6 @@ def test_local_data_sets_find_their_captions(tmp_path: Path) -> None:
     own.write_text(json.dumps({**OWN, "context": "0:01: a cat sleeps"}) + "\n")
     (mine,) = _tasks(data_set="captions", data_path=own)
     assert mine.public["context"]["captions"][0]["t0"] == 1.0
-
-
-def test_the_hub_is_asked_for_the_right_data(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def load_dataset(path: str, config: str, *, split: str, streaming: bool) -> Any:
-        asked.append((path, config, split))
-        return [NEXTQA, {**NEXTQA, "video": 1}]
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    (tmp_path / "c.json").write_text('{"4010069381": ["a"]}')
-    env = Video(Video.Config(data_set="nextqa", captions_path=tmp_path / "c.json"))
-    assert len(list(env.tasks("test"))) == 1 and sum(env.dropped.values()) == 1
-    blind = _tasks("test", data_set="nextqa", blind=True)
-    assert all(task.public["context"] is None for task in blind)
-    assert set(asked) == {("lmms-lab/NExTQA", "MC", "test")}
 
 
 def test_a_single_question_is_asked_of_a_file(tmp_path: Path) -> None:
