@@ -131,10 +131,8 @@ class Written:
         ({"json": '{"a": 1, "b": 0}'}, 0.5, {"a": 1.0, "b": 0.0}),
         ({}, "The tests wrote no reward: test.sh ended with 3 in none. No such tool.", {}),
         ({"txt": "NaN"}, "reward.txt of the tests is not a finite number", {}),
-        ({"txt": "passed"}, "reward.txt of the tests is not a finite number", {}),
         ({"json": "{}", "txt": "1"}, "reward.json of the tests is not a finite number", {}),
         ({"json": '{"a": true, "b": "x"}'}, "reward.json of the tests", {}),
-        ({"json": '{"a": Infinity}'}, "reward.json of the tests", {}),
     ],
 )
 async def test_rewards_are_read_in_every_form_and_never_guessed(
@@ -176,11 +174,8 @@ def test_tasks_that_cannot_be_run_here_are_named(tmp_path: Path) -> None:
     for name, text, complaint in (
         (docker, "FROM x\nRUN make", "needs an image: its Dockerfile has RUN"),
         (docker, "FROM x\nCOPY a /etc/a", "copies to /etc/a"),
-        (docker, "FROM x\nCOPY --from=b a .", "copies from another image"),
         (docker, "FROM x\nCOPY ../../../secret .", "copies ../../../secret"),
-        (docker, "FROM x\nCOPY 'a b", "Dockerfile of bad cannot be read"),
         (docker, "FROM x\nCOPY [1", "Dockerfile of bad cannot be read"),
-        (docker, "FROM x\nWORKDIR /", "its working directory is /"),
         ("tests/test.sh", "apt-get update", r"its tests need a network \(apt-get\)"),
         ("task.toml", '[verifier]\nenvironment_mode = "separate"', "another container"),
         ("task.toml", "[", "not a readable task"),

@@ -14,11 +14,10 @@ from envserver_environments.swe.cheats import PROGRAMS, result_of
 from envserver_environments.swe.env import Swe
 from envserver_environments.swe.grading import HiddenTests, Verdict, grade
 from envserver_environments.swe.repositories import limits_of
-from envserver_environments.swe.sample import SampleTask, hidden_tests, sample_tasks
 from envserver_environments.swe.trees import Entry, Tree, make_patch, tree_of
 from support.swe_scripts import ROMAN, own, swe_of
 
-from envserver import ExecResult, SandboxError, Sandboxes, SandboxSpec, Score, Task
+from envserver import ExecResult, SandboxError, Sandboxes, SandboxSpec, Task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,24 +28,6 @@ def edited(tree: Tree, **changes: str) -> str:
     """A patch that makes files (`__` for a slash, `_py` at the end) what they are given as."""
     files = {name.replace("__", "/").replace("_py", ".py"): text for name, text in changes.items()}
     return make_patch(tree, tree | {path: Entry(text.encode()) for path, text in files.items()})
-
-
-@pytest.mark.thorough
-async def test_the_gold_patches_and_only_they_solve_our_tasks(rooms: Sandboxes) -> None:
-    async def check(task: SampleTask) -> None:
-        tests = hidden_tests(task.task().hidden)
-        nothing = edited(task.tree, NOTES="nothing\n")
-        before = await grade(task.tree, nothing, tests, rooms, LIMITS)
-        after = await grade(task.tree, task.gold_patch, tests, rooms, LIMITS)
-        assert before.passed == set(tests.pass_to_pass), task.name
-        assert (before.solved, before.tampered) == (False, ""), task.name
-        assert after.solved, task.name
-        assert after.passed == set(tests.ids), task.name
-        assert tests.fail_to_pass, task.name
-
-    tasks = sample_tasks()
-    assert len(tasks) == 20
-    await asyncio.gather(*map(check, tasks))
 
 
 async def wrong(swe: Swe, tasks: list[Task]) -> list[tuple[str, str]]:
@@ -84,33 +65,6 @@ async def test_cheats_gain_nothing_where_no_tripwire_sees_them(
 async def test_cheats_gain_nothing_in_any_task(rooms: Sandboxes) -> None:
     swe = swe_of(rooms)
     assert await wrong(swe, list(swe.tasks("train"))) == []
-
-
-async def test_what_a_score_tells_of_a_patch_that_is_not_paid(rooms: Sandboxes) -> None:
-    async def scored(task: Any, test_seconds: float = 20.0, **files: str) -> dict[str, float]:
-        swe = swe_of(rooms, test_seconds=test_seconds)
-        score: Score = await swe.score(task.task(), result_of(edited(task.tree, **files)))
-        assert score.reward == 0.0
-        return score.metrics
-
-    source = ROMAN.tree["roman.py"].data.decode()
-    suspicious = f"{source}\nimport sys\nsys._getframe\nsys.modules\n"
-    told = await scored(ROMAN, roman_py=suspicious)
-    assert told["refused_fraud"] == 1.0
-    assert (told["suspicious_frames"], told["suspicious_modules"]) == (1.0, 1.0)
-    # Partial work is a metric.
-    cart = own("cart-rounding")
-    fixed = cart.gold["shop/cart.py"].replace("self.discount)", "min(self.discount, 20))")
-    told = await scored(cart, shop__cart_py=fixed)
-    assert told["fail_to_pass"] == 0.5
-    assert told["pass_to_pass"] == told["files_changed"] == 1.0
-    # Endless code is ended.
-    told = await scored(ROMAN, test_seconds=1.0, roman_py="while True:\n    pass\n")
-    assert told.keys() & {"killed_by_wall", "killed_by_cpu"}
-    for output in (None, "patch", 5, [], {}, {"patch": None}, {"patch": b"x"}):
-        result = result_of("")
-        result.output = output
-        assert (await swe_of(rooms).score(ROMAN.task(), result)).reward == 0.0
 
 
 class Broken:

@@ -17,7 +17,6 @@ import msgspec
 import pytest
 from envserver_environments.swe.cheats import PROGRAMS, result_of
 from envserver_environments.swe.env import Swe
-from envserver_environments.swe.images import image_of
 from envserver_environments.swe.trees import make_patch, tree_of
 from envserver_environments.swe.tripwires import FRAUD, added_suspicions
 from envserver_records.errors import SandboxUnavailable
@@ -47,7 +46,6 @@ FIX = (
     "@@ -1,2 +1,2 @@\n def double(x):\n-    return x + 3\n+    return x + x\n"
 )
 BREAK = FIX.replace("-    return x + 3\n+    return x + x", "-    return x + x\n+    return x + 3")
-BINARY = "diff --git a/x b/x\nBinary files a/x and b/x differ\n"
 TEST_PATCH = (
     "diff --git a/tests/test_core.py b/tests/test_core.py\n"
     "--- a/tests/test_core.py\n+++ b/tests/test_core.py\n@@ -1,4 +1,7 @@\n"
@@ -146,23 +144,6 @@ async def test_rows_of_public_data_sets(rooms: Sandboxes, mirror: Mirror) -> Non
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_rows_of_ones_own(rooms: Sandboxes, mirror: Mirror, tmp_path: Path) -> None:
-    git(mirror.place, "archive", "-o", str(tmp_path / "repo.tar"), mirror.wrong)
-    (tmp_path / "hidden" / "tests").mkdir(parents=True)
-    (tmp_path / "hidden" / "tests" / "test_new.py").write_text(NEW_TESTS)
-    row = bench_row(repo_archive="repo.tar", hidden_tests="hidden", base_commit="")
-    row["FAIL_TO_PASS"] = ["tests/test_new.py::TestDouble::test_seven"]
-    swe = swe_of(rooms, mirror=tmp_path)
-    task = swe.task_from_row(row)
-    assert await rewards(swe, task, FIX, "", TEST_PATCH) == [1.0, 0.0, 0.0]
-    for name, words in (
-        ("gone.tar", "archive"), ("../b/repo.tar", "outside"), ("/etc/passwd", "outside"),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=words):
-            swe.task_from_row({**row, "repo_archive": name})
-
-
-@pytest.mark.asyncio(loop_scope="module")
 async def test_rows_that_cannot_be_run_are_counted(
     rooms: Sandboxes, mirror: Mirror, tmp_path: Path
 ) -> None:
@@ -171,14 +152,10 @@ async def test_rows_that_cannot_be_run_are_counted(
         "Its commit is not in the mirror.": bench_row(),
         "Its commit is not named by an id.": bench_row(base_commit="--upload-pack=x"),
         "Its gold patch cannot be applied (conflict).": mirror.bench(patch=BREAK),
-        "Its gold patch cannot be applied (binary).": mirror.bench(patch=BINARY),
         "Its tests have no ids of pytest.": mirror.bench(FAIL_TO_PASS='["test_double (t.T)"]'),
-        "FAIL_TO_PASS is empty.": mirror.bench(FAIL_TO_PASS="[]"),
-        "There is no problem statement.": mirror.bench(problem_statement=""),
         "the gold patch does not pass its tests": mirror.bench(
             FAIL_TO_PASS=["tests/test_core.py::test_x"]
         ),
-        "No test is expected to pass.": mirror.r2e(expected_output_json="{}"),
         "The row has an unknown format.": {"question": "2 + 2?", "problem_statement": "x"},
         "no JSON object": "no object",
     }
@@ -225,10 +202,8 @@ async def test_rows_with_images_are_tasks(containers: Sandboxes, tmp_path: Path)
     lines = [
         bench_row(image=IMAGE),
         bench_row(image="acme/unknown:1"),
-        bench_row(image="--privileged"),
         bench_row(image=IMAGE, patch=FIX.replace("x + x", "x - x")),
         bench_row(image=IMAGE, test_cmd="/nowhere/python -m pytest"),
-        bench_row(image=IMAGE, expected_output_json="{}"),
         bench_row(image=""),
     ]
     swe = swe_of(containers, write_rows(tmp_path / "rows.jsonl", *lines))
@@ -237,10 +212,8 @@ async def test_rows_with_images_are_tasks(containers: Sandboxes, tmp_path: Path)
     assert await rewards(swe, task, FIX, "", TEST_PATCH) == [1.0, 0.0, 0.0]
     reasons = (
         "The container engine lacks an image",
-        "No sandbox could be made",
         "the gold patch does not pass its tests",
         "pytest could not be started in the sandbox",
-        "Images of R2E-Gym hold their Python in the repository: use a mirror.",
         "There is no mirror with its repository (--env.mirror).",
     )
     assert dict(swe.dropped) == dict.fromkeys(reasons, 1)
@@ -307,13 +280,6 @@ async def test_an_attempt_gets_the_image_of_its_own_task_only(containers: Sandbo
                     await host.answer(attempt, "open", body)
 
 
-def test_rows_say_their_image_or_a_template_does() -> None:
-    template = "hub/sweb.{owner}_1776_{name}:latest"
-    assert image_of({"image_name": "a/b"}, template) == "a/b"
-    assert image_of({"instance_id": "Acme__Tool-1"}, template) == "hub/sweb.acme_1776_tool-1:latest"
-    assert image_of({"instance_id": "Acme__Tool-1"}, "") == ""
-
-
 # Task folders.
 
 OWN = {"tool/__init__.py": "", "tool/core.py": WRONG, "tool/text.py": "A = 1\r\n", "notes": "n\n"}
@@ -373,20 +339,13 @@ async def test_folders_with_tasks_are_read_and_graded(rooms: Sandboxes, tmp_path
 
 PROSE = "I fixed it.\n\n"
 FORMS = {
-    "no newline at its end": GOLD.rstrip("\n"),
     "no prefixes": GOLD.replace(" a/", " ").replace(" b/", " "),
     "Windows line ends": GOLD.replace("\n", "\r\n"),
-    "text around": f"{PROSE}{GOLD}\nAll tests pass.\n",
     "a fence": f"{PROSE}```diff\n{GOLD}```\nDone.",
     "format-patch": f"From 1\nSubject: x\n\n---\n tool/core.py | 2 +-\n\n{GOLD}-- \n2.39.5\n",
-    "times": GOLD.replace("--- a/tool/core.py", "--- a/tool/core.py\t2024-01-01 00:00:00"),
     "visible tests": patch({"tool/core.py": RIGHT, "tests/test_core.py": "def test_x(): pass\n"}),
     "a file with Windows line ends": patch(
         {"tool/core.py": RIGHT, "tool/text.py": "A = 2\r\nB = 3\r\n"}),
-    "no newline at a file's end": patch({"tool/core.py": RIGHT.rstrip("\n")}),
-    "a new module": patch(
-        {"tool/core.py": "from ._impl import double\n\n\ndef one():\n    return 1\n",
-         "tool/_impl.py": "def double(x):\n    return x * 2\n"}),
     "a module that becomes a package": patch(
         {"tool/core/__init__.py": "from .sub.deep import double, one\n",
          "tool/core/sub/__init__.py": "",
