@@ -6,7 +6,6 @@ and facts about tau2-bench. The phone company is the shipped one (mini_telecom).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -23,8 +22,6 @@ from envserver_environments.tau.domains.retail_data import RetailDB
 from envserver_environments.tau.domains.telecom.tools_user import TelecomUserTools
 from envserver_environments.tau.domains.toolkit import result_text
 from envserver_environments.tau.domains.world import Domain, DomainKind, World
-from envserver_environments.tau.episodes import Episode, EpisodeRules
-from envserver_environments.tau.tasks import TauTask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.case_files import cases
@@ -102,27 +99,6 @@ def test_wrong_calls_are_told_in_tau2s_words_and_change_nothing(
     assert (world.agent_hash(), world.user_hash()) == (fresh.agent_hash(), fresh.user_hash())
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_numbers_are_stored_as_they_are_given_or_whole(whole: bool) -> None:
-    bags = {"reservation_id": "R1", "nonfree_baggages": 0, "payment_id": "card"}
-    world, name = SKY.world(), "update_reservation_baggages"
-    world.call("assistant", name, {**bags, "total_baggages": 2})
-    episode = Episode(SKY, TauTask(id="bags"), EpisodeRules(whole_numbers=whole))
-    episode.say("Two bags, please.")
-    episode.say(None, [{"id": "1", "name": name, "arguments": {**bags, "total_baggages": 2.0}}])
-    assert episode.world.same_as(world) is whole
-    assert (episode.world.agent_hash() == world.agent_hash()) is whole
-
-
-@pytest.mark.parametrize("domain", DOMAINS.values(), ids=DOMAINS)
-def test_every_tool_and_argument_is_described(domain: Domain) -> None:
-    for tool in domain.kind.agent.toolkit.tools().values():
-        function = tool.schema["function"]
-        assert len(function["description"]) > 10
-        for described in function["parameters"]["properties"].values():
-            assert described["description"]
-
-
 def call_of(name: str, **arguments: Any) -> Any:
     return st.tuples(st.just(name), st.fixed_dictionaries(arguments))
 
@@ -192,12 +168,6 @@ def test_a_switch_pressed_twice_is_where_it_was(name: str) -> None:
     assert world.user_hash() != before
     world.call("user", name, {})
     assert world.user_hash() == before
-
-
-def test_hashes_are_those_of_the_whole_json() -> None:
-    shown = {"a": [1, 1.0, "1", None], "b": {"y": True, "x": 2}}
-    text = '{"a": [1, 1.0, "1", null], "b": {"x": 2, "y": true}}'
-    assert hash_of(shown) == hashlib.sha256(text.encode()).hexdigest()
 
 
 @pytest.mark.parametrize(("result", "text"), CASES["results"])

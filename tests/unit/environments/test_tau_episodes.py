@@ -15,7 +15,7 @@ from envserver_environments.tau import replay_command
 from envserver_environments.tau.domains.kinds import tau2_domain
 from envserver_environments.tau.domains.world import Domain
 from envserver_environments.tau.env import Tau
-from envserver_environments.tau.episodes import GREETING, Episode, EpisodeRules, is_user_stop
+from envserver_environments.tau.episodes import GREETING, Episode, EpisodeRules
 from envserver_environments.tau.evaluation import (
     EVALUATION_TYPES,
     Evaluation,
@@ -75,23 +75,6 @@ def test_how_conversations_end(domain: Domain, name: str) -> None:
     assert (episode.ending, episode.speaker) == (ending, None)
     with pytest.raises(RuntimeError, match="over"):
         episode.say("More?")
-
-
-def test_calls_are_carried_out_for_who_makes_them(domain: Domain) -> None:
-    episode = episode_of(domain, "continued")
-    assert episode.speaker == "assistant"
-    assert episode.world.user_hash() != domain.world().user_hash()
-    his = {**LOOK, "name": "check_notifications"}
-    results = episode.say(None, [LOOK, {**WRONG, "arguments": "{"}, his])
-    assert [result["error"] for result in results] == [False, True, True]
-    assert results[1]["content"] == "Error: The arguments are not a JSON object."
-    assert results[2]["content"] == "Error: Tool 'check_notifications' not found."
-    assert episode.speaker == "assistant"
-    episode.say("Look at your notifications.")
-    (seen,) = episode.say(None, [his])
-    assert '"message": "t1 is yours"' in seen["content"]
-    assert episode.speaker == "user"
-    assert (episode.steps, episode.errors) == (5, 2)
 
 
 def test_data_of_a_task_serve_both_sides_as_upstream(domain: Domain) -> None:
@@ -177,12 +160,6 @@ def test_changes_without_a_yes_are_counted(
     episode = played(domain, "finish", agent, user)
     found = unconfirmed_writes(episode.messages, lambda name: name == DONE["name"])
     assert len(found) == unconfirmed
-
-
-def test_stop_tokens_do_not_count_beside_calls() -> None:
-    assert is_user_stop({"content": "###STOP###", "tool_calls": None})
-    assert not is_user_stop({"content": "###STOP###", "tool_calls": [LOOK]})
-    assert not is_user_stop({"content": None})
 
 
 def openai_shape(message: Message) -> Message:
