@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from envserver_environments.scenarios.agent import counter, files_of, tree_in
+from envserver_environments.scenarios.agent import files_of, tree_in
 from envserver_environments.scenarios.env import SAMPLE
-from envserver_environments.scenarios.loading import Check, read_scenario
-from envserver_tools.protocol import Window
+from envserver_environments.scenarios.loading import read_scenario
 
 from envserver import ConfigError, InputError, main
 from envserver.cli.specs.scenarios_command import ScenarioSettings
@@ -141,15 +139,3 @@ def test_models_are_names_addresses_and_sim() -> None:
     assert (found["mine"].model, found["owner/name"].model) == (None, "owner/name")
     with pytest.raises(ConfigError, match="Two models"):
         runners(["sim", "sim=http://127.0.0.1:1/v1"], settings)
-
-
-def test_a_check_looks_at_the_text() -> None:
-    assert Check(file="a", contains="x", matches="^a").holds("a x")
-    assert not Check(file="a", contains="x", equals="x").holds("x y")
-
-
-def test_old_turns_fit_by_characters_where_no_tokenizer_is_known() -> None:
-    window = Window(counter(None), context_tokens=1000, max_tokens=200)
-    assert window.prompt_tokens == 680
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * 700}]
-    assert window.count(messages) == 200
