@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from envserver_records.costs import JudgeUsage, Prices
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
-from support.commands import envserver, read_jsonl, running, until
+from support.commands import envserver, read_jsonl
 from support.in_process import Run
 from support.judging import JudgeEngine, judge_engine
 from support.waiting import PATIENCE
@@ -71,8 +69,6 @@ class Judged(Environment):
         asked = [{"role": "user", "content": text or how}]
         if how == "blocking":
             return Score(reward=float(self.judge.chat_blocking(asked).content))
-        if how == "number":
-            return Score(reward=self.judge.ask_blocking(asked, float))
         if how == "environ":
             shown = Path("/proc/self/environ").read_text() + str(dict(os.environ))
             return Score(reward=float("ENVSERVER_" in shown))
@@ -173,23 +169,6 @@ async def test_a_judge_that_fails_is_our_failure(judged: str, tmp_path: Path) ->
             await reward(pool, "blocking:a")
 
 
-async def test_an_answer_that_cannot_be_read_is_asked_for_again(
-    judged: str, tmp_path: Path
-) -> None:
-    answers = iter(["well", "hm"])
-    with judge_engine(lambda messages: next(answers, "0.25")) as engine:
-        async with house(judged, engine, tmp_path) as (pool, judge):
-            assert await reward(pool, "number:a") == 0.25
-            assert judge.counts.again == 2
-            assert await reward(pool, "number:a") == 0.25
-            assert len(engine.asked) == 3  # the unreadable ones are in the cache as well
-        engine.say = lambda messages: "no number"
-        async with house(judged, engine, tmp_path) as (pool, judge):
-            with pytest.raises(JudgeError, match=r"could be read, 3 times.*'no number'"):
-                await reward(pool, "number:b")
-            assert len(engine.asked) == 6
-
-
 async def test_calls_at_the_engine_are_bounded(judged: str, tmp_path: Path) -> None:
     many = threading.Semaphore(0)
 
@@ -213,7 +192,6 @@ async def test_a_scorers_clock_stands_still_while_it_waits(judged: str, tmp_path
     with judge_engine(slow) as engine:
         async with house(judged, engine, tmp_path) as (pool, _):
             assert await reward(pool, "blocking:a") == 1.0
-            Path(judged).write_text(ENVIRONMENT.replace('if how == "blocking":', "while True:"))
         engine.say = says_half
         hanging = ENVIRONMENT.replace(
             'if how == "blocking":', 'if how == "hang":\n            import time; time.sleep(99)'
@@ -316,34 +294,6 @@ def test_scorers_do_not_have_the_servers_variables(judged: str) -> None:
         check=True,
     )
     assert ran.stdout == "0.0\n"
-
-
-@pytest.mark.thorough
-def test_a_single_question_shows_what_its_judge_cost(judged: str, run: Run) -> None:
-    with judge_engine(lambda messages: "0.25") as engine:
-        words = f"run {SIM} --question 'Is it?' {priced(engine)}"
-        scored = run(f"{words} --answer yes")
-        assert "Judge: 4 calls (0 from data/judge.db), 400 + 40 tokens, 0.0004 USD" in scored
-        assert "Judge" not in run(words)
-
-
-@pytest.mark.thorough
-def test_a_server_shows_what_its_judge_costs(judged: str, tmp_path: Path) -> None:
-    with judge_engine(lambda messages: "0.25") as engine:
-        words = f"serve {SIM} --port 0 {priced(engine)} --env.ensure_scores_are_not_same false"
-        with running(*words.split(), folder=tmp_path) as server:
-            url = server.wait_for(r"http://127\.0\.0\.1:\d+")[0]
-
-            def shown() -> str:
-                with urllib.request.urlopen(f"{url}/metrics") as answer:
-                    return str(answer.read().decode())
-
-            none = 'envserver_groups_delivered_total{environment="judged"} 0.0'
-            until(lambda: none not in shown(), server.output, alive=server.process)
-            assert 'envserver_judge_calls_total{end="cache"}' in shown()
-            server.send(signal.SIGINT)
-            assert server.end() == 0
-            assert "Judge: " in server.output() and "USD" in server.output()
 
 
 async def test_a_judge_may_be_asked_after_its_score_was_given_up() -> None:

@@ -70,23 +70,12 @@ def says(better: str) -> str:
     return json.dumps({"reason": "so", "better": better})
 
 
-async def test_a_fair_judge_is_right_in_both_orders() -> None:
-    bias = await judge_bias(recorded("fair"), CASES)
-    assert (bias.right, bias.agreement, bias.first) == (1.0, 1.0, 0.5)
-    for case in CASES:
-        answers = [case.worse, case.better]
-        ranking = await pairwise_ranking(recorded("fair"), question=case.question, answers=answers)
-        assert (ranking.shares, ranking.agreement) == ([0.0, 1.0], 1.0)
-
-
-async def test_a_preference_for_a_place_moves_no_reward_and_is_seen() -> None:
-    bias = await judge_bias(recorded("first"), CASES)
-    assert (bias.right, bias.agreement, bias.first) == (0.0, 0.0, 1.0)
-    for case in CASES:
-        for answers in ([case.worse, case.better], [case.better, case.worse]):
-            judge = recorded("first")
-            ranking = await pairwise_ranking(judge, question=case.question, answers=answers)
-            assert (ranking.shares, ranking.agreement) == ([0.5, 0.5], 0.0)
+@pytest.mark.parametrize(("kind", "seen"), [("fair", (1.0, 1.0, 0.5)), ("first", (0.0, 0.0, 1.0))])
+async def test_a_fair_judge_and_one_that_prefers_a_place_are_told_apart(
+    kind: str, seen: tuple[float, ...]
+) -> None:
+    bias = await judge_bias(recorded(kind), CASES)
+    assert (bias.right, bias.agreement, bias.first) == seen
 
 
 async def test_a_preference_for_length_is_seen() -> None:
