@@ -11,8 +11,11 @@ from envserver_environments.mhqa.metrics import (
     Judged,
     Measure,
     answer_measure,
+    evidence_measure,
     fact_measure,
     group_sufficiency,
+    joint_measure,
+    musique_answer_measure,
     normalize_answer,
     support_measure,
     wiki2_fact_measure,
@@ -41,6 +44,17 @@ def test_answers_are_compared_as_hotpot_does(
     assert (measure.em, measure.f1) == (em, pytest.approx(f1))
 
 
+def test_each_measure_of_an_answer_is_the_best_over_the_aliases() -> None:
+    measure = answer_measure("Great Osk", ["Osk", "Great Osk Kingdom Union"])
+    assert measure == Measure(0, pytest.approx(2 / 3), 1, 1)
+
+
+def test_musique_knows_no_special_words_and_nothing_equals_nothing() -> None:
+    assert musique_answer_measure("yes, it is", ["yes"]).f1 == pytest.approx(0.5)
+    assert musique_answer_measure("the", [""]) == Measure(1, 1, 1, 1)
+    assert musique_answer_measure("the", ["x"]) == Measure()
+
+
 def test_supporting_facts() -> None:
     gold = [("A", 0), ("B", 1)]
     assert fact_measure([("A", 0), ("A", 0)], gold) == Measure(0, pytest.approx(2 / 3), 1, 0.5)
@@ -49,6 +63,20 @@ def test_supporting_facts() -> None:
     assert wiki2_fact_measure([("a", 0)], [("A", 0)]).f1 == 1
     assert support_measure(["1", 2, 3], [1, 2]) == Measure(0, pytest.approx(0.8), 2 / 3, 1)
     assert support_measure([], []).f1 == 1
+
+
+def test_joint_is_the_product() -> None:
+    joint = joint_measure(Measure(1, 1, 1, 1), Measure(0, 0.8, 1, 2 / 3), Measure(1, 1, 0.5, 1))
+    assert joint == Measure(0, pytest.approx(4 / 7), 0.5, 2 / 3)
+
+
+def test_evidence_may_be_said_in_any_of_its_forms() -> None:
+    gold = [[("Osk", "ruler", "Ida"), ("Osk", "ruler", "Ida I.")], [("Ida", "born in", "Vell")]]
+    assert evidence_measure([["osk", "Ruler", "Ida I"], ["Ida", "born in", "Vell"]], gold).em == 1
+    assert evidence_measure([["Ida", "born in", "Vell"]], gold) == Measure(
+        0, pytest.approx(2 / 3), 1, 0.5
+    )
+    assert evidence_measure([], gold) == Measure()
 
 
 def test_a_pair_counts_where_both_variants_are_told_apart() -> None:
@@ -74,9 +102,13 @@ def test_the_answer_is_found_in_a_text(text: str, answer: str | None) -> None:
         ("Ida Vell", "Ida Vell", 1.0),
         ("Ida", "Ida Vell", 0.2 * 2 / 3),
         ("Ida Vell or Osk", "Ida Vell", 0.0),
+        ("Ida Vell; Osk", "Ida Vell", 0.0),
+        ("Ida Vell\nOsk", "Ida Vell", 0.0),
         ("life or death", "Life or Death", 1.0),
         ("the", "a", 0.0),
+        ("w " * 11 + "Vell", "Vell", 0.2 * 2 / 13),
         ("w " * 12 + "Vell", "Vell", 0.2 * 2 / 14),
+        ("w " * 13 + "Vell", "w " * 13 + "Vell", 1.0),
         ("x" * 65, "x" * 65, 1.0),
     ],
 )

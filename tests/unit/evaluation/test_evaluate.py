@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
+from envserver_environments.tau.evaluation import pass_hat_ks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import group_ids, read_jsonl
@@ -18,7 +19,9 @@ from support.extent import examples
 from support.in_process import Run
 
 from envserver import pass_at_k, pass_hat_k
+from envserver.evaluation import AttemptResult, Rules, TaskResult, report_run
 from envserver.evaluation.estimators import estimate
+from envserver.evaluation.report import difference
 
 outcomes = st.lists(st.booleans(), min_size=1, max_size=7)
 shares = st.floats(0, 1, allow_nan=False)
@@ -34,6 +37,22 @@ def test_estimates_of_k_attempts_are_the_shares_of_all_choices(
     every = sum(map(all, choices)) / len(choices)
     assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(some)
     assert pass_hat_k(len(passed), sum(passed), k) == pytest.approx(every)
+
+
+@pytest.mark.parametrize("bad", [(3, 1, 0), (3, 1, 4), (3, 4, 1), (3, -1, 1), (1, 1, 2)])
+@pytest.mark.parametrize("estimator", [pass_at_k, pass_hat_k])
+def test_estimates_of_what_cannot_be_are_refused(estimator, bad: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"less than k|cannot be"):
+        estimator(*bad)
+
+
+@settings(max_examples=examples(20))
+@given(st.lists(st.lists(st.booleans(), min_size=2, max_size=4), min_size=1, max_size=5))
+def test_tau_counts_as_the_server_does(attempts: list[list[bool]]) -> None:
+    rewards = {str(number): [float(one) for one in task] for number, task in enumerate(attempts)}
+    for k, value in pass_hat_ks(rewards).items():
+        single = [pass_hat_k(len(task), sum(task), k) for task in attempts]
+        assert value == pytest.approx(estimate(single).value)
 
 
 @settings(max_examples=examples(30))
@@ -52,6 +71,49 @@ def test_intervals_are_as_wide_as_the_normal_ones_of_many_tasks() -> None:
     assert found.high == pytest.approx(0.5 + 1.96 * 0.025, abs=0.01)
     alone = estimate([1.0])
     assert (alone.value, alone.low, alone.high) == (1.0, None, None)
+
+
+def result(task_id: str, *rewards: float, lost: int = 0, **facts: Any) -> TaskResult:
+    attempts = [
+        AttemptResult(reward=reward, metrics=facts.get("metrics", {})) for reward in rewards
+    ]
+    return TaskResult(task_id=task_id, attempts=attempts, lost=lost, labels=facts.get("labels", {}))
+
+
+def test_lost_attempts_are_left_out_or_count_as_nothing() -> None:
+    results = [result("a", 1.0, 0.5), result("b", 1.0, lost=1), result("c", lost=2)]
+    left_out = report_run(results, Rules(group_size=2)).overall
+    counted = report_run(results, Rules(group_size=2, failures="zero")).overall
+    assert left_out is not None and counted is not None
+    assert (left_out.tasks, left_out.rollouts) == (2, 3)
+    assert left_out.mean_reward.value == pytest.approx((0.75 + 1) / 2)
+    assert left_out.pass_at[1].value == pytest.approx(0.75)
+    assert (left_out.pass_at[2].tasks, left_out.pass_hat[2].value) == (1, 0.0)
+    assert (counted.tasks, counted.rollouts) == (3, 6)
+    assert counted.mean_reward.value == pytest.approx((0.75 + 0.5 + 0) / 3)
+    assert counted.pass_at[2].value == pytest.approx(2 / 3)
+    lenient = report_run(results, Rules(group_size=2, pass_at=0.5)).overall
+    assert lenient is not None and lenient.pass_hat[2].value == 1.0
+    counts = report_run(results, Rules(group_size=2)).counts
+    assert (counts.tasks, counts.tasks_lost, counts.scored, counts.lost) == (3, 1, 3, 3)
+    nothing = report_run([result("c", lost=2)], Rules(group_size=2, failures="drop"))
+    assert nothing.overall is None and nothing.costs is None
+
+
+def test_kinds_of_tasks_are_told_apart_by_labels_and_by_metrics() -> None:
+    results = [
+        result("a", 1.0, metrics={"correct_CW": 1.0}, labels={"level": "1", "type": "same"}),
+        result("b", 0.0, metrics={"correct_CW": 0.5}, labels={"level": "2", "type": "same"}),
+        result("c", 0.0, metrics={"correct_TN": 0.0}, labels={"level": "2", "type": "same"}),
+    ]
+    by = report_run(results, Rules(group_size=1)).by
+    assert set(by) == {"level", "correct"}
+    assert {value: one.mean_reward.value for value, one in by["level"].items()} == {"1": 1, "2": 0}
+    assert by["correct"]["CW"].mean_reward.value == pytest.approx(0.75)
+    assert by["correct"]["TN"].tasks == 1
+    assert difference(results, [result("b", 1.0), result("x", 1.0)], Rules(group_size=1)) == (
+        estimate([-1.0])
+    )
 
 
 RUN = Path("run")
@@ -83,9 +145,11 @@ def test_an_evaluation_is_resumed_with_the_same_settings(evaluate: Run) -> None:
     assert overall["pass_hat"]["3"]["value"] == sum(all(r) for r in rewards.values()) / 3
     assert (found["split"], found["complete"], found["baselines"]) == ("test", True, {})
     assert "| math | 3 | 9 |" in (RUN / "report.md").read_text()
+    listed: dict[str, list[float]] = {}
     with (RUN / "attempts.csv").open(newline="") as file:
-        listed = [float(one["reward"]) for one in csv.DictReader(file)]
-    assert sorted(listed) == sorted(one for of_task in rewards.values() for one in of_task)
+        for one in csv.DictReader(file):
+            listed.setdefault(one["task_id"], []).append(float(one["reward"]))
+    assert listed == rewards
 
 
 def test_results_stand_beside_the_baselines(evaluate: Run) -> None:

@@ -45,7 +45,7 @@ def test_the_p_value_is_the_share_of_all_signs_that_go_as_far(differences: list[
     assert found.exact and found.p_value == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("better", "worse"), [(0, 0), (9, 2), (300, 240)])
+@pytest.mark.parametrize(("better", "worse"), [(0, 0), (5, 0), (9, 2), (40, 25), (300, 240)])
 def test_of_single_attempts_it_is_mcnemars_exact_test(better: int, worse: int) -> None:
     n, tail = better + worse, min(better, worse)
     binomial = 2 * sum(math.comb(n, i) for i in range(tail + 1)) / 2**n
@@ -87,18 +87,6 @@ def report(
     return Report(run=report_run(results, rules), **(told | facts))
 
 
-def test_kinds_of_tasks_are_told_apart_by_labels() -> None:
-    results = [
-        TaskResult(task_id=one, attempts=[AttemptResult(reward=float(one == "a"))],
-                   lost=0, labels={"level": one, "type": "same"}) for one in "ab"
-    ]  # fmt: skip
-    by = report_run(results, Rules(group_size=1)).by
-    assert {value: one.mean_reward.value for value, one in by.pop("level").items()} == {
-        "a": 1, "b": 0,
-    }  # fmt: skip
-    assert by == {}
-
-
 def compared(a: Report, b: Report, rules: Rules | None = None) -> Comparison:
     return compare({"math": a}, {"math": b}, rules or a.rules, names=("old", "new"))
 
@@ -120,6 +108,19 @@ def test_tasks_are_paired_and_those_that_differ_are_named() -> None:
     words = " ".join(comparison_notes(found)) + comparison_markdown(found)
     for told in ("gone", "1 task (new)", "ask something else", "did not come to its end"):
         assert told in words
+
+
+@settings(max_examples=examples(20))
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
+def test_the_other_way_round_it_is_the_same_the_other_way_round(
+    passed: list[tuple[bool, bool]],
+) -> None:
+    a = report({str(n): [float(one)] for n, (one, _) in enumerate(passed)})
+    b = report({str(n): [float(two)] for n, (_, two) in enumerate(passed)})
+    there, back = compared(a, b).parts[0].reward, compared(b, a).parts[0].reward
+    assert there is not None and back is not None
+    assert there.difference.value == pytest.approx(-back.difference.value)
+    assert (there.test, there.better, there.worse) == (back.test, back.worse, back.better)
 
 
 def test_both_are_counted_by_the_same_rules() -> None:
@@ -149,6 +150,34 @@ def test_pages_need_nothing_else_and_escape_what_stands_in_the_data() -> None:
         assert "default-src 'none'" in page
         assert not any(word in page for word in ("http://", "https://", "src=", "@import", "url("))
     assert "pass@2" in report_page(one)
+
+
+def test_pages_draw_rewards_on_the_range_that_the_environment_declares() -> None:
+    """A bar with its interval is `left` of the line's length; a shade is from s0 to s5."""
+    rules = Rules(group_size=1, worst=-2.0, best=2.0, pass_at=1.0)
+    rewards = {-2.0: "s0", -1.5: "s1", -1.0: "s2", -0.25: "s3", 0.5: "s4", 1.0: "s5", 2.0: "s5"}
+    tasks = {f"t{reward}": [reward] for reward in rewards}
+    page = report_page(report(tasks, rules=rules))
+    for reward, shade in rewards.items():
+        assert f'class="cell {shade}" title="{reward:.3g}"' in page
+    same = report_page(report({"a": [1.0], "b": [1.0]}, rules=rules))
+    assert "from -2 to 2, with intervals" in same
+    assert 'class="dot" style="left:75.0%"' in same
+    wide = report({"a": [-3.0], "b": [-3.0]}, rules=rules)  # of an environment that said nothing
+    assert "from -3 to 2, with" in report_page(wide)
+    better = report({"a": [0.0], "b": [0.0]}, rules=rules)
+    page = comparison_page(compare({"x": wide}, {"x": better}, rules, names=("a", "b")))
+    assert "from -4 to 4; left" in page
+    assert 'class="dot" style="left:87.5%"' in page
+
+
+def test_several_environments_count_alike_in_their_mean() -> None:
+    suite = suite_of([report({"a": [1.0]}), report({str(n): [0.0] for n in range(9)}, name="code")])
+    assert suite.average is not None and suite.average_pass is not None
+    assert (suite.average.value, suite.average.tasks) == (0.5, 10)
+    assert (suite.totals.tasks, suite.totals.cost) == (10, None)
+    text = markdown_of(suite)
+    assert "| mean | 10 |" in text and "## code" in text
 
 
 def harness_wrote(folder: Path, accs: dict[str, list[float]], told: float | None = None) -> Path:

@@ -13,6 +13,8 @@ from support.extent import examples
 from support.in_process import Run
 
 from envserver.evaluation.perturbations import KINDS, perturbed
+from envserver.evaluation.robustness import Asked, robustness
+from envserver.evaluation.steps import Action, Steps, steps_of
 
 QUESTION = (
     "Anna has 12 apples. Her brother Max takes `some_list[3]` and $x^2 + abcd$ away, "
@@ -85,6 +87,14 @@ def test_results_in_other_words_stand_in_the_report(evaluate: Run) -> None:
     assert "paraphrases" in evaluate(f"{words} --resume", status=2)
 
 
+def test_chances_are_those_of_all_pairs_of_attempts() -> None:
+    original, other = {"a": Asked(0.5, 0.5), "b": Asked(1.0, 1.0)}, {"a": Asked(0.25, 0.25)}
+    found = robustness(original, {"v": other}, seed=0)
+    assert found is not None
+    assert (found.consistency.value, found.consistency.tasks) == (0.5 * 0.25 + 0.5 * 0.75, 1)
+    assert robustness(original, {"v": {}}, seed=0) is None
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -154,3 +164,9 @@ def test_steps_are_measured_against_the_shortest_success(evaluate: Run, run: Run
     assert "| steps beyond the shortest success | 5.000 | 0.000 |" in shown
     run("evaluate report run")
     assert Path("run/report.json").read_bytes() == written
+
+
+def test_what_others_say_and_what_was_left_out_are_no_steps() -> None:
+    said = [Action("user"), Action("finalize"), Action("actions_cut_off"), Action("say")]
+    assert steps_of(said) == Steps(steps=1, errors=0, repeated=0, useless=1)
+    assert steps_of([]) == Steps(steps=0, errors=0, repeated=0, useless=0)
