@@ -8,43 +8,77 @@ asks.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import gzip
 import json
-import shutil
+import os
+import re
 import ssl
+import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
+import httpx
 import numpy as np
-from envserver_records.records import Group, Score, Trajectory, Usage, pack, unpack
+from envserver_records.records import Group, Trajectory, pack, unpack
 from envserver_records.records import Sequence as TokenSequence
 from proxy_load import cpu_seconds
 from rich.console import Console
 from rich.table import Table
 from support.commands import free_port, running, until
-from support.process_tree import descendants
+from support.postgres import Postgres, find_programs, running_postgres
+from support.process_tree import cpu_seconds as cpu_of_ended_too
+from support.process_tree import descendants, own_megabytes
+from support.records import trajectory
 
 from envserver.remote import batch
 from envserver.remote.messages import KEY_HEADER
 from envserver.rollouts.stream import group_id as stream_group_id
 from envserver.rollouts.stream import stream_prefix
 from envserver.store import GroupPut, open_store
+from envserver.store.sink import put_of
 
 T = TypeVar("T")
 AT_A_TIME = 8
 ENVIRONMENT = "bench"
+GROUP_SIZE = 8
 _VOCABULARY = 150_000
+
+
+# How a benchmark is asked, measures, prints and judges
+
+
+def asked(doc: str | None, *places: str, **defaults: Any) -> Any:
+    """The arguments of a command line: what must be given, and `--NAME` by default or type."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    for place in places:
+        parser.add_argument(place)
+    for name, default in defaults.items():
+        how: dict[str, Any] = {"default": default, "type": type(default)}
+        if default is False:
+            how = {"action": "store_true"}
+        elif isinstance(default, list):
+            how |= {"nargs": "+", "type": type(default[0])}
+        elif isinstance(default, type):
+            how = {"type": default}
+        parser.add_argument(*{f"--{name}", f"--{name.replace('_', '-')}"}, **how)
+    return parser.parse_args()
+
+
+def judge(missed: Sequence[str]) -> None:
+    """Exits with 1 where a budget is missed."""
+    if missed:
+        sys.exit(f"Over budget: {'; '.join(missed)}.")
 
 
 def table(title: str, *columns: str, left: int = 1) -> Table:
@@ -55,12 +89,12 @@ def table(title: str, *columns: str, left: int = 1) -> Table:
     return made
 
 
-def show(shown: Table, output: Path | None) -> None:
+def show(shown: Table, output: Path | None = None) -> None:
     """Prints a table, and writes it to `output` too."""
-    Console(width=120).print(shown)
+    Console(width=130).print(shown)
     if output is not None:
         with output.open("w") as file:
-            Console(file=file, width=120).print(shown)
+            Console(file=file, width=130).print(shown)
 
 
 async def cost_of(work: Awaitable[T], *servers: Server) -> tuple[T, float, list[float]]:
@@ -71,6 +105,29 @@ async def cost_of(work: Awaitable[T], *servers: Server) -> tuple[T, float, list[
     wall = time.perf_counter() - began
     await asyncio.sleep(0.05)
     return made, wall, [one.cpu() - cpu for one, cpu in zip(servers, before, strict=True)]
+
+
+class Costs:
+    """Milliseconds of CPU that an operation takes of each server, by case, of all tries."""
+
+    def __init__(self, *servers: Server) -> None:
+        self.of: dict[str, list[list[float]]] = {}
+        self._servers = servers
+
+    async def measure(self, case: str, operations: int, work: Awaitable[T]) -> T:
+        made, _, seconds = await cost_of(work, *self._servers)
+        self.of.setdefault(case, []).append([1000 * one / operations for one in seconds])
+        return made
+
+    def best(self, case: str) -> list[float]:
+        """The least of each server."""
+        return [min(tries) for tries in zip(*self.of[case], strict=True)]
+
+
+def cpu_below() -> float:
+    """CPU seconds of all processes below this one, ended ones included."""
+    own = os.times()
+    return own.children_user + own.children_system + cpu_of_ended_too(descendants(os.getpid()))
 
 
 def megabytes(kind: str, *pids: int | str) -> float:
@@ -156,46 +213,26 @@ def packed(index: int, count: int, tokens: int) -> GroupPut:
         policy_version=1,
         generation_params={},
     )
-    return GroupPut(
-        group_id=group_id,
-        env=ENVIRONMENT,
-        format="group",
-        body=pack(group),
-        size=count,
-        tokens=count * tokens,
-        max_length=tokens,
-        policy_version=1,
-    )
+    return put_of(group, pack(group))
 
 
 def _trajectory(rollout_id: str, row: dict[str, list[Any]]) -> Trajectory:
-    tokens = np.array(row["tokens"], np.int32)
     mask = (np.array(row["masks"]) != -100).astype(np.uint8)
-    calls = np.where(mask, 0, -1).astype(np.int32)
     sequence = TokenSequence(
-        tokens=tokens,
+        tokens=np.array(row["tokens"], np.int32),
         mask=mask,
         logprobs=np.array(row["logprobs"], np.float32) * mask,
-        calls=calls,
+        calls=np.where(mask, 0, -1).astype(np.int32),
         versions=np.where(mask, 1, -1).astype(np.int32),
         path=[0],
     )
-    return Trajectory(
-        rollout_id=rollout_id,
-        attempt=1,
-        task_id="task",
-        env=ENVIRONMENT,
-        sequences=[sequence],
-        messages=[],
-        tools=[],
-        output=None,
-        score=Score(reward=1.0),
-        finish_reason="stop",
-        truncated=False,
-        limit=None,
-        turns=1,
-        usage=Usage(),
-    )
+    return trajectory(rollout_id, sequence, task_id="task", env=ENVIRONMENT, messages=[])
+
+
+def put(group_id: str, body: bytes, **more: Any) -> GroupPut:
+    """Any bytes as a group."""
+    facts = {"env": ENVIRONMENT, "format": "group", "size": 8, "tokens": 1, "max_length": 1}
+    return GroupPut(group_id=group_id, body=body, **(facts | more))
 
 
 def renumbered(body: bytes, index: int) -> bytes:
@@ -206,9 +243,10 @@ def renumbered(body: bytes, index: int) -> bytes:
     return batch.compressed(pack(group))
 
 
-def compressed(bodies: Sequence[bytes]) -> list[bytes]:
-    """As atroposlib sends them."""
-    return [gzip.compress(body) for body in bodies]
+@cache
+def bodies(tokens: int) -> list[bytes]:
+    """Sixteen groups of 8 x `tokens`, as atroposlib sends them."""
+    return [gzip.compress(posted(GROUP_SIZE, tokens, seed)) for seed in range(16)]
 
 
 class Wire:
@@ -340,13 +378,16 @@ class Wire:
             return found
 
 
-def sequences_in(batch: bytes) -> int:
-    """Of a fetched batch; raises when its gzip is not whole or it holds no batch."""
+async def post_and_fetch(wire: Wire, costs: Costs, tokens: int, groups: int) -> None:
+    """Single posts of groups of 8 x `tokens`, and a batch of them all."""
+    await wire.start(groups * GROUP_SIZE)
+    posting = wire.post_all(bodies(tokens), groups, "/scored_data")
+    await costs.measure(f"post 8 x {tokens}", groups, posting)
+    batch = await costs.measure(f"fetch {groups * GROUP_SIZE} x {tokens}", 1, wire.fetch())
     stream = zlib.decompressobj(16 + zlib.MAX_WBITS)
     text = stream.decompress(batch)
-    if not stream.eof or stream.unused_data:
-        raise ValueError("the answer is not a complete gzip stream")
-    return sum(len(group["tokens"]) for group in json.loads(text)["batch"])
+    if not stream.eof or stream.unused_data or len(json.loads(text)["batch"]) != groups:
+        raise RuntimeError("the answer is another batch, or not a complete gzip stream")
 
 
 # The servers
@@ -368,18 +409,40 @@ class Server(NamedTuple):
         """CPU seconds so far, with kernel calls and all threads."""
         return cpu_seconds(self.pid)
 
-    def memory_bytes(self) -> int:
+    def megabytes(self) -> float:
         """What it holds of the machine's memory now, pages of files not counted."""
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon"):
-                return int(line.split()[1]) * 1024
-        raise OSError(f"/proc/{self.pid}/status names no RssAnon")
+        return own_megabytes(self.pid)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values over its labels."""
+        text = told(f"{self.url}/metrics")
+        lines = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, lines))
+
+
+def told(url: str) -> str:
+    """What a GET is answered with; "" while there is no good answer."""
+    with contextlib.suppress(httpx.TransportError):
+        answer = httpx.get(url, verify=False, timeout=60)
+        return answer.text if answer.is_success else ""
+    return ""
+
+
+@contextmanager
+def postgres() -> Iterator[Postgres]:
+    """A PostgreSQL with fsync."""
+    programs = find_programs(ROOT / ".venv-postgres")
+    if programs is None:
+        raise SystemExit("There is no PostgreSQL: make postgres")
+    with running_postgres(programs) as made:
+        yield made
 
 
 @contextmanager
 def ours(groups: Sequence[GroupPut] = (), store: str | None = None) -> Iterator[Server]:
     """`envserver run-api` over `store`, else over a SQLite store on disk that holds `groups`."""
-    with _folder() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         place = store or folder / "store.db"
         if groups:
             asyncio.run(_fill(folder / "store.db", groups))
@@ -402,26 +465,8 @@ def theirs() -> Iterator[Server]:
     url = f"http://127.0.0.1:{port}"
     words = ["-m", "uvicorn", "atroposlib.api.server:app", "--log-level", "warning"]
     with (
-        _folder() as folder,
-        running(*words, "--port", port, folder=folder, program=PEER_PYTHON) as process,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        running(*words, "--port", port, folder=Path(folder), program=PEER_PYTHON) as process,
     ):
-        until(lambda: _answers(url), process.output, alive=process.process)
+        until(lambda: told(f"{url}/info"), process.output, alive=process.process)
         yield Server("atroposlib", url, process.pid)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url + "/info", timeout=5):
-            return True
-    except (urllib.error.URLError, ConnectionError):
-        return False
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """On a disk, where the temporary folder is one; removed afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="bench-api-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -21,7 +21,6 @@ import asyncio
 import multiprocessing
 import os
 import queue
-import resource
 import sys
 import threading
 import time
@@ -36,9 +35,8 @@ from smolagents.models import ChatMessage, MessageRole
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from api_load import peak_megabytes
+from api_load import cpu_below, peak_megabytes
 from support.gaia_standin import ZOO, scripted
-from support.process_tree import cpu_seconds, descendants
 
 from envserver import WorkersConfig
 from envserver.workers import LocalPool, WorkerSandbox
@@ -91,10 +89,10 @@ async def _ours(agents: int) -> Run:
         ) as pool:
             await pool.run(proxy.ask(*CODES))
             jobs = [proxy.ask(*CODES, seconds=600) for _ in range(agents)]
-            began, cpu = time.perf_counter(), _cpu_seconds()
+            began, cpu = time.perf_counter(), cpu_below()
             await asyncio.gather(*(pool.run(job) for job in jobs))
             run = Run(agents, time.perf_counter() - began)
-            run.cpu_seconds = _cpu_seconds() - cpu
+            run.cpu_seconds = cpu_below() - cpu
             assert all(proxy.posted(job)["output"]["answer"] == "42" for job in jobs)
             return run
 
@@ -122,7 +120,7 @@ def _agent(number: int, requests: Any, answers: Any, results: Any) -> None:
 
 def archived(agents: int) -> Run:
     """Groups of eight, one after the other."""
-    run, cpu = Run(agents), _cpu_seconds()
+    run, cpu = Run(agents), cpu_below()
     context = multiprocessing.get_context("fork")
     began = time.perf_counter()
     for _ in range(agents // AT_ONCE):
@@ -132,7 +130,7 @@ def archived(agents: int) -> Run:
         run.groups_hung += hung > 0
         run.lost += AT_ONCE - answered
     run.seconds = time.perf_counter() - began
-    run.cpu_seconds = _cpu_seconds() - cpu
+    run.cpu_seconds = cpu_below() - cpu
     return run
 
 
@@ -195,12 +193,6 @@ def _measured(way: Callable[[int], Run], agents: int) -> Run:
         run = way(agents)
     run.peak_memory_mb = peak[0]
     return run
-
-
-def _cpu_seconds() -> float:
-    """Returns the CPU seconds of all processes below this one, ended ones included."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime + cpu_seconds(descendants(os.getpid()))
 
 
 def main() -> None:

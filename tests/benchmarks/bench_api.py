@@ -4,7 +4,7 @@
 
 Both servers get the same bytes from the same clients in another process. What counts is CPU of the
 server process (its threads and kernel calls too) for each post, fetch and status call, the best of
-several rounds; wall clock is shown and not judged, because a busy machine changes it most. Ours
+several rounds. Ours
 answers a post when the group is on disk; theirs keeps it in memory.
 
 Exits with 1 when a budget is missed. --alone measures ours without the other one, and judges
@@ -13,28 +13,25 @@ nothing.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import gzip
 import os
 import statistics
 import sys
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
-from api_load import HOW_TO_GET_PEER, PEER_PYTHON, Server, ours, theirs
+from api_load import GROUP_SIZE, HOW_TO_GET_PEER, PEER_PYTHON, Server, ours, theirs
 from envserver_clients.http import EnvClient
 
 from envserver.store import GroupPut
 
-GROUP_SIZE = 8
 SHORT, LONG = 256, 2048
 NATIVE = "native lease + ack"
 PACKED = "packed post"
@@ -78,100 +75,54 @@ FULL = Size(3, 256, 24, (64, 512), 256, (100, 10_000), 200)
 QUICK = Size(2, 64, 16, (64, 256), 128, (100, 2_000), 100)
 
 
-class Cost(NamedTuple):
-    """Of one operation, in milliseconds."""
-
-    cpu: float
-    wall: float
-
-
-class Costs:
-    """What was measured of one server, by case."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, list[Cost]] = {}
-        self.bytes_per_token: float | None = None
-
-    @asynccontextmanager
-    async def measure(self, server: Server, case: str, operations: int) -> AsyncIterator[None]:
-        """Notes what the block took for each of `operations`."""
-        cpu, wall = server.cpu(), time.perf_counter()
-        yield
-        # What it does after its last answer belongs to it, too.
-        answered = time.perf_counter()
-        await asyncio.sleep(0.05)
-        each = 1000 / operations
-        cost = Cost((server.cpu() - cpu) * each, (answered - wall) * each)
-        self.of.setdefault(case, []).append(cost)
-
-    def best(self, case: str) -> Cost:
-        """The least of each, over the rounds."""
-        found = self.of[case]
-        return Cost(min(cost.cpu for cost in found), min(cost.wall for cost in found))
-
-    def median_cpu(self, case: str) -> float:
-        return statistics.median(cost.cpu for cost in self.of[case])
+class Costs(load.Costs):
+    bytes_per_token: float | None = None
 
 
 async def measure_wire(server: Server, size: Size) -> Costs:
     """Posts, batches and status calls over the Atropos wire."""
-    costs = Costs()
-    short = load.compressed([load.posted(GROUP_SIZE, SHORT, seed) for seed in range(16)])
-    long = load.compressed([load.posted(GROUP_SIZE, LONG, seed) for seed in range(16)])
+    costs = Costs(server)
     some = [load.posted(GROUP_SIZE, SHORT, seed) for seed in range(LISTED)]
-    listed = load.compressed([b"[" + b",".join(some) + b"]"])
+    listed = [gzip.compress(b"[" + b",".join(some) + b"]")]
     async with load.Wire(server.url) as wire:
-        await wire.start(GROUP_SIZE)
-        await wire.post_all([*short, *long], 32, "/scored_data")
-        await wire.fetch()
-        await wire.start(10**6)
+        for tokens in (SHORT, LONG):
+            await load.post_and_fetch(wire, load.Costs(server), tokens, 16)
         for _ in range(size.rounds):
-            async with costs.measure(server, f"post 8 x {SHORT}", size.short_posts):
-                await wire.post_all(short, size.short_posts, "/scored_data")
+            await load.post_and_fetch(wire, costs, SHORT, size.short_posts)
             await wire.start(10**6)
+            posting = wire.post_all(listed, size.short_posts // LISTED, "/scored_data_list")
             case = f"post 8 x {SHORT}, {LISTED} at once"
-            async with costs.measure(server, case, size.short_posts):
-                await wire.post_all(listed, size.short_posts // LISTED, "/scored_data_list")
-            await wire.start(10**6)
-        for sequences in size.fetches * size.rounds:
-            await _post_and_fetch(server, wire, costs, long, sequences)
+            await costs.measure(case, size.short_posts, posting)
+            for sequences in size.fetches:
+                await load.post_and_fetch(wire, costs, LONG, sequences // GROUP_SIZE)
         await wire.start(10**6)
-        before = server.memory_bytes()
-        await wire.post_all(long, size.kept, "/scored_data")
-        grown = server.memory_bytes() - before
+        before = server.megabytes()
+        await wire.post_all(load.bodies(LONG), size.kept, "/scored_data")
+        grown = (server.megabytes() - before) * 2**20
         costs.bytes_per_token = grown / (size.kept * GROUP_SIZE * LONG)
-        await _status_calls(server, wire, costs, size)
+        await _status_calls(wire, costs, size)
     return costs
 
 
-async def _post_and_fetch(
-    server: Server, wire: load.Wire, costs: Costs, bodies: list[bytes], sequences: int
-) -> None:
-    groups = sequences // GROUP_SIZE
-    await wire.start(sequences)
-    async with costs.measure(server, f"post 8 x {LONG}", groups):
-        await wire.post_all(bodies, groups, "/scored_data")
-    async with costs.measure(server, f"fetch {sequences} x {LONG}", 1):
-        batch = await wire.fetch()
-    if load.sequences_in(batch) != sequences:
-        raise RuntimeError(f"{server.name} answered another batch than {sequences} sequences")
-
-
-async def _status_calls(server: Server, wire: load.Wire, costs: Costs, size: Size) -> None:
-    tiny = load.compressed([b"[" + b",".join([load.posted(1, 8, env_id=0)] * 100) + b"]"])
+async def _status_calls(wire: load.Wire, costs: Costs, size: Size) -> None:
+    tiny = [gzip.compress(b"[" + b",".join([load.posted(1, 8, env_id=0)] * 100) + b"]")]
     await wire.start(10**6)
     env_id = await wire.add_environment(1)
     there = 0
+
+    async def repeat(call: Callable[[], Awaitable[object]]) -> None:
+        for _ in range(size.calls):
+            await call()
+
     for waiting in size.waiting:
         await wire.post_all(tiny, (waiting - there) // 100, "/scored_data_list")
         there = waiting
-        for _ in range(size.rounds):
-            async with costs.measure(server, f"/status, {waiting:,} wait", size.calls):
-                for _ in range(size.calls):
-                    await wire.get("/status")
-            async with costs.measure(server, f"/status-env, {waiting:,} wait", size.calls):
-                for _ in range(size.calls):
-                    await wire.status_env(env_id)
+        for path, call in (
+            ("/status", lambda: wire.get("/status")),
+            ("/status-env", lambda: wire.status_env(env_id)),
+        ):
+            for _ in range(size.rounds):
+                await costs.measure(f"{path}, {waiting:,} wait", size.calls, repeat(call))
 
 
 async def measure_native(server: Server, size: Size, costs: Costs) -> None:
@@ -180,13 +131,15 @@ async def measure_native(server: Server, size: Size, costs: Costs) -> None:
         groups = sequences // GROUP_SIZE
         case = f"{NATIVE} {sequences} x {LONG}"
         async with EnvClient(server.url, run="bench", batch_size=groups) as client:
+
+            async def take(client: EnvClient = client) -> Any:
+                batch = await client.lease()
+                assert batch is not None, "the store does not hold enough groups"
+                await client.ack(batch)
+                return batch.rows
+
             for _ in range(size.rounds):
-                async with costs.measure(server, case, 1):
-                    batch = await client.lease()
-                    if batch is None:
-                        raise RuntimeError("the store does not hold enough groups")
-                    await client.ack(batch)
-                rows = batch.rows
+                rows = await costs.measure(case, 1, take())
                 if len(rows) != sequences or any(len(row.tokens) != LONG for row in rows):
                     raise RuntimeError("the lease holds other rows than were stored")
 
@@ -205,8 +158,7 @@ async def measure_packed(server: Server, size: Size, costs: Costs) -> None:
             posts = [load.renumbered(bodies[tokens][n % 16], first + n) for n in range(count)]
             first += count
             case = f"{PACKED} 8 x {tokens}, {at_once} at once"
-            async with costs.measure(server, case, count):
-                await wire.post_packed(posts, at_once)
+            await costs.measure(case, count, wire.post_packed(posts, at_once))
 
 
 def native_groups(size: Size) -> list[GroupPut]:
@@ -217,28 +169,25 @@ def native_groups(size: Size) -> list[GroupPut]:
 
 def shown(ours_: Costs, theirs_: Costs | None) -> Table:
     """The costs side by side."""
-    title = "CPU of the server, milliseconds: best (median); wall clock beside it"
-    columns = ("", "ours", "wall", "atroposlib", "wall", "ratio", "goal", "held")
-    table = load.table(title, *columns)
+    title = "CPU of the server, milliseconds: best (median)"
+    table = load.table(title, "", "ours", "atroposlib", "ratio", "goal", "held")
     for case in ours_.of:
-        row = [case, *_cells(ours_, case)]
+        row = [case, _cell(ours_, case)]
         other = _held_against(case)
         if theirs_ is not None and other in theirs_.of:
-            row += [*_cells(theirs_, other), f"{ratio(ours_, theirs_, case):,.1f}"]
+            row += [_cell(theirs_, other), f"{ratio(ours_, theirs_, case):,.1f}"]
         else:
-            row += ["", "", ""]
+            row += ["", ""]
         table.add_row(*row, *[_number(limits.get(_kind(case))) for limits in (GOALS, BUDGETS)])
     memory = [costs.bytes_per_token for costs in (ours_, theirs_) if costs is not None]
-    row = ["memory of a queued token, bytes"]
-    for value in memory:
-        row += ["" if value is None else f"{value:,.1f}", ""]
-    table.add_row(*row)
+    cells = ["" if value is None else f"{value:,.1f}" for value in memory]
+    table.add_row("memory of a queued token, bytes", *cells)
     return table
 
 
-def _cells(costs: Costs, case: str) -> tuple[str, str]:
-    best = costs.best(case)
-    return f"{best.cpu:,.2f} ({costs.median_cpu(case):,.2f})", f"{best.wall:,.1f}"
+def _cell(costs: Costs, case: str) -> str:
+    tries = [one for (one,) in costs.of[case]]
+    return f"{min(tries):,.2f} ({statistics.median(tries):,.2f})"
 
 
 def _held_against(case: str) -> str:
@@ -258,7 +207,7 @@ def _number(value: float | None) -> str:
 
 def ratio(ours_: Costs, theirs_: Costs, case: str) -> float:
     """How many times as much CPU theirs takes."""
-    return theirs_.best(_held_against(case)).cpu / ours_.best(case).cpu
+    return theirs_.best(_held_against(case))[0] / ours_.best(case)[0]
 
 
 def missed(ours_: Costs, theirs_: Costs, size: Size) -> list[str]:
@@ -270,7 +219,8 @@ def missed(ours_: Costs, theirs_: Costs, size: Size) -> list[str]:
             found.append(f"{case}: {times:.1f} times less CPU, {budget:g} are wanted")
     few, many = size.waiting
     for call in ("/status", "/status-env"):
-        growth = ours_.best(f"{call}, {many:,} wait").cpu / ours_.best(f"{call}, {few:,} wait").cpu
+        first, last = (ours_.best(f"{call}, {each:,} wait")[0] for each in (few, many))
+        growth = last / first
         if growth > GROWTH:
             found.append(f"{call} takes {growth:.1f} times more CPU where more groups wait")
     mine, other = ours_.bytes_per_token, theirs_.bytes_per_token
@@ -279,16 +229,11 @@ def missed(ours_: Costs, theirs_: Costs, size: Size) -> list[str]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="about a minute")
-    parser.add_argument("--output", type=Path, help="also write the table there")
-    parser.add_argument("--alone", action="store_true", help="ours only; judges nothing")
-    arguments = parser.parse_args()
+def main() -> None:
+    arguments = load.asked(__doc__, quick=False, output=Path, alone=False)
     size = QUICK if arguments.quick else FULL
     if not arguments.alone and not PEER_PYTHON.exists():
-        print(HOW_TO_GET_PEER, file=sys.stderr)
-        return 2
+        sys.exit(HOW_TO_GET_PEER)
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
     with ours() as server:
         mine = asyncio.run(measure_wire(server, size))
@@ -301,11 +246,8 @@ def main() -> int:
         with theirs() as server:
             other = asyncio.run(measure_wire(server, size))
     load.show(shown(mine, other), arguments.output)
-    problems = [] if other is None else missed(mine, other, size)
-    for problem in problems:
-        print("over the budget:", problem)
-    return 1 if problems else 0
+    load.judge([] if other is None else missed(mine, other, size))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

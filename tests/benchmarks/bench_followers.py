@@ -12,29 +12,24 @@ each server's process with its threads and kernel calls.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import shutil
+import json
 import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
-from api_load import ROOT, Server
+from api_load import Server
 from support.commands import free_port, running, until
-from support.postgres import find_programs, running_postgres
 
-ROWS = 8
 PACKED_AT_ONCE = 16
 BATCH = 64
 
@@ -43,13 +38,6 @@ class Pair(NamedTuple):
     leader: Server
     follower: Server
     tls: ssl.SSLContext | None
-
-
-class Cost(NamedTuple):
-    """Milliseconds of CPU for each operation."""
-
-    leader: float
-    follower: float
 
 
 @contextlib.contextmanager
@@ -74,10 +62,7 @@ def pair(store: str, folder: Path, *, https: bool) -> Iterator[Pair]:
 
 
 def role(url: str) -> str:
-    with contextlib.suppress(httpx.TransportError):
-        answer = httpx.get(f"{url}/readyz", verify=False)
-        return str(answer.json()["role"]) if answer.is_success else ""
-    return ""
+    return str(json.loads(load.told(f"{url}/readyz") or "{}").get("role", ""))
 
 
 def make_certificate(place: Path) -> None:
@@ -90,84 +75,43 @@ def make_certificate(place: Path) -> None:
         file.write(Path(str(place) + ".crt").read_bytes())
 
 
-async def measured(servers: Pair, work: Awaitable[None], operations: int) -> Cost:
-    *_, seconds = await load.cost_of(work, servers.leader, servers.follower)
-    return Cost(*(1000 * one / operations for one in seconds))
-
-
-async def fetch_all(client: load.Wire, fetches: int) -> None:
-    for _ in range(fetches):
-        load.sequences_in(await client.fetch())
-
-
-async def compare(servers: Pair, posts: int, tokens: int) -> dict[str, tuple[Cost, Cost]]:
+async def compare(servers: Pair, posts: int, tokens: int, costs: list[load.Costs]) -> None:
     """The costs of each operation at the leader and at the follower."""
-    found: dict[str, list[Cost]] = {}
-    bodies = load.compressed([load.posted(ROWS, tokens, seed) for seed in range(16)])
-    packed = [load.packed(index, ROWS, tokens).body for index in range(16)]
+    packed = [load.packed(index, load.GROUP_SIZE, tokens).body for index in range(16)]
     made = 0
-    for server in (servers.leader, servers.follower):
+    for server, of_both in zip((servers.leader, servers.follower), costs, strict=True):
         async with load.Wire(server.url, servers.tls) as client:
-            await client.start(BATCH * ROWS)
+            await load.post_and_fetch(client, load.Costs(), tokens, 16)
             await client.join()
-            await client.post_all(bodies, 16, "/scored_data")
-            posting_all = client.post_all(bodies, posts, "/scored_data")
-            posting = await measured(servers, posting_all, posts)
-            fetches = max(1, posts // BATCH)
-            fetching = await measured(servers, fetch_all(client, fetches), fetches)
+            for _ in range(max(1, posts // BATCH)):
+                await load.post_and_fetch(client, of_both, tokens, BATCH)
             numbered = [load.renumbered(packed[n % 16], made + n) for n in range(posts)]
             made += posts
-            posting_packed = client.post_packed(numbered, PACKED_AT_ONCE)
-            joined = await measured(servers, posting_packed, posts)
-        size = f"{ROWS} x {tokens}"
-        for name, cost in (
-            (f"post {size}, gzip", posting),
-            (f"packed post {size}, {PACKED_AT_ONCE} at once", joined),
-            (f"batch of {BATCH} groups {size}, gzip", fetching),
-        ):
-            found.setdefault(name, []).append(cost)
-    return {name: (costs[0], costs[1]) for name, costs in found.items()}
+            posting = client.post_packed(numbered, PACKED_AT_ONCE)
+            await of_both.measure(f"packed post, {PACKED_AT_ONCE} at once", posts, posting)
 
 
-def best(rounds: list[dict[str, tuple[Cost, Cost]]]) -> dict[str, tuple[Cost, Cost]]:
-    def least(name: str, at: int) -> Cost:
-        return Cost(*map(min, zip(*(one[name][at] for one in rounds), strict=True)))
-
-    return {name: (least(name, 0), least(name, 1)) for name in rounds[0]}
-
-
-def table(title: str, costs: dict[str, tuple[Cost, Cost]]) -> Table:
+def table(title: str, at_leader: load.Costs, at_follower: load.Costs) -> Table:
     columns = ("ms of CPU", "leader alone", "leader", "follower", "taken off")
     shown = load.table(title, *columns)
-    for name, (alone, shared) in costs.items():
-        cells = [f"{one:.2f}" for one in (alone.leader, *shared)]
-        shown.add_row(name, *cells, f"{1 - shared.leader / alone.leader:.0%}")
+    for name in at_leader.of:
+        (alone, _), shared = at_leader.best(name), at_follower.best(name)
+        cells = [f"{one:.2f}" for one in (alone, *shared)]
+        shown.add_row(name, *cells, f"{1 - shared[0] / alone:.0%}")
     return shown
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--posts", type=int, default=200)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 2048])
-    parser.add_argument("--rounds", type=int, default=3)
-    wanted = parser.parse_args()
-    programs = find_programs(ROOT / ".venv-postgres")
-    if programs is None:
-        raise SystemExit("There is no PostgreSQL: make postgres")
-    console = Console()
-    folder = Path(tempfile.mkdtemp(prefix="bench-followers-"))
-    try:
-        with running_postgres(programs) as postgres:
-            for https in (False, True):
-                with pair(postgres.emptied(), folder, https=https) as servers:
-                    for tokens in wanted.tokens:
-                        rounds = [
-                            asyncio.run(compare(servers, wanted.posts, tokens))
-                            for _ in range(wanted.rounds)
-                        ]
-                        console.print(table("HTTPS" if https else "HTTP", best(rounds)))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    wanted = load.asked(__doc__, posts=200, tokens=[256, 2048], rounds=3)
+    with load.postgres() as postgres, tempfile.TemporaryDirectory() as folder:
+        for https in (False, True):
+            with pair(postgres.emptied(), Path(folder), https=https) as servers:
+                for tokens in wanted.tokens:
+                    costs = [load.Costs(servers.leader, servers.follower) for _ in range(2)]
+                    for _ in range(wanted.rounds):
+                        asyncio.run(compare(servers, wanted.posts, tokens, costs))
+                    kind = "HTTPS" if https else "HTTP"
+                    load.show(table(f"{kind}, groups of 8 x {tokens}", *costs))
 
 
 if __name__ == "__main__":

@@ -13,16 +13,13 @@ one core; what was posted is compared with what the trainer got. The table is Ma
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import re
 import statistics
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.pool import AsyncResult
@@ -34,12 +31,11 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
-from api_load import ROOT, Server, ours
+from api_load import Server, ours
 from envserver_clients.http import EnvClient
 from envserver_records.records import Group, pack, unpack
 from proxy_load import cpu_seconds
 from support import process_tree
-from support.postgres import Postgres, find_programs, running_postgres
 
 from envserver.remote import batch
 from envserver.remote.messages import GROUP_MSGPACK, KEY_HEADER, NEXT_SECONDS
@@ -189,14 +185,14 @@ class Taken(NamedTuple):
     database_cores: float
 
 
-async def taken(server: Server, database: Database | None, work: AsyncResult[bytes]) -> Taken:
+async def taken(server: Server, database: Sequence[int], work: AsyncResult[bytes]) -> Taken:
     """Takes groups as a trainer until all that were posted are there."""
     got: list[str] = []
 
     looks: list[tuple[float, float, float]] = []
 
     def look() -> None:
-        looks.append((time.monotonic(), server.cpu(), database.cpu() if database else 0.0))
+        looks.append((time.monotonic(), server.cpu(), sum(map(cpu_seconds, _tree(database)))))
 
     async with EnvClient(server.url, run="trainer", batch_size=1) as trainer:
 
@@ -219,51 +215,9 @@ async def taken(server: Server, database: Database | None, work: AsyncResult[byt
     return Taken(seen, got, cpu / seconds, of_database / seconds)
 
 
-class Database:
-    """A PostgreSQL of this benchmark."""
-
-    def __init__(self, postgres: Postgres) -> None:
-        self._postgres = postgres
-
-    @property
-    def url(self) -> str:
-        return self._postgres.url()
-
-    def cpu(self) -> float:
-        """CPU seconds so far of the processes that it has now."""
-        return sum(cpu_seconds(pid) for pid in self._pids())
-
-    def megabytes(self) -> float:
-        """What its processes hold for themselves, its shared buffers not counted."""
-        return sum(process_tree.own_megabytes(pid) for pid in self._pids())
-
-    def _pids(self) -> list[int]:
-        return [self._postgres.pid, *process_tree.descendants(self._postgres.pid)]
-
-
-@contextmanager
-def databases(kind: str) -> Iterator[Database | None]:
-    """The database of a case; None: SQLite."""
-    if kind == "sqlite":
-        yield None
-        return
-    programs = find_programs(ROOT / ".venv-postgres")
-    if programs is None:
-        raise SystemExit("No PostgreSQL: make postgres")
-    with running_postgres(programs) as postgres:
-        yield Database(postgres)
-
-
-def commit_ms(url: str) -> str:
-    """Mean milliseconds of the store's commits, from the first statement until durable."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
-    found = {
-        name: float(match.group(1))
-        for name in ("sum", "count")
-        if (match := re.search(rf"^envserver_store_commit_seconds_{name} (\S+)", text, re.M))
-    }
-    return f"{1000 * found['sum'] / found['count']:.1f}" if found.get("count") else "-"
+def _tree(pids: Sequence[int]) -> list[int]:
+    """Processes with all below them."""
+    return [one for pid in pids for one in (pid, *process_tree.descendants(pid))]
 
 
 COLUMNS = (
@@ -274,17 +228,18 @@ COLUMNS = (
 
 def measured(kind: str, joiners: int, posts: float, seconds: float) -> list[str]:
     """The row of the table."""
-    with (
-        databases(kind) as database,
-        ours(store=database and database.url) as server,
-        get_context("spawn").Pool(1) as pool,
-    ):
+    with ExitStack() as stack:
+        postgres = stack.enter_context(load.postgres()) if kind != "sqlite" else None
+        database = [postgres.pid] if postgres else []
+        server = stack.enter_context(ours(store=postgres.url() if postgres else None))
+        pool = stack.enter_context(get_context("spawn").Pool(1))
         print(f"{kind}, {joiners} joiners: the server is process {server.pid}", file=sys.stderr)
         work = pool.apply_async(played, (server.url, joiners, posts, seconds))
         seen, got, cores, database_cores = asyncio.run(taken(server, database, work))
-        memory = server.memory_bytes() / 2**20
-        of_database = f"{database.megabytes():.0f}" if database else "-"
-        commit = commit_ms(server.url)
+        memory = server.megabytes()
+        of_database = f"{sum(map(process_tree.own_megabytes, _tree(database))):.0f}"
+        name = "envserver_store_commit_seconds"
+        commit = 1000 * server.metric(f"{name}_sum") / max(1, server.metric(f"{name}_count"))
     if seen.errors:
         print(f"{len(seen.errors)} errors: {seen.errors[0]}", file=sys.stderr)
     lost, doubled = len(set(seen.ids) - set(got)), len(got) - len(set(got))
@@ -292,28 +247,22 @@ def measured(kind: str, joiners: int, posts: float, seconds: float) -> list[str]
     quantiles = statistics.quantiles(seen.posts, n=100)
     return [
         kind, f"{joiners:,}", f"{len(seen.ids) / took:.0f}", f"{seen.heartbeats / took:.0f}",
-        f"{cores:.2f}", f"{memory:.0f}", f"{database_cores:.2f}" if database else "-", of_database,
-        f"{quantiles[49] * 1000:.0f} / {quantiles[98] * 1000:.0f}", commit,
+        f"{cores:.2f}", f"{memory:.0f}", f"{database_cores:.2f}", of_database,
+        f"{quantiles[49] * 1000:.0f} / {quantiles[98] * 1000:.0f}", f"{commit:.1f}",
         f"{seen.registered_seconds:.1f}", f"{lost} / {doubled}",
     ]  # fmt: skip
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words.add_argument("--joiners", type=int, nargs="+", default=[10, 100, 1000])
-    words.add_argument("--every", type=float, default=10.0, help="seconds between a joiner's posts")
-    words.add_argument("--posts", type=float, help="posts a second, all together")
-    words.add_argument("--seconds", type=float, default=30.0)
-    words.add_argument("--databases", nargs="+", default=["sqlite", "postgresql"])
-    given = words.parse_args()
+    wanted = {"joiners": [10, 100, 1000], "every": 10.0, "posts": float, "seconds": 30.0}
+    given = load.asked(__doc__, databases=["sqlite", "postgresql"], **wanted)
     print("| " + " | ".join(COLUMNS) + " |\n|---|" + "---:|" * (len(COLUMNS) - 1), flush=True)
     for kind in given.databases:
         for joiners in given.joiners:
             posts = given.posts or joiners / given.every
             row = measured(kind, joiners, posts, given.seconds)
             print("| " + " | ".join(row) + " |", flush=True)
-    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    print(f"\n{os.cpu_count()} cores; load of the machine in the last 1, 5, 15 minutes: {load}")
+    print(f"\n{os.cpu_count()} cores; load of the machine: {os.getloadavg()}")
 
 
 if __name__ == "__main__":

@@ -16,19 +16,20 @@ import functools
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from api_load import megabytes
+from api_load import judge, megabytes, put
 from support import gaia_standin, worker_standin
 from support.process_tree import descendants
 from support.waiting import until
 
 from envserver import WorkersConfig
-from envserver.store import GroupPut, open_store
-from envserver.workers import LocalPool, WorkerSandbox
+from envserver.store import Store, open_store
+from envserver.workers import Assignment, LocalPool, WorkerSandbox
 
 POOLED, WALLED, GROUPS = 128, 8, 20_000
 POOLED_BUDGET_MB, WALLED_BUDGET_MB, GROUP_BUDGET_KB = 2.0, 12.0, 1.0
@@ -43,6 +44,20 @@ def pool_mb() -> float:
     return megabytes("Pss:", *descendants(os.getpid()))
 
 
+async def grown(
+    pool: LocalPool, jobs: list[Assignment], held: Callable[[], float], up: Callable[[], bool]
+) -> float:
+    """What each of `jobs` adds to what is `held`, when all are `up`."""
+    before = held()
+    running = [asyncio.create_task(pool.run(job)) for job in jobs]
+    await until(up)
+    more = held() - before
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    return more / len(jobs)
+
+
 async def pooled(folder: Path) -> float:
     """Megabytes of each of many agents in one process."""
     one = WorkersConfig(processes=1, rollouts_per_process=POOLED)
@@ -52,15 +67,12 @@ async def pooled(folder: Path) -> float:
     ):
         await pool.run(proxy.open("chat"))
         [pid] = pool.snapshot()["pids"]
-        before = private_mb(pid)
         jobs = [proxy.open("sleep", started=str(folder / f"{n}")) for n in range(POOLED)]
-        running = [asyncio.create_task(pool.run(job)) for job in jobs]
-        await until(lambda: len(list(folder.iterdir())) == POOLED)
-        grown = private_mb(pid) - before
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        return grown / POOLED
+
+        def are_up() -> bool:
+            return len(list(folder.iterdir())) == POOLED
+
+        return await grown(pool, jobs, lambda: private_mb(pid), are_up)
 
 
 async def walled() -> float:
@@ -72,15 +84,12 @@ async def walled() -> float:
         async with LocalPool(config, environments, sandbox=sandbox, listen=proxy.also_on) as pool:
             jobs = [proxy.ask(*_CODES, seconds=600, step_seconds=90) for _ in range(WALLED)]
             await pool.run(proxy.ask("x = 6"))
-            before = pool_mb()
-            running = [asyncio.create_task(pool.run(job)) for job in jobs]
             processes = 2 * WALLED  # a worker and its interpreter see the same folder
-            await until(lambda: sum(map(_sleeps, descendants(os.getpid()))) == processes)
-            grown = pool_mb() - before
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            return grown / WALLED
+
+            def are_up() -> bool:
+                return sum(map(_sleeps, descendants(os.getpid()))) == processes
+
+            return await grown(pool, jobs, pool_mb, are_up)
 
 
 def _sleeps(pid: int) -> bool:
@@ -98,35 +107,24 @@ async def queued(folder: Path) -> float:
         return (private_mb("self") - before) * 1024 / GROUPS
 
 
-async def _put(store: object, name: str, count: int) -> None:
+async def _put(store: Store, name: str, count: int) -> None:
     for start in range(0, count, 256):
-        puts = [
-            GroupPut(
-                group_id=f"{name}-{index}",
-                env="bench",
-                format="group",
-                body=os.urandom(4096),
-                size=8,
-                tokens=2048,
-                max_length=256,
-            )
-            for index in range(start, min(start + 256, count))
-        ]
-        await store.put(puts)  # type: ignore[attr-defined]
+        numbers = range(start, min(start + 256, count))
+        await store.put([put(f"{name}-{number}", os.urandom(4096)) for number in numbers])
 
 
-async def main() -> int:
-    missed = 0
+async def main() -> None:
+    missed = []
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         for what, value, budget, unit in (
             ("a pooled agent", await pooled(Path(first)), POOLED_BUDGET_MB, "MB"),
             ("a walled agent", await walled(), WALLED_BUDGET_MB, "MB"),
             ("a group that waits", await queued(Path(second)), GROUP_BUDGET_KB, "KB"),
         ):
-            missed += value > budget
+            missed += [what] if value > budget else []
             print(f"{what}: {value:.2f} {unit} (budget {budget:g} {unit})", flush=True)
-    return int(missed > 0)
+    judge(missed)
 
 
 if __name__ == "__main__":
-    sys.exit(uvloop.run(main()))
+    uvloop.run(main())

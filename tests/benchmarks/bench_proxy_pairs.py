@@ -10,17 +10,18 @@ machine should do nothing else.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import api_load as load
 import proxy_calls as calls
 from bench_proxy import Cost, House, choose_cores, median, model_of, with_time
 from proxy_load import pin
@@ -30,9 +31,7 @@ T_95 |= {11: 2.201, 15: 2.131}
 """Quantiles of Student's t for so many degrees of freedom."""
 
 
-async def pairs(
-    house: House, root: str, asked: argparse.Namespace, model: str, streamed: bool
-) -> None:
+async def pairs(house: House, root: str, asked: Any, model: str, streamed: bool) -> None:
     ask = {"model": model, "max_tokens": asked.answer_tokens, "ignore_eos": True}
     shared = {"tools": False, "streamed": streamed, **ask}
     usage = calls.USAGE if streamed else {}
@@ -78,15 +77,10 @@ async def pairs(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("url")
-    parser.add_argument("--at", type=int, default=64, help="calls in flight")
-    parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--answer-tokens", type=int, default=256)
-    parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--calls-each", type=float, default=3.0, help="calls of an agent in a run")
-    parser.add_argument("--kinds", default="whole,streamed")
-    asked = parser.parse_args()
+    asked = load.asked(
+        __doc__, "url", at=64, pairs=8, answer_tokens=256, prompt_tokens=200, calls_each=3.0,
+        kinds=["whole", "streamed"],
+    )  # fmt: skip
     root = asked.url.rstrip("/").removesuffix("/v1")
     cores = choose_cores()
     with ExitStack() as stack:
@@ -94,7 +88,7 @@ def main() -> None:
         house.start(["auto"], root)
         pin(cores.load)
         model = model_of(root)
-        for kind in asked.kinds.split(","):
+        for kind in asked.kinds:
             uvloop.run(pairs(house, root, asked, model, kind == "streamed"))
 
 

@@ -3,30 +3,28 @@
     python tests/benchmarks/bench_sandbox.py [--backend auto] [--executions 300] [--only WORDS]
 
 Each row is measured one, two and sixteen at a time; CPU is that of all processes together (this one
-too), as the kernel counts it for a control group, or for the whole machine where none can be made.
+too).
 Rates on a shared machine swing; CPU and the ratios of one run are what to compare.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from api_load import asked, cpu_below, show
 from api_load import table as columned
 from support.sandboxes import sandboxes
 
@@ -56,40 +54,7 @@ class Measured:
         return statistics.mean(self.cpu.values())
 
 
-class CpuClock:
-    """CPU seconds of this process and all that it starts from now on."""
-
-    def __init__(self, group: Path | None) -> None:
-        self._group = group
-        self.scope = "this benchmark's processes" if group else "the whole machine"
-
-    def seconds(self) -> float:
-        if self._group is not None:
-            words = (self._group / "cpu.stat").read_text().split()
-            return int(words[words.index("usage_usec") + 1]) / 1e6
-        user, nice, system, *_ = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-        return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def cpu_clock() -> Iterator[CpuClock]:
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    root = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
-    if root is None or not os.access(root / "cgroup.procs", os.W_OK):
-        yield CpuClock(None)
-        return
-    own = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip().lstrip("/")
-    group = root / own / f"bench-sandbox-{os.getpid()}"
-    group.mkdir()
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    try:
-        yield CpuClock(group)
-    finally:
-        (root / own / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
-
-
-async def measure(execution: Execution, count: int, clock: CpuClock) -> Measured:
+async def measure(execution: Execution, count: int) -> Measured:
     result = Measured({}, {}, {}, {})
     await execution()
     for at_a_time in AT_A_TIME:
@@ -102,10 +67,11 @@ async def measure(execution: Execution, count: int, clock: CpuClock) -> Measured
                 await execution()
                 took.append((time.perf_counter() - began) * 1000)
 
-        cpu, began = clock.seconds(), time.perf_counter()
+        cpu, began = cpu_below() + time.process_time(), time.perf_counter()
         await asyncio.gather(*[worker() for _ in range(at_a_time)])
         seconds = time.perf_counter() - began
-        result.cpu[at_a_time] = (clock.seconds() - cpu) / len(took) * 1000
+        cpu = cpu_below() + time.process_time() - cpu
+        result.cpu[at_a_time] = cpu / len(took) * 1000
         result.per_second[at_a_time] = len(took) / seconds
         result.p50[at_a_time] = statistics.median(took)
         result.p99[at_a_time] = statistics.quantiles(took, n=100)[-1]
@@ -215,24 +181,17 @@ def budgets(rows: dict[str, Measured]) -> Iterator[str]:
 
 
 async def main(backend: str, count: int, only: str) -> None:
-    with cpu_clock() as clock:
-        rows = {}
-        async with sandboxes(backend, concurrent=64) as boxes, executions(boxes) as those:
-            async with boxes.open(SandboxSpec()) as box:
-                title = f"backend {box.isolation}; CPU of {clock.scope}"
-            for name, (execution, share) in those.items():
-                if only in name:
-                    rows[name] = await measure(execution, int(count * share), clock)
-    console = Console(width=max(Console().width, 118))
-    console.print(table(rows, title))
-    for text in budgets(rows):
-        console.print(text, highlight=False)
+    rows = {}
+    async with sandboxes(backend, concurrent=64) as boxes, executions(boxes) as those:
+        async with boxes.open(SandboxSpec()) as box:
+            title = f"backend {box.isolation}"
+        for name, (execution, share) in those.items():
+            if only in name:
+                rows[name] = await measure(execution, int(count * share))
+    show(table(rows, title))
+    print(*budgets(rows), sep="\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--executions", type=int, default=300)
-    parser.add_argument("--only", default="", help="words in a row's name")
-    arguments = parser.parse_args()
+    arguments = asked(__doc__, backend="auto", executions=300, only="")
     asyncio.run(main(arguments.backend, arguments.executions, arguments.only))

@@ -1,12 +1,12 @@
 """How fast the store takes and hands out groups, against the limit of the disk in the same run;
 with --depths, what it costs when it holds very many.
 
-    python tests/benchmarks/bench_store.py [--groups 512] [--kilobytes 128] [--store PATH_OR_URL]
-    python tests/benchmarks/bench_store.py --depths 1000 1000000
+    python tests/benchmarks/bench_store.py [--groups 512] [--tokens 2048] [--store PATH_OR_URL]
+    python tests/benchmarks/bench_store.py --depths [--smallest 1000] [--greatest 1000000]
 
 The limit is appending the same bytes to a file with one fdatasync for each group, or for each 16.
-Rates on a shared machine swing; the ratios of one run are what to compare. `noise` bodies do not
-compress; `tokens` bodies look like groups: ids, logprobs, masks and text.
+Rates on a shared machine swing; the ratios of one run are what to compare. The groups
+are of 8 x `--tokens`.
 
 Groups of deep stores are small and written by SQL. Four environments take turns, and the policy has
 a new version every hundredth of the depth. Times are the median of several tries, in milliseconds
@@ -15,49 +15,26 @@ of the process's CPU; the last column is what the greatest depth costs against t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import random
 import sqlite3
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from api_load import table as columned
+import api_load as load
 
-from envserver.store import GroupPut, Store, open_store
+from envserver.store import Store, open_store
 
 AT_A_TIME = 16
-
-
-def noise_bodies(count: int, size_bytes: int) -> list[bytes]:
-    return [os.urandom(size_bytes) for _ in range(count)]
-
-
-def token_bodies(count: int, size_bytes: int) -> list[bytes]:
-    """Two thirds arrays as in a packed group, one third words."""
-    random_numbers = np.random.default_rng(0)
-    words = [f"word{index:x} " for index in range(3000)]
-    length = size_bytes * 2 // 3 // 9
-    bodies = []
-    for _ in range(count):
-        ids = (random_numbers.zipf(1.3, length) % 150_000).astype(np.int32)
-        logprobs = -random_numbers.exponential(0.6, length) * (random_numbers.random(length) < 0.6)
-        mask = (np.arange(length) % 2048 > 500).astype(np.uint8)
-        arrays = ids.tobytes() + (logprobs * mask).astype(np.float32).tobytes() + mask.tobytes()
-        text = "".join(random.choices(words, k=size_bytes // 12)).encode()
-        bodies.append((arrays + text)[:size_bytes].ljust(size_bytes, b" "))
-    return bodies
 
 
 class Meter:
@@ -81,14 +58,9 @@ def append(folder: Path, bodies: list[bytes], at_a_time: int) -> Meter:
     return meter
 
 
-def group(group_id: str, body: bytes, **more: Any) -> GroupPut:
-    facts = {"env": "bench", "format": "group", "size": 8, "tokens": 1, "max_length": 1}
-    return GroupPut(group_id=group_id, body=body, **(facts | more))
-
-
 async def put(store: Store, name: str, bodies: list[bytes], at_a_time: int) -> Meter:
     """`at_a_time` callers, each waiting for its group to be durable before it puts the next."""
-    waiting = iter([group(f"{name}-{index}", body) for index, body in enumerate(bodies)])
+    waiting = iter([load.put(f"{name}-{index}", body) for index, body in enumerate(bodies)])
 
     async def caller() -> None:
         for one in waiting:
@@ -108,40 +80,34 @@ async def drain(store: Store) -> Meter:
     return meter
 
 
-async def measure(where: str, folder: Path, count: int, size_bytes: int) -> Table:
-    columns = ("bodies", "what", "groups/s", "of the limit", "MB/s", "CPU us/group")
-    table = columned(f"{count} groups of {size_bytes // 1024} KiB", *columns, left=2)
+async def measure(where: str, folder: Path, count: int, tokens: int) -> Table:
+    few = [load.packed(index, 8, tokens).body for index in range(16)]
+    bodies = [few[index % 16] for index in range(count)]
+    columns = ("what", "groups/s", "of the limit", "MB/s", "CPU us/group")
+    table = load.table(f"{count} groups of {len(few[0]) // 1024} KiB", *columns)
 
-    def row(kind: str, what: str, meter: Meter, limit: Meter | None) -> None:
+    def row(what: str, meter: Meter, limit: Meter | None) -> None:
         rate = count / meter.wall_seconds
         share = "" if limit is None else f"{limit.wall_seconds / meter.wall_seconds:.2f}"
-        megabytes = f"{rate * size_bytes / 1e6:,.0f}"
+        megabytes = f"{rate * len(few[0]) / 1e6:,.0f}"
         cpu = f"{meter.cpu_seconds / count * 1e6:,.0f}"
-        table.add_row(kind, what, f"{rate:,.0f}", share, megabytes, cpu)
+        table.add_row(what, f"{rate:,.0f}", share, megabytes, cpu)
 
-    makers: dict[str, Callable[[int, int], list[bytes]]] = {
-        "noise": noise_bodies,
-        "tokens": token_bodies,
-    }
     async with open_store(where) as store:
         await store.create_run("bench", batch_size=AT_A_TIME)
-        for kind, make in makers.items():
-            bodies = make(count, size_bytes)
-            for at_a_time in (1, AT_A_TIME):
-                limit = append(folder, bodies, at_a_time)
-                row(kind, f"file append, {at_a_time} at a time", limit, None)
-                name = f"{kind}-{at_a_time}-{time.time_ns()}"
-                meter = await put(store, name, bodies, at_a_time)
-                row(kind, f"put, {at_a_time} at a time", meter, limit)
-                meter = await drain(store)
-            row(kind, f"lease {AT_A_TIME} + bodies + ack", meter, None)
+        for at_a_time in (1, AT_A_TIME):
+            limit = append(folder, bodies, at_a_time)
+            row(f"file append, {at_a_time} at a time", limit, None)
+            meter = await put(store, f"{at_a_time}-{time.time_ns()}", bodies, at_a_time)
+            row(f"put, {at_a_time} at a time", meter, limit)
+            meter = await drain(store)
+        row(f"lease {AT_A_TIME} + bodies + ack", meter, None)
     return table
 
 
 # Very deep stores
 
 
-ENVIRONMENTS = ("math", "code", "games", "tools")
 LEAST_COMMON = "rare"
 TRIES = 20
 
@@ -199,7 +165,7 @@ async def costs_at(path: Path, depth: int) -> dict[str, float]:
         async def put() -> None:
             facts: Any = {"env": "math", "size": 4, "tokens": 100, "max_length": 50}
             facts["policy_version"] = depth // max(1, depth // 100)
-            await store.put([group(f"new-{next(number)}", b"x", **facts)])
+            await store.put([load.put(f"new-{next(number)}", b"x", **facts)])
 
         async def lease(run: str = "all", **wanted: Any) -> None:
             found = await store.lease(run, seconds=600, **wanted)
@@ -212,17 +178,15 @@ async def costs_at(path: Path, depth: int) -> dict[str, float]:
             await store.ack(found.lease_id)
 
         costs["put one"] = await milliseconds(put)
-        costs["lease 16 + nack"] = await milliseconds(lambda: lease(max_groups=16))
-        costs["lease 16 of a rare environment + nack"] = await milliseconds(
-            lambda: lease("one", max_groups=1)
+        wanted: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("16", {"max_groups": 16}),
+            ("one of a rare environment", {"run": "one", "max_groups": 1}),
+            ("16 of two environments", {"max_groups": 16, "environments": ["code", "tools"]}),
+            ("8 of the last versions", {"max_groups": 8, "min_version": 99}),
+            ("50000 tokens", {"max_tokens": 50_000}),
         )
-        costs["lease 16 of two environments + nack"] = await milliseconds(
-            lambda: lease(max_groups=16, environments=["code", "tools"])
-        )
-        costs["lease 16 of the last versions + nack"] = await milliseconds(
-            lambda: lease(max_groups=8, min_version=99)
-        )
-        costs["lease 50000 tokens + nack"] = await milliseconds(lambda: lease(max_tokens=50_000))
+        for name, how in wanted:
+            costs[f"lease {name} + nack"] = await milliseconds(partial(lease, **how))
         costs["lease 16 + ack"] = await milliseconds(lease_and_ack)
         costs["depths and counts"] = await milliseconds(lambda: both(store))
         costs["compact: nothing to do"] = await milliseconds(lambda: store.compact())
@@ -239,13 +203,13 @@ async def both(store: Store) -> None:
     await store.counts()
 
 
-def compare_depths(depths: list[int], place: Path | None) -> Table:
+def compare_depths(depths: list[int]) -> Table:
     columns: list[dict[str, float]] = []
     for depth in depths:
-        with tempfile.TemporaryDirectory(dir=place) as folder:
+        with tempfile.TemporaryDirectory() as folder:
             columns.append(asyncio.run(costs_at(Path(folder) / "store.db", depth)))
     names = ("what", *(f"{depth:,}" for depth in depths), "ratio")
-    table = columned("Milliseconds by groups in the store", *names)
+    table = load.table("Milliseconds by groups in the store", *names)
     for what in columns[0]:
         costs = [column[what] for column in columns]
         table.add_row(what, *(f"{cost:,.2f}" for cost in costs), f"{costs[-1] / costs[0]:,.1f}")
@@ -253,22 +217,16 @@ def compare_depths(depths: list[int], place: Path | None) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--groups", type=int, default=512)
-    parser.add_argument("--kilobytes", type=int, default=128)
-    parser.add_argument("--store", help="a new file, or a database; unset: a file that is removed")
-    parser.add_argument("--depths", type=int, nargs="*", help="of very deep stores, instead")
-    parser.add_argument("--folder", type=Path, help="for these; unset: a temporary one")
-    arguments = parser.parse_args()
-    if arguments.depths is not None:
-        depths = arguments.depths or [1_000, 1_000_000]
-        Console().print(compare_depths(depths, arguments.folder))
+    arguments = load.asked(
+        __doc__, groups=512, tokens=2048, store=str, depths=False, smallest=1000, greatest=10**6
+    )
+    if arguments.depths:
+        load.show(compare_depths([arguments.smallest, arguments.greatest]))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         where = arguments.store or str(folder / "store.db")
-        size_bytes = arguments.kilobytes * 1024
-        Console().print(asyncio.run(measure(where, folder, arguments.groups, size_bytes)))
+        load.show(asyncio.run(measure(where, folder, arguments.groups, arguments.tokens)))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from api_load import judge, show
 from api_load import table as columned
 from envserver_records.records import Call, pack
 from support.forests import answers, comb, conversations
@@ -103,12 +102,12 @@ def main() -> None:
             f"{case.budget_seconds:.1f}",
             f"{len(pack(pack_calls(calls, parents))) / len(pack(calls)):.1%}",
         )
-    Console(width=130).print(table, "trace: its size, of that of the calls recorded whole.")
+    show(table)
+    print("trace: its size, of that of the calls recorded whole.")
     print(f"Finding the parents is {compared / found:.0f} times cheaper than comparing all pairs.")
     if compared < LEAST_GAIN * found:
         missed.append("finding the parents")
-    if missed:
-        sys.exit(f"Over budget: {', '.join(missed)}.")
+    judge(missed)
 
 
 if __name__ == "__main__":

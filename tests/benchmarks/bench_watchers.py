@@ -19,7 +19,6 @@ watcher takes more than 2 % of a core there, or 20 more than 4 %.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -78,14 +77,9 @@ class Watchers:
             opened = [asyncio.Event() for _ in range(self._case.watchers)]
             tasks = [asyncio.create_task(self._watch(http, one)) for one in opened]
             if self._case.is_page:
-                for path, seconds in (
-                    ("/v1/groups?order=newest&limit=50", 2.0),
-                    ("/v1/rewards", 30.0),
-                ):
-                    tasks += [
-                        asyncio.create_task(self._read(http, path, seconds))
-                        for _ in range(self._case.watchers)
-                    ]
+                lists = {"/v1/groups?order=newest&limit=50": 2.0, "/v1/rewards": 30.0}
+                for path, seconds in [*lists.items()] * self._case.watchers:
+                    tasks.append(asyncio.create_task(self._read(http, path, seconds)))
             await asyncio.gather(*(one.wait() for one in opened))
             try:
                 yield
@@ -150,9 +144,7 @@ class Load:
 
 
 async def _cost(server: Server, groups: int, work: Awaitable[None]) -> Cost:
-    cpu, wall = server.cpu(), time.perf_counter()
-    await work
-    cpu, wall = server.cpu() - cpu, time.perf_counter() - wall
+    _, wall, (cpu,) = await load.cost_of(work, server)
     return Cost(cpu / wall, 1000 * cpu / groups, groups / wall)
 
 
@@ -215,20 +207,15 @@ def shown(found: Costs) -> Table:
     return table
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="about a minute")
-    parser.add_argument("--output", type=Path, help="also write the table there")
-    arguments = parser.parse_args()
+def main() -> None:
+    arguments = load.asked(__doc__, quick=False, output=Path)
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
     with ours() as server:
         found = asyncio.run(measure(server, QUICK if arguments.quick else FULL))
     load.show(shown(found), arguments.output)
     over = [case for case, most in BUDGETS.items() if beyond(found, "steady", case) > most]
-    for case in over:
-        print(f"over the budget: {case} may take {100 * BUDGETS[case]:g} % of a core")
-    return int(bool(over))
+    load.judge([f"{case} may take {BUDGETS[case]:.0%} of a core" for case in over])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,9 +1,9 @@
-"""Isolated agents per second, and how fast a killed worker is replaced.
+"""Isolated agents per second.
 
     python tests/benchmarks/bench_workers.py [rollouts]
 
 The agent makes no model call; the proxy is a stand-in in this process. Prints rates, the CPU time
-per rollout (the workers' and ours), memory per worker, and the time from a kill to the next result.
+per rollout (the workers' and ours) and memory per worker.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import signal
-import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,15 +20,11 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from api_load import megabytes
-from envserver_records.errors import WorkerDied
 from support.process_tree import cpu_seconds, parents
-from support.waiting import until
 from support.worker_standin import ZOO, StandIn, serving
 
 from envserver import WorkersConfig
 from envserver.workers import LocalPool
-
-KILLS = 20
 
 
 async def rate(pool: LocalPool, proxy: StandIn, isolation: str, rollouts: int) -> dict[str, Any]:
@@ -45,28 +38,6 @@ async def rate(pool: LocalPool, proxy: StandIn, isolation: str, rollouts: int) -
         "rollouts per second": round(rollouts / seconds),
         "workers' CPU ms": round((_workers_cpu_seconds(pool) - before) / rollouts * 1000, 2),
         "server's CPU ms": round(ours / rollouts * 1000, 2),
-    }
-
-
-async def replacement(pool: LocalPool, proxy: StandIn) -> dict[str, Any]:
-    seen, replaced = [], []
-    for _ in range(KILLS):
-        with tempfile.TemporaryDirectory() as directory:
-            started = Path(directory) / "started"
-            running = asyncio.create_task(pool.run(proxy.open("sleep", started=str(started))))
-            await until(started.exists)
-        echo = proxy.open("echo")
-        os.kill(pool.snapshot()["pids"][0], signal.SIGKILL)
-        began = time.perf_counter()
-        try:
-            await running
-        except WorkerDied:
-            seen.append(time.perf_counter() - began)
-        await pool.run(echo)
-        replaced.append(time.perf_counter() - began)
-    return {
-        "death seen after ms": round(statistics.median(seen) * 1000, 1),
-        "next result after ms": round(statistics.median(replaced) * 1000, 1),
     }
 
 
@@ -90,11 +61,7 @@ async def main(rollouts: int) -> None:
         await asyncio.gather(*(pool.run(proxy.open("echo")) for _ in range(100)))
         print("fresh worker", memory(pool.snapshot()["pids"][0]))
         print("pooled", await rate(pool, proxy, "pooled", rollouts))
-        print("worn worker", memory(pool.snapshot()["pids"][0]))
         print("dedicated", await rate(pool, proxy, "dedicated", max(1, rollouts // 20)))
-    one = WorkersConfig(processes=1)
-    async with serving() as proxy, LocalPool(one, [f"{ZOO}:Zoo"]) as pool:
-        print("replacement", await replacement(pool, proxy))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ nothing else. Shares of a machine that others use change times, and ratios of on
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import datetime
 import os
@@ -22,10 +21,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import api_load as load
 import bench_proxy
 import compare_runs as runs
 from api_load import PEER_PYTHON, ours, theirs
@@ -133,15 +132,15 @@ def play_isolated(rows: Rows, url: str) -> None:
 
 
 def post_and_fetch(rows: Rows) -> None:
-    with ours() as server:
-        mine = asyncio.run(runs.measure_posts(server, TOKENS, GROUPS))
-    with theirs() as server:
-        other = asyncio.run(runs.measure_posts(server, TOKENS, GROUPS))
-    for case in mine.cpu:
-        rows.add(case, "ms of CPU", "atroposlib", mine.cpu[case], other.cpu[case])
-    rows.add(
-        "memory of the server after these", "MB", "atroposlib", mine.megabytes, other.megabytes
-    )
+    found = []
+    for start in (ours, theirs):
+        with start() as server:
+            made = asyncio.run(runs.measure_posts(server, TOKENS, GROUPS))
+            found.append((made, server.megabytes()))
+    (mine, memory), (other, other_memory) = found
+    for case in mine:
+        rows.add(case, "ms of CPU", "atroposlib", mine[case], other[case])
+    rows.add("memory of the server after these", "MB", "atroposlib", memory, other_memory)
 
 
 def pass_calls(rows: Rows) -> None:
@@ -182,9 +181,7 @@ HEADS = ("", "unit", "envserver", "peer", "peer's", "times")
 
 
 def table(rows: Rows) -> Table:
-    shown = Table(title="the least of all rounds (the most)")
-    for number, head in enumerate(HEADS):
-        shown.add_column(head, justify="right" if number in (2, 4, 5) else "left")
+    shown = load.table("the least of all rounds (the most)", *HEADS, left=2)
     for row in rows.of.values():
         shown.add_row(*row.cells())
     return shown
@@ -245,10 +242,7 @@ def page(rows: Rows, said: list[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="writes this page, and the plot beside it")
-    arguments = parser.parse_args()
+    arguments = load.asked(__doc__, rounds=3, output=Path)
     for python, name in (
         (runs.VERIFIERS, "verifiers-peer"),
         (runs.VERIFIERS_V1, "verifiers-peer"),
@@ -264,7 +258,7 @@ def main() -> int:
             post_and_fetch(rows)
             pass_calls(rows)
             kill(rows, url)
-        Console(width=130).print(table(rows))
+        load.show(table(rows))
         said = facts(number + 1, (began, os.getloadavg()[0]))
         print(*said, f"{rows.hung} runs hung", sep="\n", flush=True)
         if arguments.output is not None:

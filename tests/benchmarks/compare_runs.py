@@ -24,7 +24,7 @@ from typing import NamedTuple
 import api_load as load
 import msgspec
 import orjson
-from api_load import ROOT, Server, ours, theirs
+from api_load import GROUP_SIZE, ROOT, Server, ours, theirs
 from support.commands import ENVSERVER, environment_variables, until
 from support.process_tree import command, descendants, parents
 
@@ -33,7 +33,6 @@ from envserver import Isolation
 HERE = Path(__file__).parent
 VERIFIERS = ROOT / ".venv-verifiers-classic" / "bin" / "python"
 VERIFIERS_V1 = ROOT / ".venv-verifiers-v1" / "bin" / "python"
-GROUP_SIZE = 8
 _SECONDS = 300.0
 """After which a run counts as hung."""
 
@@ -77,18 +76,8 @@ def by_us(
     out, environment = folder / "out.jsonl", folder / "talk.py"
     text = (HERE / "compare_talk.py").read_text()
     environment.write_text(f"{text}\n\nTalk.isolation = {isolation!r}\n")
-    settings = {
-        "--env": environment,
-        "--env.turns": turns,
-        "--env.group_size": GROUP_SIZE,
-        "--env.ensure_scores_are_not_same": "false",
-        "--openai.base_url": f"{url}/v1",
-        "--openai.model_name": "m",
-        "--rollouts.max_concurrent": at_a_time,
-        "--limit": rollouts // GROUP_SIZE,
-        "--out": out,
-    }
-    words = [str(word) for pair in settings.items() for word in pair]
+    words = talking(environment, url, turns, at_a_time)
+    words += ["--limit", str(rollouts // GROUP_SIZE), "--out", str(out)]
 
     def whole(output: str) -> int:
         lines = out.read_bytes().splitlines() if out.exists() else []
@@ -98,6 +87,20 @@ def by_us(
         )
 
     return [str(ENVSERVER), "process", *words], whole
+
+
+def talking(environment: Path, url: str, turns: int, at_a_time: int) -> list[str]:
+    """The settings of rollouts of `compare_talk.py`."""
+    settings = {
+        "--env": environment,
+        "--env.turns": turns,
+        "--env.group_size": GROUP_SIZE,
+        "--env.ensure_scores_are_not_same": "false",
+        "--openai.base_url": f"{url}/v1",
+        "--openai.model_name": "m",
+        "--rollouts.max_concurrent": at_a_time,
+    }
+    return [str(word) for pair in settings.items() for word in pair]
 
 
 alone: Play = partial(by_us, isolation="dedicated")
@@ -196,36 +199,19 @@ def _children_cpu() -> float:
     return sum(os.times()[2:4])
 
 
-class Posted(NamedTuple):
-    """Milliseconds of the server's CPU by case, and what a kill of it cost."""
-
-    cpu: dict[str, float]
-    megabytes: float
-    lost: int
-
-
-async def measure_posts(server: Server, tokens: Sequence[int], groups: int) -> Posted:
+async def measure_posts(server: Server, tokens: Sequence[int], groups: int) -> dict[str, float]:
     """Posts of single groups and a batch of them all over the Atropos wire, the better of two."""
-    cpu: dict[str, float] = {}
+    costs = load.Costs(server)
     async with load.Wire(server.url) as wire:
-        for length in tokens:
-            bodies = load.compressed([load.posted(GROUP_SIZE, length, seed) for seed in range(16)])
-            for _ in range(2):
-                await wire.start(groups * GROUP_SIZE)
-                for case, work in (
-                    (f"post of 8 x {length}", wire.post_all(bodies, groups, "/scored_data")),
-                    (f"batch of {groups} x 8 x {length}", wire.fetch()),
-                ):
-                    _, _, (seconds,) = await load.cost_of(work, server)
-                    took = seconds * 1000 / (groups if case.startswith("post") else 1)
-                    cpu[case] = min(took, cpu.get(case, took))
-        return Posted(cpu, server.memory_bytes() / 2**20, 0)
+        for length in [*tokens] * 2:
+            await load.post_and_fetch(wire, costs, length, groups)
+    return {case: costs.best(case)[0] for case in costs.of}
 
 
 async def _post(url: str, groups: int) -> None:
     async with load.Wire(url) as wire:
         await wire.start(10**6)
-        await wire.post_all(load.compressed([load.posted(GROUP_SIZE, 64)]), groups, "/scored_data")
+        await wire.post_all(load.bodies(64), groups, "/scored_data")
 
 
 async def _waiting(url: str) -> int:

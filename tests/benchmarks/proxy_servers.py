@@ -255,8 +255,6 @@ def _decoder(form: type) -> msgspec.json.Decoder[Any]:
 
 KINDS: dict[str, dict[str, Any]] = {
     "first call": {"history_tokens": 30_000, "turns": 1},
-    "second call": {"history_tokens": 30_000, "turns": 2},
-    "of 100 turns": {"history_tokens": 17_500, "turns": 100},
     "of 100 turns with tools": {"history_tokens": 17_500, "turns": 100, "tools": True},
 }
 RUNS = 5
