@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from typing import Any
+
+from .http_stand_in import standing_in
 
 
 @contextlib.contextmanager
 def answering(answer: Callable[[dict[str, Any]], str]) -> Iterator[str]:
     """The base URL of an engine; `answer` gets the body of each chat request."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def told(path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        said = {"role": "assistant", "content": answer(json.loads(body))}
+        choice = {"index": 0, "message": said, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        facts = {"id": "x", "object": "chat.completion", "created": 0, "model": "x"}
+        return 200, json.dumps({**facts, "choices": [choice], "usage": usage}).encode()
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            said = {"role": "assistant", "content": answer(body)}
-            choice = {"index": 0, "message": said, "finish_reason": "stop"}
-            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-            facts = {"id": "x", "object": "chat.completion", "created": 0, "model": "x"}
-            content = json.dumps({**facts, "choices": [choice], "usage": usage}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/v1"
-        finally:
-            server.shutdown()
-            thread.join()
+    with standing_in(told) as url:
+        yield f"{url}/v1"

@@ -26,6 +26,7 @@ from envserver.rollouts.stream import GroupRequest
 from envserver.store import Store, open_store
 from envserver.store.sink import put_of
 
+from .records import sequence as row_of
 from .records import trajectory
 from .waiting import PATIENCE
 
@@ -233,14 +234,9 @@ async def put_native(store: Store, group: Group) -> None:
 
 def sequence() -> Sequence:
     """Five tokens, the last three sampled."""
-    return Sequence(
-        tokens=np.array([1, 2, 3, 4, 5], np.int32),
-        mask=np.array([0, 0, 1, 1, 1], np.uint8),
-        logprobs=np.array([0, 0, -0.25, -0.5, -0.75], np.float32),
-        calls=np.array([-1, -1, 0, 0, 0], np.int32),
-        versions=np.array([-1, -1, 7, 7, 7], np.int32),
-        path=[0],
-    )
+    row = row_of([1, 2, 3, 4, 5], [0, 0, 1, 1, 1], 7)
+    row.logprobs[2:] = -0.25, -0.5, -0.75
+    return row
 
 
 # An environment on another machine, as its server sees it

@@ -6,31 +6,36 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from anyio.from_thread import start_blocking_portal
 
 from .waiting import PATIENCE
 
+T = TypeVar("T")
 Serve = Callable[[threading.Event, asyncio.Event], Coroutine[Any, Any, None]]
+
+
+@contextlib.contextmanager
+def in_a_thread(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[T]:
+    """What `make()` gives, open in a thread with an event loop of its own."""
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(portal.call(make)) as value,
+    ):
+        yield value
 
 
 @contextlib.contextmanager
 def beside(serve: Serve) -> Iterator[None]:
     """Runs `serve(started, ended)`: it sets `started` when it serves, and returns after `ended`."""
-    loop = asyncio.new_event_loop()
-    started, ended = threading.Event(), asyncio.Event()
-
-    def run() -> None:
+    with start_blocking_portal() as portal:
+        started, ended = threading.Event(), portal.call(asyncio.Event)
+        served = portal.start_task_soon(serve, started, ended)
+        served.add_done_callback(lambda _: started.set())
+        started.wait(PATIENCE)
         try:
-            loop.run_until_complete(serve(started, ended))
+            yield
         finally:
-            started.set()
-            loop.close()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    started.wait(PATIENCE)
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(PATIENCE)
+            portal.call(ended.set)

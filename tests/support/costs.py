@@ -20,28 +20,9 @@ from typing import Any
 
 import pytest
 
-_TICKS = os.sysconf("SC_CLK_TCK")
+from .process_tree import cpu_seconds, descendants
+
 _Rows = dict[str, list[float]]
-
-
-def cpu_of_tree(root: int) -> float:
-    """CPU seconds of a process and everything below it, ended children included."""
-    used: dict[int, int] = {}
-    children: dict[int, list[int]] = defaultdict(list)
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it ended meanwhile
-                continue
-            used[int(folder.name)] = sum(int(ticks) for ticks in fields[11:15])
-            children[int(fields[1])].append(int(folder.name))
-    seen, todo = 0, [root]
-    while todo:
-        process = todo.pop()
-        seen += used.get(process, 0)
-        todo += children[process]
-    return seen / _TICKS
 
 
 class Costs:
@@ -55,7 +36,8 @@ class Costs:
 
     def book(self) -> None:
         """Charges what was used since the last call to the current file."""
-        cpu, wall = cpu_of_tree(os.getpid()), time.perf_counter()
+        own = os.getpid()
+        cpu, wall = cpu_seconds({own, *descendants(own)}), time.perf_counter()
         # Less than before: a process whose time was seen has ended unwaited for.
         self.rows[self.file][0] += max(0.0, cpu - self.cpu)
         self.rows[self.file][1] += wall - self.wall

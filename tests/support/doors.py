@@ -122,10 +122,10 @@ async def _request(reader: asyncio.StreamReader) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def doors(server_url: str, count: int = 2) -> AsyncIterator[list[Door]]:
-    """Open doors before the server."""
+async def doors(server_url: str) -> AsyncIterator[list[Door]]:
+    """Two open doors before the server."""
     port = int(server_url.rpartition(":")[2])
-    made = [Door(port) for _ in range(count)]
+    made = [Door(port) for _ in range(2)]
     async with contextlib.AsyncExitStack() as stack:
         for door in made:
             server = await asyncio.start_server(door.serve, "127.0.0.1", 0)

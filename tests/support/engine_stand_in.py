@@ -14,7 +14,6 @@ import codecs
 import contextlib
 import json
 import math
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -29,7 +28,8 @@ from envserver_records.errors import EngineRefused
 from envserver.models import ReplicaHealth
 from envserver.models.decoding import Decoder
 from envserver.tokens import ChatFormat
-from support.beside import beside
+from support.beside import in_a_thread
+from support.serving import AiohttpServer, serving_aiohttp
 
 Json = dict[str, Any]
 EOS = 256
@@ -202,8 +202,7 @@ class FakeVllm:
     headers: list[dict[str, str]] = field(default_factory=list)
     aborted: int = 0
     url: str = ""
-    site: web.TCPSite | None = None
-    server: web.Server[web.Request] | None = None
+    runner: AiohttpServer | None = None
 
     # What it answers
 
@@ -572,9 +571,10 @@ class FakeVllm:
 
     async def kill(self) -> None:
         """As when its process is killed: no connection is taken, those that there are break."""
-        assert self.site is not None and self.server is not None
-        await self.site.stop()
-        for connection in self.server.connections:
+        assert self.runner is not None and self.runner.server is not None
+        for site in self.runner.sites:
+            await site.stop()
+        for connection in self.runner.server.connections:
             if connection.transport is not None:
                 connection.transport.abort()
 
@@ -583,18 +583,9 @@ class FakeVllm:
         """It listens; `url` is its address."""
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(
-            app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None
-        )
-        await runner.setup()
-        self.site = web.TCPSite(runner, "127.0.0.1", port)
-        await self.site.start()
-        self.server = runner.server
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with serving_aiohttp(app, port, handler_cancellation=True) as self.runner:
+            self.url = self.runner.url
             yield self
-        finally:
-            await runner.cleanup()
 
 
 def fake_vllm(port: int = 0, **how: Any) -> contextlib.AbstractAsyncContextManager[FakeVllm]:
@@ -602,17 +593,9 @@ def fake_vllm(port: int = 0, **how: Any) -> contextlib.AbstractAsyncContextManag
     return FakeVllm(**how).listening(port)
 
 
-@contextlib.contextmanager
-def in_thread(fake: Any) -> Iterator[Any]:
+def in_thread(fake: Any) -> contextlib.AbstractContextManager[Any]:
     """`fake` listens, beside tests that block."""
-
-    async def serve(started: threading.Event, ended: asyncio.Event) -> None:
-        async with fake.listening():
-            started.set()
-            await ended.wait()
-
-    with beside(serve):
-        yield fake
+    return in_a_thread(fake.listening)
 
 
 class ScaleOut(FakeVllm):

@@ -86,16 +86,16 @@ class FleetHouse:
 
 @asynccontextmanager
 async def fleet_house(
-    store: Path | str, key: str = "", server: Any = None, **engines: Any
+    store: Path | str, key: str = "", **engines: Any
 ) -> AsyncIterator[FleetHouse]:
     """A server whose model is called "tiny".
 
     Args:
         key: `--openai.api_key`.
-        server: `--server.*`; engines: `--engines.*`.
+        engines: `--engines.*`.
     """
     openai = {"base_url": "none", "model_name": "tiny", "api_key": key}
-    settings = Settings(openai=openai, engines=engines, server=server or {})
+    settings = Settings(openai=openai, engines=engines)
     live = Live()
     async with AsyncExitStack() as stack:
         engine, _ = make_engine(settings, settings.openai)
@@ -109,7 +109,7 @@ async def fleet_house(
         api = await stack.enter_async_context(
             running_api(
                 store, live=live, fleet=fleet, on_policy_version=proxy.publish_version,
-                server=server, gate=endpoint.gate,
+                gate=endpoint.gate,
             )
         )  # fmt: skip
         http = await stack.enter_async_context(aiohttp.ClientSession())

@@ -9,7 +9,7 @@ from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Answer = Callable[[str, Message, bytes], tuple[int, bytes]]
-"""From path, headers and body (empty: a GET) to status and JSON."""
+"""From path, headers and body (empty: a GET) to status and JSON; 0: it hangs up."""
 
 
 @contextlib.contextmanager
@@ -20,6 +20,8 @@ def standing_in(answer: Answer) -> Iterator[str]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             status, data = answer(self.path, self.headers, body)
+            if not status:
+                return
             self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(data)))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import orjson
 
-from .waiting import PATIENCE
+from .foreign_trainers import ROOT as ROOT
+from .foreign_trainers import printed
 
-ROOT = Path(__file__).parents[2]
 LIBRARIES = Path(orjson.__file__).parents[1]
 """What envserver needs, as installed for these tests."""
 
@@ -82,14 +81,4 @@ def add_libraries(site: Path, libraries: Path = LIBRARIES) -> None:
 
 def run(*words: object, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
     """The standard output of a command that must succeed."""
-    ended = subprocess.run(
-        list(map(str, words)),
-        env={**os.environ, **(env or {})},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    return printed(*words, folder=cwd, env={**os.environ, **(env or {})})

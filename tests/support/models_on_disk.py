@@ -51,15 +51,14 @@ def write_model(
     *,
     shards: Sequence[Sequence[str]] = (),
     config: Mapping[str, Any] = CONFIG,
-    vocabulary: Mapping[str, int] = VOCABULARY,
 ) -> Path:
     """A model's folder; `shards`: names of the tensors of each file."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    added = [{"id": vocabulary.get("<|end|>", 9), "content": "<|end|>", "special": True}]
-    tokenizer = {"model": {"vocab": dict(vocabulary), "merges": []}, "added_tokens": added}
+    added = [{"id": VOCABULARY["<|end|>"], "content": "<|end|>", "special": True}]
+    tokenizer = {"model": {"vocab": VOCABULARY, "merges": []}, "added_tokens": added}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     files = {"model.safetensors": list(tensors)}
     if shards:

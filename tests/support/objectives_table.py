@@ -7,16 +7,15 @@ In: both peers, installed. Out: the part of the README between two marks.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from .foreign_trainers import ROOT, alone, told
 from .waiting import PATIENCE
 
-ROOT: Final = Path(__file__).parents[2]
 README: Final = ROOT / "clients/envserver_clients/training/README.md"
 MARKS: Final = ("<!-- objectives -->\n", "<!-- /objectives -->")
 Differences = dict[str, float]
@@ -24,15 +23,8 @@ Differences = dict[str, float]
 
 def against_verl(python: Path) -> Differences:
     """Runs the comparison with verl in the Python that has it."""
-    done = subprocess.run(
-        [python, "-W", "ignore", ROOT / "tests/support/verl_objectives.py"],
-        env=_environment(),
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    found: Differences = json.loads(done.stdout.splitlines()[-1])
+    script = ROOT / "tests/support/verl_objectives.py"
+    found: Differences = told(python, "-W", "ignore", script, env=_environment())
     return found
 
 
@@ -79,8 +71,7 @@ def _parts(text: str) -> tuple[str, str, str]:
 
 
 def _environment() -> dict[str, str]:
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "clients", ROOT / "tools")))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return alone(ROOT / "clients", ROOT / "tools")
 
 
 def main() -> None:

@@ -8,14 +8,13 @@ import asyncio
 import contextlib
 import math
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import httpx
@@ -27,8 +26,9 @@ from envserver.store import open_store
 from envserver.telemetry.history import Name, as_json
 
 from .api import Api, native_group, put_native, running_api
-from .beside import beside
+from .beside import in_a_thread as in_a_thread
 from .commands import Running, free_port, running, until
+from .serving import serving_aiohttp
 from .waiting import PATIENCE
 
 _SERVE = (
@@ -77,9 +77,9 @@ class PageHouse:
         """Waits until so many groups were made."""
         until(lambda: self.made() >= groups, self.server.output, alive=self.server.process)
 
-    def consume(self, groups: int, run: str = "trainer") -> None:
+    def consume(self, groups: int) -> None:
         """Is a trainer that takes so many groups, and publishes a version."""
-        with SyncEnvClient(self.url.rstrip("/"), run=run, batch_size=2) as client:
+        with SyncEnvClient(self.url.rstrip("/"), run="trainer", batch_size=2) as client:
             taken = 0
             while taken < groups:
                 batch = next(client.batches(idle_seconds=PATIENCE))
@@ -112,24 +112,7 @@ def page_house(folder: Path, *words: object, groups: int = 12) -> Iterator[PageH
 # Small servers
 
 
-T = TypeVar("T")
-
 _BY_CONNECTION = {"connection", "transfer-encoding", "keep-alive", "content-length"}
-
-
-@contextlib.contextmanager
-def in_a_thread(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[T]:
-    """What `make()` gives, open in a thread with an event loop of its own."""
-    values: list[T] = []
-
-    async def serve(started: threading.Event, ended: asyncio.Event) -> None:
-        async with make() as value:
-            values.append(value)
-            started.set()
-            await ended.wait()
-
-    with beside(serve):
-        yield values[0]
 
 
 @contextlib.asynccontextmanager
@@ -184,13 +167,8 @@ async def site(routes: list[web.RouteDef]) -> AsyncIterator[str]:
     """A web site on a free port of this machine; yields its address."""
     app = web.Application()
     app.add_routes(routes)
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving_aiohttp(app, handler_cancellation=True) as server:
+        yield server.url
 
 
 # The numbers of a day, as if a server had run: for the page's charts

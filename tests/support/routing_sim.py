@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
-import uvicorn
 from envserver_records.experts import table_to_text
 
 from envserver import SimConfig
 from envserver.models import SimEngine, TextSolver
 from envserver.models.sim.planner import Plan
-from envserver.models.sim.server import listening_socket, sim_app
-from support.beside import beside
+from envserver.models.sim.server import sim_app
+from support.beside import in_a_thread
+from support.serving import serving
 
 LAYERS, EACH = 3, 2
 Json = dict[str, Any]
@@ -59,22 +57,10 @@ class RoutingSim(SimEngine):
         answer: Any = _Answer(plan.answer, len(self.starts) % 256, start)
         return msgspec.structs.replace(plan, answer=answer)
 
-    async def serve(self, started: threading.Event, ended: asyncio.Event) -> None:
-        with listening_socket("127.0.0.1", 0) as listener:
-            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            server = uvicorn.Server(
-                uvicorn.Config(sim_app(self), log_level="critical", lifespan="off")
-            )
-            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-            serving = asyncio.create_task(server._serve([listener]))
-            started.set()
-            await ended.wait()
-            server.should_exit = True
-            await serving
-
 
 @contextlib.contextmanager
 def routing_sim(solver: TextSolver) -> Iterator[RoutingSim]:
     engine = RoutingSim(solver)
-    with beside(engine.serve):
+    with in_a_thread(lambda: serving(sim_app(engine))) as url:
+        engine.url = f"{url}/v1"
         yield engine

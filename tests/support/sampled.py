@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import numpy as np
 from envserver_records.records import Group, Sequence
 
 from envserver import SimConfig
 from envserver.models import SimEngine
 from support.api import native_group
+from support.records import sequence
 
 PROMPT, SAMPLED = 9, 6
 
@@ -72,15 +74,9 @@ def sampled(seed: int, version: int = 7, **changes: Any) -> Sequence:
     body["return_token_ids"] = True
     choice = SimEngine(SimConfig()).plan("/v1/completions", body).answer.whole()["choices"][0]
     assert len(choice["token_ids"]) == SAMPLED
-    facts: dict[str, Any] = {
-        "tokens": np.array(prompt + choice["token_ids"], np.int32),
-        "mask": np.array([0] * PROMPT + [1] * SAMPLED, np.uint8),
-        "logprobs": np.array([0] * PROMPT + choice["logprobs"]["token_logprobs"], np.float32),
-        "calls": np.array([-1] * PROMPT + [0] * SAMPLED, np.int32),
-        "versions": np.array([-1] * PROMPT + [version] * SAMPLED, np.int32),
-        "path": [0],
-    }
-    return Sequence(**(facts | changes))
+    row = sequence(prompt + choice["token_ids"], [0] * PROMPT + [1] * SAMPLED, version)
+    row.logprobs[PROMPT:] = choice["logprobs"]["token_logprobs"]
+    return msgspec.structs.replace(row, **changes)
 
 
 def group(name: str, *, temperature: float = 1.0, **changes: Any) -> Group:

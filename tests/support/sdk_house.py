@@ -6,19 +6,18 @@ exchange as it stood on the wire.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
-import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import anthropic
 import msgspec
 import openai
 import orjson
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from envserver_records.records import Call, Message, Sequence
 
 from envserver import OpenAIConfig, Settings, SimConfig, TokensConfig
@@ -29,13 +28,9 @@ from envserver.tokens import build
 from envserver.tokens.flags import Actions
 from support.serving import attempt_spec, serving
 
-from .waiting import PATIENCE
-
 if TYPE_CHECKING:  # seconds each
     from langchain_openai import ChatOpenAI
     from smolagents import OpenAIModel
-
-T = TypeVar("T")
 
 OURS = {"prompt_token_ids", "token_ids", "weight_versions"}
 """Fields by which tokens are recorded; an answer holds none of them unless its request says so."""
@@ -71,13 +66,13 @@ class Seat:
     """One attempt, and what asks for it. Clients check what they get against their types."""
 
     def __init__(
-        self, attempt: ProxyAttempt, url: str, exchanges: list[Exchange], run: Callable[..., Any]
+        self, attempt: ProxyAttempt, url: str, exchanges: list[Exchange], portal: BlockingPortal
     ) -> None:
         self.attempt = attempt
         self.url = f"{url}/r/{attempt.key}"
         self.model = attempt.spec.model
         self._exchanges = exchanges
-        self._run = run
+        self._portal = portal
 
     @property
     def openai(self) -> openai.OpenAI:
@@ -121,8 +116,7 @@ class Seat:
     @property
     def calls(self) -> list[Call]:
         # As the proxy's own thread sees them, once it knows that it has sent the last byte.
-        calls: list[Call] = self._run(_called(list, self.attempt.calls))
-        return calls
+        return self._portal.call(list, self.attempt.calls)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -186,14 +180,14 @@ class SdkHouse:
         model: str,
         exchanges: list[Exchange],
         solver: RolloutSolver | None,
-        run: Callable[[Coroutine[Any, Any, Any]], Any],
+        portal: BlockingPortal,
     ) -> None:
         self._proxy = proxy
         self._url = url
         self._model = model
         self._exchanges = exchanges
         self._solver = solver
-        self._run = run
+        self._portal = portal
         self._numbers = itertools.count()
 
     @contextmanager
@@ -209,10 +203,10 @@ class SdkHouse:
         spec = msgspec.structs.replace(
             attempt_spec(**limits), rollout_id=rollout_id, model=self._model
         )
-        attempt = self._run(_called(self._proxy.open, spec))
-        seat = Seat(attempt, self._url, self._exchanges, self._run)
+        attempt = self._portal.call(self._proxy.open, spec)
+        seat = Seat(attempt, self._url, self._exchanges, self._portal)
         yield seat
-        self._run(_called(self._proxy.seal, seat.attempt))
+        self._portal.call(self._proxy.seal, seat.attempt)
         seat.assert_answers_tell_only_what_was_asked()
 
 
@@ -251,37 +245,11 @@ def _house(
             async with serving(_tapped(proxy.asgi(), exchanges)) as url:
                 yield proxy, url
 
-    with _loop() as run, _entered(opened(), run) as (proxy, url):
-        yield SdkHouse(proxy, url, model, exchanges, solver, run)
-
-
-@contextmanager
-def _loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """An event loop in a thread of its own; gives what runs a coroutine there to its end."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(PATIENCE)
-        loop.close()
-
-
-@contextmanager
-def _entered(
-    manager: AbstractAsyncContextManager[T], run: Callable[[Coroutine[Any, Any, Any]], Any]
-) -> Iterator[T]:
-    entered = run(manager.__aenter__())
-    try:
-        yield entered
-    finally:
-        run(manager.__aexit__(None, None, None))
-
-
-async def _called(function: Callable[..., T], *arguments: Any) -> T:
-    return function(*arguments)
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(opened()) as (proxy, url),
+    ):
+        yield SdkHouse(proxy, url, model, exchanges, solver, portal)
 
 
 def _tapped(app: AsgiApp, exchanges: list[Exchange]) -> AsgiApp:

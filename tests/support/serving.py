@@ -43,12 +43,14 @@ class AiohttpServer(web.AppRunner):
 
 
 @asynccontextmanager
-async def serving_aiohttp(app: web.Application, **how: Any) -> AsyncIterator[AiohttpServer]:
-    """`app` on a free port of this machine. `how`: as of AppRunner."""
+async def serving_aiohttp(
+    app: web.Application, port: int = 0, **how: Any
+) -> AsyncIterator[AiohttpServer]:
+    """`app` on a free port of this machine, or this one. `how`: as of AppRunner."""
     runner = AiohttpServer(app, access_log=None, **({"shutdown_timeout": 0.1} | how))
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         yield runner
     finally:
         await runner.cleanup()

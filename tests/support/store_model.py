@@ -75,9 +75,9 @@ class Model:
         there = self.queues[queue]
         return [name for name in self.groups if name in there and there[name].state in states]
 
-    def counts(self, queue: str = SHARED) -> Counter[str]:
-        there = Counter(delivery.state for delivery in self.queues[queue].values())
-        return there + self.gone.get(queue, Counter())
+    def counts(self) -> Counter[str]:
+        there = Counter(delivery.state for delivery in self.queues[SHARED].values())
+        return there + self.gone.get(SHARED, Counter())
 
     def depths(self) -> dict[str, int]:
         return {

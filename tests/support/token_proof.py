@@ -85,24 +85,8 @@ class Proof:
 
     def table(self, title: str) -> str:
         """All of it, for people."""
-        stitched = self.stitched.total()
-        lines = [
-            ("rollouts, calls", f"{self.rollouts:,}, {self.calls:,} ({_counts(self.dialects)})"),
-            ("  their answers end by", _counts(self.ends)),
-            ("boundaries", f"{stitched + self.branched.total():,}"),
-            ("  stitched", f"{stitched:,} ({_counts(self.stitched)})"),
-            ("  branched", f"{self.branched.total():,} ({_counts(self.branched)})"),
-            ("drift", f"{self.drifted}"),
-            ("drift as text", f"{self.text_drifted:,}, {_share(self.text_drifted, stitched)}"),
-            ("continued by agents' own ids", f"{self.own_ids:,}"),
-            ("sequences", f"{self.sequences:,} of {self.row_tokens:,} tokens"),
-            ("  one row per call", f"{self.calls:,} of {self.call_tokens:,} tokens"),
-            ("sampled tokens", f"{self.sampled:,}"),
-            ("  re-scored", f"{self.rescored:,} (a grammar changed {self.constrained:,} others)"),
-            ("  the same float32", _share(self.rescored - self.unequal, self.rescored)),
-            ("  largest difference", f"{self.furthest:.1e}"),
-        ]
-        return "\n".join([title, *(f"  {name:30}{value}" for name, value in lines)])
+        lines = (f"  {name:20}{value}" for name, value in self.facts().items() if value)
+        return "\n".join([title, *lines])
 
     def facts(self) -> dict[str, Any]:
         """The same for machines."""
@@ -110,14 +94,6 @@ class Proof:
             name: dict(value) if isinstance(value, Counter) else value
             for name, value in vars(self).items()
         }
-
-
-def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counter.most_common())
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "none"
 
 
 class Bench:

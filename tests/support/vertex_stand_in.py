@@ -7,11 +7,12 @@ what the service itself does.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
+from email.message import Message
 from typing import Any
+
+from .http_stand_in import standing_in
 
 BODY = {
     *("baseModel", "supervisedTuningSpec", "tunedModelDisplayName", "labels", "description"),
@@ -22,7 +23,7 @@ HYPER = {"epochCount", "adapterSize", "learningRateMultiplier"}
 STATES = ("PENDING", "RUNNING", "SUCCEEDED")
 
 
-class VertexStandIn:
+class VertexStandIn(ExitStack):
     """A context manager; `address` is where it listens.
 
     Args:
@@ -30,6 +31,7 @@ class VertexStandIn:
     """
 
     def __init__(self, on_success: Callable[[dict[str, Any]], None] = lambda job: None) -> None:
+        super().__init__()
         self.token = "secret-token"
         self.states: tuple[str, ...] = STATES
         self.jobs: dict[str, dict[str, Any]] = {}
@@ -38,18 +40,21 @@ class VertexStandIn:
         """Answers to the next requests: a status; 200: as always; 0 does what is asked, then hangs
         up."""
         self.on_success = on_success
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.address = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
 
     def __enter__(self) -> VertexStandIn:
-        self._thread.start()
-        return self
+        self.address = self.enter_context(standing_in(self._heard))
+        return super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def _heard(self, path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        method = "POST" if body else "GET"
+        self.requests.append((method, path))
+        failure = self.failures.pop(0) if self.failures else 200
+        status, answer = failure, {"error": {"message": "not now"}}
+        if failure in (0, 200):
+            status, answer = self.answer(method, path, json.loads(body or "null"))
+        if headers["Authorization"] != f"Bearer {self.token}":
+            status, answer = 401, {"error": {"message": "no such token"}}
+        return status if failure else 0, json.dumps(answer).encode()
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         version, _, name = path.partition("?")[0].lstrip("/").partition("/")
@@ -88,37 +93,3 @@ class VertexStandIn:
             job["tunedModel"] = {"model": f"{place}/models/7@1", "endpoint": f"{place}/endpoints/9"}
             self.on_success(job)
         return job
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        stand_in = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._do("GET", None)
-
-            def do_POST(self) -> None:
-                size = int(self.headers["Content-Length"])
-                self._do("POST", json.loads(self.rfile.read(size)))
-
-            def _do(self, method: str, body: Any) -> None:
-                stand_in.requests.append((method, self.path))
-                failure = stand_in.failures.pop(0) if stand_in.failures else None
-                if failure not in (None, 0, 200):
-                    return self._send(failure or 500, {"error": {"message": "not now"}})
-                if self.headers["Authorization"] != f"Bearer {stand_in.token}":
-                    return self._send(401, {"error": {"message": "no such token"}})
-                status, answer = stand_in.answer(method, self.path, body)
-                if failure != 0:
-                    self._send(status, answer)
-                return None
-
-            def _send(self, status: int, answer: Any) -> None:
-                with suppress(BrokenPipeError):
-                    self.send_response(status)
-                    self.end_headers()
-                    self.wfile.write(json.dumps(answer).encode())
-
-            def log_message(self, *_: object) -> None:
-                """Nothing on the tests' output."""
-
-        return Handler

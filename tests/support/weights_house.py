@@ -22,9 +22,8 @@ from envserver_clients.records import Row
 from envserver_clients.weights import Published, WeightPush
 
 from support.commands import free_port, running
-from support.versions import VersionMaker
+from support.versions import LineProcess, VersionMaker, line_process
 
-from .foreign_trainers import ROOT
 from .learning import variables
 from .waiting import PATIENCE
 
@@ -73,47 +72,11 @@ def local_engine(python: Path, model: Path) -> Iterator[Local]:
         engine.kill()
 
 
-class SendingTrainer:
-    """A process with a model, which does what it is asked."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-
-    def ask(self, **asked: Any) -> dict[str, Any]:
-        """Returns what was published or restored, or the error."""
-        self.begin(**asked)
-        return self.end()
-
-    def begin(self, **asked: Any) -> None:
-        """Asks without waiting."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-
-    def end(self) -> dict[str, Any]:
-        """Waits for the answer."""
-        assert self.process.stdout is not None
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
-
-
-@contextlib.contextmanager
-def sending_trainer(python: Path, model: Path, **settings: Any) -> Iterator[SendingTrainer]:
+def sending_trainer(
+    python: Path, model: Path, **settings: Any
+) -> contextlib.AbstractContextManager[LineProcess]:
     """A trainer of the model in the folder `model`; `settings` are those of `Transfer`."""
-    script = Path(__file__).with_name("transfer_process.py")
-    environ = {**variables(), "PYTHONPATH": str(ROOT / "clients")}
-    process = subprocess.Popen(
-        [python, script, model, json.dumps(settings)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environ,
-    )
-    try:
-        yield SendingTrainer(process)
-    finally:
-        process.kill()
-        process.wait()
+    return line_process(LineProcess, python, "transfer_process.py", model, json.dumps(settings))
 
 
 _SERVE = (
