@@ -35,6 +35,8 @@ from envserver_records.records import Sequence as TokenSequence
 from proxy_load import cpu_seconds
 from rich.console import Console
 from rich.table import Table
+from support.api import ENVIRONMENT as ENVIRONMENT_OF_ATROPOS
+from support.api import REGISTRATION, registration
 from support.commands import free_port, running, until
 from support.postgres import Postgres, find_programs, running_postgres
 from support.process_tree import cpu_seconds as cpu_of_ended_too
@@ -276,16 +278,7 @@ class Wire:
         await self.get("/reset_data")
         await self._post(
             "/register",
-            {
-                "wandb_group": "group",
-                "wandb_project": "project",
-                "batch_size": batch_size,
-                "max_token_len": 4096,
-                "checkpoint_dir": "",
-                "save_checkpoint_interval": 0,
-                "starting_step": 0,
-                "num_steps": 10**6,
-            },
+            REGISTRATION | {"batch_size": batch_size, "max_token_len": 4096, "num_steps": 10**6},
         )
         await self.get("/batch")
 
@@ -293,12 +286,7 @@ class Wire:
         """The number of a new environment."""
         answer = await self._post(
             "/register-env",
-            {
-                "max_token_length": 4096,
-                "desired_name": "bench",
-                "weight": 1.0,
-                "group_size": group_size,
-            },
+            ENVIRONMENT_OF_ATROPOS | {"max_token_length": 4096, "group_size": group_size},
         )
         return int(answer["env_id"])
 
@@ -323,14 +311,7 @@ class Wire:
 
     async def join(self) -> None:
         """Registers as an environment on another machine, whose groups are packed."""
-        body = {
-            "name": ENVIRONMENT,
-            "instance": "instance",
-            "env": ENVIRONMENT,
-            "split": "train",
-            "seed": 0,
-            "group_size": 1,
-        }
+        body = registration(ENVIRONMENT, env=ENVIRONMENT, group_size=1)
         welcome = await self._post("/v1/environments", body)
         self._joined = f"{self.url}/v1/environments/{welcome['id']}/groups"
         self._headers = {KEY_HEADER: welcome["key"], "content-type": batch.GROUP_LIST_MSGPACK}

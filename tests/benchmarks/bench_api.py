@@ -125,8 +125,9 @@ async def _status_calls(wire: load.Wire, costs: Costs, size: Size) -> None:
                 await costs.measure(f"{path}, {waiting:,} wait", size.calls, repeat(call))
 
 
-async def measure_native(server: Server, size: Size, costs: Costs) -> None:
+async def measure_native(server: Server, size: Size) -> load.Costs:
     """Leases with their acknowledgement, by our client, from a store that holds enough for it."""
+    costs = load.Costs(server)
     for sequences in size.fetches:
         groups = sequences // GROUP_SIZE
         case = f"{NATIVE} {sequences} x {LONG}"
@@ -142,10 +143,12 @@ async def measure_native(server: Server, size: Size, costs: Costs) -> None:
                 rows = await costs.measure(case, 1, take())
                 if len(rows) != sequences or any(len(row.tokens) != LONG for row in rows):
                     raise RuntimeError("the lease holds other rows than were stored")
+    return costs
 
 
-async def measure_packed(server: Server, size: Size, costs: Costs) -> None:
+async def measure_packed(server: Server, size: Size) -> load.Costs:
     """Posts of packed groups, as environments of ours make them on other machines."""
+    costs = load.Costs(server)
     bodies = {
         tokens: [load.packed(n, GROUP_SIZE, tokens).body for n in range(16)]
         for tokens in (SHORT, LONG)
@@ -159,6 +162,7 @@ async def measure_packed(server: Server, size: Size, costs: Costs) -> None:
             first += count
             case = f"{PACKED} 8 x {tokens}, {at_once} at once"
             await costs.measure(case, count, wire.post_packed(posts, at_once))
+    return costs
 
 
 def native_groups(size: Size) -> list[GroupPut]:
@@ -238,9 +242,9 @@ def main() -> None:
     with ours() as server:
         mine = asyncio.run(measure_wire(server, size))
     with ours() as server:
-        asyncio.run(measure_packed(server, size, mine))
+        mine.of |= asyncio.run(measure_packed(server, size)).of
     with ours(native_groups(size)) as server:
-        asyncio.run(measure_native(server, size, mine))
+        mine.of |= asyncio.run(measure_native(server, size)).of
     other = None
     if not arguments.alone:
         with theirs() as server:

@@ -36,6 +36,7 @@ from envserver_clients.http import EnvClient
 from envserver_records.records import Group, pack, unpack
 from proxy_load import cpu_seconds
 from support import process_tree
+from support.api import registration
 
 from envserver.remote import batch
 from envserver.remote.messages import GROUP_MSGPACK, KEY_HEADER, NEXT_SECONDS
@@ -77,10 +78,7 @@ class Joiner:
     made: int = 0
 
     async def register(self) -> None:
-        wanted = {
-            "name": self.name, "instance": f"the secret of {self.name}", "env": load.ENVIRONMENT,
-            "split": "train", "seed": 0, "group_size": 2,
-        }  # fmt: skip
+        wanted = registration(self.name, env=load.ENVIRONMENT)
         place = f"{self.url}/v1/environments?understands={NEXT_SECONDS}"
         async with self.http.post(place, json=wanted) as answer:
             answer.raise_for_status()

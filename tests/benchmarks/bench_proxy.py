@@ -5,7 +5,7 @@
 Engine, proxy and load are a process each, pinned to cores. First the engine answers at once: then
 a call costs what the proxy costs. Then it takes the time of an engine that batches, and what counts
 is how much later answers come and how many fewer, beside the least that a proxy made of FastAPI and
-httpx does. At last, how long one call of a very long conversation keeps the event loop from others.
+httpx does.
 
 CPU time tells the same on a busy machine, give or take a third; rates and latencies do not. Over a
 budget it exits with 1.
@@ -19,8 +19,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,8 +39,6 @@ from support.commands import Running, running
 RUNS = 3
 SHARE_KEPT = 0.95
 """Of the engine's own rate at 64 calls in flight, whole or streamed."""
-HOLD_MS = 20.0
-"""CPU time for which one call, of 30,000 tokens, may keep the loop from every other call."""
 TURNS = 8
 """Calls of each conversation that are measured; the first, a root, is not."""
 
@@ -53,7 +52,6 @@ class Case(NamedTuple):
         goes_on: each call goes on from the one before; else all are the same first call.
         budget_ms: CPU of the proxy for each call, at 64 in flight: about half as much again as it
             takes on two busy cores of a virtual machine.
-        at: calls in flight.
     """
 
     name: str
@@ -63,21 +61,20 @@ class Case(NamedTuple):
     streamed: bool = False
     goes_on: bool = False
     budget_ms: float | None = None
-    at: tuple[int, ...] = (1, 64)
 
 
-EVERYWHERE = (1, 64, 512)
+IN_FLIGHT = (1, 64)
 CASES = [
-    Case("engine alone, whole", "engine", at=EVERYWHERE),
-    Case("engine alone, streamed", "engine", streamed=True, at=EVERYWHERE),
+    Case("engine alone, whole", "engine"),
+    Case("engine alone, streamed", "engine", streamed=True),
     Case("httpx, whole", "httpx"),
     Case("httpx, streamed", "httpx", streamed=True),
-    Case("chat, whole", "chat", budget_ms=0.8, at=EVERYWHERE),
-    Case("chat, streamed", "chat", streamed=True, budget_ms=3.0, at=EVERYWHERE),
+    Case("chat, whole", "chat", budget_ms=0.8),
+    Case("chat, streamed", "chat", streamed=True, budget_ms=3.0),
     Case("floor of tokens, goes on, whole", "floor", goes_on=True),
     Case("floor of tokens, goes on, tools, whole", "floor", tools=True, goes_on=True),
     Case("tokens, first call", "tokens", budget_ms=2.0),
-    Case("tokens, goes on, whole", "tokens", goes_on=True, budget_ms=2.5, at=EVERYWHERE),
+    Case("tokens, goes on, whole", "tokens", goes_on=True, budget_ms=2.5),
     Case("tokens, goes on, streamed", "tokens", streamed=True, goes_on=True, budget_ms=5.0),
     Case("tokens, goes on, tools, whole", "tokens", tools=True, goes_on=True, budget_ms=4.0),
     Case("tokens, goes on, 4,000 tokens", "tokens", 4000, goes_on=True, budget_ms=4.0),
@@ -142,23 +139,12 @@ class House:
         """Of a proxy so far; 0 for none."""
         return 0.0 if name == "engine" else cpu_seconds(self._servers[name, engine_url][0].pid)
 
-    def holds(self, engine_url: str) -> list[tuple[str, float]]:
-        """See `hold` of `proxy_servers`."""
-        words = ("proxy_servers.py", "hold", engine_url, self._cores.proxy)
-        with self._running(*words) as process:
-            return orjson.loads(process.wait_for(r"holds (\[.*\])\n", 300)[1])
-
     def _serve(self, name: str, engine_url: str) -> Running:
         return self._run("proxy_servers.py", name, engine_url, self._cores.proxy)
 
     def _run(self, script: str, *words: object) -> Running:
-        return self._stack.enter_context(self._running(script, *words))
-
-    @contextmanager
-    def _running(self, script: str, *words: object) -> Iterator[Running]:
-        path = Path(__file__).with_name(script)
-        with running(path, *words, folder=self._folder, program=Path(sys.executable)) as process:
-            yield process
+        path, python = Path(__file__).with_name(script), Path(sys.executable)
+        return self._stack.enter_context(running(path, *words, folder=self._folder, program=python))
 
 
 def model_of(root: str) -> str:
@@ -198,13 +184,13 @@ def bodies_of(case: Case) -> list[bytes]:
 async def at_once(house: House, engine_url: str, case: Case, at: int) -> Cost:
     """One run of a case with `at` calls in flight."""
     bodies = bodies_of(case)
-    least = 64 if at == 1 else 2 * at if at > 64 else 8 * at
+    least = 64 if at == 1 else 8 * at
     rounds = -(-least // (TURNS * at)) if case.goes_on else 1
     turns = range(1, 1 + TURNS) if case.goes_on else range(1, 1 + least // at)
     runs: list[Measured] = []
     cpu = 0.0
     for _ in range(rounds):
-        with agents(house.urls(case.server, engine_url, at), bodies) as some:
+        async with agents(house.urls(case.server, engine_url, at), bodies) as some:
             await by_turns(some, range(1))
             before = house.cpu_seconds(case.server, engine_url)
             runs.append(await by_turns(some, turns))
@@ -216,21 +202,18 @@ async def at_once(house: House, engine_url: str, case: Case, at: int) -> Cost:
 
 async def table_at_once(house: House, engine_url: str, quick: bool, missed: list[str]) -> Table:
     """Every case, with an engine that answers at once."""
-    columns = ("calls", "CPU ms at 1", "at 64", "at 512", "budget", "p50 ms at 1")
+    columns = ("calls", "CPU ms at 1", "at 64", "budget", "p50 ms at 1")
     columns += ("calls/s at 64", "p50 ms", "p99 ms")
     table = columned("An engine that answers at once", *columns)
     for case in CASES:
-        costs = {}
-        for at in case.at:
-            if quick and at > 64:
-                continue
-            costs[at] = [
-                await at_once(house, engine_url, case, at) for _ in range(1 if quick else RUNS)
-            ]
+        costs = {
+            at: [await at_once(house, engine_url, case, at) for _ in range(1 if quick else RUNS)]
+            for at in IN_FLIGHT
+        }
         cpu = {at: median(some, "cpu_ms") for at, some in costs.items()}
         if case.budget_ms is not None and cpu[64] > case.budget_ms:
             missed.append(f"CPU of {case.name}")
-        shown = [f"{cpu[at]:.2f}" if cpu.get(at) else "" for at in EVERYWHERE]
+        shown = [f"{cpu[at]:.2f}" if cpu[at] else "" for at in IN_FLIGHT]
         shown.append("" if case.budget_ms is None else f"{case.budget_ms:.1f}")
         shown += [f"{median(costs[1], 'p50'):.2f}", f"{median(costs[64], 'rate'):,.0f}"]
         table.add_row(case.name, *shown, *(f"{median(costs[64], p):.1f}" for p in ("p50", "p99")))
@@ -239,76 +222,42 @@ async def table_at_once(house: House, engine_url: str, quick: bool, missed: list
 
 async def with_time(
     house: House, name: str, engine_url: str, bodies: list[bytes], at: int, calls_each: float = 0
-) -> Cost | None:
-    """One run of some seconds, or of as long as so many calls take, with an engine that takes time;
-    None: a call was not answered."""
-    measured = None
-    with agents(house.urls(name, engine_url, at), bodies) as some:
-        try:
-            call_seconds = (await by_turns(some, range(1))).milliseconds(0.5) / 1000
-            before = house.cpu_seconds(name, engine_url)
-            seconds = calls_each * call_seconds or max(1.0, call_seconds)
-            measured = await for_a_time(some, call_seconds, seconds)
-            cpu = house.cpu_seconds(name, engine_url) - before
-        except* ConnectionError as error:
-            print(f"{name}, {at} in flight: {error.exceptions[0]}"[:200], file=sys.stderr)
-    return measured and Cost(measured, 1000 * cpu / measured.asked)
+) -> Cost:
+    """One run of some seconds, or of as long as so many calls take, with an engine that takes
+    time."""
+    async with agents(house.urls(name, engine_url, at), bodies) as some:
+        call_seconds = (await by_turns(some, range(1))).milliseconds(0.5) / 1000
+        before = house.cpu_seconds(name, engine_url)
+        seconds = calls_each * call_seconds or max(1.0, call_seconds)
+        measured = await for_a_time(some, call_seconds, seconds)
+        cpu = house.cpu_seconds(name, engine_url) - before
+    return Cost(measured, 1000 * cpu / measured.asked)
 
 
-async def table_with_time(
-    house: House, engine_url: str, ats: Sequence[int], runs: int, missed: list[str]
-) -> Table:
+async def table_with_time(house: House, engine_url: str, quick: bool, missed: list[str]) -> Table:
     """The engine alone, through our proxy and through the thin one, by turns."""
     columns = ("calls", "in flight", "alone/s", "p50 ms", "kept", "p50 +ms", "p99 +ms", "CPU ms")
     columns += ("httpx: kept", "p50 +ms", "p99 +ms", "CPU ms")
     table = columned("An engine that takes time", *columns)
-    for streamed in (False, True):
+    for streamed, at in product((False, True), (64,) if quick else IN_FLIGHT):
         kind = "streamed" if streamed else "whole"
         usage = calls.USAGE if streamed else {}
         shared = {"tools": False, "streamed": streamed}
         exact = calls.requests(200, 1, **{**calls.EXACT, **usage, **shared})
         bodies = {"engine": exact, "chat": calls.requests(200, 1, **shared), "httpx": exact}
-        for at in ats:
-            if streamed and at > 64:
-                del bodies["httpx"]  # takes a minute for each run: its pool minds so many
-            costs: dict[str, list[Cost | None]] = {name: [] for name in bodies}
-            for _ in range(runs if at == 64 else 1):
-                for name, some in costs.items():
-                    some.append(await with_time(house, name, engine_url, bodies[name], at))
-            alone, *through = (_seen(some) for some in costs.values())
-            if alone is None or through[0] is None:
-                raise SystemExit(f"Not all calls were answered, {kind}, {at} in flight.")
-            if at == 64 and through[0]["rate"] < SHARE_KEPT * alone["rate"]:
-                missed.append(f"rate kept, {kind}, {at} in flight")
-            cells = [cell for seen in through for cell in _compared(seen, alone)]
-            table.add_row(kind, f"{at}", f"{alone['rate']:,.1f}", f"{alone['p50']:,.0f}", *cells)
-    return table
-
-
-def _seen(costs: Sequence[Cost | None]) -> dict[str, float] | None:
-    """The medians; None where some run had calls that were not answered."""
-    whole = [cost for cost in costs if cost is not None]
-    if len(whole) < len(costs):
-        return None
-    return {what: median(whole, what) for what in ("rate", "p50", "p99", "cpu_ms")}
-
-
-def _compared(seen: dict[str, float] | None, alone: dict[str, float]) -> list[str]:
-    """A proxy's cells of the table."""
-    if seen is None:
-        return ["fails", "", "", ""]
-    added = [f"{seen[what] - alone[what]:+,.1f}" for what in ("p50", "p99")]
-    return [f"{seen['rate'] / alone['rate']:.1%}", *added, f"{seen['cpu_ms']:.2f}"]
-
-
-def table_of_holds(house: House, engine_url: str, missed: list[str]) -> Table:
-    """How long one call keeps the loop."""
-    title = "One call of 30,000 tokens keeps the event loop"
-    table = columned(title, "call", "CPU ms at most", "budget")
-    for name, milliseconds in house.holds(engine_url):
-        table.add_row(name, f"{milliseconds:.1f}", f"{HOLD_MS:.0f}")
-        if milliseconds > HOLD_MS:
-            missed.append(f"the loop's time, {name}")
+        costs: dict[str, list[Cost]] = {name: [] for name in bodies}
+        for _ in range(1 if quick else RUNS):
+            for name, some in costs.items():
+                some.append(await with_time(house, name, engine_url, bodies[name], at))
+        wanted = ("rate", "p50", "p99", "cpu_ms")
+        alone, *through = ({what: median(some, what) for what in wanted} for some in costs.values())
+        if at == 64 and through[0]["rate"] < SHARE_KEPT * alone["rate"]:
+            missed.append(f"rate kept, {kind}")
+        cells = [kind, f"{at}", f"{alone['rate']:,.1f}", f"{alone['p50']:,.0f}"]
+        for seen in through:
+            added = [f"{seen[what] - alone[what]:+,.1f}" for what in ("p50", "p99")]
+            cells += [f"{seen['rate'] / alone['rate']:.1%}", *added, f"{seen['cpu_ms']:.2f}"]
+        table.add_row(*cells)
     return table
 
 
@@ -324,9 +273,7 @@ def main() -> None:
         house.start(["chat", "httpx"], timed)
         pin(cores.load)
         show(uvloop.run(table_at_once(house, instant, words.quick, missed)))
-        ats, runs = ((64,), 1) if words.quick else (EVERYWHERE, RUNS)
-        show(uvloop.run(table_with_time(house, timed, ats, runs, missed)))
-        show(table_of_holds(house, instant, missed))
+        show(uvloop.run(table_with_time(house, timed, words.quick, missed)))
     print(f"{time.monotonic() - began:.0f} s.")
     judge(missed)
 

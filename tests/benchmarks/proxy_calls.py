@@ -24,20 +24,7 @@ EXACT = {"return_token_ids": True, "logprobs": True, "max_tokens": 1000}
 """What an agent that records tokens by itself asks for, and the proxy in its name."""
 USAGE = {"stream_options": {"include_usage": True}}
 
-_WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "of",
-    "course",
-    "what",
-]
+_WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "of course", "what"]
 _CALL = '<tool_call>\n{"name": "calculate", "arguments": '
 _CALL_END = "}\n</tool_call>"
 
@@ -137,9 +124,9 @@ def with_prompt(data: bytes, ids: bytes) -> bytes:
 
 
 @cache
-def chat_whole(tools: bool) -> bytes:
-    """What /v1/chat/completions says."""
-    said = answer(tools)
+def chat_whole() -> bytes:
+    """What /v1/chat/completions says; there are no tools."""
+    said = answer(tools=False)
     choice = {
         "index": 0,
         "message": {**said.message, **_NOTHING_SAID},
@@ -211,9 +198,9 @@ def generated(tools: bool) -> bytes:
 
 
 @cache
-def generated_chunks(tools: bool) -> list[bytes]:
-    """What /inference/v1/generate streams, an event for each token."""
-    said, head = answer(tools), {"request_id": "generate-tokens-1", "usage": None}
+def generated_chunks() -> list[bytes]:
+    """What /inference/v1/generate streams, an event for each token; there are no tools."""
+    said, head = answer(tools=False), {"request_id": "generate-tokens-1", "usage": None}
     events: list[dict[str, Any]] = []
     for token, entry, last in _tokens(said, top=True):
         choice = {

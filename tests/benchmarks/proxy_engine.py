@@ -100,10 +100,10 @@ class Connection(asyncio.Protocol):
         streamed = b'"stream":true' in body
         match path:
             case b"/v1/chat/completions":
-                if streamed and not tools:
+                if streamed:
                     self._stream(calls.chat_chunks(), _PROMPT)
                 else:
-                    self._sampled(calls.with_prompt(calls.chat_whole(tools), _PROMPT))
+                    self._sampled(calls.with_prompt(calls.chat_whole(), _PROMPT))
             case b"/v1/chat/completions/render":
                 self._at_once(_rendered(body))
             case b"/inference/v1/generate":
@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
                 assert sent is not None
                 tools = _calls_tools(body)
                 if streamed:
-                    self._stream(calls.generated_chunks(tools), sent[1])
+                    self._stream(calls.generated_chunks(), sent[1])
                 else:
                     self._sampled(calls.with_prompt(calls.generated(tools), sent[1]))
             case b"/v1/chat/completions/derender":

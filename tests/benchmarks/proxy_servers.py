@@ -4,7 +4,6 @@
     auto           our proxy before any engine, asked in the best mode that it has
     httpx          the least that FastAPI and httpx can do: bodies in, bodies out
     floor          the least that a proxy in tokens mode does, see `floor_app`
-    hold           no proxy: prints how long one call keeps the event loop, see `hold`
 
 Prints the address. `GET /r/attempts/N` of ours ends the attempts that there are and opens N others.
 """
@@ -12,11 +11,10 @@ Prints the address. `GET /r/attempts/N` of ours ends the attempts that there are
 from __future__ import annotations
 
 import asyncio
-import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -151,9 +149,6 @@ def thin_proxy(engine_url: str) -> FastAPI:
 
 async def serve(name: str, engine_url: str, core: int) -> None:
     pin(core)
-    if name == "hold":
-        await hold(engine_url)
-        return
     if name == "floor":
         addresses = EngineAddresses((), [engine_url])
         async with Connections("", Decoder(""), addresses) as connections:
@@ -246,72 +241,6 @@ class _Floor:
 @cache
 def _decoder(form: type) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(form)
-
-
-# How long one call of a long conversation keeps the loop. A task that runs once in each turn of it
-# looks at the CPU time that the whole process has used since its last turn: threads that hold the
-# interpreter keep the loop as well, and a busy machine does not change it.
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "first call": {"history_tokens": 30_000, "turns": 1},
-    "of 100 turns with tools": {"history_tokens": 17_500, "turns": 100, "tools": True},
-}
-RUNS = 5
-
-
-async def longest(proxy: Proxy, attempt: ProxyAttempt, body: bytes) -> float:
-    """Seconds of CPU in the longest turn of the loop during one call."""
-    turns: list[float] = []
-
-    async def watch() -> None:
-        before = time.process_time()
-        while True:
-            await asyncio.sleep(0)
-            now = time.process_time()
-            turns.append(now - before)
-            before = now
-
-    watching = asyncio.create_task(watch())
-    await ask(proxy, attempt, body)
-    watching.cancel()
-    with suppress(asyncio.CancelledError):
-        await watching
-    return max(turns)
-
-
-async def ask(proxy: Proxy, attempt: ProxyAttempt, body: bytes) -> None:
-    """One call, given to the application itself."""
-    request = [{"type": "http.request", "body": body}]
-    path = f"/r/{attempt.key}/v1/chat/completions"
-    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-
-    async def receive() -> dict[str, Any]:
-        if not request:
-            await asyncio.Event().wait()
-        return request.pop()
-
-    async def send(message: Any) -> None:
-        assert message.get("status", 200) == 200
-
-    await proxy.asgi()(scope, receive, send)
-
-
-async def hold(engine_url: str) -> None:
-    """Prints, for each kind of call, the most milliseconds of the median call."""
-    holds = []
-    config = OpenAIConfig(base_url=engine_url, model_name=calls.MODEL)
-    async with OpenAIEngine(config) as engine:
-        proxy = make_proxy(engine, "tokens")
-        for name, shape in KINDS.items():
-            *before, last = calls.requests(**{"tools": False, "streamed": False, **shape})
-            attempt = open_attempt(proxy)
-            for body in before:
-                await ask(proxy, attempt, body)
-            found = [await longest(proxy, attempt, last) for _ in range(RUNS)]
-            assert (attempt.calls[-1].edge == "root") == (not before)
-            holds.append((name, 1000 * statistics.median(found)))
-    print("holds", orjson.dumps(holds).decode(), flush=True)
 
 
 if __name__ == "__main__":

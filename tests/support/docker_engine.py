@@ -27,6 +27,7 @@ from typing import Final
 
 from envserver.sandbox import find_engine, linux
 
+from .commands import until
 from .docker_setup import BASE, CONFIG, OWN_IMAGE
 from .waiting import PATIENCE
 
@@ -128,11 +129,7 @@ def _start_keeper(folder: Path, run: int) -> None:
             stderr=log,
             start_new_session=True,
         )
-    deadline = time.monotonic() + PATIENCE
-    while not (folder / "result").exists():
-        assert keeper.poll() is None, (folder / "log").read_text()
-        assert time.monotonic() < deadline, (folder / "log").read_text()
-        time.sleep(0.05)
+    until((folder / "result").exists, (folder / "log").read_text, alive=keeper)
 
 
 def _keep(folder: Path, run: int) -> None:

@@ -6,7 +6,6 @@ can compare what a call says of its version with the truth.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,7 +26,7 @@ from support.api import Api, running_api
 from support.engine_stand_in import FakeVllm, fake_vllm
 from support.serving import attempt_spec, serving
 
-from .waiting import PATIENCE
+from .waiting import until
 
 CHAT = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -66,9 +65,10 @@ class FleetHouse:
         return sorted(row["standing"] for row in await self.rows())
 
     async def until(self, url: str, standing: str) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while (await self.row(url))["standing"] != standing:
-                await asyncio.sleep(0.01)
+        async def stands() -> bool:
+            return bool((await self.row(url))["standing"] == standing)
+
+        await until(stands)
 
     async def publish(self, version: int, **more: Any) -> None:
         await self.api.post("/v1/policy-version", {"version": version, **more})

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,8 +24,7 @@ import asyncpg
 
 from envserver.sandbox import linux
 from support import process_tree
-from support.commands import free_port
-from support.waiting import PATIENCE
+from support.commands import free_port, until
 
 _USER: Final = "envserver"
 _CUT_OFF: Final = (
@@ -124,11 +122,7 @@ class Postgres:
                 )
 
         self._process = self._thread.submit(begin).result()
-        deadline = time.monotonic() + PATIENCE
-        while not self._answers():
-            assert self._process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+        until(self._answers, self.log.read_text, alive=self._process)
 
     def _answers(self) -> bool:
         try:

@@ -94,18 +94,16 @@ class Boundary:
 
     Args:
         kind: what the agent did to `before`; one of FAITHFUL, CHANGED or OWN.
-        new: the texts that it put behind it.
     """
 
     kind: str
     before: Given
     after: Given
-    new: list[str]
 
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation as far as it has come; `last`, `kind`, `new` are as in Boundary."""
+    """A conversation as far as it has come; `last`, `kind` are as in Boundary."""
 
     name: str
     messages: list[Message]
@@ -115,7 +113,6 @@ class Talk:
     codes: bool = False
     last: Given | None = None
     kind: str = "plain"
-    new: list[str] = field(default_factory=list)
 
 
 class Refused(Exception):
@@ -262,7 +259,7 @@ class Agent:
             return
         if talk.last is not None:
             before = talk.last
-            self.boundaries += [Boundary(talk.kind, before, given, talk.new) for given in answers]
+            self.boundaries += [Boundary(talk.kind, before, given) for given in answers]
         if talk.turns == 1:
             return
         chosen = answers if dice.random() < 0.3 else [dice.choice(answers)]
@@ -317,7 +314,7 @@ class Agent:
             kind, prompt = "own_ids", ids + given.message["token_ids"] + self._encode(added)
         messages = [{"role": "user", "content": prompt}]
         return replace(
-            talk, name=name, messages=messages, turns=talk.turns - 1, last=given, kind=kind, new=[]
+            talk, name=name, messages=messages, turns=talk.turns - 1, last=given, kind=kind
         )
 
     def _replayed(self, dice: random.Random, talk: Talk, given: Given, name: str) -> Talk:
@@ -338,7 +335,7 @@ class Agent:
             talk = replace(talk, tools=[*talk.tools, OTHER_TOOL])
         elif kind == "other_settings":
             talk = replace(talk, kwargs={"tone": talk.kwargs.get("tone", 0) + 1})
-        return replace(talk, messages=[*messages, *new], new=[text_of(each) for each in new])
+        return replace(talk, messages=[*messages, *new])
 
 
 def _calling(dice: random.Random) -> Json:
