@@ -153,7 +153,7 @@ class FakeVllm:
         reasons: it tells reasoning from content.
         spoil: changes an answer before it is given; gets the path and the answer or chunk.
         faults: one for each of the next chat requests: an HTTP status, a status with a message, or
-            "garbage", "list", "close", "error_body", "html_stream", "half" (breaks off within a
+            "garbage", "close", "error_body", "html_stream", "half" (breaks off within a
             whole answer, before the first chunk of a stream), or for streams "cut" (no `[DONE]`),
             "error_chunk", "reset".
         omit: fields that are left out of every chat answer.
@@ -531,7 +531,6 @@ class FakeVllm:
             return response
         others = {
             "garbage": "<html>not JSON</html>",
-            "list": "[1, 2]",
             "error_body": '{"error": {"message": "CUDA out of memory", "code": 500}}',
         }
         if fault not in others:

@@ -18,6 +18,8 @@ from envserver_environments.swe.bash_agent import SUBMIT
 from envserver_environments.swe.env import Swe
 from envserver_integrations.harbor.env import Harbor
 
+from envserver import EnvironmentConfig
+
 _BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 
 
@@ -46,12 +48,16 @@ def calls(commands: list[str], config: Any, last: str) -> list[dict[str, Any]]:
     return [*messages, {"role": "assistant", "content": last}]
 
 
+class Shell(EnvironmentConfig):
+    shell: str = "Bash:command"
+    ends_by_command: bool = False
+
+
 class Repairs(Swe):
     exact_demonstrations = True
 
-    class Config(Swe.Config):
-        shell: str = "Bash:command"
-        ends_by_command: bool = False
+    class Config(Shell, Swe.Config):
+        pass
 
     def demonstration(self, task):
         texts = [str(one["content"]).replace(SUBMIT, "ok") for one in super().demonstration(task)]
@@ -62,9 +68,7 @@ class Repairs(Swe):
 class Programs(Code):
     exact_demonstrations = True
 
-    class Config(Code.Config):
-        shell: str = "Bash:command"
-        ends_by_command: bool = False
+    class Config(Shell, Code.Config):
         max_turns: int = 20
 
     def demonstration(self, task):
@@ -76,9 +80,8 @@ class Programs(Code):
 class Questions(Mhqa):
     exact_demonstrations = True
 
-    class Config(Mhqa.Config):
+    class Config(Shell, Mhqa.Config):
         shell: str = "mcp__env__search:query"
-        ends_by_command: bool = False
 
     def demonstration(self, task):
         queries = [task.public["question"]] * 4
@@ -88,9 +91,7 @@ class Questions(Mhqa):
 class Errands(Scenarios):
     exact_demonstrations = True
 
-    class Config(Scenarios.Config):
-        shell: str = "Bash:command"
-        ends_by_command: bool = False
+    class Config(Shell, Scenarios.Config):
         commands: list[str] = []
 
     def demonstration(self, task):
@@ -100,9 +101,8 @@ class Errands(Scenarios):
 class Assistance(Gaia):
     exact_demonstrations = True
 
-    class Config(Gaia.Config):
-        shell: str = "Bash:command"
-        ends_by_command: bool = False
+    class Config(Shell, Gaia.Config):
+        pass
 
     def demonstration(self, task):
         worked = f"python3 - <<'EOF'\n{task.hidden['solution']}\nprint(answer)\nEOF"
@@ -113,9 +113,7 @@ class Assistance(Gaia):
 class Folders(Harbor):
     exact_demonstrations = True
 
-    class Config(Harbor.Config):
-        shell: str = "Bash:command"
-        ends_by_command: bool = False
+    class Config(Shell, Harbor.Config):
         tasks_folder: Path = Path()
 
     def __init__(self, config=None):

@@ -226,27 +226,33 @@ def _environment(
     rollouts = speed * _SIZE
     solved = sum(rng.random() < share for _ in range(rollouts))
     lost = rng.random() < 0.15
-    _count(counts, "rollouts_total", rollouts - 2, end="scored", **of)
-    _count(counts, "rollouts_total", 2 * (1 - done), end="limit_tokens", **of)
-    _count(counts, "rollouts_total", lost, end="lost", **of)
-    _count(counts, "failed_attempts_total", lost, kind="engine_unavailable", **of)
-    _count(counts, "failed_attempts_total", 9 * falls, kind="engine_unavailable", **of)
-    _count(counts, "reward_sum", solved, agent="", **of)
-    _count(counts, "reward_count", rollouts, agent="", **of)
-    _count(counts, "group_deviation_sum", speed * math.sqrt(share * (1 - share)), **of)
-    _count(counts, "group_deviation_count", speed, **of)
-    _count(counts, "groups_equal_total", rng.random() < share, **of)
-    _count(counts, "groups_delivered_total", speed, **of)
-    _count(counts, "stored_groups_total", speed, **of)
-    _count(counts, "stored_reward_sum", solved, **of)
-    _count(counts, "stored_reward_count", rollouts, **of)
-    _count(counts, "groups_dropped_total", rng.random() < 0.3, reason="zero_variance", **of)
-    _count(counts, "rollout_turns_sum", rollouts * (1 if name == "code" else 3), **of)
-    _count(counts, "rollout_turns_count", rollouts, **of)
-    _count(counts, "rollout_seconds_sum", rollouts * (4 + 3 * rng.random()), **of)
-    _count(counts, "rollout_seconds_count", rollouts, **of)
-    _count(counts, "tokens_total", rollouts * (300 + 250 * done), kind="completion", **of)
-    _count(counts, "tokens_total", rollouts * 900, kind="prompt", **of)
+    was_equal, was_dropped = rng.random() < share, rng.random() < 0.3
+    for number, by, labels in (
+        ("rollouts_total", rollouts - 2, {"end": "scored"}),
+        ("rollouts_total", 2 * (1 - done), {"end": "limit_tokens"}),
+        ("rollouts_total", lost, {"end": "lost"}),
+        ("failed_attempts_total", lost + 9 * falls, {"kind": "engine_unavailable"}),
+        ("reward_sum", solved, {"agent": ""}),
+        ("reward_count", rollouts, {"agent": ""}),
+        ("groups_dropped_total", was_dropped, {"reason": "zero_variance"}),
+        ("tokens_total", rollouts * (300 + 250 * done), {"kind": "completion"}),
+        ("tokens_total", rollouts * 900, {"kind": "prompt"}),
+    ):
+        _count(counts, number, by, **labels, **of)
+    for number, by in {
+        "group_deviation_sum": speed * math.sqrt(share * (1 - share)),
+        "group_deviation_count": speed,
+        "groups_equal_total": was_equal,
+        "groups_delivered_total": speed,
+        "stored_groups_total": speed,
+        "stored_reward_sum": solved,
+        "stored_reward_count": rollouts,
+        "rollout_turns_sum": rollouts * (1 if name == "code" else 3),
+        "rollout_turns_count": rollouts,
+        "rollout_seconds_sum": rollouts * (4 + 3 * rng.random()),
+        "rollout_seconds_count": rollouts,
+    }.items():
+        _count(counts, number, by, **of)
 
 
 def _gauges(rng: random.Random, minute: int, done: float) -> dict[Name, float]:

@@ -56,7 +56,6 @@ class Proof:
         drifted: prompts that were to continue a call, and do not.
         text_drifted: of the stitched boundaries those at which the same messages, rendered as
             text, do not begin with the tokens of the answer's call.
-        call_tokens: of one row for each call.
         constrained: tokens whose logprobs a grammar or the like changed: they are not re-scored.
         unequal: re-scored tokens whose float32 logprob is not the same number, among the first
             `same_sums_tokens` of each row.
@@ -75,8 +74,6 @@ class Proof:
     own_ids: int = 0
     rendered: int = 0
     sequences: int = 0
-    row_tokens: int = 0
-    call_tokens: int = 0
     sampled: int = 0
     constrained: int = 0
     rescored: int = 0
@@ -222,8 +219,6 @@ class Record:
         proof.rollouts += 1
         proof.calls += len(calls)
         proof.sequences += len(self.rows)
-        proof.row_tokens += sum(len(row.tokens) for row in self.rows)
-        proof.call_tokens += sum(len(c.prompt_ids) + len(c.completion_ids) for c in calls)
         proof.sampled += sum(len(call.completion_ids) for call in calls)
         proof.refused.update(_why(refused) for refused in self.agent.refused)
 

@@ -123,18 +123,11 @@ class Proof:
 
     def table(self, title: str) -> str:
         """For people."""
-        seconds = Counter[str]()
-        for one in self.published:
-            seconds.update(one.seconds)
-        phases = ", ".join(
-            f"{name} {total / len(self.published):.3f}" for name, total in seconds.items()
-        )
         checked = max(one.difference or 0.0 for one in self.published)
         return (
             f"{title}: {len(self.published)} versions, {self.rows} rows ({self.mixed} of several "
             f"versions), {self.tokens.total()} tokens; furthest {self.furthest:.2g} from the "
-            f"trainer (checks {checked:.2g}), a wrong version {self.nearest_other:.2g} at least; "
-            f"seconds per publish: {phases}"
+            f"trainer (checks {checked:.2g}), a wrong version {self.nearest_other:.2g} at least"
         )
 
 
