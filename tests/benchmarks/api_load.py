@@ -231,12 +231,6 @@ def _trajectory(rollout_id: str, row: dict[str, list[Any]]) -> Trajectory:
     return trajectory(rollout_id, sequence, task_id="task", env=ENVIRONMENT, messages=[])
 
 
-def put(group_id: str, body: bytes, **more: Any) -> GroupPut:
-    """Any bytes as a group."""
-    facts = {"env": ENVIRONMENT, "format": "group", "size": 8, "tokens": 1, "max_length": 1}
-    return GroupPut(group_id=group_id, body=body, **(facts | more))
-
-
 def renumbered(body: bytes, index: int) -> bytes:
     """The packed group `body` at another place of its stream, as it is posted."""
     group = unpack(body, Group)

@@ -22,9 +22,10 @@ from pathlib import Path
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from api_load import judge, megabytes, put
+from api_load import judge, megabytes
 from support import gaia_standin, worker_standin
 from support.process_tree import descendants
+from support.stores import group
 from support.waiting import until
 
 from envserver import WorkersConfig
@@ -110,7 +111,7 @@ async def queued(folder: Path) -> float:
 async def _put(store: Store, name: str, count: int) -> None:
     for start in range(0, count, 256):
         numbers = range(start, min(start + 256, count))
-        await store.put([put(f"{name}-{number}", os.urandom(4096)) for number in numbers])
+        await store.put([group(f"{name}-{number}", os.urandom(4096)) for number in numbers])
 
 
 async def main() -> None:

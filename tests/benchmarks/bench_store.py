@@ -31,6 +31,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
+from support.stores import group
 
 from envserver.store import Store, open_store
 
@@ -60,7 +61,7 @@ def append(folder: Path, bodies: list[bytes], at_a_time: int) -> Meter:
 
 async def put(store: Store, name: str, bodies: list[bytes], at_a_time: int) -> Meter:
     """`at_a_time` callers, each waiting for its group to be durable before it puts the next."""
-    waiting = iter([load.put(f"{name}-{index}", body) for index, body in enumerate(bodies)])
+    waiting = iter([group(f"{name}-{index}", body) for index, body in enumerate(bodies)])
 
     async def caller() -> None:
         for one in waiting:
@@ -165,7 +166,7 @@ async def costs_at(path: Path, depth: int) -> dict[str, float]:
         async def put() -> None:
             facts: Any = {"env": "math", "size": 4, "tokens": 100, "max_length": 50}
             facts["policy_version"] = depth // max(1, depth // 100)
-            await store.put([load.put(f"new-{next(number)}", b"x", **facts)])
+            await store.put([group(f"new-{next(number)}", b"x", **facts)])
 
         async def lease(run: str = "all", **wanted: Any) -> None:
             found = await store.lease(run, seconds=600, **wanted)

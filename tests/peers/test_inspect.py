@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.backends import install
 from support.commands import envserver, read_jsonl
-from support.own_interpreter import install_in
 
 TASKS = Path(__file__).parents[1] / "support" / "inspect_tasks" / "tasks.py"
 NAMES = ("questions", "tools", "files", "unscorable", "told")
@@ -28,7 +28,7 @@ def home(inspect_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(place))
         references = [f"inspect:{TASKS}@{name}" for name in NAMES]
-        install_in(inspect_python, "inspect", [*references, EVALUATION])
+        install(inspect_python, "inspect", *references, EVALUATION)
     return place
 
 
