@@ -18,6 +18,9 @@ class Speaker:
     path: ClassVar[str]
     wishes: ClassVar[frozenset[str]]
     """Those fields of the chat API that the dialect has under the same name."""
+    system: ClassVar[str] = ""
+    chosen: ClassVar[str] = ""
+    """The field of a system message, and the type of a tool that must be called."""
 
     def body(self, messages: list[Message], tools: list[Json], wishes: Json, goes_on: str) -> Json:
         """A request.
@@ -26,7 +29,18 @@ class Speaker:
             wishes: fields of the chat API; those that the dialect lacks are left out.
             goes_on: the id of the answer that the last assistant message is, unchanged; or "".
         """
-        return {"model": "any", **{k: v for k, v in wishes.items() if k in self.wishes}}
+        body: Json = {"model": "any", **{k: v for k, v in wishes.items() if k in self.wishes}}
+        if self.system and messages[0]["role"] == "system":
+            body[self.system] = messages[0]["content"]
+        if tools:
+            body["tools"] = [self.tool(tool["function"]) for tool in tools]
+            if isinstance(wishes.get("tool_choice"), dict):
+                name = wishes["tool_choice"]["function"]["name"]
+                body["tool_choice"] = {"type": self.chosen, "name": name}
+        return body
+
+    def tool(self, function: Json) -> Json:
+        return {"type": "function", **function}
 
     def answers(self, whole: Json) -> list[Message]:
         """The messages in an answer, one per choice."""
@@ -94,25 +108,18 @@ class Texts(Speaker):
 class Responses(Speaker):
     """OpenAI's responses. Goes on by `previous_response_id` where that says all."""
 
-    path = "v1/responses"
+    path, system, chosen = "v1/responses", "instructions", "function"
     wishes = frozenset({"seed", "chat_template_kwargs", "stream", "user"})
 
     def body(self, messages: list[Message], tools: list[Json], wishes: Json, goes_on: str) -> Json:
         body = super().body(messages, tools, wishes, goes_on)
         body["max_output_tokens"] = wishes["max_tokens"]
-        if messages[0]["role"] == "system":
-            body["instructions"] = messages[0]["content"]
-            messages = messages[1:]
+        messages = messages["instructions" in body :]
         if goes_on:
             body["previous_response_id"] = goes_on
             roles = [message["role"] for message in messages]
             messages = messages[len(roles) - roles[::-1].index("assistant") :]
         body["input"] = [item for message in messages for item in _items(message)]
-        if tools:
-            body["tools"] = [{"type": "function", **tool["function"]} for tool in tools]
-            if isinstance(wishes.get("tool_choice"), dict):
-                name = wishes["tool_choice"]["function"]["name"]
-                body["tool_choice"] = {"type": "function", "name": name}
         return body
 
     def answers(self, whole: Json) -> list[Message]:
@@ -133,7 +140,7 @@ class Responses(Speaker):
 class Messages(Speaker):
     """Anthropic's messages."""
 
-    path = "v1/messages"
+    path, system, chosen = "v1/messages", "system", "tool"
     wishes = frozenset({"seed", "chat_template_kwargs", "stream", "max_tokens"})
 
     def body(self, messages: list[Message], tools: list[Json], wishes: Json, goes_on: str) -> Json:
@@ -141,16 +148,13 @@ class Messages(Speaker):
         body["metadata"] = {"user_id": wishes["user"]}
         if wishes.get("stop"):
             body["stop_sequences"] = wishes["stop"]
-        if messages[0]["role"] == "system":
-            body["system"] = messages[0]["content"]
-            messages = messages[1:]
-        body["messages"] = [_turn(message) for message in messages]
-        if tools:
-            body["tools"] = [_anthropic_tool(tool["function"]) for tool in tools]
-            if isinstance(wishes.get("tool_choice"), dict):
-                name = wishes["tool_choice"]["function"]["name"]
-                body["tool_choice"] = {"type": "tool", "name": name}
+        body["messages"] = [_turn(message) for message in messages["system" in body :]]
         return body
+
+    def tool(self, function: Json) -> Json:
+        schema = function["parameters"]
+        told = {name: function[name] for name in ("name", "description")}
+        return {**told, "input_schema": schema}
 
     def answers(self, whole: Json) -> list[Message]:
         message: Message = {"role": "assistant", "content": ""}
@@ -230,11 +234,3 @@ def _turn(message: Message) -> Json:
         name = made["function"]["name"]
         blocks.append({"type": "tool_use", "id": made["id"], "name": name, "input": given})
     return {"role": "assistant", "content": blocks}
-
-
-def _anthropic_tool(function: Json) -> Json:
-    return {
-        "name": function["name"],
-        "description": function["description"],
-        "input_schema": function["parameters"],
-    }

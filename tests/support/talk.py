@@ -10,15 +10,9 @@ import numpy as np
 from envserver_records.records import Call, Message, VersionSpan
 
 from envserver.tokens import ChatFormat, History, PromptPlan
-from support.templates import OWN, chat_format
+from support.templates import OWN, STOPS_OF, chat_format
 
-ENDS = {
-    "chatml": "<|im_end|>",
-    "thinking": "<|im_end|>",
-    "llama": "<|eot_id|>",
-    "mistral": "</s>",
-    "role_stops": "<|user|>",
-}
+ENDS = {name: stops[0] for name, stops in STOPS_OF.items()}
 """The token that ends the model's turn, by the template's name."""
 
 

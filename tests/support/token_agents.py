@@ -28,8 +28,6 @@ from support.speaking import (
     text_of,
 )
 
-FAITHFUL = ("plain", "stripped", "parts", "appended", "reformatted")
-"""What leaves the sense of an answer as it is: its tokens are to be gone on with."""
 CHANGED = ("edited", "rewritten", "compacted", "other_settings")
 """What must not go on with the tokens of the answer."""
 OWN = ("own_ids", "own_text")
@@ -93,7 +91,7 @@ class Boundary:
     """A request that continues, as the agent sees it, the answer `before`, and gave `after`.
 
     Args:
-        kind: what the agent did to `before`; one of FAITHFUL, CHANGED or OWN.
+        kind: what the agent did to `before`: its sense is as it was, or one of CHANGED or OWN.
     """
 
     kind: str
