@@ -128,27 +128,6 @@ async def test_a_healthy_run_of_thousands_of_groups_raises_nothing(seed: int) ->
     assert seen == {}
 
 
-async def test_a_fall_is_told_with_its_version_and_survives_a_restart() -> None:
-    run = Run()
-    for row in range(240):
-        run.set("policy_version", row // 10)
-        chance = 0.61 if row < 180 else 0.2
-        run.group([float(index < round(8 * chance)) for index in range(8)])
-        run.set("groups", 0, state="queued")
-        if row == 200:
-            run.restart()
-            run.set("policy_version", row // 10)
-        await run.step(check=row > 175)
-    (alarm,) = run.watch.book.active
-    assert alarm.text == "The reward of code fell from 0.62 to 0.25 since version 18."
-    assert (alarm.name, alarm.severity, alarm.environment) == ("reward_fell", "critical", "code")
-    assert alarm.link == "#/groups?environment=code&order=newest"
-    for _ in range(40):
-        run.group([1.0] * 5 + [0.0] * 3)
-        sentences = await run.step()
-    assert sentences == {}
-
-
 async def test_answers_that_grow_for_nothing_are_told_and_those_that_pay_are_not() -> None:
     paid, unpaid = Run(), Run()
     for row in range(200):
@@ -203,20 +182,6 @@ async def test_engines_that_get_no_calls_are_told_of() -> None:
     run.set("engines", 1, standing="used")
     run.set("engines", 0, standing="old")
     assert await run.steps(5) == {}
-
-
-async def test_a_trainer_that_waits_for_more_groups_is_not_accused() -> None:
-    run = Run(AlarmFacts(groups_wanted=64))
-    run.set("groups", 20, state="queued")
-    await run.steps(120, quiet=True)
-    run.set("groups", 70, state="queued")
-    await run.steps(30, quiet=True)
-    run.now += 3600  # the time in which the server was off does not count
-    await run.steps(30, quiet=True)
-    said = {"no_trainer": "No trainer has leased for 12 minutes, while 70 groups wait."}
-    assert await run.steps(45) == said
-    run.add("leases_total", end="leased")
-    assert await run.steps(3) == {}
 
 
 async def test_first_rollouts_that_take_long_do_not_hang_while_calls_are_answered() -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import gzip
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -302,83 +302,7 @@ async def test_malformed_bodies_are_the_senders_fault(tmp_path: Path, one_in: in
             check(answer, (headers, body[:80]))
 
 
-ODD_PATHS: Final = (
-    "/v1/runs/%00",
-    "/v1/runs/%ff",
-    "/v1/runs/..%2f..%2fetc",
-    "/v1/runs/" + "a" * 3000,
-    "/v1/groups/%00",
-    "/v1/groups/%f0%9f%98%80",
-    "/v1/groups/a%0d%0aset-cookie:x",
-    "/v1/groups?limit=1e9",
-    "/v1/groups?after=-1",
-    "/v1/groups?after=9999999999999999999999",
-    "/v1/groups?limit=0&limit=1",
-    "/v1/groups?after=%ff",
-    "//",
-    "/%2e%2e/",
-    "/v1//runs",
-    "/v1/runs/",
-    "/status/",
-    "/v1/environments/%00/heartbeat",
-    "/?%00",
-)
-
-
-async def test_odd_paths_and_methods(tmp_path: Path) -> None:
-    async with busy_api(tmp_path) as api:
-        for path in ODD_PATHS:
-            for method in ("GET", "POST", "DELETE"):
-                check(await api.http.request(method, path, content=b"{}"), (method, path))
-        for path in (*TARGETS, "/v1/groups", "/batch", "/healthz"):
-            for method in ("PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "BREW"):
-                check(await api.http.request(method, path), (method, path))
-
-
 # By values that nobody thought of
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-@st.composite
-def spoiled(draw: Callable[[Any], Any]) -> tuple[str, bytes]:
-    """A path and a body: a good one of which fields are lost, changed or added, or any bytes."""
-    path = draw(st.sampled_from(sorted(TARGETS)))
-    good = TARGETS[path]
-    if draw(st.integers(0, 3)) == 0:
-        return path, draw(st.binary(max_size=60))
-    tree = dict(good[0] if isinstance(good, list) else good)
-    for name in draw(st.lists(st.sampled_from([*tree, "more"]), max_size=3)):
-        if draw(st.booleans()):
-            tree.pop(name, None)
-        else:
-            tree[name] = draw(VALUES)
-    return path, json.dumps([tree] if isinstance(good, list) else tree).encode()
-
-
-def spoil(url: str, examples: int) -> None:
-    with httpx.Client(base_url=url, timeout=PATIENCE) as http:
-
-        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(spoiled())
-        def ask(sent: tuple[str, bytes]) -> None:
-            path, body = sent
-            if b"wait_seconds" not in body:
-                check(http.post(path, content=body, headers={"content-type": JSON}), sent)
-
-        ask()
-
-
-@pytest.mark.parametrize("examples", [40, pytest.param(10_000, marks=pytest.mark.slow)])
-async def test_values_that_nobody_thought_of(tmp_path: Path, examples: int) -> None:
-    async with busy_api(tmp_path) as api:
-        await asyncio.to_thread(spoil, api.url, examples)
 
 
 # By rubbish on the socket

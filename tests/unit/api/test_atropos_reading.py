@@ -6,7 +6,6 @@ import gzip
 import json
 from typing import Any
 
-import orjson
 import pytest
 from envserver_clients.records import ClientGroup
 from hypothesis import example, given, settings
@@ -15,7 +14,7 @@ from support.extent import examples
 
 from envserver.api.atropos import reading
 from envserver.api.atropos.models import ScoredData, check_groups
-from envserver.api.atropos.reading import PostedGroup, read_group, read_groups
+from envserver.api.atropos.reading import PostedGroup, read_group
 from envserver.api.bodies import Refused, Unreadable, parse_body
 from envserver.store import compression
 
@@ -71,18 +70,6 @@ def assert_like_carefully(raw: bytes) -> None:
         assert sorted(mine) == sorted(KEYS)
         if found.encoded is not None:
             assert compression.decode(*found.encoded) == found.body
-
-
-@given(usual, st.booleans(), st.sampled_from([{}, {"env_id": 3, "messages": None, "more": "é"}]))
-@settings(max_examples=examples(40))
-def test_what_environments_post_is_read_as_text(
-    rows: list[list[int]], compact: bool, fields: dict[str, Any]
-) -> None:
-    raw = json.dumps(group(rows, **fields), separators=(",", ":") if compact else None).encode()
-    quick = reading._read_quickly(raw)
-    assert quick is not None
-    assert quick.lengths == [len(row) for row in rows]
-    assert_like_carefully(raw)
 
 
 @given(
@@ -169,14 +156,6 @@ def test_what_trainers_get_as_it_came_is_stored_as_it_came(
             continue
 
 
-@pytest.mark.parametrize(
-    "nested", [b"[[7, [8]], [9, 7]]", b"[[7, 8], 9, [7]]", b"[[7, 8], [[9], 7]]"]
-)
-def test_rows_within_rows_are_refused(nested: bytes) -> None:
-    with pytest.raises(Refused):
-        read_group(raw_group([[7, 8], [9, 7]]).replace(b"[[7, 8], [9, 7]]", nested, 1))
-
-
 def test_keys_that_are_written_with_an_escape_or_twice_are_noticed_wherever_they_are() -> None:
     right = json.dumps(group([[7, 8]]))
     escaped = right.replace('"tokens"', r'"tok\u0065ns"')
@@ -186,33 +165,3 @@ def test_keys_that_are_written_with_an_escape_or_twice_are_noticed_wherever_they
         assert_like_carefully(escaped.replace("{", before, 1).encode())
     for before in filled:
         assert_like_carefully(right.replace("{", before, 1).encode())
-
-
-def test_masks_of_zeros_and_ones_are_read_as_such() -> None:
-    rows, masks = [[4, 5, 6], [0, 1, 1]], [[0, 1, 1], [0, 1, 1]]
-    found = read_group(raw_group(rows, masks=masks))
-    read = ClientGroup("g", "e", "atropos", -1, memoryview(found.body)).rows
-    # The second row's masks are the ids of its tokens.
-    assert [row.mask.tolist() for row in read] == [[0, 1, 1], [1, 1, 1]]
-
-
-@given(st.integers(20, 60), st.booleans(), st.integers(0, 40))
-@settings(max_examples=examples(60))
-def test_logprobs_beyond_float32_are_refused(digits: int, first: bool, others: int) -> None:
-    logprobs = [-0.5] * others
-    logprobs.insert(0 if first else others, -1.0)
-    raw = raw_group([[3] * len(logprobs)], inference_logprobs=[logprobs])
-    raw = raw.replace(b"-1.0", b"-%d.0" % 10**digits)
-    assert_like_carefully(raw)
-    if digits > 38:
-        with pytest.raises(Refused):
-            read_group(raw)
-
-
-def test_a_list_is_taken_whole_or_not_at_all() -> None:
-    right, wrong = group([[1, 2]]), group([[1, 2]], masks=[[1]])
-    assert [one.lengths for one in read_groups(orjson.dumps([right, right]))] == [[2], [2]]
-    assert read_groups(b"[]") == []
-    with pytest.raises(Refused) as refused:
-        read_groups(orjson.dumps([right, wrong]))
-    assert refused.value.errors[0]["loc"] == ["body", 1, "masks", 0]

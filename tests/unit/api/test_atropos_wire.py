@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 from pathlib import Path
@@ -222,28 +221,6 @@ async def test_how_our_own_groups_are_written_can_be_chosen(tmp_path: Path) -> N
         await api.put("native-1")
         (native,) = (await api.get("/batch"))["batch"]
         assert (native["scores"], native["messages"], native["overrides"]) == ([-1, 1], None, None)
-
-
-async def test_many_posters_and_trainers_at_once(api: Api) -> None:
-    await api.register()
-
-    async def post(number: int) -> None:
-        for mark in range(number * 20, number * 20 + 20):
-            await api.post("/scored_data", wire_group(2, mark))
-
-    got: list[int] = []
-
-    async def fetch() -> None:
-        while len(got) < 200:
-            got.extend(await api.batch_marks() or [])
-            await api.get("/status")
-
-    async with asyncio.TaskGroup() as group:
-        for number in range(10):
-            group.create_task(post(number))
-        for _ in range(3):
-            group.create_task(fetch())
-    assert sorted(got) == list(range(200))
 
 
 # Bodies

@@ -328,20 +328,6 @@ async def test_nothing_is_smuggled_behind_a_request(made: House, attempt: ProxyA
     assert b"Content-Length: %d\r\n" % len(second) in of_body  # else the body is a request
 
 
-async def test_environments_without_hosts_have_no_egress_proxy() -> None:
-    async with OpenAIEngine(OpenAIConfig(base_url="http://127.0.0.1:9/v1")) as engine:
-        proxy = Proxy(engine)
-        server = await serve_proxy(proxy)
-        try:
-            attempt = proxy.open(attempt_spec())
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(connect_head(attempt.key, 443, "example.com"))
-            assert b" 200 " not in await reader.read(-1)
-            writer.close()
-        finally:
-            await server.close()
-
-
 PRIVATE = (
     "127.0.0.1 127.8.8.8 0.0.0.0 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 "
     "192.0.2.1 224.0.0.1 255.255.255.255 ::1 :: fe80::1 fe80::1%eth0 fd00::1 ff02::1 "

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from envserver_records.errors import InputError
 from envserver_records.records import Call
-from support.api import join, registration
+from support.api import registration
 from support.engine_stand_in import FakeVllm, fake_vllm
 from support.fleets import FleetHouse, attributed, fleet_house, sampled_by, says, versioned_vllm
 from support.waiting import until
@@ -258,23 +258,6 @@ async def test_engines_come_drain_die_and_come_back_with_old_weights_under_load(
             await asyncio.gather(*lanes)
     assert all(attributed(call) == [sampled_by(call)] for call in calls)
     assert {sampled_by(call) for call in calls} == {1, 2}
-
-
-async def test_runners_hear_of_engines_if_they_understand_it(
-    house: FleetHouse, one: FakeVllm
-) -> None:
-    old = await join(house.api, "math@old")
-    new = await join(house.api, "math@new", place="?understands=engines")
-    assert "engines" not in await old.beat()
-    first = (await new.beat())["engines"]
-    await house.register(one.url, version=3)
-    assert "engines" not in await old.beat()
-    told = (await new.beat())["engines"]
-    assert told["id"] != first["id"]
-    assert told["engines"] == [
-        {"url": one.url, "version": 3, "follows": False, "draining": False, "paused": False}
-    ]
-    assert "engines" not in await new.beat(seen=new.news | {"engines": {"id": told["id"]}})
 
 
 async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(

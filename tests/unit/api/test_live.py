@@ -34,20 +34,15 @@ from envserver.api.alarms import AlarmWatch
 from envserver.api.live import EngineSource, Feed, Live, events
 from envserver.api.live.events import EventsAnswer
 from envserver.api.live.failures import MOST_ROWS
-from envserver.api.live.feed import FellBehind
 from envserver.api.live.follower import MOST_ALONE, Follower
 from envserver.api.metrics import Metrics
 from envserver.config import SimConfig
 from envserver.models.measured import MeasuredEngine
 from envserver.models.sim import SimEngine
 from envserver.rollouts.events import GroupDropped, RolloutFailed
-from envserver.running.api_serving import api_serving
-from envserver.running.run_settings import RunApiSettings
 from envserver.store.facts import GroupFacts
 from envserver.store.listing import ListedGroup
 from envserver.store.rows import GroupRow
-from envserver.telemetry.alarms import Finding
-from envserver.telemetry.numbers import Distribution
 
 FACTS: dict[str, Any] = {"index": 0, "task_id": "task"}
 
@@ -207,43 +202,6 @@ async def test_a_page_is_told_what_happens(where: str) -> None:
         assert page.groups == [2]
 
 
-async def test_numbers_and_alarms_are_told_as_they_are_recorded(server: Server) -> None:
-    def names_told() -> set[str]:
-        """The names of the series of all samples."""
-        told = events_in(server.live.feed.after(0)[0].decode())
-        samples = [one.data["series"] for one in told if one.name == "sample"]
-        return {name for series in samples for name, _, _ in series}
-
-    async with watching(server.api.http, Page()) as connection:
-        server.live.sampled(5.0, {})
-        assert (await connection.until("sample", time=5.0))["series"] == []
-        found = Finding(name="disk_full", severity="critical", text="Full.")
-        for at in (1.0, 2.0):
-            server.alarms.book.update(at, [found])
-        alarm = await connection.until("alarm")
-        assert (alarm["text"], alarm["active"]) == ("Full.", True)
-    await until(lambda: "process_cpu_seconds_total" in names_told())
-
-
-async def test_who_was_away_is_told_what_was_missed_and_nothing_twice(api: Api) -> None:
-    page = Page()
-    async with watching(api.http, page) as connection:
-        await api.put("a")
-        await connection.until("group")
-    await api.put("b", "c")
-    for name in "bc":  # cut off between two groups
-        async with watching(api.http, page) as connection:
-            assert (await connection.until("group"))["group_id"] == name
-    await api.put(*(f"g{number}" for number in range(MOST_ALONE + 1)))
-    async with watching(api.http, page) as connection:
-        missed = await connection.until("groups")
-        assert missed == {"count": 11, "first_seq": 4, "last_seq": 14}
-        await api.put("last")
-        assert (await connection.until("group"))["group_id"] == "last"
-    assert page.groups == list(range(1, 16))
-    assert page.named("resync") == []
-
-
 @pytest.mark.thorough
 async def test_a_killed_server_leaves_nothing_out(tmp_path: Path) -> None:
     place, port, page = tmp_path / "s.db", free_port(), Page()
@@ -290,34 +248,6 @@ async def test_who_reads_nothing_is_disconnected(
             feed.publish("policy", {"version": 1})
             await connection.until("policy")
         await until(lambda: not feed.watchers)
-
-
-async def test_a_server_that_stops_ends_the_streams(tmp_path: Path) -> None:
-    place = {"server": {"port": 0}, "store": str(tmp_path / "s.db")}
-    page = Page()
-    async with httpx.AsyncClient(timeout=PATIENCE) as http:
-        async with api_serving(RunApiSettings.model_validate(place)) as url:
-            http.base_url = httpx.URL(url)
-            context = watching(http, page)
-            connection = await context.__aenter__()
-        with pytest.raises(EOFError):  # not an answer that breaks off
-            await connection.until("nothing")
-        await context.__aexit__(None, None, None)
-
-
-def test_the_ring_keeps_so_many_events_and_so_many_bytes() -> None:
-    for bounds in ({"most_events": 3}, {"most_bytes": 200}):
-        feed = Feed(boot="0123abcd", **bounds)
-        for number in range(10):
-            feed.publish("policy", {"version": number})
-        kept = [event.data["version"] for event in events_in(feed.after(7)[0].decode())]
-        assert kept == [7, 8, 9]
-        assert feed.start("0123abcd.7.0").resync == ""
-        assert feed.start("0123abcd.6.0").resync == "missed"
-        assert feed.start("0123abcd.99.0").resync == "missed"
-        assert feed.start("89abcdef.9.0").resync == feed.start("nonsense").resync == "restarted"
-        with pytest.raises(FellBehind):
-            feed.after(6)
 
 
 class FakeStore:
@@ -487,18 +417,6 @@ async def test_runners_and_trainers_tell_of_failures_too(server: Server) -> None
     assert (row["message"], row["what"]) == ("too hard", "drop")
 
 
-@pytest.mark.thorough
-async def test_many_failures_are_one_event(server: Server) -> None:
-    page = Page()
-    async with watching(server.api.http, page) as connection:
-        server.failed(EngineTimeout("late"))
-        row = await connection.until("failure")
-        assert (row["n"], row["message"]) == (1, "late")
-        for _ in range(500):
-            server.failed(EngineTimeout("late"))
-        assert await connection.until("failures") == {"count": 500, "first": 2, "last": 501}
-
-
 async def test_leases_are_shown_with_their_times(where: str) -> None:
     async with running_api(where) as api:
         await api.put("a", "b")
@@ -523,14 +441,3 @@ async def test_an_engine_is_told_of_when_it_changes(server: Server) -> None:
         async with watching(server.api.http, page) as connection:
             version = 2
             await connection.until("engine", weights_version=2)
-
-
-def test_a_quantile_is_known_to_the_width_of_a_bound() -> None:
-    seen = Distribution((1.0, 2.0, 4.0))
-    assert seen.quantile(0.5) is None
-    for value in (0.5, 1.5, 1.5, 3.0):
-        seen.add(value)
-    assert seen.quantile(0.5) == 1.5
-    assert 2 < (seen.quantile(0.95) or 0) <= 4
-    seen.add(100)
-    assert seen.quantile(1) == 4

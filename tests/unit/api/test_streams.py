@@ -6,27 +6,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from envserver_clients.compression import LeaseStreamReader
-from envserver_clients.http import EnvClient, Retries, SyncEnvClient
-from envserver_clients.records import decode_batch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.api import Api, api_process, native_group, put_native, wire_group
-from support.commands import free_port
-from support.extent import examples
+from envserver_clients.http import EnvClient, SyncEnvClient
+from support.api import Api, wire_group
 from support.stores import group, noise
 from support.waiting import PATIENCE, until
 
 from envserver import ConflictError, NotFoundError
 from envserver.api.native.waiting import Leasing
-from envserver.store import open_store
-
-PATIENT = Retries(tries=40, first_pause_seconds=0.05, longest_pause_seconds=0.2)
 
 
 @pytest.fixture
@@ -236,56 +225,3 @@ async def test_streams_without_asyncio(api: Api) -> None:
             return seen
 
     assert await asyncio.to_thread(train) == ["a", "b", "c"]
-
-
-async def test_a_killed_server_costs_a_stream_nothing(tmp_path: Path) -> None:
-    names = [f"g{number}" for number in range(8)]
-    place, port = tmp_path / "store.db", free_port()
-    async with open_store(place) as store:
-        for name in names:
-            await put_native(store, native_group(name))
-    acked: list[str] = []
-    with api_process(place, port) as first:
-        url = f"http://127.0.0.1:{port}"
-        client = EnvClient(url, run="run", batch_size=1, retries=PATIENT)
-        await client.__aenter__()
-        batches = client.stream(window=3)
-        held = [await anext(batches), await anext(batches)]
-        await client.ack(held.pop(0))
-        acked.append("g0")
-        first.kill()
-    with api_process(place, port):
-        for _ in range(7):
-            batch = held.pop() if held else await anext(batches)
-            acked += [group.group_id for group in batch.groups]
-            await client.ack(batch)
-        await batches.aclose()
-    await client.__aexit__(None, None, None)
-    assert acked == names
-
-
-@given(st.lists(st.binary(max_size=40), max_size=6), st.data())
-@settings(max_examples=examples(20), deadline=None)
-def test_frames_come_out_however_the_stream_is_cut(
-    frames: list[bytes], data: st.DataObject
-) -> None:
-    stream = b"".join(len(frame).to_bytes(4, "big") + frame for frame in frames)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
-    reader = LeaseStreamReader("")
-    parts = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    assert [frame for part in parts for frame in reader.feed(part)] == frames
-
-
-async def test_a_binary_stream_can_be_read_by_anybody(api: Api) -> None:
-    await api.put("a")
-    async with api.http.stream(
-        "GET", "/v1/runs/run/stream", headers={"accept-encoding": "identity"}
-    ) as answer:
-        assert answer.headers["content-type"] == "application/vnd.envserver.stream"
-        reader = LeaseStreamReader("")
-        async for part in answer.aiter_raw():
-            if found := [frame for frame in reader.feed(part) if frame]:
-                (only,) = decode_batch(found[0]).groups
-                assert only.rows[0].tokens.tolist() == [1, 2, 3, 4, 5]
-                return
-    raise httpx.ReadError("the stream ended")

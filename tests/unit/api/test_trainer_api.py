@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import re
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -18,13 +17,12 @@ import msgspec
 import orjson
 import pytest
 from envserver_clients.http import EnvClient, SyncEnvClient
-from envserver_records.errors import ConfigError, StoreError, StoreFull
+from envserver_records.errors import ConfigError, StoreFull
 from envserver_records.records import Group, pack, unpack
 from fastapi import FastAPI
 from pydantic import ValidationError
 from support.api import (
     GROUP,
-    KEYS,
     Api,
     join,
     native_group,
@@ -43,7 +41,6 @@ from envserver.running.api_serving import api_serving
 from envserver.running.run_settings import RunApiSettings
 from envserver.server_config import ServerConfig
 
-MSGPACK = "application/vnd.envserver.groups+msgpack"
 ONE_MSGPACK = "application/vnd.envserver.group+msgpack"
 
 
@@ -57,24 +54,6 @@ def problem(answer: httpx.Response, status: int) -> Any:
 
 
 # Groups
-
-
-async def test_a_lease_holds_bodies_as_stored_or_the_keys_of_the_wire(api: Api) -> None:
-    await api.run()
-    assert await api.status("POST", "/v1/runs/run/lease", content=b'"\xff"') == 400
-    await api.put("a")
-    await api.post("/scored_data", wire_group(2, 5))
-    once = {"idempotency-key": "once"}
-    answer = await api.http.post("/v1/runs/run/lease", json={}, headers={"accept": MSGPACK} | once)
-    assert answer.headers["content-type"] == MSGPACK
-    native, posted = msgspec.msgpack.decode(answer.content)["groups"]
-    assert (native["format"], native["env"]) == ("group", "math")
-    assert unpack(native["body"], Group).group_id == "a"
-    assert posted["format"] == "atropos"
-    assert list(json.loads(posted["body"])) == KEYS
-    group, _ = (await api.post("/v1/runs/run/lease", {}, headers=once))["groups"]
-    assert list(group["group"]) == KEYS
-    assert group["group"]["masks"] == [[-100, -100, 3, 4, 5]] * 2
 
 
 async def test_groups_are_listed_in_orders_and_read_as_they_are_stored(api: Api) -> None:
@@ -182,18 +161,6 @@ async def test_a_waiting_group_takes_less_than_a_kilobyte_of_memory(api: Api) ->
 # Policy versions
 
 
-async def test_policy_versions_are_told_and_survive(tmp_path: Path) -> None:
-    seen: list[int] = []
-    place = tmp_path / "store.db"
-    async with running_api(place, on_policy_version=seen.append) as api:
-        for version in (0, 3, 3):
-            await api.post("/v1/policy-version", {"version": version})
-    assert seen == [0, 3]
-    async with running_api(place, on_policy_version=seen.append) as api:
-        assert await api.get("/v1/policy-version") == {"version": 3}
-    assert seen == [0, 3, 3]
-
-
 async def test_a_trainer_pauses_and_resumes_with_a_new_version(tmp_path: Path) -> None:
     gate = Gate()
 
@@ -287,23 +254,6 @@ def train_and_fall_behind(url: str) -> None:
 
 
 # Health
-
-
-async def test_status_and_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_api(tmp_path / "s.db", status=lambda: {"rollouts": 5}) as api:
-        await api.post("/scored_data", wire_group())
-        status = await api.get("/v1/status")
-        assert status["server"] == {"rollouts": 5}
-        assert (status["groups"]["queued"], status["policy_version"]) == (1, -1)
-        assert (await api.get("/healthz"))["status"] == "ok"
-        assert (await api.get("/readyz"))["parts"]["store"]["state"] == "ready"
-
-        async def get_value(key: str) -> None:
-            raise StoreError("The disk is gone.")
-
-        monkeypatch.setattr(api.store, "get_value", get_value)
-        assert (await api.get("/healthz"))["status"] == "ok"
-        assert "The disk is gone." in problem(await api.http.get("/readyz"), 503)["detail"]
 
 
 async def test_what_cannot_be_served_says_why_to_its_caller(

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sqlite3
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from envserver_records.errors import ConflictError, StoreFull
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import create_engine, func, select
 from support.api import Api, join, registration
 from support.clocks import Clock
-from support.cpu import cpu_limit
 from support.extent import examples
-from support.waiting import until
 
 from envserver.api.runners import runner
-from envserver.api.runners.allotment import ExtraCapacity, fair_shares
+from envserver.api.runners.allotment import fair_shares
 from envserver.api.runners.local_sink import LocalEnvironmentSink
 from envserver.api.runners.polling import LONGEST_SECONDS, poll_seconds
 from envserver.api.runners.registry import RunnerRegistry
-from envserver.api.runners.sharing import SharedCapacity
 from envserver.remote import Heartbeat, Registration
-from envserver.remote.gate import RunnerGate
-from envserver.remote.link import Link
 from envserver.rollouts import CATCH_UP_GROUPS, Bounds, Share
 from envserver.store import GroupStore, open_store
 from envserver.store.demand import Demand
-from envserver.store.prefixes import begins_with
-from envserver.store.schema import groups
 
 MANY = 1000
 
@@ -136,78 +123,6 @@ async def test_those_who_understand_it_poll_less_often_when_there_are_many(
     assert await silent() == [True, True]
 
 
-async def test_a_joiner_waits_as_long_as_it_is_told_and_stops_in_time(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("envserver.api.runners.polling._BEATS_PER_SECOND", 0.01)
-    sent: list[dict[str, Any]] = []
-
-    class Seen(httpx.AsyncHTTPTransport):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            if request.url.path.endswith("/heartbeat"):
-                sent.append(json.loads(request.content))
-            return await super().handle_async_request(request)
-
-    gate = RunnerGate()
-    link = Link(api.url, wanted(1), gate=gate, transport=Seen())
-    async with link.open():
-        assert gate.longest_silence_seconds == 15
-        living = asyncio.create_task(link.live())
-        await until(lambda: len(sent) == 2)
-        # The server takes it for silent after 60 seconds.
-        assert gate.longest_silence_seconds == 30
-        living.cancel()
-        await asyncio.wait({living})
-    assert [beat["wait_seconds"] for beat in sent] == [0, LONGEST_SECONDS]
-    assert "next_seconds" not in sent[1]["seen"], "servers of older versions refuse it"
-
-
-async def test_a_thousand_joiners_cost_one_deal_for_many_beats(
-    store: GroupStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deals = 0
-    deal = SharedCapacity.deal
-
-    def counted(shared: SharedCapacity, everyone: Any) -> Any:
-        nonlocal deals
-        deals += 1
-        assert len(everyone) == MANY
-        return deal(shared, everyone)
-
-    now = time.monotonic()
-    stopped = SimpleNamespace(monotonic=lambda: now, thread_time=time.thread_time)
-    for part in ("runners.news", "heartbeats"):  # on a busy machine the first would be silent
-        monkeypatch.setattr(f"envserver.api.{part}.time", stopped)
-    registry = registry_of(store)
-    sessions = [await registry.register(wanted(n)) for n in range(MANY)]
-    monkeypatch.setattr(SharedCapacity, "deal", counted)
-    before = time.thread_time()
-    for one in sessions:
-        beat = Heartbeat(capacity=17, begun=1)
-        assert (await registry.heartbeat(one.id, one.key, beat)).room >= 0
-    spent = time.thread_time() - before
-    assert deals == 1, "it serves all beats of the same moment"
-    assert spent < MANY * cpu_limit(0.002)
-
-
-def test_a_stream_is_counted_without_looking_at_the_others() -> None:
-    dialect = create_engine("sqlite://").dialect
-    condition = begins_with(groups.c.group_id, "math-train-0-", dialect)
-    query = select(func.count()).select_from(groups).where(condition)
-    text = str(query.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
-    with sqlite3.connect(":memory:") as database:
-        database.execute("CREATE TABLE groups (seq INTEGER PRIMARY KEY, group_id TEXT UNIQUE)")
-        names = [f"math-train-{seed}-{n}" for seed in (0, 1, 10) for n in range(3)] + [
-            "math-train-0"
-        ]
-        database.executemany(
-            "INSERT INTO groups (group_id) VALUES (?)", [(name,) for name in names]
-        )
-        assert database.execute(text).fetchone() == (3,)
-        ((*_, plan),) = database.execute(f"EXPLAIN QUERY PLAN {text}")
-        assert plan.startswith("SEARCH"), plan
-
-
 @settings(max_examples=examples(60))
 @given(
     free=st.integers(0, 60),
@@ -236,16 +151,6 @@ def test_places_are_dealt_to_those_who_want_them(
     assert all(abs(given[name] - dealt[name]) <= 1 for name in wants), "equal turns in any order"
 
 
-def test_a_thousand_are_dealt_all_places_at_little_cost() -> None:
-    names = [f"joiner-{number}" for number in range(1000)]
-    shares = fair_shares(map(Share, names))
-    before = time.thread_time()
-    for _ in range(10):
-        dealt = shares.upcoming(16_000, dict.fromkeys(names, 17))
-    assert set(dealt.values()) == {16}
-    assert time.thread_time() - before < 10 * cpu_limit(0.02)
-
-
 async def test_one_that_begins_nothing_does_not_get_all_places(store: GroupStore) -> None:
     demand = Demand(store, Bounds(most_groups=256, most_batches=3))
     registry = RunnerRegistry(store, demand, stretches=False)
@@ -272,33 +177,6 @@ async def test_what_was_begun_before_a_restart_of_the_server_counts_for_nothing(
         for joined, begun in 2 * ((one, 100_000), (two, 3))
     ]
     assert rooms[2:] == [128, 128]
-
-
-def test_in_the_long_run_each_has_its_share() -> None:
-    shares = fair_shares([Share("a", 1), Share("b", 1, minimum=0.6), Share("c", 3)])
-    begun = dict.fromkeys("abc", 0)
-    for _ in range(500):
-        for name, count in shares.upcoming(2, dict.fromkeys("abc", 5)).items():
-            for _ in range(count):
-                shares.begin(name)
-                begun[name] += 1
-    assert {name: round(groups / 1000, 1) for name, groups in begun.items()} == {
-        "a": 0.1,
-        "b": 0.6,
-        "c": 0.3,
-    }
-
-
-def test_more_may_be_open_where_rollouts_are_long_and_no_more_where_trainers_are_slow() -> None:
-    slack, begun, used = ExtraCapacity(), 8, 8
-    assert slack.groups(0, 8, used, begun, at=0) == 4
-    for _ in range(3):
-        assert slack.groups(0, 8, 12, begun, at=1) == 4, "nothing was begun since"
-    assert slack.groups(0, 8, 12, begun + 12, at=2) == 10
-    assert slack.groups(0, 8, 11, begun + 99, at=2) == 10, "not all places are taken"
-    assert [slack.groups(7, 8, 0, begun, at=second) for second in (3, 3.1, 4, 5, 6)] == [
-        *(5, 5, 2, 1, 0)
-    ]
 
 
 async def test_the_servers_own_environments_share_the_room(store: GroupStore) -> None:

@@ -46,7 +46,6 @@ from envserver.remote import Heartbeat, Registration
 from envserver.remote.gate import RunnerGate
 from envserver.remote.identity import held_identity
 from envserver.remote.link import Link
-from envserver.remote.messages import LONGEST_POLL_SECONDS
 from envserver.remote.sink import missing_requests
 from envserver.running.api_settings import spec_of
 from envserver.running.joining import identity
@@ -148,17 +147,6 @@ def test_a_runner_that_starts_on_another_machine_is_given_its_identity() -> None
 # Groups
 
 
-async def test_a_group_is_stored_once_and_known(api: Api) -> None:
-    one = await join(api)
-    await one.put(0, 0)
-    name = one.group(0).group_id
-    known = await one.send("POST", "/known", json={"group_ids": [name, "other"]})
-    assert known.json() == {"known": [name]}
-    assert (await api.get("/v1/status"))["groups"]["queued"] == 1
-    (row,) = await api.store.rows([name])
-    assert (row.env, row.size, row.tokens, row.policy_version) == ("math", 2, 10, 7)
-
-
 COLUMNS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
 GOOD = pack(stream_group(0))
 REFUSED = {
@@ -229,22 +217,6 @@ def test_what_was_asked_changed_and_fetched_comes_with_a_group() -> None:
 
 
 # News
-
-
-async def test_a_heartbeat_hears_of_a_version_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("envserver.api.runners.news._LOOK_SECONDS", LONGEST_POLL_SECONDS)
-    server = {"silent_after_seconds": 3 * LONGEST_POLL_SECONDS}
-    async with running_api(tmp_path / "store.db", server=server) as api:
-        one = await join(api)
-        assert (await one.beat())["policy_version"] == -1
-        waiting = asyncio.create_task(one.beat(wait_seconds=LONGEST_POLL_SECONDS))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        await api.post("/v1/policy-version", {"version": 3})
-        async with asyncio.timeout(LONGEST_POLL_SECONDS / 2):
-            assert (await waiting)["policy_version"] == 3
 
 
 async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
@@ -474,10 +446,3 @@ async def test_another_process_of_the_same_name_ends_a_session(api: Api) -> None
         for ended in (link.live(), link.post(b"")):
             with pytest.raises(ConflictError, match="Another process"):
                 await ended
-
-
-def test_each_url_of_join_is_checked() -> None:
-    assert JoinSettings(url=" http://a:1/, https://b:2").url == "http://a:1,https://b:2"
-    assert JoinSettings().url == ""
-    with pytest.raises(ValueError, match="must look like"):
-        JoinSettings(url="http://a:1,b:2")

@@ -94,27 +94,6 @@ async def delivered(alarms: Alarms, environment: str, groups: int) -> bool:
     return bool((await status(alarms))["environments"][environment] >= groups)
 
 
-async def test_a_healthy_server_with_a_trainer_raises_nothing(tmp_path: Path, quick: None) -> None:
-    groups = {"env": {"group_size": 4, "folder": str(tmp_path)}}
-    async with serving(tmp_path, "Healthy", alarms={}, **groups) as alarms:
-        await alarms.post("/v1/runs", {"name": "trainer", "batch_size": 8})
-
-        async def is_long() -> bool:
-            lease = await alarms.http.post("/v1/runs/trainer/lease", json={})
-            assert lease.is_success
-            assert await alarms.texts() == {}
-            return bool((await status(alarms))["groups_delivered"] >= 150)
-
-        await until(is_long)
-
-
-async def test_rollouts_that_hang_are_told(tmp_path: Path, quick: None) -> None:
-    async with serving(tmp_path, "Hangs", rollouts={"max_concurrent": 2}) as alarms:
-        await alarms.raised(
-            rollouts_hang__hangs=r"No rollout of hangs has ended for .*, while 2 rollouts run"
-        )
-
-
 async def test_groups_that_wait_too_long_are_stale(tmp_path: Path, quick: None) -> None:
     limits = {"rollouts": {"max_concurrent": 4, "max_staleness_at_delivery": 0}}
     async with serving(tmp_path, "Healthy", alarms=AT_ONCE | {"fewest": 5}, **limits) as alarms:

@@ -216,36 +216,6 @@ async def test_a_pause_for_new_weights_waits_for_an_evaluation(tmp_path: Path) -
 
 
 @pytest.mark.thorough
-async def test_batches_are_of_groups_that_teach_and_it_is_said_how_many_it_took(
-    tmp_path: Path,
-) -> None:
-    curriculum = {"sampler": "difficulty"}
-    own = {"ensure_scores_are_not_same": None}
-    async with serving(tmp_path, own=own, curriculum=curriculum) as served:
-        await served.http.post("/v1/runs", json={"name": "trainer", "batch_size": 8})
-        lease = {"max_groups": 8, "wait_seconds": 60}
-
-        async def is_full() -> bool:
-            answer = (await served.http.post("/v1/runs/trainer/lease", json=lease)).json()
-            groups.extend(answer["groups"])
-            return len(groups) >= 8
-
-        groups: list[dict[str, Any]] = []
-        await until(is_full)
-        status = (await served.http.get("/v1/status")).json()["server"]
-        teaching = status["teaching"]
-        equal = status["groups_dropped"]["zero_variance"]
-        assert teaching["equal_groups_dropped"] == equal > 0
-        assert teaching["scored_groups"] == teaching["delivered_groups"] + equal
-        assert teaching["scored_per_delivered"] > 1
-    made = await envserver.aio.process(
-        "math", model="sim", env={"group_size": 2, "total_steps": 2}, curriculum=curriculum
-    )
-    for group in made.groups:
-        assert group.provenance["chosen"]["by"] in ("order", "difficulty")
-
-
-@pytest.mark.thorough
 async def test_an_evaluation_that_breaks_is_told_and_the_next_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from envserver import ConfigError, MixSettings
 from envserver.cli.command_line import CommandSpec
 from envserver.cli.mixing import read_mix
 from envserver.cli.settings import load_settings
-from envserver.rollouts import CATCH_UP_GROUPS, Share, Shares, targets
+from envserver.rollouts import Share, Shares, targets
 from envserver.rollouts.mixing import Ending, Turns
 
 NAMES = "abcde"
@@ -55,26 +55,6 @@ def test_in_the_long_run_each_has_its_share(mix: list[Share], groups: int) -> No
         begun[name] += 1
     for name, part in parts.items():
         assert abs(begun[name] - part * groups) <= len(mix)
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(MIX, st.data())
-def test_who_was_away_catches_up_a_little_and_nobody_waits_long(
-    mix: list[Share], data: st.DataObject
-) -> None:
-    parts = targets(mix)
-    shares = Shares(parts)
-    away = data.draw(st.sampled_from(sorted(parts)))
-    others = [name for name in parts if name != away]
-    for _ in range(200 if others else 0):
-        shares.begin(shares.next(others))
-    shares.asks(away)
-    in_a_row = 0
-    while shares.next(list(parts)) == away and in_a_row < 1000 and others:
-        shares.begin(away)
-        in_a_row += 1
-    longest = max((1 / parts[name] for name in others), default=0) * parts[away]
-    assert in_a_row <= CATCH_UP_GROUPS + 2 * longest + 2
 
 
 ENDINGS: list[Ending] = ["delivered", "filtered", "failed"]

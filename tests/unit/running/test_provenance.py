@@ -93,14 +93,6 @@ def test_what_was_done_to_a_file_is_found_with_its_line(
     assert ("changed", at + 1) in found([*lines[:at], spaced, *lines[at + 1 :]])
 
 
-def test_two_files_one_after_the_other_are_two_chains() -> None:
-    one = file_of([{"a": 1}, {"b": 2}])
-    assert found(one + one) == []
-    assert found(one[1:]) == [("order", 1)]
-    link = link_of(one[1])
-    assert link is not None and link.intact and link.previous == digest_after(one[0])
-
-
 def test_a_stored_group_that_was_changed_is_found() -> None:
     group = sealed(native_group("a"))
     body = pack(group)
