@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -111,16 +112,20 @@ def test_the_command_makes_lists_and_revokes(
     more = ["--role", "trainer", "--name", "t", "--expires", "30d", *place]
     assert main(["token", "create", *more]) == 0
     text, told = capsys.readouterr()
-    assert text.strip() not in told
+    kept = path.read_text()
+    assert (
+        text.strip() not in told + kept
+        and hashlib.sha256(text.strip().encode()).hexdigest() in kept
+    )
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(path.parent.iterdir()) == [path]  # nothing is left lying about
     (entry,) = read_tokens(path)
     assert AccessTokens(path).find(text.strip()) == entry
     assert entry.expires_at is not None
     assert entry.expires_at - entry.created_at == timedelta(days=30)
     assert main(["token", "create", *more]) == 2
-    assert main(["token", "create", "--role", "king", "--name", "k", *place]) == 2
-    assert (
-        main(["token", "create", "--role", "admin", "--name", "k", "--expires", "9", *place]) == 2
-    )
+    for wrong in ("king --name k", "admin --name k --expires 9", "admin --name ../x"):
+        assert main(["token", "create", "--role", *wrong.split(), *place]) == 2
     capsys.readouterr()
     assert main(["token", "list", *place]) == 0
     listed = capsys.readouterr().out
@@ -143,10 +148,6 @@ async def test_every_route_is_in_the_table(path: Path, tokens: dict[str, str]) -
         declared.add(("GET", "/openapi.json"))  # is not in itself
         ruled = {(rule.method, filled(rule.path)) for rule in RULES}
         assert declared - ruled == set()
-        more = {(method, place) for method, place in ruled if place.startswith("/openenv/")}
-        numbers = {("GET", "/metrics"), ("GET", "/v1/series"), ("GET", "/v1/alarms")}
-        numbers |= {("GET", "/v1/evaluations"), ("POST", "/v1/evaluations")}
-        assert ruled - declared <= {*numbers, *more}  # where there is something to show
 
 
 async def test_each_role_may_do_its_own_and_nothing_else(
@@ -178,7 +179,10 @@ async def test_without_a_good_token_there_is_only_health(
     gone = create_token(path, "gone", "admin")[0]
     revoke_token(path, "gone")
     said = set()
-    for sent in (None, "nonsense", "evs_" + "0" * 10 + "_" + "a" * 43, expired, gone):
+    good = tokens["admin"]
+    mixed = good[:-20] + tokens["reader"][-20:]
+    unknown = "evs_" + "0" * 10 + "_" + "a" * 43
+    for sent in (None, "nonsense", unknown, expired, gone, mixed, good[:-1], good.upper()):
         async with guarded(path) as api:  # a stranger may not fail too often
             assert await code(api, sent, "GET", "/healthz") == 200
             for method, place in (
@@ -199,7 +203,7 @@ async def test_only_a_bearer_token_counts_before_the_body_and_as_long_as_it_is_t
     path: Path, tokens: dict[str, str]
 ) -> None:
     good = tokens["admin"]
-    async with guarded(path, max_body_bytes=2000, allowed_origins=["http://example.org"]) as api:
+    async with guarded(path, max_body_bytes=2000) as api:
         for headers, status in (
             ([("authorization", good)], 401),
             ([("authorization", f"Basic {good}")], 401),
@@ -212,17 +216,6 @@ async def test_only_a_bearer_token_counts_before_the_body_and_as_long_as_it_is_t
         body = b"x" * 100_000
         for token, status in ((None, 401), (tokens["reader"], 403), (tokens["trainer"], 413)):
             assert await code(api, token, "POST", "/v1/runs", content=body) == status
-        # A page of a listed origin may ask with a token.
-        origin = {"origin": "http://example.org"}
-        asks = origin | {
-            "access-control-request-method": "GET",
-            "access-control-request-headers": "authorization",
-        }
-        assert await api.status("OPTIONS", "/info", headers=asks) == 200
-        refused = await api.http.get("/info", headers=origin)
-        assert refused.status_code == 401
-        assert "access-control-allow-origin" in refused.headers
-        assert await code(api, tokens["reader"], "GET", "/info", headers=origin) == 200
         revoke_token(path, "reader")  # needs no restart
         assert await code(api, tokens["reader"], "GET", "/v1/status") == 401
         again, _ = create_token(path, "reader", "reader")

@@ -89,14 +89,19 @@ async def test_heads_have_a_size_and_a_number(tmp_path: Path) -> None:
         assert told(await say(api, long)) == (414, "url_too_long")
 
 
-async def test_heads_have_a_time(tmp_path: Path) -> None:
-    async with bounded(tmp_path, header_seconds=0.3) as api:
+async def test_heads_and_bodies_have_a_time(tmp_path: Path) -> None:
+    async with bounded(
+        tmp_path, header_seconds=0.3, body_idle_seconds=0.3, body_seconds=0.6
+    ) as api:
         assert told(await say(api, GET)) == (408, "too_slow")
         assert told(await say(api, GET[:9], *[b"x"] * 9, pause=0.05)) == (408, "too_slow")
         # A second request on the same connection has the same time.
         twice = await say(api, GET + b"\r\n", GET[:9])
         assert b"200 OK" in twice and b"HTTP/1.1 408" in twice
         assert await say(api) == b""  # said nothing: told nothing
+        assert told(await say(api, POST + b"content-length: 9\r\n\r\n{")) == (408, "too_slow")
+        chunked = POST + b"transfer-encoding: chunked\r\n\r\n"
+        assert told(await say(api, chunked, *[b"1\r\n{\r\n"] * 20, pause=0.05)) == (408, "too_slow")
 
 
 async def test_a_server_may_open_as_many_files_as_the_machine_lets_it(tmp_path: Path) -> None:
@@ -158,11 +163,11 @@ class Certificates:
     """An authority, and what it certified, as files."""
 
     def __init__(self, folder: Path) -> None:
-        self._authority = trustme.CA()
+        authority = trustme.CA()
         self._folder = folder
         self.authority = folder / "authority.pem"
-        self._authority.cert_pem.write_to_path(self.authority)
-        made = self._authority.issue_cert("localhost", "127.0.0.1")
+        authority.cert_pem.write_to_path(self.authority)
+        made = authority.issue_cert("localhost", "127.0.0.1")
         self.chain, self.key = folder / "chain.pem", folder / "key.pem"
         made.cert_chain_pems[0].write_to_path(self.chain)
         made.private_key_pem.write_to_path(self.key)
@@ -179,12 +184,6 @@ class Certificates:
             )
         )
         return locked
-
-    def for_client(self, *, certified: bool) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=self.authority)
-        if certified:
-            self._authority.issue_cert("client").configure_cert(context)
-        return context
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +206,12 @@ async def test_https_with_a_key_under_a_password(
         app = create_api(api.store, settings=settings)
         async with await serve_api(app, "127.0.0.1", 0, settings) as server:
             assert server.url.startswith("https://")
-            assert await status_of(server.url, certificates.for_client(certified=False)) == 200
+            assert (
+                await status_of(
+                    server.url, ssl.create_default_context(cafile=certificates.authority)
+                )
+                == 200
+            )
             with pytest.raises(httpx.ConnectError):
                 await status_of(server.url, ssl.create_default_context())
             with pytest.raises(httpx.HTTPError):

@@ -221,10 +221,6 @@ def test_an_alarm_that_comes_and_goes_is_not_told_each_time() -> None:
     assert len(heard) == 20
     told = [line for line in lines if line["event"] == "alarm_began"]
     assert 2 < len(told) < 8
-    many = [Finding(name="x", severity="warning", text="", about=str(n)) for n in range(999)]
-    for at in (0, 1):
-        book.update(at, many)
-    assert len(book.active) == 100
 
 
 class Waiting:

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote
 
 from support.api import running_api, wire_group
 
 from envserver.api.metrics import Metrics
 from envserver.proxy.gate import Gate
-
-
-def references(part: Any) -> Iterator[str]:
-    """Yields every `$ref` in `part`."""
-    if isinstance(part, list):
-        for each in part:
-            yield from references(each)
-    elif isinstance(part, dict):
-        if isinstance(part.get("$ref"), str):
-            yield part["$ref"]
-        for each in part.values():
-            yield from references(each)
 
 
 async def test_the_document_has_the_errors_of_every_route(tmp_path: Path) -> None:
@@ -32,7 +18,10 @@ async def test_the_document_has_the_errors_of_every_route(tmp_path: Path) -> Non
         gate=Gate(),
         server={"max_waiting_groups": 1, "max_body_bytes": 1024},
     ) as api:
-        paths = (await api.get("/openapi.json"))["paths"]
+        document = await api.get("/openapi.json")
+        paths = document["paths"]
+        for name in re.findall("#/components/schemas/([^'\"]+)", str(document)):
+            assert name in document["components"]["schemas"]
         sent = [
             await api.http.post("/scored_data", content=b"{"),
             await api.http.post("/scored_data", content=b'{"tokens": "\xff"}'),
@@ -45,19 +34,11 @@ async def test_the_document_has_the_errors_of_every_route(tmp_path: Path) -> Non
             await api.http.get("/metrics"),
             await api.http.get("/readyz"),
         ]
-        for path, operations in paths.items():  # a GET may have a body, too
-            for method in operations.keys() - {"post"} if not path.endswith("/stream") else ():
-                for body, encoding in ((b"x" * 2000, "identity"), (b"x", "gzip")):
-                    headers = {"content-encoding": encoding}
-                    sent.append(await api.http.request(method, path, content=body, headers=headers))
     statuses = [one.status_code for one in sent]
-    assert statuses[:10] == [422, 400, 200, 429, 404, 404, 421, 403, 200, 200]
-    assert {400, 413} <= set(statuses[10:])
+    assert statuses == [422, 400, 200, 429, 404, 404, 421, 403, 200, 200]
     for one in sent:
-        operation = paths[unquote(one.request.url.path)][one.request.method.lower()]
+        operation = paths[one.request.url.path][one.request.method.lower()]
         answer = operation["responses"][str(one.status_code)]
-        if one.status_code == 204:
-            continue
         kind = one.headers["content-type"].partition(";")[0]
         assert kind in answer["content"], (one.request.url, one.status_code)
     for path, operations in paths.items():

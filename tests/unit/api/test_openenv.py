@@ -100,12 +100,6 @@ async def test_a_session_answers_as_openenv_says_and_shows_nothing_hidden(
             alike(answer["data"], wanted)
 
 
-async def test_without_a_seed_the_order_chooses_tasks(url: str) -> None:
-    async with socket(url, "lengths") as session:
-        following = [(await session.seen("reset"))["metadata"]["task_id"] for _ in range(4)]
-        assert len(set(following)) == 3 and following[0] == following[3]
-
-
 async def test_episodes_are_bounded_and_closed_sessions_free_them(url: str) -> None:
     async with socket(url, "lengths") as one, socket(url, "lengths") as two:
         await one.seen("reset")
@@ -166,8 +160,6 @@ def test_over_http_each_request_is_an_episode(url: str) -> None:
             assert post("/step", body).status_code == status, body
         assert post("/mcp", {}).json()["error"]["code"] == -32600
         assert post("/mcp", r'{"jsonrpc": "2.0", "id": "\ud800"}').status_code == 200
-        assert http.get("/state").json()["step_count"] == 0
-        assert set(http.get("/openapi.json").json()["paths"]) >= {"/reset", "/step", "/state"}
 
 
 def test_a_silent_session_ends_and_tokens_and_pages_count(tmp_path: Path) -> None:

@@ -47,9 +47,6 @@ from envserver.remote.gate import RunnerGate
 from envserver.remote.identity import held_identity
 from envserver.remote.link import Link
 from envserver.remote.sink import missing_requests
-from envserver.running.api_settings import spec_of
-from envserver.running.joining import identity
-from envserver.running.run_settings import JoinSettings
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 
@@ -136,25 +133,16 @@ def test_a_name_is_held_by_one_process_and_kept_for_the_next(tmp_path: Path) -> 
         assert mended.instance != second.instance
 
 
-def test_a_runner_that_starts_on_another_machine_is_given_its_identity() -> None:
-    settings = {"url": "http://server", "name": "math@ray-0", "instance": "x" * 16}
-    with identity(spec_of(JoinSettings, "math", settings)) as held:
-        assert (held.name, held.instance) == ("math@ray-0", "x" * 16)
-    with pytest.raises(ConfigError, match="16 to 128 characters"):
-        spec_of(JoinSettings, "math", settings | {"instance": "short"})
-
-
 # Groups
 
 
 COLUMNS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
 GOOD = pack(stream_group(0))
 REFUSED = {
-    "$": [b"", b"no group", GOOD[:-9], b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000],
+    "$": [b"", GOOD[:-9], b"\x91" * 5000],
     "$.trajectories": [pack(stream_group(0, trajectories=0))],
     "$.trajectories[0].score.reward": [
-        pack(stream_group(0, score=Score(reward=reward)))
-        for reward in (float("nan"), 1e308, -1.0)
+        pack(stream_group(0, score=Score(reward=reward))) for reward in (float("nan"), -1.0)
     ],
     "$.trajectories[0].sequences": [pack(stream_group(0, sequences=[]))],
     "$.trajectories[0]": [pack(stream_group(0, output=b"bytes"))],

@@ -133,20 +133,6 @@ async def test_a_turn_that_is_given_up_is_another_s() -> None:
     assert await asyncio.wait_for(a.take(2), PATIENCE)
 
 
-@pytest.mark.parametrize(
-    ("mix", "words"),
-    [
-        ([Share("a", weight=0)], "a weight must be positive"),
-        ([Share("a", minimum=1.5)], "a minimum share from 0 to 1"),
-        ([Share("a", minimum=0.7), Share("b", minimum=0.7)], "more than 1 together"),
-        ([Share("a"), Share("a")], "named twice"),
-    ],
-)
-def test_a_mix_that_cannot_be_is_refused(mix: list[Share], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        targets(mix)
-
-
 ECHO = """
 from envserver import Environment, Score, Task
 
@@ -285,7 +271,8 @@ def test_what_cannot_be_mixed_is_told_before_anything_starts(folder: Path, run: 
     assert "environments[0]: env.wrod: there is no such setting" in told
     Path("mix.yaml").write_text("environments: [{name: left.py, wieght: 2}]\n")
     assert "mix.yaml:1: environments[0].wieght" in run(f"process {mix}", status=2)
-    assert read_mix(COMMAND, ["--env", "left.py"]) is None
+    with pytest.raises(ConfigError, match="more than 1 together"):
+        targets([Share("a", minimum=0.7), Share("b", minimum=0.7)])
 
 
 def test_total_steps_of_a_mix_is_the_total(folder: Path) -> None:
@@ -297,11 +284,9 @@ def test_total_steps_of_a_mix_is_the_total(folder: Path) -> None:
 
     mix = "--env left.py=2,right.py --env.total_steps"
     assert read(f"{mix} 3") == [(3, None), (3, None)]
-    assert read(f"{mix} 3 --total_groups 2") == [(2, None), (2, None)]
     path = mixed(left="total_steps: 6")
     assert read(path) == [(None, 6), (None, None)]
     assert read(f"{path} --env.total_steps 9") == [(9, None), (9, None)]
-    assert read(mixed(left="total_steps: 6", all="total_steps: 8")) == [(8, 6), (8, None)]
 
 
 RUNS = [

@@ -117,27 +117,14 @@ def table(tokens: int) -> str:
     return table_to_text(np.full((tokens - 1, 2, 2), 200, np.uint8))
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_the_record_has_them_and_the_agent_does_not(streamed: bool) -> None:
-    async with house(experts=table, tokens=TokensConfig(experts=True)) as home:
-        attempt, client = home.open()
-        said = await chat(client, streamed)
-        (call,) = attempt.calls
-        size = len(call.prompt_ids) + len(call.completion_ids)
-        assert call.experts.table.shape == (size - 1, 2, 2)
-        assert "routed_experts" not in str(said)
-    async with house(experts=table) as home:
-        attempt, client = home.open()
-        assert "routed_experts" not in str(await chat(client, streamed))
-        assert attempt.calls[0].experts is None
-
-
-async def test_the_record_of_a_rollout_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_record_has_them_bounded_and_the_agent_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("envserver.proxy.experts.MOST_BYTES", 200)
     async with house(experts=table, tokens=TokensConfig(experts=True)) as home:
         attempt, client = home.open()
-        for _ in range(2):
-            await chat(client)
+        for streamed in (False, True):
+            assert "routed_experts" not in str(await chat(client, streamed))
         first, second = attempt.calls
         assert 100 < first.experts.ids.nbytes <= 200 and first.flags == []
         assert second.experts is None and second.flags == ["experts_missing"]

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import structlog
-from envserver_records.errors import WorkerError
 from envserver_records.records import Score, Usage
 from envserver_records.tracking import JsonLinesTracker
 from support.api import native_group, put_native
@@ -20,9 +19,8 @@ from support.waiting import PATIENCE, until
 
 import envserver
 from envserver import ConfigError
-from envserver.rollouts.events import GroupDelivered, GroupDropped, RolloutFailed, RolloutScored
+from envserver.rollouts.events import GroupDelivered, GroupDropped, RolloutScored
 from envserver.running.metrics import Deliveries, RolloutNumbers
-from envserver.running.tally import Tally
 from envserver.running.tracked_numbers import TrackedNumbers
 from envserver.running.tracking import without_secrets
 from envserver.store import open_store
@@ -43,15 +41,6 @@ def delivered(numbers: TrackedNumbers, environment: str, **changes: Any) -> None
 def dropped(group_id: str, reason: str) -> GroupDropped:
     facts: dict[str, Any] = {"index": 0, "task_id": "t", "failed": False, "message": "", "at": 0.0}
     return GroupDropped(group_id=group_id, reason=reason, **facts)
-
-
-def test_a_group_is_dropped_with_its_own_failure() -> None:
-    tally = Tally()
-    facts: dict[str, Any] = {"index": 0, "task_id": "t", "attempt": 1, "final": False, "at": 0.0}
-    for group_id, message in (("one", "exited with code 3"), ("two", "timed out")):
-        failure = WorkerError(message).failure()
-        tally(RolloutFailed(group_id=group_id, rollout_id="r", failure=failure, **facts))
-    assert (tally.failure_of("one"), tally.failure_of("three")) == ("exited with code 3", "")
 
 
 OF_MATH = (("environment", "math"),)

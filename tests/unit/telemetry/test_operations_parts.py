@@ -141,16 +141,6 @@ async def test_a_server_is_ready_when_its_routes_serve(
         (answer,) = heard
     assert answer.status_code == 503
     assert set(answer.json()["parts"]) == {"store", "disk", "engine", "routes"}
-    async with (
-        bootstrap_server(config, settings, tmp_path / "s.db", ()) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
-    ):
-        early = await http.get("/readyz")
-        assert (early.status_code, (await http.get("/v1/status")).status_code) == (503, 503)
-        assert "routes is starting" in early.json()["detail"]
-        await server.open(create_api(server.store, settings=config, health=server.health))
-        for path in ("/v1/status", "/readyz"):
-            assert (await http.get(path)).status_code == 200
 
 
 async def test_a_lease_stays_with_its_stream_when_the_server_ends(tmp_path: Path) -> None:
