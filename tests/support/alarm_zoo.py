@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from pathlib import Path
@@ -60,13 +59,6 @@ class Dies(Healthy):
     async def rollout(self, task, run):
         print("the last words", flush=True)
         os._exit(3)
-
-
-class Hangs(Healthy):
-    """Its agent waits for what never comes."""
-
-    async def rollout(self, task, run):
-        await asyncio.Event().wait()
 
 
 class Talks(Healthy):

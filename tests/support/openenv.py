@@ -7,9 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from envserver_records.records import Message, Task
-
-from envserver import Environment
+from envserver_records.records import Message
 
 from .waiting import PATIENCE
 
@@ -59,21 +57,3 @@ def action_of(message: Message) -> dict[str, Any]:
         for call in message.get("tool_calls") or ()
     ]
     return {"message": message.get("content") or "", "tool_calls": calls}
-
-
-async def demonstrated(
-    session: Socket, environment: Environment, task: Task
-) -> list[dict[str, Any]]:
-    """Everything that a player sees who plays the demonstration of `task`."""
-    shown = environment.demonstration(task)
-    assert shown
-    turns = {
-        agent: list(messages)
-        for agent, messages in (shown if isinstance(shown, dict) else {None: shown}).items()
-    }
-    seen = [await session.seen("reset", {"task_id": task.id})]
-    while not seen[-1]["done"]:
-        agent = seen[-1]["observation"]["agent"]
-        left = turns.get(agent) or turns[None]
-        seen.append(await session.seen("step", action_of(left.pop(0))))
-    return seen

@@ -107,11 +107,9 @@ async def test_a_healthy_run_of_thousands_of_groups_raises_nothing(seed: int) ->
             run.add("rollouts_total", rng.random() < 0.2, end="lost", **of)
             run.add("rollouts_total", rng.randrange(4), end="limit_tokens", **of)
             run.add("worker_deaths_total", row % 300 == 7, kind="worker_died", **of)
-            run.add("untrained_tokens_total", 20, flag="truncated_length", **of)
             run.set("untrained_share", 0.03 * rng.random(), **of)
             run.set("rollouts_running", 64, **of)
             run.set("workers", 2, **of)
-        run.add("flags_total", rng.randrange(5), flag="truncated_length")
         if row % 30 == 29:  # a step of the trainer takes five minutes
             run.add("leases_total", end="leased")
             run.add("groups_dropped_total", rng.randrange(4), environment="code", reason="stale")

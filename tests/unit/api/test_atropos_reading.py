@@ -133,7 +133,6 @@ def test_clients_can_read_what_is_accepted(row: list[tuple[int, int]]) -> None:
         ({}, True),
         ({"env_id": 0, "messages": [[{"role": "user", "content": "é"}]], "overrides": None}, True),
         ({"scores": [1]}, False),  # trainers get 1.0
-        ({"unknown": 1}, False),
         ({"inference_logprobs": [[1] * 100]}, False),
     ],
 )

@@ -39,11 +39,9 @@ async def test_the_wire_answers_as_its_conversations_say(api: Api, title: str) -
 
 
 async def test_a_trainer_must_say_everything(api: Api) -> None:
-    for field in REGISTRATION:
-        without = {name: value for name, value in REGISTRATION.items() if name != field}
-        answer = await api.http.post("/register", json=without)
-        assert answer.status_code == 422
-        assert [error["loc"] for error in answer.json()["detail"]] == [["body", field]]
+    answer = await api.http.post("/register", json={})
+    missing = [error["loc"] for error in answer.json()["detail"]]
+    assert missing == [["body", field] for field in REGISTRATION]
     raw = json.dumps(REGISTRATION).encode()
     for headers in ({"content-type": "text/plain"}, {"content-type": "x/y"}, {}):
         for content in (raw, b"\xef\xbb\xbf" + raw):  # whatever it is called, and with a mark

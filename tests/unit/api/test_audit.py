@@ -50,15 +50,12 @@ async def test_an_audit_never_waits_and_chooses_by_id() -> None:
     async with auditing(fraction=0.5, most_waiting=3) as auditor:
         taken = [auditor.offer(one) for one in made]
         assert sum(taken) == 3
-        assert auditor.report()["rollouts_waiting"] == 3
     report = auditor.report()
     assert report["rollouts"] == 3
     wanted = 3 + report["rollouts_dropped"]
     assert 4 < wanted < 16
     async with auditing(fraction=0.5) as again:
         assert sum(map(again.offer, made)) == wanted
-    async with auditing(fraction=0.0) as none:
-        assert not any(map(none.offer, made))
 
 
 async def test_an_audit_leaves_out_what_another_version_sampled() -> None:

@@ -31,11 +31,9 @@ async def test_the_document_has_the_errors_of_every_route(tmp_path: Path) -> Non
             await api.http.request("GET", "/status-env", json={"env_id": 7}),
             await api.http.get("/status", headers={"host": "evil.example"}),
             await api.http.get("/reset_data", headers={"origin": "http://evil.example"}),
-            await api.http.get("/metrics"),
-            await api.http.get("/readyz"),
         ]
     statuses = [one.status_code for one in sent]
-    assert statuses == [422, 400, 200, 429, 404, 404, 421, 403, 200, 200]
+    assert statuses == [422, 400, 200, 429, 404, 404, 421, 403]
     for one in sent:
         operation = paths[one.request.url.path][one.request.method.lower()]
         answer = operation["responses"][str(one.status_code)]

@@ -216,8 +216,8 @@ async def test_engines_come_drain_die_and_come_back_with_old_weights_under_load(
                 house.proxy.seal(attempt)
                 number += 1
 
-        async def more(count: int = 40) -> None:
-            goal = len(calls) + count
+        async def more() -> None:
+            goal = len(calls) + 40
             await until(lambda: len(calls) >= goal or any(lane.done() for lane in lanes))
 
         await house.publish(1)

@@ -1,4 +1,4 @@
-"""What a server shows of now, over real HTTP: live events, failures and drops, leases, engines."""
+"""What a server shows of now, over real HTTP: live events, failures and drops, engines."""
 
 from __future__ import annotations
 
@@ -140,12 +140,10 @@ class Connection:
 
 
 @asynccontextmanager
-async def watching(
-    http: httpx.AsyncClient, page: Page, headers: dict[str, str] | None = None
-) -> AsyncIterator[Connection]:
+async def watching(http: httpx.AsyncClient, page: Page) -> AsyncIterator[Connection]:
     """A connection, from where the page was; `hello` has come."""
     known = {"last-event-id": page.last_id} if page.last_id else {}
-    async with http.stream("GET", "/v1/events", headers=known | (headers or {})) as answer:
+    async with http.stream("GET", "/v1/events", headers=known) as answer:
         assert answer.status_code == 200, await answer.aread()
         assert answer.headers["content-type"].startswith("text/event-stream")
         connection = Connection(page, answer)
@@ -354,7 +352,7 @@ def test_whatever_breaks_no_group_comes_twice_or_is_left_out(
     asyncio.run(live_through())
 
 
-# Failures, leases, engines
+# Failures, engines
 
 
 async def test_failures_say_whose_fault_in_words_without_secrets(server: Server) -> None:

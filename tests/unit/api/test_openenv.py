@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,13 @@ import httpx
 import pytest
 from support.commands import Running, free_port, running, until
 from support.conversations import alike, conversations
-from support.openenv import demonstrated, socket
+from support.openenv import socket
 from support.openenv_server import call, played, transcript
 from support.waiting import PATIENCE
 
-from envserver import Environment, NotFoundError
+from envserver import NotFoundError
 from envserver.api import create_token
 from envserver.models.played import PlayedEngine
-from envserver.registry import find
 from envserver.rollouts.episodes import Episodes, EpisodesFull
 
 LENGTHS = '''
@@ -186,19 +184,6 @@ async def guarded(url: str, trainer: str, reader: str) -> None:
         last = await session.connection.receive_json(timeout=PATIENCE)
         assert last["data"]["code"] == "SESSION_ERROR"
         assert (await session.connection.receive(timeout=PATIENCE)).type is aiohttp.WSMsgType.CLOSE
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["math", "code", "mhqa", "kuhn", "twenty_questions", "router"])
-async def test_the_demonstrations_of_our_environments_solve_them(name: str, tmp_path: Path) -> None:
-    environment: Environment = find(name)(find(name).Config())
-    for _, url in served(tmp_path, "--env", name):
-        async with socket(url, name) as session:
-            for task in islice(environment.tasks(environment.config.split), 3):
-                *turns, last = await demonstrated(session, environment, task)
-                assert all(turn["reward"] is None for turn in turns)
-                if environment.demonstrations_solve:
-                    assert last["reward"] == environment.reward_range[1]
 
 
 @pytest.mark.thorough

@@ -15,7 +15,6 @@ from support.serving import attempt_spec
 from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig
-from envserver.api.access.connections import HttpBounds
 from envserver.api.proxy_server import ProxyServer, serve_proxy
 from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt
@@ -45,9 +44,8 @@ class House:
     def open(self) -> ProxyAttempt:
         return self.proxy.open(attempt_spec())
 
-    async def connect(self, sent: bytes = b"", port: int = 0) -> Client:
-        port = port or self.server.port
-        client = Client(*await asyncio.open_connection("127.0.0.1", port))
+    async def connect(self, sent: bytes = b"") -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.server.port))
         client.writer.write(sent)
         self.clients.append(client)
         return client
@@ -58,8 +56,8 @@ class House:
         """A connection that has sent `body`, and said that so many bytes come."""
         return await self.connect(head(attempt, "POST", path, length or len(body)) + body)
 
-    async def get(self, attempt: ProxyAttempt, path: str = "v1/models", port: int = 0) -> Client:
-        return await self.connect(head(attempt, "GET", path), port)
+    async def get(self, attempt: ProxyAttempt) -> Client:
+        return await self.connect(head(attempt, "GET", "v1/models"))
 
     async def wait(self, attempt: ProxyAttempt) -> Client:
         """A connection that is being answered by the service."""
@@ -100,12 +98,10 @@ def head(
 
 
 @asynccontextmanager
-async def house(
-    http: HttpBounds | None = None, engine: Any = None, **bounds: float
-) -> AsyncIterator[House]:
+async def house(**bounds: float) -> AsyncIterator[House]:
     async with OpenAIEngine(OpenAIConfig(base_url="http://127.0.0.1:9")) as dead:
-        made = House(engine or dead, **bounds)
-        made.server = await serve_proxy(made.proxy, http)
+        made = House(dead, **bounds)
+        made.server = await serve_proxy(made.proxy)
         try:
             yield made
         finally:

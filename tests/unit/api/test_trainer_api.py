@@ -1,4 +1,4 @@
-"""The native trainer API over real HTTP: runs, groups, policy versions, health, errors, origins."""
+"""The native trainer API over real HTTP: runs, groups, policy versions, errors, origins."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from envserver_clients.http import SyncEnvClient
 from envserver_records.errors import ConfigError, StoreFull
-from envserver_records.records import Group, pack, unpack
+from envserver_records.records import pack
 from fastapi import FastAPI
 from pydantic import ValidationError
 from support.api import (
@@ -38,8 +37,6 @@ from envserver.running.api_serving import api_serving
 from envserver.running.run_settings import RunApiSettings
 from envserver.server_config import ServerConfig
 
-ONE_MSGPACK = "application/vnd.envserver.group+msgpack"
-
 
 def problem(answer: httpx.Response, status: int) -> Any:
     assert answer.status_code == status, answer.text
@@ -61,9 +58,6 @@ async def test_groups_are_listed_in_orders_and_read_as_they_are_stored(api: Api)
     assert [one["group_id"] for one in (*best["groups"], *rest["groups"])] == ["c", "math/b", "a"]
     told = problem(await api.http.get(f"/v1/groups?cursor={best['cursor']}"), 422)
     assert "does not belong to the order" in told["detail"]
-    answer = await api.http.get("/v1/groups/math%2Fb", headers={"accept": ONE_MSGPACK})
-    assert answer.headers["content-type"] == ONE_MSGPACK
-    assert unpack(msgspec.msgpack.decode(answer.content)["body"], Group).group_id == "math/b"
     await api.post("/scored_data", wire_group(2, 5))
     (posted,) = (await api.get("/v1/groups?after=3"))["groups"]
     told = problem(await api.http.get(f"/v1/groups/{posted['group_id']}/rollouts/0"), 409)
@@ -212,7 +206,7 @@ def train_and_fall_behind(url: str) -> None:
         assert room() == 2  # no more than are still fresh when they are delivered
 
 
-# Health
+# Starting
 
 
 async def test_what_cannot_be_served_says_why_to_its_caller(
@@ -221,8 +215,7 @@ async def test_what_cannot_be_served_says_why_to_its_caller(
     seen: list[str] = []
     starting = asyncio.Event()
     port = int(api.url.rpartition(":")[2])
-    places = [(host, 0, "tokens") for host in ("0.0.0.0", "::", "", "192.168.1.1", "example.org")]
-    for host, at, words in (*places, ("127.0.0.1", port, str(port))):
+    for host, at, words in (("0.0.0.0", 0, "tokens"), ("127.0.0.1", port, str(port))):
         with pytest.raises(ConfigError, match=words):
             await serve_api(httpx.ASGITransport, host, at)  # type: ignore[arg-type]
 
@@ -303,6 +296,5 @@ async def test_listed_origins_may_talk_without_credentials(tmp_path: Path) -> No
         read = await api.http.get("/latest_example", headers=other)
         assert "access-control-allow-origin" not in read.headers
         assert await api.status("GET", "/batch", headers=other) == 403
-    for origin in ("*", "lab.example", "https://lab.example/"):
-        with pytest.raises(ValidationError):
-            ServerConfig(allowed_origins=[origin])
+    with pytest.raises(ValidationError):
+        ServerConfig(allowed_origins=["*"])

@@ -174,7 +174,6 @@ async def test_of_several_groups_the_wrong_one_is_named_and_the_others_are_store
     assert shown["stored"] == 2
     ids = [one.group(index).group_id for index in (0, 2)]
     assert await api.store.bodies(ids) == [bodies[0], long_group(2)]
-    assert (await api.store.stored_bodies(ids))[1][1] == bodies[2], "as it came"
     for wrong, status in ((b"", 422), (encode_batch([b"x"] * 99), 413)):
         headers = {"content-type": GROUP_LIST_MSGPACK}
         answer = await one.send("POST", "/groups", content=wrong, headers=headers)
@@ -246,16 +245,14 @@ async def test_what_is_ready_while_one_is_under_way_goes_together() -> None:
     first = asyncio.create_task(posts.put(b"first"))
     while not sent:
         await asyncio.sleep(0)
-    words = [b"a", b"wrong", b"b", b"gone"]
+    words = [b"a", b"wrong", b"b"]
     later = [asyncio.create_task(posts.put(word)) for word in words]
-    await asyncio.sleep(0)
-    later[-1].cancel()
     await asyncio.sleep(0)
     answered.set()
     await first
     found = await asyncio.gather(*later, return_exceptions=True)
     assert sent == [[b"first"], [b"a", b"wrong", b"b"]]
-    assert [type(one) for one in found[:3]] == [type(None), InputError, type(None)]
+    assert [type(one) for one in found] == [type(None), InputError, type(None)]
     await asyncio.gather(posts.put(b"c"), posts.put(b"all"))
     assert sent[2:] == [[b"c", b"all"], [b"c"], [b"all"]]
     many = [posts.put(b"%d" % number) for number in range(MOST_GROUPS + 1)]

@@ -91,9 +91,7 @@ async def test_those_who_understand_it_poll_less_often_when_there_are_many(
     monkeypatch.setattr("envserver.api.runners.polling._BEATS_PER_SECOND", 0.01)
     old = await join(api, "math@old")
     assert "next_seconds" not in await old.beat()
-    body = registration("math@new")
-    answer = await api.http.post("/v1/environments?understands=next_seconds", json=body)
-    new = type(old)(api, answer.json())
+    new = await join(api, "math@new", "?understands=next_seconds")
     assert (await new.beat())["next_seconds"] == LONGEST_SECONDS
 
     async def silent() -> list[bool]:

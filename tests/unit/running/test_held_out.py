@@ -16,17 +16,6 @@ from support.commands import envserver as command
 from support.waiting import PATIENCE, until
 
 import envserver
-from envserver.running.held_out import is_due
-
-
-def test_the_first_version_is_due_and_then_the_first_at_each_multiple() -> None:
-    before: list[int] = []
-    for version in (-1, 3, 4, 9, 12, 13, 20, 45, 46):
-        if is_due(version, before, 10):
-            before.append(version)
-    assert before == [3, 12, 20, 45]
-    assert not is_due(7, [], None)
-
 
 WAITS = """
 import asyncio
@@ -101,7 +90,6 @@ async def serving(
     folder: Path,
     environment: str = "math",
     own: dict[str, Any] | None = None,
-    curriculum: dict[str, Any] | None = None,
     **evaluate: Any,
 ) -> AsyncIterator[Served]:
     async with (
@@ -112,7 +100,6 @@ async def serving(
             env={"group_size": 2, "ensure_scores_are_not_same": False, **(own or {})},
             rollouts={"max_queued_groups": 2, "max_concurrent": 2},
             workers={"processes": 1},
-            curriculum=curriculum or {},
             store=str(folder / "groups.db"),
             server={"port": 0, "drain_seconds": 0},
             track=["jsonl"],
@@ -129,14 +116,6 @@ def waits(folder: Path) -> tuple[str, dict[str, Any]]:
     path = folder / "waits.py"
     path.write_text(WAITS)
     return str(path), {"folder": str(folder)}
-
-
-@pytest.mark.thorough
-async def test_the_split_that_is_trained_on_is_not_evaluated_as_held_out(tmp_path: Path) -> None:
-    async with serving(tmp_path, split="train") as served:
-        answer = await served.http.post("/v1/evaluations")
-        assert answer.status_code == 409 and "trains on" in answer.json()["detail"]
-        assert await served.evaluations() == []
 
 
 @pytest.mark.thorough

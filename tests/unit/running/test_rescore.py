@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from envserver_records.errors import EngineRefused
-from envserver_records.records import Call, ServiceCall
+from envserver_records.records import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import envserver, read_jsonl
@@ -18,10 +18,10 @@ from support.in_process import Run
 from support.trajectories import sequence
 from support.trajectories import trajectory as rollout
 
-from envserver import EngineError, Group, InputError, Score, ServiceError, Trajectory
+from envserver import Group, Score, Trajectory
 from envserver.export import group_line, group_of
 from envserver.export.rescored import rescored_line
-from envserver.rollouts.replaying import Player, RecordedServices, recorded_calls
+from envserver.rollouts.replaying import Player, recorded_calls
 from envserver.running.replaying import read_record
 
 ECHO = '''
@@ -301,28 +301,6 @@ async def test_each_agent_and_each_of_several_calls_at_once_finds_its_own() -> N
     assert player.difference is not None
     assert player.difference.call == 3
     assert "-one" in player.difference.diff
-    with pytest.raises(EngineError):  # it is over, whatever is asked now
-        await ask(player, "one", "r/a")
-    player = Player(recorded_calls([call(None, "one", "1")], "r", []), model="m", exact=False)
-    assert await ask(player, "one") == "1"
-    with pytest.raises(EngineRefused, match="record ends here"):
-        await ask(player, "one")
-
-
-async def test_services_answer_from_the_record() -> None:
-    player = Player([], model="m", exact=False)
-    asked = [
-        ServiceCall(name="web/search", arguments={"q": "herons"}, answer=["a heron"]),
-        ServiceCall(name="web/search", arguments={"q": ""}, refused="say what"),
-    ]
-    service = RecordedServices(asked, player).get("web/search")
-    with pytest.raises(InputError, match="say what"):
-        await service({"q": ""}, None)  # type: ignore[arg-type]
-    assert await service({"q": "herons"}, None) == ["a heron"]  # type: ignore[arg-type]
-    assert player.difference is None
-    with pytest.raises(ServiceError):
-        await service({"q": "herons"}, None)  # type: ignore[arg-type]
-    assert player.difference is not None
 
 
 def test_where_calls_were_not_kept_each_agent_s_are_read_off_its_own_talk(place: Path) -> None:

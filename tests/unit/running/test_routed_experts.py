@@ -29,8 +29,7 @@ from envserver import Environment, Score, Settings, SimConfig, Task, TokensConfi
 from envserver.export import group_line
 from envserver.export.stored import group_of
 from envserver.export.stored_group import group_record
-from envserver.models import ProbeResult, SimEngine, TextSolver
-from envserver.proxy.capabilities import capabilities_of
+from envserver.models import SimEngine, TextSolver
 from envserver.running.delivered import read_line
 from envserver.running.engines import make_endpoint
 
@@ -104,13 +103,6 @@ def test_an_engine_that_tells_no_experts_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="gives no routed experts") as caught:
         make_endpoint(Settings(**ROUTED), SimEngine(SimConfig()))
     assert "--enable-return-routed-experts" in str(caught.value.hint)
-    plain, tells = (
-        ProbeResult(mode="chat", model="m", routed_experts=told) for told in (False, True)
-    )
-    with pytest.raises(ConfigError, match="gives no routed experts"):
-        capabilities_of(plain, TokensConfig(experts=True))
-    capabilities_of(plain, TokensConfig())
-    capabilities_of(tells, TokensConfig(experts=True))
 
 
 def table(tokens: int) -> str:

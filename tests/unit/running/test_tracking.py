@@ -91,7 +91,6 @@ def test_scalars_are_of_the_time_since_the_last_call() -> None:
     delivered(numbers, "code", score=Score(reward=1.0))
     found = numbers.scalars(10.0)
     assert (found["reward/math"], found["reward/code"]) == (pytest.approx(1 / 3), 1.0)
-    assert (found["reward"], found["groups/math"]) == (pytest.approx(2 / 3), 2)
     assert "turns" not in found
 
 
@@ -108,10 +107,7 @@ def test_rows_are_the_best_and_the_worst_of_a_group_bounded_and_without_secrets(
     delivered(numbers, "math", messages=messages, usage=Usage(ended_by="tokens"))
     best, worst = numbers.rows(5, numbers.take_groups())
     assert (best["reward"], worst["reward"]) == (1.0, 0.0)
-    assert best["advantage"] == pytest.approx(1.414, abs=1e-3)
-    assert [best[name] for name in ("step", "environment", "task_id", "end", "link")] == [
-        5, "math", "task-1", "tokens", "http://a/#/groups/g1/1"
-    ]  # fmt: skip
+    assert (best["step"], best["end"], best["link"]) == (5, "tokens", "http://a/#/groups/g1/1")
     assert best["prompt"] == "system: Be kind.\n\nuser: Use [redacted]"
     completion = str(best["completion"])
     assert completion.startswith('assistant: [look({"at": 1})]\n\ntool: xxx')
