@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import json
-import os
-import pty
-import select
 import shlex
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +17,17 @@ from envserver_environments.swe.asking import asked_task
 from envserver_records.records import Trajectory, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import ENVSERVER, environment_variables, typed
+from support.commands import typed
 from support.engine_stand_in import fake_vllm
 from support.extent import examples
+from support.terminal import Terminal
 from support.trajectories import trajectory
 from support.waiting import PATIENCE
 
-from envserver import ConfigError, Environment, InputError, Result, Score, main
+from envserver import InputError, Score, main
 from envserver.actions import CUT, MAX_FIELD_BYTES, MAX_STEPS, Steps, batch, encode
-from envserver.cli.specs.run_command import settings_for
-from envserver.environment import answer_text
 from envserver.export import problems_of
-from envserver.export.unified import actions_of, unified
+from envserver.export.unified import unified
 
 SIM = "--model sim --sim.latency_seconds 0"
 COMMAND = "```bash\nprintf 'new\\n' > note.txt; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
@@ -70,13 +64,6 @@ def test_mistakes_are_told_in_the_words_of_the_command(
         assert wanted in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
-    class Taken(Environment):
-        class Question(Environment.Question):
-            model: str = ""
-
-    with pytest.raises(ConfigError, match="'model', which is a setting"):
-        settings_for(Taken)
-
 
 @pytest.mark.thorough
 async def test_a_repository_is_worked_on_in_a_copy(tmp_path: Path) -> None:
@@ -98,47 +85,18 @@ async def test_a_repository_is_worked_on_in_a_copy(tmp_path: Path) -> None:
         assert [one["tool"] for one in document["actions"]] == ["reason", "bash", "finalize"]
         assert document["actions"][1]["output"]["returncode"] == 0
         assert sorted(path.name for path in repository.iterdir()) == ["a.py"]
-        seen = await asyncio.to_thread(_talk, shlex.split(line), tmp_path, "n\n")
-        assert "printf 'new" in seen
+        await asyncio.to_thread(refuse, line, tmp_path)
         document = read(tmp_path / "out.json")
         assert document["final_answer"] == ""
         refusals = [one["error"] for one in document["actions"] if one["tool"] == "bash"]
         assert refusals == ["the user refuses this command"]
 
 
-def _talk(words: list[str], folder: Path, answer: str) -> str:
-    """What the command says on a terminal where each of its questions is answered so."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [str(ENVSERVER), *words],
-        cwd=folder,
-        env=environment_variables(),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    seen, answered = b"", 0
-    until = time.monotonic() + PATIENCE
-    try:
-        while time.monotonic() < until:
-            if not select.select([ours], [], [], 0.2)[0]:
-                if process.poll() is not None:
-                    break
-                continue
-            try:
-                seen += os.read(ours, 4096)
-            except OSError:  # the other side is closed
-                break
-            while seen.count(b"[a]ll: ") > answered:
-                os.write(ours, answer.encode())
-                answered += 1
-        assert process.wait(PATIENCE) == 0, seen.decode()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    return seen.decode()
+def refuse(line: str, folder: Path) -> None:
+    with Terminal(line.replace("'Add a note.'", "Add"), folder) as terminal:
+        assert "printf 'new" in terminal.until("[a]ll: ")
+        terminal.type("n")
+        assert terminal.process.wait(PATIENCE) == 0
 
 
 SLOW = '''
@@ -186,50 +144,6 @@ def test_what_was_done_before_the_time_was_up_is_kept(tmp_path: Path) -> None:
     assert problems_of(document, domains=["slow"]) == []
     thoughts = [one for one in document["actions"] if one["tool"] == "think"]
     assert [one["input"] for one in thoughts] == [{"number": n, "key": "***"} for n in range(4)]
-
-
-GOOD: dict[str, Any] = {
-    "schema_version": 1,
-    "task_id": "math-1",
-    "domain": "math",
-    "question": None,
-    "actions": [
-        {"step": 1, "tool": "reason", "input": {}, "output": "so", "ts": 1.5},
-        {"step": 2, "tool": "finalize", "input": {}, "output": 7},
-    ],
-    "final_answer": "7",
-    "metadata": {"start_ts": 1.0, "end_ts": 2.0, "reward": None, "anything": [1]},
-    "more": True,
-}
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "words"),
-    [
-        (["schema_version"], 2, "schema_version"),
-        (["task_id"], "code-1", "does not begin with 'math-'"),
-        (["domain"], "maths", "is not one of swe"),
-        (["final_answer"], None, "final_answer"),
-        (["question"], 7, "question"),
-        (["actions", 0, "step"], 2, "2 where 1 is due"),
-        (["actions", 1, "step"], 3, "3 where 2 is due"),
-        (["actions", 0, "tool"], "", "tool"),
-        (["actions", 0, "ts"], 2.5, "out of order"),
-        (["actions", 1, "ts"], 1.25, "out of order"),
-        (["actions", 1], {"step": 2, "tool": "unknown", "input": {}, "output": ""}, "nothing"),
-        (["metadata", "end_ts"], 0.5, "before it starts"),
-        (["metadata", "start_ts"], "now", "start_ts"),
-        (["metadata", "score"], float("nan"), "is not a number"),
-    ],
-)
-def test_each_fault_of_a_record_is_found(place: list[Any], value: Any, words: str) -> None:
-    assert problems_of(GOOD) == []
-    bad = copy.deepcopy(GOOD)
-    at = bad
-    for part in place[:-1]:
-        at = at[part]
-    at[place[-1]] = value
-    assert any(words in problem for problem in problems_of(bad)), problems_of(bad)
 
 
 JSON = st.recursive(
@@ -286,35 +200,6 @@ def test_what_is_too_long_or_too_much_is_cut_off_and_says_so() -> None:
         orjson.dumps(hostile.taken())
     with pytest.raises(ValueError, match="name of a tool"):
         encode(" ", None, None, 0.0)
-    told = Steps()
-    told.take(batch(0, [encode("a", 1, 2, 0.0, error) for error in (None, OSError("e"))], 0))
-    assert [step.get("error") for step in told.taken()] == [None, "e"]
-
-
-def test_actions_are_read_off_a_conversation_where_none_was_logged() -> None:
-    call = {"id": "1", "function": {"name": "calculate", "arguments": '{"expression": "3+4"}'}}
-    messages = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "I calculate.", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "7"},
-        {"role": "assistant", "content": [{"type": "text", "text": "It is 7."}]},
-    ]
-    assert [(one["step"], one["tool"], one["output"]) for one in actions_of(messages)] == [
-        (1, "reason", "I calculate."),
-        (2, "calculate", "7"),
-        (3, "reason", "It is 7."),
-    ]
-    document = unified(made(messages=messages), ended_at=10.0)
-    assert (document["question"], document["actions"][-1]["output"]) == ("?", "It is 7.")
-
-
-@pytest.mark.parametrize(
-    ("output", "answer"),
-    [("so", "so"), (None, "last"), ({"code": None, "text": "t"}, "t"), ([1], "[1]"), ({}, "last")],
-)
-def test_the_answer_of_an_output(output: Any, answer: str) -> None:
-    messages = [{"role": "assistant", "content": "last"}]
-    assert answer_text(Result(output=output, messages=messages)) == answer
 
 
 def made(**changes: Any) -> Trajectory:

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 from support.commands import envserver
 
-from envserver import KnownResult, Result, Task
-from envserver.cli.check_card import card
-from envserver.rollouts.absurd import absurd_results
-from envserver.rollouts.check_report import EnvironmentReport, Kind, Played, Wrong
-from envserver.rollouts.checking import differences, task_problems
+from envserver import Task
+from envserver.rollouts.checking import task_problems
 
 THOROUGH = pytest.mark.thorough
 ENVIRONMENT = '''
@@ -264,71 +261,5 @@ def test_what_was_found_is_told_in_words(zoo: Path) -> None:
     assert "Checks FAILED" in ran.stdout
 
 
-def test_a_card_names_what_was_found_in_one_table() -> None:
-    report = EnvironmentReport(
-        environment="sums",
-        split="train",
-        tasks=3,
-        whole=True,
-        kinds=[Kind(name="gold", expected_least=1.0, expected_most=1.0, count=3)],
-        without_gold=[],
-        problems=["A cheat | solves"],
-        plays=[
-            Played(way="demonstration", rewards=[1.0, 0.5], solved=1, turns=4,
-                   wrong=[Wrong(task_id="t", reward=0.5), Wrong(task_id="u", reward=None)]),
-            Played(way="refusal", cheat=True, rewards=[0.0]),
-        ],
-        reward_range=(0.0, None, 1.0),
-        demonstrations_solve=False,
-    )  # fmt: skip
-    assert card(report).splitlines() == [
-        "| checked | found |",
-        "|---|---|",
-        "| verdict | FAILS `envserver check` |",
-        "| tasks | all 3 of `train` |",
-        "| rewards | 0 to no limit, a task is solved at 1 |",
-        "| right results | 3 of 3 as expected |",
-        "| wrong, absurd and cheating results | none known |",
-        "| a game | demonstrations are fair play, which may lose, and a cheat may win |",
-        "| demonstrations, played | 1 of 3 solve their task, mean reward 0.75, 2.0 turns; "
-        "1 failure |",
-        "| problem | A cheat \\| solves |",
-        "",
-        "| the model only says | tasks solved | mean reward |",
-        "|---|---|---|",
-        "| refusal | 0 of 1 | 0 |",
-    ]
-
-
-def test_absurd_results_come_in_the_form_of_right_ones() -> None:
-    made = list(absurd_results({"question": "Why?", "options": ["a"]}, [{"patch": "x"}]))
-    assert all((one.least, one.most) == (0.0, 0.0) for one in made)
-    assert KnownResult("question echoed", Result(output={"patch": "Why?\na"})) in made
-    assert KnownResult("wrong type", Result(output={"patch": [None]})) in made
-    (all_at_once,) = [
-        one.result.output
-        for one in absurd_results({"options": ["a", "b"], "words": ["c", "d"]}, [])
-        if one.name == "every choice"
-    ]
-    assert all_at_once == "a, b"
-
-
-def test_a_wrong_type_that_reads_like_a_right_answer_is_left_out() -> None:
-    def wrong(output: Any) -> list[Any]:
-        made = absurd_results({"question": "1 - 1?"}, [output])
-        return [one.result.output for one in made if one.name == "wrong type"]
-
-    assert 0 in wrong("It is 5.") and 0 not in wrong("It is 0.") and -1.5 not in wrong("x = -1.5")
-    assert {"answer": 0} in wrong({"answer": "5"}) and {"answer": 0} not in wrong({"answer": "0"})
-
-
 def test_short_hidden_words_may_stand_in_the_question() -> None:
     assert list(task_problems(Task("t", {"q": "Paris or Rome?"}, {"answer": "Paris"}))) == []
-    unsendable = list(task_problems(Task("t", {"q": {1, 2}}, {})))
-    assert len(unsendable) == 1 and "cannot be sent" in unsendable[0]
-
-
-def test_listings_of_different_length_differ() -> None:
-    tasks = [Task("a", {}), Task("b", {})]
-    assert list(differences(tasks, tasks)) == []
-    assert "2 tasks and then 1" in next(differences(tasks, tasks[:1]))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from envserver_records.errors import ConfigError
-from support.in_process import Run
 from support.waiting import PATIENCE
 
 from envserver import ServerConfig
@@ -121,17 +120,6 @@ def test_mistakes(line: str, expected: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_help_shows_the_arguments_and_the_switches(capsys: pytest.CaptureFixture[str]) -> None:
-    PAIR.show_help(["--help"])
-    told = capsys.readouterr().out
-    for part in (
-        "Usage: envserver pair A B",
-        "  A path [needed]\n      The first.",
-        "  --[no-]resume [false]\n      Go on.",
-    ):
-        assert part in told
-
-
 # Completion: what each word may become, and that real shells ask for it ---------------------------
 
 
@@ -161,12 +149,6 @@ def test_what_a_word_may_become() -> None:
     assert "--env.data_set" not in names("process --env.da")
     assert {"math", PATHS} <= set(names("process --env "))
     assert names("export --to sf") != []
-
-
-def test_a_script_is_printed_for_each_shell(run: Run) -> None:
-    for shell, script in SCRIPTS.items():
-        assert run(f"completion {shell}").out == script
-    run("completion tcsh", status=2)
 
 
 @pytest.fixture

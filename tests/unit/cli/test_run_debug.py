@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import environment_variables, envserver
+from support.commands import envserver
 from support.in_process import Run
+from support.terminal import Terminal
 from support.waiting import PATIENCE
 
 ENVIRONMENT = '''
@@ -123,52 +119,6 @@ def test_what_cannot_be_run_is_said_before_anything_starts(place: Path, run: Run
         "gaia --task x --debug": "without a sandbox",
     }.items():
         assert told in run(f"run --env {words} {SIM}", status=2)
-
-
-@pytest.mark.thorough
-def test_process_shows_conversations_and_ends_at_its_limit(place: Path, run: Run) -> None:
-    words = "process --env sums.py --limit 2 --verbose --env.group_size 2 --out out.jsonl"
-    said = run(f"{words} {SIM}").err
-    assert said.count("[assistant]") == 4 and said.count("[user]") == 4
-    assert said.count("It is 1") == said.count("It is 2") == 2
-    assert len(Path("out.jsonl").read_text().splitlines()) == 2
-
-
-class Terminal:
-    """A command at a terminal of its own."""
-
-    def __init__(self, line: str, folder: Path) -> None:
-        self._ours, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "envserver", *line.split()], cwd=folder,
-            env=environment_variables() | {"TERM": "dumb", "COLUMNS": "200"},
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        self.seen = ""
-
-    def until(self, text: str) -> str:
-        """Reads until `text` is shown; returns what was shown since the last call."""
-        ends = time.monotonic() + PATIENCE
-        while text not in self.seen:
-            assert time.monotonic() < ends, self.seen
-            if select.select([self._ours], [], [], 1.0)[0]:
-                self.seen += os.read(self._ours, 65536).decode()
-        before, _, self.seen = self.seen.partition(text)
-        return before
-
-    def type(self, *lines: str) -> None:
-        for line in lines:
-            os.write(self._ours, f"{line}\n".encode())
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        os.close(self._ours)
 
 
 @pytest.mark.thorough

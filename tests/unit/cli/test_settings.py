@@ -73,19 +73,6 @@ def of_file(text: str) -> str:
     return " --config run.yaml"
 
 
-def test_flags_of_every_type() -> None:
-    config = env(
-        "--env.group_size 8 --env.seed=-3 --env.worker_timeout 0.5 --env.include_messages false "
-        "--env.ratio none --env.limits '{\"turns\": 4}' --env.split test "
-        "--env.data_path_to_save_groups out.jsonl --env.ensure_scores_are_not_same"
-    )
-    assert (config.group_size, config.seed, config.worker_timeout) == (8, -3, 0.5)
-    assert (config.include_messages, config.ratio, config.limits) == (False, None, {"turns": 4})
-    assert (config.data_path_to_save_groups, config.split) == (Path("out.jsonl"), "test")
-    assert config.ensure_scores_are_not_same, "a bare flag is true"
-    assert env("--env.seed 1 --env.seed 2").seed == 2
-
-
 def test_lists_by_commas_by_repetition_and_as_json() -> None:
     for flags in ("a,b,c", "a --env.sources b,c", """'["a", "b", "c"]'"""):
         assert env(f"--env.sources {flags}").sources == ["a", "b", "c"]
@@ -95,8 +82,9 @@ def test_lists_by_commas_by_repetition_and_as_json() -> None:
 
 
 def test_a_nested_section_keeps_what_its_default_sets() -> None:
-    judge = env("--env.judge.top_p 0.9").judge
-    assert (judge.temperature, judge.top_p) == (0.25, 0.9)
+    config = env("--env.judge.top_p 0.9 --env.ratio none --env.limits '{\"turns\": 4}'")
+    assert (config.judge.temperature, config.judge.top_p) == (0.25, 0.9)
+    assert (config.ratio, config.limits) == (None, {"turns": 4})
 
 
 def test_a_key_is_one_line_and_never_in_the_error() -> None:
@@ -238,25 +226,13 @@ testing: false
     assert warnings[0].startswith("--env.use_wandb has no effect here: ")
 
 
-def test_a_needed_setting_is_asked_for() -> None:
-    class Needy(EnvironmentConfig):
-        data: Path
-        """Where the data lie."""
-
-    assert "--env.data is needed (Where the data lie)." in message(config_class=Needy)
-    assert load("--env.data x", config_class=Needy)
-
-
 @pytest.mark.parametrize(
     ("flags", "variable", "file"),
     [
         ("--env math", "", ""),
-        ("--env.name math", "", ""),
         ("", "ENVSERVER_ENVIRONMENT=math", ""),
-        ("", "ENVSERVER_ENV=math", ""),
         ("", "ENVSERVER_ENV__NAME=math", ""),
         ("", "", "environment: math\n"),
-        ("", "", "env: math\n"),
         ("", "", "env:\n  name: math\n  data_set: gsm8k\n"),
         ("--env math", "ENVSERVER_ENV=third", "env: {name: other}"),  # the command line wins
     ],
@@ -267,15 +243,6 @@ def test_the_environment_is_named_by_any_source(flags: str, variable: str, file:
     settings = load_settings(words.split(), environ=environ, folder=Path())
     assert settings.environment == "math"
     assert settings.env.model_dump()["data_set"] == ["sample"]
-
-
-def test_own_flags_of_a_command_and_short_names() -> None:
-    class Own(Settings):
-        resume: bool = False
-        """Go on."""
-
-    settings = load("--resume --port 0", settings_class=Own, aliases={"port": "server.port"})
-    assert isinstance(settings, Own) and (settings.resume, settings.server.port) == (True, 0)
 
 
 def test_a_command_skips_what_shared_sources_say_of_other_commands() -> None:

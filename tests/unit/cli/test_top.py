@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from envserver.api.metrics import Metrics
 from envserver.cli import main
 from envserver.cli.console import Console
 from envserver.cli.overview import Overview
-from envserver.cli.samples import FIRST_GROUPS, SECONDS_BETWEEN, Samples
+from envserver.cli.samples import Samples
 from envserver.telemetry.families import gauge
 from envserver.telemetry.history import Name, Row
 
@@ -72,16 +71,9 @@ def test_rates_and_rewards_are_those_of_the_last_minute() -> None:
     assert found["b"][-3:] == ["old", "weights", "(v2)"]
 
 
-def test_a_line_a_minute_has_rates_of_that_minute() -> None:
-    rows = [row(number * 60.02, number * 30, 0, 0, 0) for number in range(3)]
-    assert "30.0 groups/min" in Overview(rows).line()
-
-
 def test_a_server_that_began_again_counts_from_zero() -> None:
     found = shown([row(100, 100, 200, 2, 400), row(130, 5, 20, 0, 20)])
     assert found["math"][1:4] == ["1.000", "10.0", "40.0"]
-    alone = Overview([row(100, 100, 200, 2, 400)])
-    assert "0.0 groups/min" in alone.line() and "math 0.500" in alone.line()
 
 
 def test_names_that_others_gave_move_no_cursor_and_are_not_all_shown() -> None:
@@ -158,37 +150,6 @@ async def test_the_best_and_the_worst_of_a_group_are_shown_short() -> None:
     assert max(map(len, lines)) <= 60
     assert not set(text) & {"\x1b", "\x07", "\r", "\u202e"}
     assert "\\x1b[2J" in text
-
-
-@pytest.mark.parametrize(
-    ("rewards", "shown"), [([1.0, 1.0, 1.0], 1), ([1.0, 1.0], 2), ([None] * 4, 2), ([0.0], 1)]
-)
-async def test_of_equal_rollouts_one_is_enough(rewards: list[float | None], shown: int) -> None:
-    console, written = written_at()
-    await Samples(console)(rated(*rewards))
-    assert written.getvalue().count("Reward:") == shown
-
-
-async def test_groups_that_are_done_at_the_same_time_are_shown_one_after_the_other() -> None:
-    console, written = written_at()
-    samples = Samples(console)
-    groups = [replace(rated(0.0, 1.0, 0.5, turns=3), task_id=f"task-{n}") for n in range(3)]
-    await asyncio.gather(*map(samples, groups))
-    headings = [line for line in written.getvalue().splitlines() if "task task-" in line]
-    assert len(headings) == 6
-    tasks = [re.findall("task-[0-9]", line) for line in headings]
-    assert tasks == [["task-0"]] * 2 + [["task-1"]] * 2 + [["task-2"]] * 2
-
-
-async def test_after_the_first_groups_a_sample_comes_now_and_then() -> None:
-    console, written = written_at()
-    now = [0.0]
-    samples = Samples(console, clock=lambda: now[0])
-    for second in range(100):
-        now[0] = float(second)
-        await samples(rated(0.0, 1.0))
-    shown = written.getvalue().count("Reward: 1")
-    assert shown == FIRST_GROUPS + (99 - FIRST_GROUPS + 1) // SECONDS_BETWEEN
 
 
 @pytest.mark.thorough
