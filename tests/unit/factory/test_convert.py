@@ -126,10 +126,14 @@ def test_files_of_all_kinds_are_converted_and_the_bad_ones_told(run: Run) -> Non
     assert all(schema.is_valid(_read(path)) for path in files)
 
     run("convert unified --out bulk.jsonl")
-    assert len(Path("bulk.jsonl").read_text().splitlines()) == 5
+    lines = Path("bulk.jsonl").read_text().splitlines()
+    assert len(lines) == 5
     run("validate bulk.jsonl")
-    run("convert raw --domain nosuch --out unified", status=2)
-    run("convert none --out unified", status=2)
+    own = json.dumps({**GOOD, "task_id": "own_env-1", "domain": "own_env"})
+    _file("bulk.jsonl", "\n".join([*lines, own, lines[0], "{torn"]))
+    told = run("validate bulk.jsonl --domains own_env", status=1).out.splitlines()
+    for line, number, said in zip(told, (7, 8), ("twice", "no JSON"), strict=True):
+        assert line.startswith(f"bulk.jsonl, line {number}: ") and said in line
 
     for name in ("a", "b"):
         _file(f"twice/{name}.json", {"id": 7, "question": name})
@@ -153,24 +157,3 @@ def test_every_bad_file_is_listed_with_its_reason(run: Run) -> None:
     assert told.keys() == {*reasons, "nan.json", "list.json"}
     for name, said in {**reasons, "nan.json": "NaN"}.items():
         assert said in told[name]
-
-
-def test_lines_are_validated_one_by_one(run: Run) -> None:
-    lines = [
-        json.dumps({**GOOD, **changes})
-        for changes in (
-            {},
-            {"task_id": "math-2"},
-            {},
-            {"task_id": "own_env-1", "domain": "own_env"},
-        )
-    ]
-    _file("bulk.jsonl", "\n".join([*lines, "{torn", ""]))
-    told = run("validate bulk.jsonl", status=1).out.splitlines()
-    assert [line.partition(": ")[0] for line in told] == [
-        f"bulk.jsonl, line {n}" for n in (3, 4, 5)
-    ]
-    assert "twice" in told[0] and "own_env" in told[1] and "no JSON" in told[2]
-    _file("good.jsonl", "\n".join([*lines[:2], lines[3]]))
-    run("validate good.jsonl --domains own_env")
-    run("validate nothing", status=2)

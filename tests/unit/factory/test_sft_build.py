@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_factory.sft_building.splits import split_three, split_tools, split_tools_by_group
+from envserver_factory.sft_building.splits import split_three, split_tools_by_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
@@ -18,7 +18,6 @@ from support.in_process import Run
 
 from envserver.export import problems_of
 
-SHIPPED = Path(__file__).parents[3] / "configs/sft_templates.yaml"
 TEMPLATES = """
 tools:
   reason:
@@ -126,16 +125,6 @@ def test_rows_their_order_and_their_split_are_those_of_the_script(build: Build) 
     assert build("sft") == files
 
 
-def test_what_is_no_text_is_written_as_json_and_nothing_at_all_is_no_row(build: Build) -> None:
-    said = [({"é": 1}, '{"é": 1}'), (None, None), ([], "[]"), (0, "0"), (" ", " "), ("", None)]
-    for number, (output, _) in enumerate(said):
-        document = _trajectory(f"video-{number}", ("load_context", {"path": "a"}, output))
-        _write(document, folder="said")
-    rows = _rows(build("out", source="said"))
-    outputs = {row["meta"]["task_id"]: row["output"] for row in rows}
-    assert outputs == {f"video-{n}": text for n, (_, text) in enumerate(said) if text is not None}
-
-
 def test_failures_and_blanks_are_no_rows_and_domains_and_prefixes_have_templates(run: Run) -> None:
     Path("templates.yaml").write_text(
         "tools:\n  reason: {instruction: 'T: {question}'}\n  open: {instruction: 'P: {path}'}\n"
@@ -169,7 +158,6 @@ def test_rows_of_a_task_stand_on_one_side_over_all_tools(build: Build) -> None:
         sides[Path(name).name] |= {"gaia-0" if "gaia-0" in task else task for task in tasks}
     assert not sides["train.jsonl"] & sides["val.jsonl"]
     assert len(files["reason_hop/val.jsonl"]) >= 2 and files["bash/val.jsonl"]
-    assert files["load_context/val.jsonl"] == []
 
 
 def test_what_else_can_be_wanted(build: Build, run: Run) -> None:
@@ -222,13 +210,6 @@ def test_a_wrong_template_is_named(build: Build, run: Run) -> None:
         assert said in run("sft build unified --templates wrong.yaml --out sft", status=2)
 
 
-def test_the_shipped_templates_fit_what_our_environments_log(run: Run) -> None:
-    actions = ("calculate", {"expression": "1+1"}, "2"), ("finalize", {}, "2")
-    _write(_trajectory("math-0", *actions))
-    run(f"sft build unified --templates {SHIPPED} --out sft")
-    assert json.loads(Path("sft/calculate/train.jsonl").read_text())["output"] == "1+1"
-
-
 # Facts of the original scripts: ALikesToCode/CourseGPT-Pro-DSAI-Lab-Group-6, seed 42.
 SPLITS = [
     (5, (5, 0, 0), "08d5762c7507195977bf9c72ed1b015b60047407014cb33c47f4bb30ca3bf62a"),
@@ -244,33 +225,6 @@ def test_rows_are_split_as_the_original_does(
     assert tuple(map(len, parts)) == counts
     ids = "\n".join(f"router_{number + 1:04d}" for number in parts.train)
     assert hashlib.sha256(ids.encode()).hexdigest() == digest
-
-
-@given(st.integers(0, 300), st.integers(), st.floats(0, 0.49), st.floats(0, 0.5))
-def test_three_parts_are_the_shuffled_rows(count: int, seed: int, val: float, test: float) -> None:
-    parts = split_three(count, seed=seed, val_ratio=val, test_ratio=test)
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    assert parts.train + parts.validation + parts.test == order
-    assert (len(parts.validation), len(parts.test)) == (int(count * val), int(count * test))
-
-
-COUNTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 60), min_size=1)
-
-
-@settings(max_examples=examples(100))
-@given(COUNTS, st.integers(), st.floats(0, 0.99), st.booleans())
-def test_a_tool_has_each_row_on_one_side(
-    counts: dict[str, int], seed: int, ratio: float, strict: bool
-) -> None:
-    held = split_tools(counts, seed=seed, val_ratio=ratio, strict=strict)
-    assert list(held) == list(counts)
-    for tool, (train, val) in held.items():
-        if counts[tool] > 1:
-            assert sorted(train + val) == list(range(counts[tool]))
-            assert len(val) == max(1, int(counts[tool] * ratio))
-        else:
-            assert (train, val) == ([0], [] if strict else [0])
 
 
 GROUPS = st.dictionaries(
