@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import hashlib
-import os
-import pty
-import random
-import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 import orjson
 import pytest
-from envserver_records.records import pack
 from envserver_records.seals import link_of
-from envserver_records.servers import ServersClient
 from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import native_group, put_native, running_api, wire_group
-from support.commands import ENVSERVER, environment_variables, read_jsonl
+from support.commands import ENVSERVER, read_jsonl
 from support.delivered import line, write_lines
 from support.extent import examples
 from support.in_process import Run
-from support.waiting import PATIENCE
 
-from envserver.export import problems_of, problems_of_trace, read_groups, stored_server
+from envserver.export import problems_of, problems_of_trace, read_groups
 from envserver.export.decontaminate import Forbidden
 from envserver.export.traces import unified_of_trace
 from envserver.store import GroupPut, open_store
@@ -64,38 +50,6 @@ def manifest(folder: str = "out") -> dict[str, Any]:
 
 def names_in(folder: str) -> set[str]:
     return {path.name for path in Path(folder).iterdir()}
-
-
-def test_conversations_come_with_reward_environment_and_task(export: Run) -> None:
-    export("messages --out out")
-    found = rows("out")
-    assert len(found) == 16
-    said = [("user", "What is 0 of math?"), ("assistant", "It is 0, says the 1.")]
-    assert found[0] == {
-        "messages": [{"role": role, "content": content} for role, content in said],
-        "reward": 1.0,
-        "env": "math",
-        "task_id": "math-000000",
-    }
-
-
-def test_the_manifest_tells_files_checksums_and_counts(export: Run) -> None:
-    words = "messages --out out --shard_rows 5"
-    export(f"{words} --where 'reward >= 0.5' --per_group best")
-    told = manifest()
-    dropped = {"where": 8, "min_reward": 0, "contaminated": 0, "not_chosen": 4, "duplicate": 0}
-    counts = {"groups": 4, "read": 16, "kept": 4, "rows": 4, "bad_lines": 0}
-    assert told["counts"] == {**counts, "dropped": dropped}
-    assert told["filter"]["where"] == "reward >= 0.5"
-    export(f"{words} --overwrite")
-    files = manifest()["files"]
-    assert [(one["path"], one["rows"]) for one in files] == [
-        (f"part-0000{number}.jsonl", count) for number, count in enumerate((5, 5, 5, 1))
-    ]
-    for one in files:
-        data = Path("out", one["path"]).read_bytes()
-        assert (one["bytes"], one["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
-    assert names_in(".") == {"in", "out"}
 
 
 def test_groups_can_be_read_again_and_lose_only_what_was_dropped(export: Run) -> None:
@@ -158,17 +112,6 @@ def test_pairs_are_of_one_prompt_and_of_different_rewards(export: Run) -> None:
     assert rows("nobody") == []
 
 
-def test_unified_records_have_what_hooks_did_and_which_hosts_were_asked(export: Run) -> None:
-    hook = {"at": "request", "reason": "shorter", "changed": ["messages"]}
-    request = {"method": "GET", "host": "api.test", "port": 80, "path": "/x", "status": 200}
-    one = line(0, (1.0,), hooks=[hook], egress=[request])
-    write_lines(SOURCE, [one, line(1, (1.0,))])
-    export("unified --out u.jsonl")
-    told, untold = (one["metadata"] for one in read_jsonl(Path("u.jsonl")))
-    assert (told["hooks"], told["egress"]) == ([hook], [request])
-    assert not {"hooks", "egress", "cost"} & untold.keys()
-
-
 def test_traces_stand_by_model_and_label_and_go_into_unified_records(export: Run) -> None:
     call = {"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
     one = line(0, (1.0, 0.0))
@@ -190,36 +133,13 @@ def test_traces_stand_by_model_and_label_and_go_into_unified_records(export: Run
     assert good["outcome"]["completed"]
     assert bad["outcome"]["error"] and not bad["outcome"]["completed"]
 
-    def actions() -> list[dict[str, Any]]:
-        again = unified_of_trace(good, domain="math")
-        assert problems_of(again) == []
-        return list(again["actions"])
-
-    assert [action["tool"] for action in actions()] == ["reason", "add", "reason", "finalize"]
-    good["steps"][2] |= {"text": "no such number", "error": "no such number"}
-    assert problems_of_trace(good) == []
-    assert actions()[1]["error"] == "no such number"
+    again = unified_of_trace(good, domain="math")
+    assert problems_of(again) == []
+    tools = [action["tool"] for action in again["actions"]]
+    assert tools == ["reason", "add", "reason", "finalize"]
     good["steps"][1]["i"] = 7
     good["outcome"]["num_steps"] = 1
     assert len(problems_of_trace(good)) == 2
-
-
-def test_a_server_that_sends_frame_by_frame_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"group_id": "g", "env": "math", "format": "group", "policy_version": 7}
-    packed = msgspec.msgpack.encode({**facts, "body": pack(native_group("g"))})
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/groups":
-            listed = {"groups": [{"group_id": "g", "state": "queued"}], "next": None}
-            return httpx.Response(200, json=listed)
-        if "zstd" not in request.headers["accept-encoding"]:
-            return httpx.Response(200, content=packed)
-        frames = (zstd.compress(part) for part in (packed[:20], packed[20:]))
-        return httpx.Response(200, headers={"content-encoding": "zstd"}, content=frames)
-
-    client = partial(ServersClient, transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(stored_server, "ServersClient", client)
-    assert len(list(read_groups(["http://envserver.test"]))) == 1
 
 
 async def test_the_same_groups_come_from_files_folders_stores_and_servers(export: Run) -> None:
@@ -376,21 +296,15 @@ def test_thirteen_words_in_a_row_are_always_found(
     assert not known.is_in(" ".join(f"{one}0" for one in piece))
 
 
-@pytest.mark.skipif(find_spec("inspect_ai") is not None, reason="inspect_ai is installed")
-def test_logs_of_inspect_need_its_library(export: Run) -> None:
-    assert "[inspect]" in export("inspect --out logs", status=2)
-    assert not Path("logs").exists()
-
-
-# Many trajectories, in memory that does not grow, with a bar --------------------------------------
+# Many trajectories, in memory that does not grow --------------------------------------------------
 
 MOST_MB = 160
 """Of memory, whatever the number: an interpreter with our imports takes some 60."""
 
 _TELLING_MEMORY = """
 import resource, subprocess, sys
-status = subprocess.call(sys.argv[2:])
-open(sys.argv[1], "w").write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+status = subprocess.call(sys.argv[1:], stderr=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 sys.exit(status)
 """
 """Linux counts what a process had before it became another program: it comes from a small one."""
@@ -398,77 +312,21 @@ sys.exit(status)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("rollouts", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_many_trajectories_are_exported_filtered_and_validated_in_bounded_memory(
+def test_many_trajectories_are_exported_and_validated_in_bounded_memory(
     tmp_path: Path, rollouts: int
 ) -> None:
-    source = write_lines(tmp_path / "run.jsonl", _lines(rollouts))
+    words = [f"word{number}" for number in range(4000)]
+
+    def said(number: int) -> list[str]:
+        return [" ".join(words[number % 50 + which :: 97]) for which in range(4)]
+
+    groups = (line(n, (0.0, 1.0, 1.0, 0.5), answers=said(n)) for n in range(rollouts // 4))
+    write_lines(tmp_path / "run.jsonl", groups)
     (tmp_path / "exam.txt").write_text(" ".join(f"exam{number}" for number in range(20)))
-    seen = _ran(
-        "export", source, "--to", "unified", "--out", "unified", "--jsonl", "--dedupe",
-        "--where", "reward >= 0.5 and turns < 6", "--against", "exam.txt",
-        "--shard_rows", rollouts // 5, folder=tmp_path,
-    )  # fmt: skip
-    assert re.search(r"[\d,]+ rollouts read, [\d,]+ kept.*\d+%", seen, re.DOTALL), seen[-2000:]
-    told = orjson.loads((tmp_path / "unified" / "MANIFEST.json").read_bytes())
-    counts = told["counts"]
-    assert counts["read"] == rollouts
-    assert counts["read"] == counts["kept"] + sum(counts["dropped"].values())
-    assert counts["dropped"] == {
-        "where": rollouts // 4,
-        "min_reward": 0,
-        "contaminated": rollouts // 100,
-        "not_chosen": 0,
-        "duplicate": rollouts // 100,
-    }
-    assert [one["rows"] for one in told["files"]][:3] == [rollouts // 5] * 3
-    seen = _ran("validate", "unified", folder=tmp_path)
-    assert f"{counts['kept']:,} trajectories" in seen or f"{counts['kept']} trajectories" in seen
-
-
-def _lines(rollouts: int) -> Iterator[dict[str, Any]]:
-    """Groups of four with rewards 0, 1, 1 and 0.5; in every hundredth rollout a piece of the exam,
-    in another the answer of the one before it."""
-    words = [f"word{number}" for number in range(500)]
-    drawn = random.Random(0)
-    exam = " ".join(f"exam{number}" for number in range(3, 18))
-    for number in range(rollouts // 4):
-        said = [f"{number} {which} {' '.join(drawn.choices(words, k=40))}" for which in range(4)]
-        if number % 25 == 7:
-            said[1] = exam + said[1]
-        if number % 25 == 9:
-            said[2] = said[1]
-        yield line(number, (0.0, 1.0, 1.0, 0.5), answers=said)
-
-
-def _ran(*words: object, folder: Path) -> str:
-    """What a command shows at a terminal; it ended well and within `MOST_MB`."""
-    master, slave = pty.openpty()
-    told = folder / "memory"
-    process = subprocess.Popen(
-        [sys.executable, "-c", _TELLING_MEMORY, told, ENVSERVER, *map(str, words)],
-        cwd=folder,
-        env=environment_variables() | {"TERM": "xterm", "COLUMNS": "140"},
-        stdout=slave,
-        stderr=slave,
-    )
-    os.close(slave)
-    shown = bytearray()
-    reader = threading.Thread(target=_read, args=(master, shown))
-    reader.start()
-    process.wait()
-    reader.join(PATIENCE)
-    text = shown.decode(errors="replace")
-    assert process.returncode == 0, text[-3000:]
-    assert int(told.read_text()) / 1024 < MOST_MB
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-
-
-def _read(terminal: int, shown: bytearray) -> None:
-    """Until nobody writes to it any more."""
-    try:
-        while data := os.read(terminal, 65536):
-            shown += data
-    except OSError:  # how a terminal says that all who wrote are gone
-        return
-    finally:
-        os.close(terminal)
+    filters = "--dedupe --where turns<6 --against exam.txt"
+    for command in (f"export run.jsonl --to unified --out out --jsonl {filters}", "validate out"):
+        program = [sys.executable, "-c", _TELLING_MEMORY, str(ENVSERVER), *command.split()]
+        ran = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert int(ran.stdout.split()[-1]) / 1024 < MOST_MB
+    counts = orjson.loads((tmp_path / "out/MANIFEST.json").read_bytes())["counts"]
+    assert counts["read"] == counts["kept"] == rollouts

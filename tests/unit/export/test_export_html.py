@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_records.errors import ConfigError
-from support.in_process import Run
 
-from envserver.export import Options, format_of, group_of, html_view
-from envserver.export.html import MOST_ROLLOUTS, Html, HtmlPages
+from envserver.export import Options, group_of, html_view
+from envserver.export.html import Html, HtmlPages
 from envserver.models import shared_tokenizer
 
 HOSTILE = (
@@ -111,11 +109,6 @@ def test_a_page_shows_the_run_and_its_tokens(tmp_path: Path) -> None:
     assert "two and two is" in page.text
     assert "hooks 1 changed, 1 refused" in page.text and "hosts outside word 2" in page.text
 
-    (tmp_path / "other").mkdir()
-    lines = [line(0, "word", model="unknown-to-all")]
-    unknown = Page(pages(tmp_path / "other", lines, HtmlPages())["index.html"])
-    assert "⟨" in unknown.text and "two and two is" not in unknown.text
-
 
 def test_a_big_run_is_an_index_with_pages_of_bounded_size(tmp_path: Path) -> None:
     lines = [line(number, "word", rollouts=2) for number in range(7)]
@@ -141,24 +134,3 @@ def test_what_is_too_long_is_cut_and_said(tmp_path: Path, monkeypatch: pytest.Mo
     assert "… 1,234 more characters" in text
     assert "2 messages left out" in text
     assert "… 1 more sampled tokens" in text
-
-
-def test_an_export_without_rollouts_is_a_page_that_says_so(run: Run) -> None:
-    Path("empty.jsonl").touch()
-    run("export empty.jsonl --to html --out page.html")
-    assert "There is nothing in it." in Path("page.html").read_text()
-
-
-def test_more_groups_than_fit_on_one_page_are_refused_before_the_rest_is_read(run: Run) -> None:
-    lines = [json.dumps(line(number, "word")) for number in range(MOST_ROLLOUTS + 1)]
-    Path("run.jsonl").write_text("\n".join([*lines, "a line that is never read\n"]))
-    said = run("export run.jsonl --to html --out page.html", status=2)
-    assert "do not fit on one page: --out must be a folder" in said
-    assert [path.name for path in Path().iterdir()] == ["run.jsonl"]
-
-
-def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    form = format_of("html", Options(tokenizer=str(tmp_path)))
-    assert isinstance(form, Html)
-    with pytest.raises(ConfigError, match="no tokenizer"):
-        pages(tmp_path, [line(0, "word")], form.writer())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -92,32 +91,6 @@ def test_a_card_tells_what_it_is_made_of(
     everything = b"".join(path.read_bytes() for path in OUT.rglob("*") if path.is_file())
     assert str(tmp_path).encode() not in everything
     assert b"hf_of_nobody_else" not in everything
-
-
-GAME = {"low": -2.0, "high": 2.0, "solved_at": 1.0}
-ENDLESS = {"low": 0.0, "high": None, "solved_at": 0.5}
-SHARES = {f"{low} % to {low + 10} %": 2 for low in (0, 50, 70, 90)}
-
-
-@pytest.mark.parametrize(
-    ("ranges", "counts"),
-    [
-        ([GAME], {"0.0 to 0.4": 2, "0.8 to 1.2": 2, "-2.0 to -1.6": 0}),
-        ([ENDLESS], {"0 to 0.05": 2, "0.45 to 0.5": 0}),
-        ([GAME, None], SHARES),
-    ],
-)
-def test_a_card_counts_rewards_on_the_range_that_the_environment_declares(
-    card: Callable[..., str], ranges: list[Any], counts: dict[str, int]
-) -> None:
-    for number, bounds in enumerate(ranges):
-        more = {"reward_range": bounds} if bounds else {}
-        groups(f"{number}.jsonl", env=f"e{number}", **more)
-    found = card(source=" ".join(f"{number}.jsonl" for number in range(len(ranges))))
-    rows = re.findall(r"(?m)^(.+ to \S+(?: %)?) .* (\d+)$", found)
-    assert {name.rstrip(): int(count) for name, count in rows}.items() >= counts.items()
-    assert ("Below that: 0; above: 2." in found) == (ranges == [ENDLESS])
-    assert ("From the lowest to the highest" in found) == (len(ranges) > 1)
 
 
 def test_names_from_the_data_are_no_markup_and_end_no_header(card: Callable[..., str]) -> None:

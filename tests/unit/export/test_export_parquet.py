@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import orjson
 import pytest
-from envserver_records.errors import InputError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import delivered
 from support.extent import examples
 
 from envserver.export import Options, StoredRollout, format_of, group_of
@@ -24,13 +24,14 @@ from envserver.export.stored import StoredGroup, StoredRow
 parquet = pytest.importorskip("pyarrow.parquet")
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-CONVERSATION: list[dict[str, Any]] = [
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "c1", "content": "2"},
-    {"role": "assistant", "content": "It is 2.", "reasoning_content": "easy"},
-]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "image"}]}]
+
+
+FACTS: dict[str, Any] = {
+    "flags": ["lossy_detok"],
+    "hooks": [{"at": "request", "reason": "shorter", "changed": ["messages"]}],
+    "egress": [{"method": "GET", "host": "api.test", "port": 80, "status": 200}],
+}
 
 
 def line(rollouts: Sequence[dict[str, Any]], group_id: str = "g-0") -> dict[str, Any]:
@@ -38,40 +39,26 @@ def line(rollouts: Sequence[dict[str, Any]], group_id: str = "g-0") -> dict[str,
 
     None: the token is context.
     """
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("tokens", "masks", "inference_logprobs", "messages", "scores")
-    }
-    facts = []
-    for number, rollout in enumerate(rollouts):
+    made = delivered.line(0, [one.get("reward", 1.0) for one in rollouts], **FACTS)
+    made["envserver"]["group_id"] = group_id
+    for name in ("tokens", "masks", "inference_logprobs", "messages", "scores"):
+        made[name] = []
+    for facts, rollout in zip(made["envserver"]["rollouts"], rollouts, strict=True):
         rows = rollout["rows"] or [[]]
-        begin = len(columns["tokens"])
+        begin = len(made["tokens"])
         for row in rows:
-            columns["tokens"].append([token for token, _ in row])
-            columns["masks"].append([-100 if p is None else token for token, p in row])
-            columns["inference_logprobs"].append([1.0 if p is None else p for _, p in row])
-            columns["messages"].append(rollout["messages"])
-            columns["scores"].append(rollout.get("reward", 1.0))
-        facts.append(
-            {
-                "rollout_id": f"{group_id}-r{number}",
-                "rows": list(range(begin, begin + len(rows))),
-                "reward": rollout.get("reward", 1.0),
-                "components": {"correct": rollout.get("reward", 1.0)},
-                "output": rollout.get("output"),
-                "finish_reason": "stop",
-                "turns": 2,
-                "flags": ["lossy_detok"],
-                "agents": [None] * len(rows),
-                "row_flags": [["lossy_detok"]] * len(rows),
-                "versions": [[[3, 0, len(row)]] for row in rows],
-                "usage": {"seconds": 1.5, "completion_tokens": 2},
-                "hooks": [{"at": "request", "reason": "shorter", "changed": ["messages"]}],
-                "egress": [{"method": "GET", "host": "api.test", "port": 80, "status": 200}],
-            }
-        )
-    known = {"group_id": group_id, "env": "math", "task_id": "t-0", "split": "train", "seed": 7}
-    known |= {"model": "m", "policy_version": 3, "created_at": 1.25e9 + 0.1, "index": 0}
-    return {**columns, "envserver": {**known, "rollouts": facts}}
+            made["tokens"].append([token for token, _ in row])
+            made["masks"].append([-100 if p is None else token for token, p in row])
+            made["inference_logprobs"].append([1.0 if p is None else p for _, p in row])
+            made["messages"].append(rollout["messages"])
+            made["scores"].append(facts["reward"])
+        facts |= {
+            "rows": list(range(begin, begin + len(rows))),
+            "output": rollout.get("output"),
+            "row_flags": [["lossy_detok"]] * len(rows),
+            "versions": [[[3, 0, len(row)]] for row in rows],
+        }
+    return made
 
 
 def export(folder: Path, groups: Sequence[StoredGroup], shard_rows: int = 1000) -> list[Written]:
@@ -183,38 +170,10 @@ def test_what_is_read_back_is_what_was_delivered(
 
 
 def test_columns_are_typed_for_those_who_read_them(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    pandas = pytest.importorskip("pandas")
+    """Values that `datasets` loads: test_export_hub.py."""
     rows = [[(5, None), (6, -0.5), (7, -0.25)]]
-    rollouts = [{"rows": rows, "messages": CONVERSATION}, {"rows": [], "messages": PARTS}]
-    export(tmp_path, [group_of(line(rollouts), "line 1")])
-
-    frame = pandas.read_parquet(tmp_path)
+    export(tmp_path, [group_of(line([{"rows": rows, "messages": []}]), "line 1")])
+    frame = pytest.importorskip("pandas").read_parquet(tmp_path)
     assert frame["reward"].dtype == np.float64 and frame["truncated"].dtype == np.bool_
     assert frame["tokens"][0].dtype == np.int32 and frame["logprobs"][0].dtype == np.float32
     assert frame["logprobs"][0].tolist() == [0.0, -0.5, -0.25]
-
-    loaded = datasets.Dataset.from_parquet(
-        str(tmp_path / "data" / "part-00000.parquet"), cache_dir=str(tmp_path / "cache")
-    )
-    assert loaded[0]["messages"][1]["tool_calls"] == [CALL]
-    assert loaded[0]["messages_json"] is None
-    assert loaded[1]["messages"][0]["content"] == "look"
-    assert json.loads(loaded[1]["messages_json"]) == PARTS
-    assert loaded.features["tokens"].feature.dtype == "int32"
-
-
-def test_row_groups_are_cut_by_bytes(tmp_path: Path) -> None:
-    rows = [[(index, -1.0) for index in range(500)]]
-    many = [{"rows": rows, "messages": CONVERSATION}] * 8
-    export(tmp_path, [group_of(line(many), "line 1")])
-    file = parquet.ParquetFile(tmp_path / "data" / "part-00000.parquet")
-    assert file.metadata.num_rows == 8
-    assert file.num_row_groups == 8
-
-
-def test_a_number_that_no_column_holds_is_named(tmp_path: Path) -> None:
-    group = line([{"rows": [], "messages": []}])
-    group["envserver"]["seed"] = 2**70
-    with pytest.raises(InputError, match="seed"):
-        export(tmp_path, [group_of(group, "line 1")])
