@@ -11,11 +11,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
-from support.api import running_api
 
-from envserver.api import create_token
-from envserver.api.bootstrap import BootstrapApp
-from envserver.api.health import Health
 from envserver.dashboard import Dashboard
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -122,43 +118,3 @@ async def test_a_page_that_was_never_built_says_how_and_nothing_else_fails(stati
         (static.parent / "static").rename(static.parent / "none")
     async with client(Dashboard(_data, static.parent / "none")) as http:
         assert (await http.get("/", headers=BROWSER)).text == SHELL
-
-
-async def test_a_page_that_is_built_anew_is_served_anew(
-    http: httpx.AsyncClient, static: Path
-) -> None:
-    assert (await http.get("/", headers=BROWSER)).text == SHELL
-    (static / "index.html").write_text("new")
-    assert (await http.get("/", headers=BROWSER)).text == "new"
-
-
-async def test_a_server_that_starts_has_the_page_already(static: Path) -> None:
-    health = Health()
-    health.expect("engine")
-    async with client(BootstrapApp(health)) as http:
-        answer = await http.get("/", headers=BROWSER)
-        assert answer.headers["content-type"].startswith("text/html")
-        source = await http.get("/v1/source")
-    assert source.status_code == 503
-    assert source.json()["type"] == "urn:envserver:error:starting"
-    assert "engine" in source.json()["detail"]
-
-
-async def test_the_page_needs_no_token_and_its_data_do(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.yaml"
-    token, _ = create_token(path, "one", "reader")
-    headers = {"authorization": f"Bearer {token}"}
-    async with running_api(tmp_path / "s.db", server={"tokens_file": path}) as api:
-        page = await api.http.get("/", headers=BROWSER)
-        assert page.headers["content-type"].startswith("text/html")
-        assert await api.status("GET", "/ui/none.js") == 404
-        assert await api.status("GET", "/") == await api.status("GET", "/v1/source") == 401
-        source = await api.get("/v1/source", headers=headers)
-        answer = await api.http.get("/", headers=headers)
-        assert answer.content == b'{"message":"AtroposLib API"}'  # the same bytes as before
-    assert source["kind"] == "server" and source["live"]
-    assert "groups" in source["parts"] and "engines" not in source["parts"]
-    async with running_api(tmp_path / "s.db") as api:
-        assert (await api.http.get("/")).content == answer.content
-        hostile = BROWSER | {"host": "evil.example"}
-        assert await api.status("GET", "/", headers=hostile) == 421

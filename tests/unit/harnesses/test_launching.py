@@ -57,15 +57,6 @@ def test_those_that_know_skills_and_mcp_get_them() -> None:
         assert "--bare" not in launch.argv
 
 
-def test_programs_that_end_by_a_call_write_their_last_words_where_they_are_read() -> None:
-    for name in ("mini-swe-agent", "smolagents"):
-        launch = launched(name)
-        (told,) = [text for path, text in launch.files.items() if path.endswith(".json")]
-        assert json.loads(told)["words_file"] == f"/tmp/agent/{launch.words_file}"
-        (program,) = [text for path, text in launch.files.items() if path.endswith(".py")]
-        compile(program, name, "exec")
-
-
 def test_configurations_and_commands_are_read_as_they_are_meant() -> None:
     config = tomllib.loads(launched("codex").files[".codex/config.toml"])
     assert config["model"] == 'a "model"'
