@@ -42,9 +42,7 @@ def report(made: World, done: Counter[str], verdict: Verdict) -> str:
     ]
     lines += [f"  {name:50} {count:5}" for name, count in done.most_common()]
     lines += [f"  {name:50} {count:5}" for name, count in made.told.seen.items()]
-    starts = ", ".join(f"{name} {count}" for name, count in made.starts.items())
-    pauses = ", ".join(f"{name} {most:.1f} s" for name, most in made.longest_pauses().items())
-    lines += [f"  starts: {starts}", f"  longest pauses of trainers: {pauses}", verdict.table()]
+    lines.append(verdict.table())
     return "\n".join(lines)
 
 

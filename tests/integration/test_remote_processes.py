@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
 import pytest
 from envserver_clients.http import SyncEnvClient
-from support.api import REGISTRATION, api_process
-from support.commands import Running, free_port, running, until
+from support.api import api_process
+from support.commands import Running, free_port, running
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.thorough
@@ -35,13 +33,6 @@ class House:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.got: list[str] = []
-
-    @contextlib.contextmanager
-    def server(self) -> Iterator[Running]:
-        words = ("run-api", "--port", self.port, "--store", "groups.db")
-        with running(*words, folder=self.folder) as server:
-            server.wait_for("Trainers and environments")
-            yield server
 
     def joiner(self, *words: object) -> AbstractContextManager[Running]:
         return running("join", self.url, *JOIN, *words, folder=self.folder)
@@ -115,49 +106,3 @@ def test_killed_servers_and_joiners_lose_and_double_nothing(tmp_path: Path) -> N
             assert shown["gone"]
             house.take_all()
     assert set(check_whole(house.got)) == {0}
-
-
-@pytest.mark.slow
-def test_many_kills_of_a_server_and_two_joiners(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    with house.joiner() as one, contextlib.ExitStack() as ends:
-        for _ in range(4):
-            with house.server() as server:
-                one.wait_for(r"Joined .* as \S+: math, seed 0")
-                with house.joiner() as two:
-                    two.wait_for(r"Joined .* as \S+-2: math, seed 1")
-                    house.train(0, 1)
-                    two.kill()
-                house.train(0)
-                server.kill()
-        ends.enter_context(house.server())
-        with house.joiner() as two:
-            house.train(0, 1)
-            end(one)
-            end(two)
-        house.take_all()
-    assert set(check_whole(house.got)) == {0, 1}
-
-
-@pytest.mark.slow
-def test_a_stopped_joiner_does_not_count_and_an_atropos_trainer_goes_on(tmp_path: Path) -> None:
-    """Two joiners, the first with a minimum share of every batch."""
-    house = House(tmp_path)
-    with house.server() as server, house.joiner("--minimum_share", 0.5) as one:
-        one.wait_for(r"Joined .* as \S+: math, seed 0")
-        with house.joiner("--name", "second") as two:
-            two.wait_for("Joined .* as second: math, seed 1")
-            registration = REGISTRATION | {"batch_size": 4, "max_token_len": 4096}
-            httpx.post(f"{house.url}/register", json=registration, timeout=PATIENCE)
-            one.send(signal.SIGSTOP)
-            for _ in range(3):
-                batch = until(
-                    lambda: httpx.get(f"{house.url}/batch", timeout=PATIENCE).json()["batch"],
-                    server.output,
-                    alive=server.process,
-                )
-                assert sum(len(group["tokens"]) for group in batch) == 4
-            one.send(signal.SIGCONT)
-            end(two)
-        house.train(0)
-        end(one)

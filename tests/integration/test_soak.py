@@ -9,7 +9,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -84,17 +84,6 @@ async def look(server: Running, url: str, until: float) -> list[Look]:
     return looks
 
 
-def report(looks: list[Look], groups: int, seconds: float) -> str:
-    """The medians of each quarter of the time."""
-    size = max(1, len(looks) // 4)
-    quarters = [looks[start : start + size] for start in range(0, 4 * size, size)]
-    lines = [f"soak: {seconds:.0f} s, {groups:,} groups acknowledged ({groups / seconds:.0f}/s)"]
-    for one in fields(Look):
-        medians = [statistics.median(getattr(x, one.name) for x in part) for part in quarters]
-        lines.append(f"  {one.name:12} " + " ".join(f"{value:10.3f}" for value in medians))
-    return "\n".join(lines)
-
-
 @pytest.mark.parametrize(
     "minutes",
     [pytest.param(0.3, marks=pytest.mark.thorough), pytest.param(10, marks=pytest.mark.slow)],
@@ -110,7 +99,7 @@ async def test_nothing_grows_under_full_load(
         looks, *groups = await asyncio.gather(
             look(server, url, until), train(url, "a", until), train(url, "b", until)
         )
-    tell(report(looks, sum(groups), seconds))
+    tell(f"soak: {sum(groups):,} groups acknowledged in {seconds:.0f} s")
     assert sum(groups) > 0
     warm = looks[len(looks) // 4 :]
     early, late = warm[: len(warm) // 3], warm[-len(warm) // 3 :]

@@ -6,12 +6,11 @@ What holds is what test_store_survives.py says.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,111 +20,11 @@ from envserver_records.errors import ConfigError, ConflictError, StoreError, Sto
 from support.commands import free_port, running
 from support.postgres import Postgres
 from support.stores import group, ids, noise, patiently
-from support.waiting import PATIENCE, until
+from support.waiting import PATIENCE
 
-from envserver.store import Store, database, open_store
-from envserver.store.retry import DatabaseUnreachable, RetryGate
+from envserver.store import database, open_store
 
 thorough = pytest.mark.thorough
-
-
-class Load:
-    """Producers and trainers that go on through failures; knows what they were promised."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.accepted: dict[str, bytes] = {}
-        self.acked: list[str] = []
-        self.failures: list[StoreError] = []
-        self.stopping = False
-
-    async def produce(self, producer: int) -> None:
-        number = 0
-        while not self.stopping:
-            name, body = f"p{producer}-{number}", noise(2_000, number)
-            if await self.asked(self.store.put([group(name, body)])) is not None:
-                self.accepted[name] = body
-                number += 1
-            await asyncio.sleep(0.002)
-
-    async def train(self) -> None:
-        while not self.stopping:
-            lease = await self.asked(self.store.lease("trainer", max_groups=3, seconds=3600))
-            if lease is None:
-                await asyncio.sleep(0.01)
-                continue
-            while await self.asked(self.acknowledge(lease.lease_id)) is None:
-                await asyncio.sleep(0.02)
-            self.acked += ids(lease.groups)
-
-    async def acknowledge(self, lease_id: str) -> bool:
-        await self.store.ack(lease_id)
-        return True
-
-    async def asked(self, request: Awaitable[Any]) -> Any:
-        """Its answer; None and a pause when the store failed."""
-        try:
-            return await request
-        except StoreLost:
-            raise
-        except StoreError as error:
-            self.failures.append(error)
-            await asyncio.sleep(0.02)
-            return None
-
-    async def has_grown(self, by: int = 30) -> None:
-        accepted, acked = len(self.accepted) + by, len(self.acked) + by
-        await until(lambda: len(self.accepted) >= accepted and len(self.acked) >= acked)
-
-    async def settle(self) -> None:
-        """What a lost answer left leased comes back, and is delivered to the end."""
-        await self.store.expire(time.time() + 10_000)
-        while lease := await self.store.lease("trainer", max_groups=100, seconds=3600):
-            await self.store.ack(lease.lease_id)
-            self.acked += ids(lease.groups)
-
-    async def check(self) -> None:
-        assert set(self.accepted) <= set(self.acked)
-        twice = [name for name, times in collections.Counter(self.acked).items() if times > 1]
-        assert not twice
-        assert await self.store.bodies(list(self.accepted)) == list(self.accepted.values())
-        counts = await self.store.counts()
-        assert (counts["acked"], counts["queued"], counts["leased"]) == (len(self.acked), 0, 0)
-
-
-@contextlib.asynccontextmanager
-async def under_load(store: Store) -> Any:
-    load = Load(store)
-    async with asyncio.TaskGroup() as tasks:
-        for producer in range(4):
-            tasks.create_task(load.produce(producer))
-        for _ in range(2):
-            tasks.create_task(load.train())
-        yield load
-        load.stopping = True
-
-
-@pytest.mark.parametrize(
-    "times", [pytest.param(1, marks=thorough), pytest.param(12, marks=pytest.mark.slow)]
-)
-async def test_a_database_that_is_killed_comes_back(
-    postgres: Postgres, postgres_url: str, times: int
-) -> None:
-    async with open_store(postgres_url) as store:
-        await store.create_run("trainer", batch_size=1)
-        async with under_load(store) as load:
-            for _ in range(times):
-                await load.has_grown()
-                known = len(load.failures)
-                await asyncio.to_thread(postgres.kill)
-                await until(lambda most=known + 10: len(load.failures) >= most)
-                await asyncio.to_thread(postgres.start)
-            await load.has_grown()
-        await load.settle()
-        await load.check()
-        with pytest.raises(ConflictError, match="open in another process"):
-            async with open_store(postgres_url):
-                pass
 
 
 @thorough
@@ -146,36 +45,6 @@ async def test_a_server_waits_for_a_database_that_is_started_after_it(
         await asyncio.to_thread(server.wait_for, "waiting_for_database")
         server.send(signal.SIGTERM)
         assert server.end() == 128 + signal.SIGTERM  # it does not wait for the database first
-
-
-@thorough
-async def test_a_database_that_is_starting_is_waited_for(
-    postgres: Postgres, postgres_url: str
-) -> None:
-    refusals = 3
-    is_starting = b"SFATAL\0C57P03\0Mthe database system is starting up\0\0"
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal refusals
-        await reader.read(100)
-        writer.write(b"N")  # no TLS
-        await reader.read(1000)
-        refusals -= 1
-        writer.write(b"E" + (len(is_starting) + 4).to_bytes(4) + is_starting)
-        writer.close()
-        if not refusals:
-            door.close()
-
-    door = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = door.sockets[0].getsockname()[1]
-    where = postgres_url.replace(f":{postgres.port}/", f":{port}/")
-    with pytest.raises(StoreError, match="starting up"):
-        async with open_store(where):
-            pass
-    with pytest.raises(StoreError, match="Refused"):  # went on asking until nobody was there
-        async with open_store(where, wait_seconds=2):
-            pass
-    assert refusals == 0
 
 
 @thorough
@@ -297,29 +166,6 @@ async def test_a_commit_whose_answer_is_lost_has_happened_once(
         assert (counts["queued"], counts["leased"], counts["acked"]) == (1, 1, 1)
         assert len(await store.expire(time.time() + 100)) == 1
         assert ids(await store.pending()) == ["a", "c"]
-
-
-def test_tries_are_further_and_further_apart() -> None:
-    now = 0.0
-    gate = RetryGate(lambda: now)
-    waits = []
-    for _ in range(8):
-        gate.check()
-        gate.failed(DatabaseUnreachable("gone"))
-        with pytest.raises(StoreError, match="next retry"):
-            gate.check()
-        begin = now
-        while True:
-            now += 0.01
-            with contextlib.suppress(StoreError):
-                gate.check()
-                break
-        waits.append(round(now - begin, 1))
-    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-    gate.worked()
-    gate.failed(DatabaseUnreachable("gone"))
-    now += 0.11
-    gate.check()
 
 
 # While it goes on

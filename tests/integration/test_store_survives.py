@@ -20,18 +20,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull, StoreLost
 from envserver_records.extras import install_command
 from sqlalchemy import Engine, event
-from support.api import ENVIRONMENT, REGISTRATION, api_process, mark_of, wire_group
-from support.commands import free_port, running
 from support.stores import group, ids, noise
 from support.waiting import PATIENCE, settled, until
 
 from envserver.store import Store, database, open_store
-from envserver.store.clock import ForwardClock, SteadyClock
+from envserver.store.clock import SteadyClock
 
 # Killed
 
@@ -107,89 +104,6 @@ async def test_kill_9_loses_nothing_that_was_accepted(where: str) -> None:
         # A lease and an ack may have happened without their answer.
         assert len(said["acked"]) <= counts["acked"] <= len(said["acked"]) + 1
         assert await store.put([group("after")]) == [True]
-
-
-def ask(method: str, url: str, **more: Any) -> Any:
-    answer = httpx.request(method, url, timeout=PATIENCE, **more)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def fetch(url: str) -> list[int]:
-    return [mark_of(group) for group in ask("GET", f"{url}/batch")["batch"] or []]
-
-
-@pytest.mark.thorough
-def test_of_a_killed_server_posts_are_delivered_once_and_nobody_registers_again(
-    tmp_path: Path,
-) -> None:
-    place, port = tmp_path / "store.db", free_port()
-    url = f"http://127.0.0.1:{port}"
-    accepted: list[int] = []
-    fetched: list[int] = []
-    kills, posts_of_each_life = 3, 12
-    stop = threading.Event()
-
-    def post_until_stopped() -> None:
-        mark = 1
-        while not stop.is_set():
-            try:
-                key = {"idempotency-key": f"group-{mark}"}
-                ask("POST", f"{url}/scored_data", json=wire_group(2, mark, env_id=0), headers=key)
-            except httpx.TransportError:
-                stop.wait(0.02)  # the same once more
-            else:
-                accepted.append(mark)
-                mark += 1
-
-    poster = threading.Thread(target=post_until_stopped)
-    for life in range(kills):
-        with api_process(place, port) as server:
-            if life == 0:
-                ask("POST", f"{url}/register", json=REGISTRATION)
-                assert ask("GET", f"{url}/batch") == {"batch": None}
-                assert ask("POST", f"{url}/register-env", json=ENVIRONMENT)["env_id"] == 0
-                poster.start()
-            wanted = len(accepted) + posts_of_each_life
-            while len(accepted) < wanted:
-                assert poster.is_alive()
-                fetched += fetch(url)
-                stop.wait(0.02)  # the poster's turn
-            server.kill()
-    stop.set()
-    with api_process(place, port):
-        poster.join(PATIENCE)
-        ask("GET", f"{url}/status-env", json={"env_id": 0})
-        while batch := fetch(url):
-            fetched += batch
-        left = ask("GET", f"{url}/status")["queue_size"]
-    assert len(fetched) == len(set(fetched))
-    assert fetched == sorted(fetched)
-    # The last one may wait for a second to make a batch.
-    assert left <= 1
-    assert set(accepted) - set(fetched) <= {max(accepted)}
-
-
-@pytest.mark.thorough
-def test_a_batch_that_was_formed_and_not_fetched_survives(tmp_path: Path) -> None:
-    place, port = tmp_path / "store.db", free_port()
-    url = f"http://127.0.0.1:{port}"
-    with api_process(place, port) as server:
-        ask("POST", f"{url}/register", json=REGISTRATION)
-        for mark in range(7):
-            ask("POST", f"{url}/scored_data", json=wire_group(2, mark))
-        leased = httpx.get(f"{url}/batch", headers={"x-envserver-ack": "lease"}, timeout=PATIENCE)
-        assert [mark_of(group) for group in leased.json()["batch"]] == [0, 1]
-        before = ask("GET", f"{url}/status")
-        server.kill()
-    with api_process(place, port):
-        assert ask("GET", f"{url}/status") == before == {"current_step": 6, "queue_size": 1}
-        assert fetch(url) == [2, 3]
-        assert ask("GET", f"{url}/status") == before
-        ack = {"lease_id": leased.headers["x-envserver-lease"]}
-        assert ask("POST", f"{url}/ack", json=ack) == {"status": "success"}
-        assert [fetch(url), fetch(url)] == [[4, 5], []]
-        assert mark_of(ask("GET", f"{url}/latest_example")) == 6
 
 
 # Full
@@ -478,43 +392,18 @@ async def test_a_file_that_is_removed_or_replaced_ends_the_store(
     assert found == ["a", "b"] if harm is rename else set(found) >= {"a", "b"}
 
 
-@pytest.mark.slow
-def test_a_server_whose_file_is_removed_ends_and_says_why(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    with running("run-api", "--store", path, "--port", free_port(), folder=tmp_path) as server:
-        server.wait_for("Trainers")
-        path.unlink()
-        assert server.end() == 1  # it looks for overdue leases by itself
-        assert f"{path} has been removed" in server.output().splitlines()[-1]
-
-
 async def test_another_program_that_keeps_the_file_locked_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "store.db"
-
-    @contextlib.contextmanager
-    def locked() -> Iterator[sqlite3.Connection]:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            yield other
-
     monkeypatch.setattr(database, "_BUSY_TIMEOUT_MS", 200)
     async with open_store(path) as store:
-        await store.put([group("before")])
-        with locked():
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
             with pytest.raises(StoreError, match="locked"):
                 await store.put([group("meanwhile")])
-            assert ids(await store.pending()) == ["before"]
-    monkeypatch.setattr(database, "_BUSY_TIMEOUT_MS", 600_000)
-    async with open_store(path) as store:
-        with locked() as other:
-            waiting = asyncio.create_task(store.put([group("waiting")]))
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
-            other.execute("ROLLBACK")
-            assert await waiting == [True]
-        assert ids(await store.pending()) == ["before", "waiting"]
+            assert await store.pending() == []
+        assert await store.put([group("after")]) == [True]
 
 
 # Time
@@ -555,20 +444,6 @@ async def test_a_lease_lasts_as_long_as_it_was_given_whatever_the_wall_says(wher
     async with opened() as store:
         await store.put([group("wall")])
         assert (await store.rows(["wall"]))[0].created_at == pytest.approx(wall)
-
-
-async def test_time_never_goes_back_and_is_kept_while_the_store_works(tmp_path: Path) -> None:
-    times = iter([10.0, 11.0, 5.0, 12.0])
-    clock = ForwardClock(lambda: next(times), 20.0)  # the first is asked for at its making
-    assert [clock() for _ in range(3)] == [21.0, 21.0, 22.0]
-    now = 1000.0
-    async with open_store(tmp_path / "store.db", clock=lambda: now) as store:
-        for now in (1000.0, 1030.0, 1035.0):
-            await store.put([group(f"at {now}")])
-        # As another process would find it had this one been killed now.
-        with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as connection:
-            [(kept,)] = connection.execute("SELECT value FROM \"values\" WHERE key = 'store.time'")
-        assert float(kept) == 1030.0
 
 
 # Slow
@@ -665,14 +540,3 @@ async def test_what_is_no_store_is_refused_and_left_alone(
                 pass
         assert words in str(refused.value)
     assert [path.read_bytes() for path in (notes, others)] == before
-
-
-async def test_urls_and_paths_name_the_same_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    async with open_store("data/store.db") as store:
-        await store.put([group("a")])
-    for same in ("sqlite:///data/store.db", f"sqlite:///{tmp_path}/data/store.db"):
-        async with open_store(same) as store:
-            assert ids(await store.pending()) == ["a"]
