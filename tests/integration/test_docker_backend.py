@@ -104,7 +104,6 @@ def test_what_a_killed_server_leaves_is_removed_and_no_other_servers(
             for process in (dead, alive):
                 assert process.stdout is not None
                 assert "open\n" in iter(process.stdout.readline, "")
-            _stays_behind(docker_engine, docker_image, dead.pid)
             dead.kill()
             dead.wait()
             names = _names(docker_engine)
@@ -117,13 +116,6 @@ def test_what_a_killed_server_leaves_is_removed_and_no_other_servers(
         finally:
             dead.kill()
             alive.send_signal(signal.SIGKILL)
-
-
-def _stays_behind(engine: Engine, image: str, pid: int) -> None:
-    """Makes a container of that server which was created, and never started: nothing ends it."""
-    (name,) = {name.rpartition("-")[0] for name in _names(engine) if f"-{pid}-" in name}
-    words = ("--label", "envserver=sandbox", "--network", "none", image, "true")
-    engine.output("create", "--name", f"{name}-left", *words)
 
 
 def _names(engine: Engine) -> list[str]:
@@ -180,26 +172,6 @@ def _play(rows: list[dict[str, Any]], image: str, folder: Path) -> Any:
         sandbox={"backend": "docker", "docker_image": image},
         workers={"processes": 2},
     )
-
-
-def test_a_run_ends_at_the_first_group_whose_image_is_missing(
-    docker_image: str, tmp_path: Path
-) -> None:
-    task = tmp_path / "tasks/one"
-    for name, text in {
-        "task.toml": '[environment]\ndocker_image = "envserver-test/nothing:1"\n',
-        "instruction.md": "Do it.",
-        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
-    }.items():
-        (task / name).parent.mkdir(parents=True, exist_ok=True)
-        (task / name).write_text(text)
-    with pytest.raises(envserver.EnvserverError, match="lacks an image: envserver-test/nothing:1"):
-        envserver.process(
-            f"harbor:{task.parent}",
-            model="sim",
-            env={"total_steps": 50, "group_size": 2},
-            sandbox={"backend": "docker", "docker_image": docker_image},
-        )
 
 
 @pytest.mark.slow

@@ -21,9 +21,7 @@ from support.learning import tiny_model, variables
 from support.pages import commands, write_files
 from support.waiting import PATIENCE
 
-from envserver import Result, Score
 from envserver.cli.settings import load_settings
-from envserver.registry import find
 
 ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(
@@ -158,23 +156,6 @@ def run(python: Path, lines: list[str]) -> str:
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout
-
-
-def test_its_files_are_an_environment(folder: Path) -> None:
-    paid = {}
-    for name in ("first_try.py", "sums.py"):
-        environment = find(str(folder / name))()
-        task = next(one for one in environment.tasks("train") if "+0?" in str(one.public))
-        answer = task.hidden["answer"]
-        outputs = (rf"\boxed{{{answer}}}", "boxed{-1}", f"What is {answer}+0?", "")
-        scores = [environment.score(task, Result(output=output)) for output in outputs]
-        paid[name] = [one.reward for one in scores if isinstance(one, Score)]
-    assert paid["sums.py"] == [1.0, 0.0, 0.0, 0.0]
-    assert paid["first_try.py"][:3] == [1.0, 0.0, 1.0]  # which the page shows to be a mistake
-    splits = [len(list(environment.tasks(split))) for split in ("train", "validation", "test")]
-    assert sum(splits) == 100 and splits[0] < 70
-    settings = load_settings(["--config", "serve.yaml"], environ={}, folder=folder)
-    assert settings.env.group_size == 8 and settings.rollouts.max_queued_groups == 12
 
 
 @pytest.mark.thorough  # commands

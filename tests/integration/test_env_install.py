@@ -8,15 +8,12 @@ import itertools
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.commands import read_jsonl, typed
 from support.env_packages import home, wheel
-from support.waiting import PATIENCE
 
 from envserver import ConfigError, registry
 from envserver.cli import main
@@ -146,7 +143,7 @@ def test_what_cannot_be_used_leaves_nothing(run: Line, tmp_path: Path, home: Pat
 def test_a_package_with_conflicting_dependencies_runs_beside_math(
     run: Line, tmp_path: Path
 ) -> None:
-    """The other package is made here; `test_an_older_pydantic_runs_beside_math` has a real one."""
+    """The other package is made here."""
     wheel(tmp_path, "simpleeval", {"simpleeval.py": "VERSION = 0.5\n"}, version="0.5")
     version = "simpleeval.VERSION"
     code = CODE.format(imports="import simpleeval", version=version, number=version)
@@ -230,34 +227,6 @@ def test_tasks_go_on_in_a_new_process_when_theirs_dies(run: Line, tmp_path: Path
     registry._found.cache_clear()
     with pytest.raises(ConfigError, match="was installed for Python"):
         registry.find("sums")
-
-
-@pytest.mark.slow
-def test_an_older_pydantic_runs_beside_math(
-    run: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PIP_NO_INDEX")
-    older = "pydantic==2.9.2"
-    command = [sys.executable, "-m", "pip", "download", older, "--dest", str(tmp_path / "got")]
-    if subprocess.run(command, check=False, capture_output=True, timeout=PATIENCE).returncode:
-        pytest.skip(f"pip cannot download {older} here")
-    number = 'float(pydantic.VERSION.partition(".")[2])'
-    code = CODE.format(imports="import pydantic", version="pydantic.VERSION", number=number)
-    project = tmp_path / "project"
-    (project / "my_sums").mkdir(parents=True)
-    (project / "my_sums" / "__init__.py").write_text(code)
-    (project / "pyproject.toml").write_text(
-        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
-        f'[project]\nname = "my-sums"\nversion = "2.0"\ndependencies = ["envserver", "{older}"]\n'
-        '[project.entry-points."envserver.environments"]\nsums = "my_sums:Sums"\n'
-    )
-    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com", "-C", str(project)]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "sums"]):
-        subprocess.run([*git, *words], check=True)
-    run(f"env install git+file://{project}")
-    check_mix(run, 9.2)
-    run(f"env install {project} --replace true")
-    assert "my-sums  2.0      own venv" in run("env list")
 
 
 def check_mix(run: Line, version: float) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import colorsys
-import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
-from envserver_clients.http import SyncEnvClient
 from envserver_records.errors import ConfigError, NotFoundError
-from support.commands import free_port, read_jsonl, running, typed
+from support.commands import read_jsonl, typed
 from support.extent import first_of
-from support.waiting import PATIENCE
 
 from envserver.registry import absolute, find
 
@@ -101,35 +97,6 @@ def test_a_sandboxed_agent_imports_later_only_what_is_preloaded(tmp_path: Path) 
     typed(f"{line.format('Preloaded')} --out preloaded.jsonl", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "given", first_of(("riddles", "riddle-1", "a towel"), (ABSOLUTE, "add-1", "8"))
-)
-def test_given_answers_are_scored(given: tuple[str, str, str], tmp_path: Path) -> None:
-    reference, task, answer = given
-    rows = [{"task": task, "response": answer}, {"task": task, "response": "wrong"}]
-    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
-    files = "--input rows.jsonl --output scores.jsonl"
-    typed(f"score --env {FOLDERS / reference}:Pooled --processes 1 {files}", tmp_path)
-    assert [row["reward"] for row in read_jsonl(tmp_path / "scores.jsonl")] == [1.0, 0.0]
-
-
-@pytest.mark.thorough
-def test_another_machine_joins_with_it(tmp_path: Path) -> None:
-    """The server does not have the files."""
-    server_folder, joiner_folder = tmp_path / "server", tmp_path / "joiner"
-    server_folder.mkdir()
-    shutil.copytree(FOLDERS / "riddles", joiner_folder / "riddles")
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    with running("run-api", "--port", port, "--store", "groups.db", folder=server_folder) as server:
-        server.wait_for("Trainers and environments")
-        line = f"join {url} --env riddles:Sandboxed {QUICK}"
-        joiner = running(*line.split(), folder=joiner_folder)
-        with joiner, SyncEnvClient(url, run="trainer", batch_size=2) as client:
-            batch = next(client.batches(whole=False, idle_seconds=PATIENCE))
-            assert {row.reward for row in batch.rows} == {1.0}
-
-
 def test_a_folder_of_environments_may_hold_their_helpers(tmp_path: Path) -> None:
     write(tmp_path / "suite" / "common.py", "SHARED = 1")
     write_environment(tmp_path / "suite" / "mine.py", "from common import SHARED")
@@ -148,12 +115,6 @@ def test_what_an_import_means(case: dict[str, Any], tmp_path: Path) -> None:
     assert len({find(str(tmp_path / name)) for name in case["shows"]}) == len(case["shows"])
     assert "helpers" not in sys.modules
     assert not hasattr(colorsys, "SHARED")
-
-
-def test_links_to_one_folder_lead_to_the_same_modules(tmp_path: Path) -> None:
-    reference = write_environment(tmp_path / "real" / "mine.py", "SHARED = 1")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert find(reference).__module__ == find(str(tmp_path / "link" / "mine.py")).__module__
 
 
 # What the user is told.

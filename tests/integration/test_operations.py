@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 from envserver_clients.http import SyncEnvClient
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
-from support.commands import read_jsonl, served, typed
-from support.otlp_receiver import receiver, values
+from support.commands import served
+from support.otlp_receiver import receiver
 from support.waiting import PATIENCE
 
 DOCKER = Path(__file__).parents[2] / "docker"
@@ -145,56 +144,12 @@ def test_what_does_not_end_in_time_is_cancelled_and_counted(tmp_path: Path) -> N
     assert re.search(r"Stopped after 10 s: [1-9]\d* groups? cancelled", server.output())
 
 
-def test_the_files_for_containers_are_what_they_claim_and_document_what_is_drawn() -> None:
-    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-    services = compose["services"].values()
-    assert {name for one in services for name in one["profiles"]} == {
-        "demo", "cpu", "gpu", "observe",
-    }  # fmt: skip
-    mounted = [
-        volume.split(":")[0].removeprefix("./")
-        for service in services
-        for volume in service.get("volumes", ())
-        if volume.startswith("./")
-    ]
-    assert all((DOCKER / name).is_file() for name in mounted)
-    prometheus = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
-    assert prometheus["scrape_configs"][0]["metrics_path"] == "/metrics"
+def test_files_that_containers_mount_exist_and_what_is_drawn_is_documented() -> None:
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"].values()
+    for volume in (one for service in services for one in service.get("volumes", ())):
+        assert volume[0] != "." or (DOCKER / volume.split(":")[0]).is_file(), volume
     names = (DOCKER.parent / "envserver/telemetry/README.md").read_text()
     for series in dashboard_uses():
         base = re.sub(r"_(bucket|sum|count)$", "", series)
         short = base.replace("envserver_replica", "", 1)
         assert f"`{base}`" in names or f"`{short}`" in names or base.startswith("process_"), base
-
-
-@pytest.mark.thorough
-def test_traces_have_tools_and_with_texts_what_was_said(tmp_path: Path) -> None:
-    line = (
-        "process --env tau --model sim --env.total_steps 1 --env.group_size 2 --out rows.jsonl"
-        " --sim.solve_probability 1 --env.ensure_scores_are_not_same false --workers.processes 1"
-        f" --openai.api_key {SECRET} --telemetry.otlp_texts true --telemetry.otlp_endpoint "
-    )
-    with receiver() as traces:
-        typed(line + traces.url, tmp_path)
-    (group,) = read_jsonl(tmp_path / "rows.jsonl")
-    ids = [one["rollout_id"] for one in group["envserver"]["rollouts"]]
-    talks = dict(zip(ids, group["messages"], strict=True))
-    for spans in traces.by_trace().values():
-        told = {one.span_id: values(one) for one in spans}
-        (root,) = [told[one.span_id] for one in spans if not one.parent_span_id]
-        talk = talks[root["envserver.rollout_id"]]
-        results = [one for one in talk if one["role"] == "tool"]
-        tools = [told[one.span_id] for one in spans if one.name.startswith("execute_tool ")]
-        assert [one["gen_ai.tool.call.result"] for one in tools] == [
-            one["content"] for one in results
-        ]
-        assert "unknown" not in {one["gen_ai.tool.name"] for one in tools}
-        calls = [told[one.span_id] for one in spans if one.name == "chat sim"]
-        answers = [json.loads(one["gen_ai.output.messages"])[0]["parts"] for one in calls]
-        assert len(answers) == sum(one["role"] == "assistant" for one in talk)
-        assert answers[-1][-1] == {"type": "text", "content": talk[-1]["content"]}
-        last = json.loads(calls[-1]["gen_ai.input.messages"])
-        assert len(last) == len(talk) - 2  # the instructions and the answer are elsewhere
-        (scored,) = [told[one.span_id] for one in spans if one.name == "store put"]
-        assert scored["gen_ai.evaluation.score.value"] == 1.0
-    assert not any(SECRET.encode() in body for body in traces.bodies)

@@ -9,14 +9,11 @@ import re
 import subprocess
 import sys
 import zipfile
-from fnmatch import fnmatch
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell, new_notebook
 from packaging.requirements import Requirement
 from support.commands import ENVSERVER, environment_variables, read_jsonl, served
 from support.extent import WHOLE, first_of
@@ -35,7 +32,6 @@ PACKAGES = {
     },
     "clients": {"envserver_clients": "clients", "envserver_records": "clients"},
 }
-MOST_MEGABYTES = 100
 _MAY_LACK = {"torch", "transformers", "trl", "datasets", "verl", "skyrl", "slime", "ray", "hydra"}
 
 
@@ -68,14 +64,7 @@ def test_a_wheel_holds_every_file_of_its_packages_and_nothing_else(
     assert not [name for name in names if "__pycache__" in name or "node_modules" in name]
     assert not [name for name in names if name.endswith((".ts", ".tsx"))]
     assert ("envserver/configs/models.yaml" in names) == (project == ".")
-    (licence,) = [name for name in names if name.endswith("/licenses/LICENSE")]
-    assert "Apache License" in wheel.read(licence).decode()
-    if project == ".":
-        own = "envserver-*.dist-info/entry_points.txt"  # vLLM's plug-in has some, too
-        (points,) = [name for name in names if fnmatch(name, own)]
-        text = wheel.read(points).decode()
-        assert "envserver = envserver.cli:main" in text
-        assert "math = envserver_environments.math.env:Math" in text
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
     for package, folder in PACKAGES[project].items():
         assert f"{package}/py.typed" in names
         tracked = program("git", "ls-files", package, cwd=ROOT / folder, check=False)
@@ -86,12 +75,6 @@ def test_a_wheel_holds_every_file_of_its_packages_and_nothing_else(
         assert files - names == source
         # What the page is built from: users need no Node.js.
         assert not [name for name in source if name.endswith((".py", ".md")) or "/static/" in name]
-
-
-def test_import_rules_hold() -> None:
-    lint_imports = Path(sys.executable).with_name("lint-imports")
-    checked = program(lint_imports, "--no-cache", cwd=ROOT, check=False)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_the_lock_has_hashes_and_no_addresses() -> None:
@@ -164,14 +147,6 @@ def test_the_client_brings_few_packages(alone: Alone) -> None:
     expected = {"numpy", "msgspec", "httpx", "httpcore", "h11", "certifi", "idna", "anyio"}
     # Before Python 3.13 anyio needs typing_extensions.
     assert expected <= alone.packages.keys() <= expected | {"typing-extensions"}
-    total = sum(
-        Path(str(package.locate_file(file))).stat().st_size
-        for package in alone.packages.values()
-        for file in package.files or []
-        if file.suffix != ".pyc"
-    )
-    print(f"{len(alone.packages)} packages, {total / 1e6:.0f} MB")
-    assert total < MOST_MEGABYTES * 1e6
 
 
 def test_the_client_and_its_adapters_are_importable_without_a_server(alone: Alone) -> None:
@@ -230,20 +205,6 @@ with SyncEnvClient(url, run="alone", batch_size=2, keep_leases_seconds=60) as cl
 
 # A folder with packages of common names hides none of ours, and none of ours hides them.
 
-BUILT_INS = [
-    "code",
-    "gaia",
-    "kuhn",
-    "math",
-    "mhqa",
-    "proposer_solver",
-    "router",
-    "scenarios",
-    "swe",
-    "tau",
-    "twenty_questions",
-    "video",
-]
 USERS_ENVIRONMENT = """
 from clients import CLIENT
 from envserver import Environment, Score, Task
@@ -262,28 +223,6 @@ class Mine(Environment):
         return Score(reward=float(result.output == "my tool, my environment, my client"))
 """
 
-IMPORTS = """
-import clients
-import envserver
-import envserver_clients
-import envserver_environments
-import envserver_tools
-import environments
-import tools
-"""
-RUN = """
-settings = {"total_steps": 1, "ensure_scores_are_not_same": False}
-made = [envserver.process(name, model="sim", env=settings) for name in ("math", "mine.py")]
-[len(result.groups) for result in made], tools.TOOL
-"""
-USERS_TEST = f"""{IMPORTS}
-
-def test_mine_and_theirs():
-    {RUN.strip().replace(chr(10), chr(10) + "    ")}
-    assert {{len(result.groups) for result in made}} == {{1}}
-    assert tools.TOOL == "my tool, "
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -297,7 +236,6 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name / "__init__.py").write_text(line + "\n")
     for place in ("mine.py", "environments/mine.py"):
         (tmp_path / place).write_text(USERS_ENVIRONMENT)
-    (tmp_path / "test_mine.py").write_text(USERS_TEST)
     return tmp_path
 
 
@@ -315,17 +253,6 @@ RUN_MATH = (
 )
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("ours", [(ENVSERVER,), (sys.executable, "-m", "envserver")])
-def test_all_built_ins_are_listed_and_run(ours: tuple[object, ...], folder: Path) -> None:
-    for path in (".", ""):
-        output = run_in(folder, *ours, "list", path=path)
-        assert all(name in output for name in BUILT_INS)
-        assert "cannot be" not in output
-    run_in(folder, *ours, *RUN_MATH.split(), path=".")
-    assert len(read_jsonl(folder / "out.jsonl")) == 1
-
-
 @pytest.mark.parametrize(
     "place", first_of(("environments/mine.py", ""), ("mine.py", ""), ("mine.py", "."))
 )
@@ -334,17 +261,6 @@ def test_an_environment_gets_the_users_packages(place: tuple[str, str], folder: 
     line = RUN_MATH.replace("math", file).replace("--env.total_steps 1", "")
     run_in(folder, ENVSERVER, *line.split(), path=path)
     assert set(read_jsonl(folder / "out.jsonl")[0]["scores"]) == {1.0}
-
-
-@pytest.mark.thorough
-def test_a_users_tests_and_notebooks_import_both(folder: Path) -> None:
-    said = run_in(folder, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    assert "1 passed" in said
-    notebook = new_notebook(cells=[new_code_cell(IMPORTS + RUN)])
-    resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=PATIENCE, resources=resources).execute()
-    (shown,) = notebook.cells[0].outputs
-    assert shown["data"]["text/plain"] == "([1, 1], 'my tool, ')"
 
 
 def test_modules_run_under_the_names_that_were_typed(folder: Path) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from support.sandbox_holder import STAY, STAYING
 from support.sandboxes import sandboxes
 from support.waiting import PATIENCE, until
 
-from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
+from envserver import ExecResult, Sandboxes, SandboxLimits, SandboxSpec
 
 pytestmark = pytest.mark.thorough
 
@@ -148,18 +147,14 @@ def grown(pids: tuple[int, ...], before: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize(
     "count", [300, pytest.param(2000, marks=pytest.mark.slow)], ids=["300", "2000"]
 )
-async def test_many_executions_leave_nothing_and_lose_nothing(
-    count: int, temporary: Path, tell: Callable[[str], None]
-) -> None:
+async def test_many_executions_leave_nothing_and_lose_nothing(count: int, temporary: Path) -> None:
     mark = f"hx{secrets.token_hex(5)}"
     async with sandboxes() as boxes:
         assert await run_many(boxes, 2 * AT_A_TIME, mark) == []
         await until(lambda: alive_with(mark) == [])
         pids = lasting()
         before, memory, groups = held(pids), [own_megabytes(pid) for pid in pids], cgroups()
-        began = time.monotonic()
         assert await run_many(boxes, count, mark) == []
-        took = time.monotonic() - began
         await until(lambda: grown(pids, before) == {})
         after = [own_megabytes(pid) for pid in pids]
         assert max(new - old for new, old in zip(after, memory, strict=True)) < 2
@@ -167,11 +162,6 @@ async def test_many_executions_leave_nothing_and_lose_nothing(
         assert alive_with(mark) == []
     assert ours("supervisor") + ours("zygote") == []
     assert list(temporary.iterdir()) == []
-    sizes = ", ".join(f"{size:.1f}" for size in after)
-    tell(
-        f"{count} executions, {AT_A_TIME} at a time: {took:.1f} s ({count / took:.0f}/s); "
-        f"supervisor and zygote at the end: {sizes} MB of their own"
-    )
 
 
 # Processes that are killed.
@@ -219,23 +209,6 @@ async def test_the_end_of_a_process_loses_its_programs_and_nothing_else(victim: 
             assert (result.stdout, result.ok) == (b"again\n", True)
         assert alive_with(mark) == []
     assert ours("supervisor") + ours("zygote") == []
-
-
-async def test_the_end_of_one_sandbox_is_its_own() -> None:
-    mark, other = (f"hx{secrets.token_hex(5)}" for _ in range(2))
-    async with sandboxes() as boxes, staying(boxes, mark) as running:
-        async with boxes.open(STAYING) as box:
-            one = asyncio.create_task(box.run_python(f"MARK = {other!r}{STAY}"))
-            await until(lambda: len(alive_with(other)) == 2)
-            above = {parents()[program] for program in alive_with(other)}
-            os.kill((above - {*alive_with(other)}).pop(), signal.SIGKILL)
-            with pytest.raises(SandboxLost):
-                await one
-            await until(lambda: alive_with(other) == [])
-            with pytest.raises(SandboxError):
-                await box.exec(["true"])
-        assert len(alive_with(mark)) == 2 * len(running)
-        assert not any(task.done() for task in running)
 
 
 @pytest.mark.parametrize("backend", ["auto", "landlock", "unsafe-local"])

@@ -413,7 +413,6 @@ def check(place: str, content: bytes, markers: set[str]) -> None:
 # environment of these tests. A program of each sandbox looks for the graders, whatever the probe
 # says.
 
-UV = Path(sys.prefix, "bin", "uv")
 PIP = (sys.executable, "-m", "pip", "--python")
 INSTALL = ("install", "--quiet", "--no-deps", "--no-compile", "--no-warn-script-location")
 
@@ -450,16 +449,6 @@ def in_venv(folder: Path, wheels: list[str]) -> tuple[Path, Path]:
     return python, folder / "standard"
 
 
-def in_venv_of_uv(folder: Path, wheels: list[str]) -> tuple[Path, Path]:
-    if not UV.exists():
-        pytest.skip("no uv")
-    place = folder / "made-by-uv"
-    run(UV, "venv", "--quiet", "--offline", "--python", base_python(), place)
-    install = [UV, "pip", "install", "--quiet", "--offline", "--no-deps", "--python"]
-    run(*install, place / "bin/python", *wheels)
-    return place / "bin/python", place
-
-
 def editable(folder: Path, wheels: list[str]) -> tuple[Path, Path]:
     place = folder / "editable"
     run(base_python(), "-m", "venv", "--without-pip", place)
@@ -480,7 +469,7 @@ Install = Callable[[Path, list[str]], tuple[Path, Path]]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("install", [in_venv, in_venv_of_uv, editable, for_the_user])
+@pytest.mark.parametrize("install", [in_venv, editable, for_the_user])
 def test_no_program_sees_the_graders(install: Install, folder: Path, wheels: list[str]) -> None:
     python, place = install(folder, wheels)
     variables = {"PYTHONUSERBASE": str(place)} if install is for_the_user else {}

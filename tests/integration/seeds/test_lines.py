@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 from envserver_environments.smolagents_integration import set_earlier_defaults
-from support.commands import environment_variables, envserver, running
+from support.commands import environment_variables, envserver, read_jsonl, running
 from support.waiting import PATIENCE
+
+from envserver.models import ASSETS
 
 ROOT = Path(__file__).parents[3]
 SECTIONS = tomllib.loads(Path(__file__).with_name("lines.toml").read_text())["section"]
@@ -94,15 +96,6 @@ def test_each_line_of_the_table(section: dict[str, Any], clone: Path, engine: st
         check(line, clone, engine)
 
 
-def test_the_page_has_a_quick_start_for_each_predecessor() -> None:
-    assert [name for name, _ in BLOCKS] == [
-        "VideoMultiAgents_HOEY",
-        "esm-agentbench",
-        "CourseGPT-Pro",
-        "The smolagents integration of Atropos",
-    ]
-
-
 def route(number: int) -> dict[str, Any]:
     """A row of CourseGPT-Pro's routing data."""
     return {
@@ -154,6 +147,24 @@ def test_the_earlier_defaults_of_the_smolagents_integration(
     own = dict(chosen)
     set_earlier_defaults([*words, "--env.data_set=sample"], own, tmp_path)
     assert own == chosen
+
+
+@pytest.mark.thorough
+def test_sft_rows_of_tokens_are_appended_when_asked(tmp_path: Path) -> None:
+    line = (
+        f"envserver sft-gen rows.jsonl --tokenizer {ASSETS} --env math --model sim"
+        " --allow-negative-scores --sim.solve_probability 1 --num-seqs-to-save"
+    )
+    typed(f"{line} 6", tmp_path)
+    rows = read_jsonl(tmp_path / "rows.jsonl")
+    assert len(rows) == 6
+    for row in rows:
+        assert row["prefix"].endswith("<|im_start|>assistant\n") and row["score"] == 1.0
+        assert row["completion"] and not row["completion"].startswith("<|im_start|>")
+    assert "exists" in typed(f"{line} 2", tmp_path, status=2)
+    typed(f"{line} 2 --append-to-previous", tmp_path)
+    assert read_jsonl(tmp_path / "rows.jsonl")[:6] == rows
+    assert len(read_jsonl(tmp_path / "rows.jsonl")) == 8
 
 
 ENVIRONMENTS = ("code", "gaia", "math", "mhqa", "router", "swe", "tau", "video")
