@@ -111,12 +111,11 @@ class Teacher(FakeVllm):
 
     Args:
         busy_every: each so many requests is refused with 429, and a Retry-After of 0 seconds.
-        key: the only key that it takes; "": any.
     """
 
-    def __init__(self, kinds: list[str], *, busy_every: int = 0, key: str = "") -> None:
+    def __init__(self, kinds: list[str], *, busy_every: int = 0) -> None:
         can = frozenset({"top", "tools"})
-        super().__init__(self._says, can=can, key=key, cards=[{"id": "teacher"}], retry_after="0")
+        super().__init__(self._says, can=can, cards=[{"id": "teacher"}], retry_after="0")
         self.kinds = kinds
         self.asked: Counter[int] = Counter()
         self.models: Counter[str] = Counter()
