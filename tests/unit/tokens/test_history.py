@@ -198,31 +198,6 @@ def test_reasoning_is_kept_where_that_is_wanted(parsed: bool) -> None:
     assert len(build(here.calls)) == 1
 
 
-def test_a_sequence_that_keeps_reasoning_says_so_ever_after() -> None:
-    here = talk("thinking", think="keep")
-    here.ask([USER], WORKED, tools=[tool()], sampled=written("thinking", WORKED))
-    assert here.ask([USER, WORKED, RESULT], "It is 4.", tools=[tool()]).edge == "exact"
-    plan = here.plan([USER, WORKED, RESULT, said("It is 4."), NEXT], [tool()])
-    assert (plan.parent, plan.edge, plan.flags) == (1, "think_kept", ["think_kept"])
-
-
-@pytest.mark.parametrize("think", ["template", "keep"])
-def test_a_think_block_may_stand_in_the_generation_prompt(think: Any) -> None:
-    here = talk("thinking", think=think)
-    messages: list[Message] = [USER]
-    for _ in range(3):
-        plan = here.ask(messages, "It is 4.", kwargs=NO_THINKING)
-        messages = [*messages, said("It is 4."), NEXT]
-    assert plan.edge == ("think_kept" if think == "keep" else "root")
-    opened = CHATML.replace(
-        "'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}"
-    )
-    assert opened != CHATML
-    here = Talk(chat_format(opened), "<|im_end|>", think=think)
-    here.ask([USER], THOUGHT, sampled="Two and two.\n</think>\n\nIt is 4.")
-    assert here.plan([USER, said("It is 4."), NEXT]).edge == plan.edge
-
-
 def test_each_of_several_answers_to_one_request_can_be_continued() -> None:
     here = talk("chatml")
     for text in ("It is 4.", "Four.", "It is 4."):
@@ -234,19 +209,6 @@ def test_each_of_several_answers_to_one_request_can_be_continued() -> None:
     here.calls[2].delivered = "none"
     plan = here.plan([USER, said("It is 4."), NEXT])
     assert (plan.parent, plan.flags) == (0, [])
-
-
-def test_the_answer_that_was_changed_least_is_continued() -> None:
-    here = talk("chatml")
-    for text in ("x = 1\n", "x = 1\ny\n", "x"):
-        here.ask([USER], text, sampled=text + "</code>", stop_reason="</code>")
-    here.ask([USER], "x = 1\n\n")
-    for content, parent in [("x = 1\n", 0), ("x = 1\ny\n</code>", 1), ("x</code> and y", 2)]:
-        plan = here.plan([USER, said(content), NEXT])
-        assert (plan.parent, plan.flags) == (parent, [])
-    here.ask([NEXT], "x = 1", sampled="x = 1\n", finish="length")
-    here.ask([NEXT], "x", finish="length")
-    assert here.plan([NEXT, said("x = 1 and y"), USER]).parent == 4
 
 
 def test_other_agents_tools_and_template_settings_are_other_conversations() -> None:
@@ -271,8 +233,6 @@ def test_answers_that_nobody_sampled_are_told() -> None:
     assert (plan.edge, plan.flags) == ("root", ["unsampled_assistant_in_history"])
     plan = here.ask([*shots, said("6"), USER], "4.")
     assert (plan.parent, plan.flags) == (0, [])
-    plan = here.plan([*shots, said("6"), USER, said("4."), NEXT, said("By another"), USER])
-    assert (plan.edge, plan.flags) == ("root", ["unsampled_assistant_in_history"])
     plan = here.plan([*shots, said("6")])
     assert (plan.refusal, plan.flags) == ("ends_with_assistant", ["unsampled_assistant_in_history"])
     compacted = here.plan([{"role": "user", "content": "In short"}, said(" 4."), NEXT])

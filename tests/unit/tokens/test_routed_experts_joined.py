@@ -6,12 +6,11 @@ import base64
 import io
 import json
 
-import msgspec
 import numpy as np
 import pytest
 from envserver_records.errors import EngineGarbage, TokensError
 from envserver_records.experts import RoutedExperts, experts_from, table_from_text, table_to_text
-from envserver_records.records import Call, Sequence, pack, unpack
+from envserver_records.records import Call, Sequence, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -94,11 +93,8 @@ BAD = {
     "not base64": "!",
     "not an .npy file": base64.b64encode(b"hello").decode(),
     "cut off": table_to_text(GOOD)[:-8],
-    "flat": table_to_text(GOOD.reshape(-1)),
     "of numbers with fractions": table_to_text(GOOD.astype(np.float32)),  # type: ignore[arg-type]
     "negative": table_to_text(GOOD.astype(np.int32) - 1),  # type: ignore[arg-type]
-    "too large": table_to_text(GOOD.astype(np.int32) + 70_000),  # type: ignore[arg-type]
-    "of no layer": table_to_text(GOOD[:, :0]),
     "of one token less": table_to_text(GOOD[:3]),
     "of one token more": table_to_text(np.concatenate([GOOD, GOOD[:1]])),
     "of very many experts": table_to_text(np.zeros((4, 2**16, 2), np.uint8)),
@@ -139,23 +135,3 @@ def test_calls_kept_as_json_leave_them_out() -> None:
     again = calls_in(json.loads(json.dumps(kept)))
     assert [call.experts for call in again] == [None, None, None]
     assert again[2].prompt_ids.tolist() == calls[2].prompt_ids.tolist()
-
-
-class OldSequence(msgspec.Struct, kw_only=True):
-    """A row as clients of an older version read it."""
-
-    tokens: np.ndarray
-    path: list[int]
-
-
-@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
-def test_old_clients_read_rows_with_experts_and_new_ones_old_rows(kind: type) -> None:
-    first, *_ = talk()
-    (row,) = build([replace(first, experts=experts_from(np.full((2, 2, 3), 200, kind)))])
-    again = unpack(pack(row), Sequence)
-    assert again.experts is not None and again.experts.table.dtype == kind
-    assert again.experts.table.shape == (2, 2, 3)
-    assert unpack(pack(row), OldSequence).tokens.tolist() == row.tokens.tolist()
-    old = msgspec.msgpack.decode(pack(row))
-    del old["experts"]
-    assert unpack(msgspec.msgpack.encode(old), Sequence).experts is None

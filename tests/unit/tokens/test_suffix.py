@@ -33,7 +33,6 @@ from support.templates import (
     tool,
     user,
 )
-from support.traps import TRAPS
 
 from envserver.tokens import ChatFormat, Refused
 from envserver.tokens.suffix import Completion, Suffix, suffix
@@ -166,46 +165,6 @@ def test_real_templates_go_on_as_they_write() -> None:
         assert len([pair for pair in families if pair[0] == kind]) >= least_families
 
 
-@pytest.mark.parametrize("name", TRAPS)
-def test_traps_are_refused_right_or_seen_in_the_whole_text(name: str) -> None:
-    trap = TRAPS[name]
-    format = chat_format(trap.source, stops=["<|im_end|>"], special=["<|im_end|>", "<|im_start|>"])
-    changed = 0
-    for case in CASES.values():
-        history, said = case.messages[: case.at], case.messages[case.at]
-        if said.get("tool_calls"):
-            continue
-        try:
-            prompt = format.prompt_ids(history, case.tools, {})
-            completion = Completion(format.encode(said["content"] + "<|im_end|>"), "stop", None)
-            found = behind(format, case, completion)
-        except (TemplateRefused, Refused):
-            continue
-        went_on = format.decode(prompt + completion.ids + found.ids)
-        changed += went_on != format.prompt_text(case.messages, case.tools, {})
-    assert bool(changed) == trap.tail_is_right
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("drops_tool_results", "messages_moved"),
-        ("repeats_the_last", "messages_moved"),
-        ("results_backwards", "messages_moved"),
-        ("newest_first", "messages_moved"),
-        ("ends_the_last_otherwise", "end_moves"),
-        ("recalls_the_answer", "answer_repeated"),
-        ("counts_letters", "answer_not_rendered"),
-        ("prints_objects", "closer_not_sampled"),
-    ],
-)
-def test_refusals_say_what_a_template_does(name: str, reason: str) -> None:
-    format = chat_format(TRAPS[name].source, stops=["<|im_end|>"])
-    case = Case([ASK, answer("Four."), result("4"), result("5", "call00002")], 1, "")
-    with pytest.raises(Refused, match=reason):
-        behind(format, case, Completion(format.encode("Four.<|im_end|>"), "stop", None))
-
-
 ONE = call({"expression": "1"})
 ENDED = tomllib.loads(Path(__file__).with_name("ends.toml").read_text())["ends"]
 
@@ -228,22 +187,6 @@ def test_how_an_answer_ended_decides_what_follows(
     assert chatml().decode(found.ids) == found.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("extra", ["</code>", " and more", "\nNext: é🧮", "  "])
-def test_what_an_agent_appended_follows_the_answer(kind: str, extra: str) -> None:
-    format = chat_format(OWN["chatml"], kind, stops=["<|im_end|>"])
-    case = Case([ASK, answer("print(1)" + extra), NEXT], 1, "")
-    sampled = format.encode("print(1)")
-    found = behind(format, case, Completion(sampled, "stop", "</code>"), extra)
-    assert found.closing == extra + "<|im_end|>"
-    assert format.decode(sampled + found.ids).startswith(
-        f"{format.decode(sampled)}{extra}<|im_end|>"
-    )
-    ended = Completion([*sampled, *format.encode("<|im_end|>")], "stop", None)
-    with pytest.raises(Refused, match="extra_after_end"):
-        behind(format, case, ended, extra)
-
-
 def test_a_stop_token_may_open_the_next_message_and_only_what_was_not_sampled_follows() -> None:
     format = chat_format(OWN["role_stops"], stops=["<|user|>", "<|observation|>"])
     case = Case([ASK, answer("Four."), NEXT], 1, "")
@@ -251,9 +194,6 @@ def test_a_stop_token_may_open_the_next_message_and_only_what_was_not_sampled_fo
     assert found.text == "\nAnd then?<|assistant|>"
     with pytest.raises(Refused, match="stop_not_rendered"):
         behind(format, case, Completion(format.encode("\nFour.<|observation|>"), "stop", None))
-    for new in ([], [NEXT, answer("Six.")]):
-        with pytest.raises(Refused, match="answer_not_sampled"):
-            behind(chatml(), Case([ASK, answer("Four."), *new], 1, ""), Completion([1], "stop", 1))
 
 
 def conversation(template: str) -> st.SearchStrategy[list[Message]]:

@@ -115,8 +115,6 @@ def with_talk(calls: list[Call]) -> list[Call]:
 
 KINDS: dict[str, Callable[[int], list[Call]]] = {
     "conversation": lambda calls: conversations(calls, 50 * calls),
-    "side by side": lambda calls: conversations(calls // 4, 50 * calls // 4, side_by_side=4),
-    "samples": lambda calls: answers(calls, 5 * calls),
     "different ends": lambda calls: answers(calls, 5 * calls, ends=20),
 }
 
