@@ -25,7 +25,6 @@ MESSAGES = json.loads(Path(__file__).with_name("chat_messages.json").read_text()
 SYSTEM = {"role": "system", "content": "s"}
 DEVELOPER = {"role": "developer", "content": "d"}
 PRINTS_ALL = "{{ messages | tojson }}{{ tools | tojson if tools }}"
-READS_PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }},{% endfor %}{% endfor %}"
 
 
 def shown(messages: list[Message], source: str = PRINTS_ALL, **more: Any) -> str:
@@ -60,12 +59,6 @@ def test_tools_keep_the_fields_that_engines_know_in_their_order() -> None:
     given = {"type": "function", "x": 1, "function": {"strict": True, "name": "f", "y": 2}}
     seen = '{"type": "function", "function": {"name": "f", "description": null, "parameters": null'
     assert shown([SYSTEM], tools=[given]).endswith(f'[{seen}, "strict": true}}}}]')
-
-
-def test_content_comes_as_parts_where_the_template_reads_parts() -> None:
-    text = [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), user("c")]
-    assert shown(text, READS_PARTS) == "a,b,c,"
-    assert shown(text, "{% for m in messages %}{{ m.content }};{% endfor %}") == "a\nb;c;"
 
 
 @pytest.mark.parametrize(("messages", "reason"), MESSAGES["refused"])
@@ -136,14 +129,10 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
         ChatFormat.load(folder)
 
 
-def test_half_a_surrogate_pair_is_refused_and_another_rendering_not_imitated() -> None:
+def test_half_a_surrogate_pair_is_refused() -> None:
     format = chat_format(OWN["chatml"])
     with pytest.raises(Refused, match="not_unicode"):
         format.prompt_ids([user("\ud800")], None, {})
-    assert format.trusted
-    format.distrust("first")
-    format.distrust("second")
-    assert (format.trusted, format.distrusted) == (False, "first")
 
 
 @pytest.mark.vllm

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from envserver_records.errors import EngineError, EngineGarbage, EngineTimeout
 from hypothesis import HealthCheck, given, settings
@@ -28,8 +27,8 @@ from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
 from envserver.models.decoding import retry_after
 
-SECONDS, HANG_SECONDS, STUCK_SECONDS = 60.0, 0.1, 180.0
-"""For a call; where nothing comes any more; after which a call did not keep to either."""
+SECONDS, HANG_SECONDS = 60.0, 0.1
+"""For a call; where nothing comes any more."""
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 slow = settings(
     max_examples=examples(60),
@@ -132,33 +131,9 @@ def deep(levels: int) -> bytes:
 
 ERRORS = [*BYTES["errors"], b'{"error": %b}' % deep(200)]
 GARBAGE = [*BYTES["garbage"], deep(2000), deep(200)]
-GOOD = [*BYTES["good"], json.dumps({"long": "x" * 70_000}).encode(), deep(99)]
 
 
-def said(body: bytes) -> Any:
-    """What `body` is taken for: an object, or "error"."""
-    return orjson.loads(body) if body in GOOD else "error"
-
-
-bodies = st.sampled_from([*GOOD, *GOOD, *ERRORS, *GARBAGE]) | st.binary(max_size=30)
 places = st.lists(st.integers(0, 200), max_size=4)
-kinds = st.sampled_from(["application/json", "text/html", "", "application/json; charset=latin-1"])
-
-
-@slow
-@given(body=bodies, kind=kinds, places=places, way=st.sampled_from(["length", "chunks", "close"]))
-def test_a_whole_answer_is_read_however_it_is_sent(
-    bench: Bench, body: bytes, kind: str, places: list[int], way: str
-) -> None:
-    if way == "chunks":
-        data = head(kind, None, "transfer-encoding: chunked") + chunked(cut(body, places))
-    else:
-        data = head(kind, len(body) if way == "length" else None) + body
-    got = bench.post(cut(data, places), "close" if way == "close" else "keep")
-    if said(body) == "error":
-        assert isinstance(got, EngineError)
-    else:
-        assert got == said(body)
 
 
 ENDS = st.sampled_from(["close"] * 4 + ["reset"] * 4 + ["hang"])

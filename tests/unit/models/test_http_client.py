@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import uvloop
 from support.raw_server import RawServer, head, raw_server
 from support.waiting import until
 
@@ -22,7 +21,6 @@ from envserver.models.http_client import (
     BrokenOff,
     HttpPool,
     NoConnection,
-    NotHttp,
     Response,
     origin_of,
 )
@@ -129,26 +127,6 @@ async def test_a_kept_connection_on_which_something_came_is_not_used(late: str) 
         assert raw.accepted == 2
 
 
-async def test_an_early_answer_is_the_last_of_its_connection() -> None:
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(NO)
-        accepted.append(writer)
-
-    accepted: list[asyncio.StreamWriter] = []
-    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
-    origin = origin_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    pool = HttpPool(resolve, watchful_socket)
-    for count in (1, 2):
-        response = await pool.send(origin, "POST", "/x", b"", bytes(LARGE))
-        assert await read(response) == b"no"
-        assert len(accepted) == count
-    pool.close()
-    server.close()
-    for writer in accepted:
-        writer.transport.abort()
-
-
 @pytest.mark.parametrize(
     "field",
     [
@@ -189,27 +167,6 @@ async def test_a_body_zipped_in_parts_is_read_whole_and_others_have_their_turn_m
         assert turns > 1000 + LARGE / 1_000_000
 
 
-async def test_a_trailer_has_a_limit() -> None:
-    async with server_and_pool() as (raw, pool):
-        start = head("text/plain", None, "transfer-encoding: chunked") + b"2\r\nhi\r\n0\r\nx: "
-        raw.pieces, raw.end = [start, b"", bytes(b"y" * 200_000)], "hang"
-        response = await ask(pool, raw)
-        with pytest.raises(NotHttp):
-            await read(response)
-        response.release()
-
-
-async def test_reads_fail_after_fail_whatever_has_come_since() -> None:
-    async with server_and_pool() as (raw, pool):
-        raw.pieces, raw.end = [head("text/plain", 4), b"hi", b"", b"hi"], "keep"
-        response = await ask(pool, raw)
-        response.fail(TimeoutError())
-        await until(lambda: response.complete)
-        with pytest.raises(TimeoutError):
-            await response.read()
-        response.release()
-
-
 async def test_a_closed_pool_makes_no_connection() -> None:
     async def slowly(host: str, port: int) -> list[Any]:
         pool.close()
@@ -220,29 +177,3 @@ async def test_a_closed_pool_makes_no_connection() -> None:
         with pytest.raises(NoConnection):
             await ask(pool, raw)
         await until(lambda: not raw.connections)
-
-
-async def _connect_to_an_impossible_name() -> None:
-    made: list[socket.socket] = []
-
-    def recorded(address: tuple[Any, ...]) -> socket.socket:
-        made.append(watchful_socket(address))
-        return made[-1]
-
-    async with raw_server() as raw:
-        found = await resolve("127.0.0.1", origin_of(raw.url).port)
-
-        async def at_once(host: str, port: int) -> list[Any]:
-            return found
-
-        pool = HttpPool(at_once, recorded)
-        with pytest.raises(NoConnection):
-            await pool.send(origin_of("https://.localhost"), "GET", "/", b"", None)
-        assert [one.fileno() for one in made] == [-1]
-        pool.close()
-
-
-@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_name_that_tls_does_not_take_leaves_no_descriptor(loop: Any) -> None:
-    with asyncio.Runner(loop_factory=loop) as runner:
-        runner.run(_connect_to_an_impossible_name())

@@ -26,12 +26,10 @@ from envserver_records.errors import (
 )
 from structlog.testing import capture_logs
 from support.engine_stand_in import FakeVllm, fake_vllm
-from support.raw_server import chunked, head, raw_server
 from support.waiting import PATIENCE, settled, until
 
 from envserver import OpenAIConfig
 from envserver.models import FLOOR, OpenAIEngine, ReplicaHealth
-from envserver.models.decoding import Decoder
 from envserver.models.sse import SseParser
 
 CHAT = "/v1/chat/completions"
@@ -149,10 +147,6 @@ async def test_an_address_may_end_in_v1_and_stand_with_others_behind_commas() ->
                 assert await opened.model_name() == "tiny"
         async with OpenAIEngine(OpenAIConfig(base_url=f"{one.url}/v1, {two.url}")) as opened:
             assert [r.base_url for r in await opened.health()] == [one.url, two.url]
-        one.cards = []
-        async with engine(one.url) as opened:
-            with pytest.raises(EngineGarbage, match="lists no model"):
-                await opened.model_name()
 
 
 async def test_what_is_set_is_not_asked_for_and_credentials_in_an_address_are_not_told() -> None:
@@ -162,18 +156,6 @@ async def test_what_is_set_is_not_asked_for_and_credentials_in_an_address_are_no
     with pytest.raises(ConfigError) as caught:
         OpenAIEngine(OpenAIConfig(base_url="http://user:pass@host/v1"))
     assert "pass" not in str(caught.value)
-
-
-def test_of_many_models_the_nearest_ten_are_named() -> None:
-    names = [f"org/other-{number}" for number in range(11)] + ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B"]
-    answer = {"data": [*({"id": name} for name in names), {"id": 1}, None]}
-    hint = Decoder("").models_hint("qwen3-4b", answer)
-    assert hint.startswith("The engine has Qwen/Qwen3-4B, Qwen/Qwen3-8B, org/other-")
-    assert hint.endswith(" and 3 more: set openai.model_name.")
-    assert hint.count(",") == 9
-    assert Decoder("sk-key").models_hint("a", {"data": [{"id": "b-sk-key"}]}).count("b-***:")
-    for data in (None, [], 3, [{"id": "qwen3-4b"}]):
-        assert Decoder("").models_hint("qwen3-4b", {"data": data}) == ""
 
 
 # Repetitions and errors
@@ -195,19 +177,6 @@ async def test_passing_failures_are_repeated_and_any_is_asked_for_elsewhere() ->
             await both(opened, home)
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"), [(500, EngineError), (503, EngineUnavailable), (429, EngineUnavailable)]
-)
-async def test_lasting_failures_end_after_a_bounded_number_of_tries(
-    fault: int, kind: type[EngineError]
-) -> None:
-    async with alone(*[fault] * 9, how={"tries": 3}) as (fake, opened):
-        with pytest.raises(EngineError) as caught:
-            await ask(opened)
-        assert type(caught.value) is kind
-        assert len(fake.requests) == 3
-
-
 async def test_a_refusal_is_not_repeated_and_tells_the_engines_words_without_the_key() -> None:
     secret, statuses = "sk-very-secret", (400, 401, 404, 422) * 8
     async with alone(*statuses, how={"api_key": secret}) as (fake, opened):
@@ -219,30 +188,6 @@ async def test_a_refusal_is_not_repeated_and_tells_the_engines_words_without_the
             assert secret not in repr(caught.value.failure())
         assert fake.headers[0]["Authorization"] == f"Bearer {secret}"
         assert (await health_of(opened, fake)).state == "closed"  # it says nothing against it
-
-
-@pytest.mark.parametrize(
-    ("fault", "ways", "kind", "words"),
-    [
-        ("garbage", (ask, stream), EngineGarbage, None),
-        ("list", (ask, stream), EngineGarbage, None),
-        ("error_body", (ask, stream), EngineError, None),
-        ("cut", (stream,), EngineGarbage, None),
-        ("reset", (stream,) * 5, EngineGarbage, None),
-        ("error_chunk", (stream,), EngineError, None),
-        ("html_stream", (stream,), EngineGarbage, "without a stream"),
-    ],
-)
-async def test_an_answer_that_is_none_or_breaks_off_is_typed_and_not_repeated(
-    fault: str, ways: tuple[Any, ...], kind: type[EngineError], words: str | None
-) -> None:
-    async with alone(*[fault] * len(ways)) as (fake, opened):
-        for number, way in enumerate(ways, start=1):
-            with pytest.raises(kind, match=words):
-                await way(opened)
-            assert len(fake.requests) == number
-        if fault == "reset":  # a failure after the first chunk counts against its replica
-            assert (await health_of(opened, fake)).state != "closed"
 
 
 async def test_a_slow_answer_times_out_and_is_aborted() -> None:
@@ -258,24 +203,6 @@ async def test_an_error_of_the_consumer_leaves_a_stream_as_it_is() -> None:
         with pytest.raises(ConnectionResetError, match="mine"):
             async with opened.stream(CHAT, STREAM, rollout_id="r", timeout_seconds=60):
                 raise ConnectionResetError("mine")
-
-
-@pytest.mark.parametrize("way", [ask, stream])
-async def test_a_call_whose_connection_is_reset_is_sent_again_and_no_http_is_garbage(
-    way: Any,
-) -> None:
-    async with raw_server() as raw, engine(raw.url) as opened:
-        raw.end = "reset"
-        call = asyncio.create_task(way(opened))
-        await until(lambda: raw.requests)
-        body, kind = b"{}", "application/json"
-        if way is stream:
-            body, kind = b"data: [DONE]\n\n", "text/event-stream"
-        raw.pieces, raw.end = [head(kind, len(body)) + body], "keep"
-        assert not await call
-        raw.pieces, raw.end = [b"220 mail.example ESMTP\r\n\r\n"], "close"
-        with pytest.raises(EngineGarbage):
-            await way(opened)
 
 
 async def test_an_engine_that_asks_for_patience_is_left_alone() -> None:
@@ -300,26 +227,6 @@ async def test_an_engine_that_asks_for_patience_is_left_alone() -> None:
 
 
 # Replicas that die, hang and come back
-
-
-async def test_a_rollout_stays_with_one_replica_and_rollouts_spread() -> None:
-    async with pair() as (one, two, opened):
-        for _ in range(5):
-            await ask(opened, "same")
-        assert sorted([len(one.requests), len(two.requests)]) == [0, 5]
-        for number in range(40):
-            await ask(opened, f"rollout-{number}")
-        assert min(len(one.requests), len(two.requests)) > 5
-
-
-async def test_with_one_of_two_replicas_dead_every_call_is_answered_with_none_no_call() -> None:
-    async with fake_vllm() as alive, engine(dead_url(), alive.url) as opened:
-        await asyncio.gather(*(ask(opened, f"rollout-{number}") for number in range(40)))
-        assert len(alive.requests) == 40
-        assert [r.healthy for r in await opened.health()] == [False, True]
-    async with engine(dead_url(), dead_url()) as opened:
-        with pytest.raises(EngineUnavailable, match="accepts no connection"):
-            await ask(opened)
 
 
 async def test_a_replica_that_is_killed_under_load_loses_no_call() -> None:
@@ -420,25 +327,6 @@ async def test_a_slow_replica_shares_its_calls_with_one_that_has_room() -> None:
         assert len(two.requests) - before == 28
 
 
-async def test_a_replica_that_keeps_failing_is_set_aside_until_a_call_succeeds_there() -> None:
-    async with pair() as (one, _, opened):
-        home = await homed(opened, one)
-        for _ in range(20):
-            await ask(opened, home)
-        before = len(one.requests)
-        one.faults = deque([500] * 100)
-        for _ in range(50):
-            await ask(opened, home)
-        assert len(one.requests) - before < 30
-        one.faults.clear()
-        before = len(one.requests)
-        async with asyncio.timeout(PATIENCE):
-            while (await health_of(opened, one)).state != "closed":
-                await ask(opened, home)
-                await asyncio.sleep(0.02)
-        assert len(one.requests) > before
-
-
 # Calls in flight
 
 
@@ -491,16 +379,6 @@ async def test_fewer_calls_are_sent_while_calls_wait_in_the_engine() -> None:
 
 
 # Server-sent events
-
-
-async def test_connections_are_used_again_after_streams() -> None:
-    async with raw_server() as raw, engine(raw.url, check_seconds=SELDOM_SECONDS) as opened:
-        start = head("text/event-stream", None, "transfer-encoding: chunked")
-        end = chunked([b"data: [DONE]\n\n"])
-        raw.pieces, raw.end = [start, end[:-5], b"", end[-5:]], "keep"
-        for _ in range(5):
-            assert await stream(opened) == []
-        assert raw.accepted < 5
 
 
 @pytest.mark.parametrize("piece", [b"data: xxxx", b"data: xxxx\n"])

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from envserver_records.errors import ConfigError, EngineRefused, EngineTimeout, EngineUnavailable
-from structlog.testing import capture_logs
 from support.commands import envserver, free_port
 from support.engine_stand_in import (
     ALL,
@@ -28,7 +27,6 @@ from support.engine_stand_in import (
 from support.serving import serving
 from support.sim import engine as sim_engine
 from support.vllm_server import VllmServer
-from support.waiting import until
 
 from envserver import OpenAIConfig
 from envserver.config import Mode
@@ -56,21 +54,6 @@ async def connected(url: str, **config: Any) -> AsyncIterator[OpenAIEngine]:
 async def probed(engine: FakeVllm, *, wanted: Mode = "auto", model: str = "tiny") -> ProbeResult:
     async with engine.listening(), connected(engine.url) as client:
         return await probe(client, wanted=wanted, model=model)
-
-
-async def test_an_engine_with_everything() -> None:
-    engine = fake(ALL | {"parser"})
-    found = await probed(engine)
-    assert found.mode == "tokens"
-    assert found.server == "vllm 0.32.0"
-    assert (found.root, found.max_model_len) == ("/models/tiny", 2048)
-    assert found.logprobs == "raw"
-    assert all([found.tools, found.has_parser, found.weight_versions, found.pausable])
-    assert found.metrics
-    assert not found.reasoning_parser
-    assert found.reasons == {}
-    assert [bool(echo.tools) for echo in found.echoes] == [False, True]
-    assert len(engine.paths) <= 14
 
 
 def lies(*paths: str, change: Callable[[Json], object]) -> dict[str, Any]:
@@ -133,27 +116,14 @@ DERENDERS_OTHERWISE = lies(DERENDER, change=other_message)
         ),
         (ALL, DERENDERS_OTHERWISE, "completions", {"tokens": "another message"}),
         (
-            ALL | {"parser"},
-            {"text": "y", **DERENDERS_OTHERWISE},
-            "completions",
-            {"tokens": "another message"},
-        ),
-        (
             ALL,
             lies(GENERATE, COMPLETIONS, change=other_prompt),
             "chat",
             {"tokens": "give back", "completions": "give back"},
         ),
-        (
-            ALL - {"scale_out"},
-            lies(COMPLETIONS, change=others),
-            "chat",
-            {"completions": "samples"},
-        ),
         (ALL - {"tools"}, {}, "tokens", {"tools": "--tool-call-parser"}),
         (ALL - {"dev"}, {}, "tokens", {"pausable": "VLLM_SERVER_DEV_MODE=1"}),
         (ALL, {"text": ""}, "tokens", {}),  # it only ends its turn
-        (ALL | {"parser"}, {"text": "y"}, "tokens", {}),
         # Of two tokens that are equally likely either may be sampled.
         (ALL, {"words": Bytes(3.0, *LOGITS), **lies(GENERATE, change=tie)}, "tokens", {}),
     ],
@@ -210,19 +180,6 @@ async def test_an_engine_that_does_not_answer_or_not_us_is_an_error() -> None:
     missing = fake(faults=deque([(404, "The model `other` does not exist.")]))
     with pytest.raises(EngineRefused, match="`other` does not exist"):
         await probed(missing, model="other")
-
-
-async def test_a_slow_first_answer_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envserver.models.probe_client._TELL_SECONDS", 0.1)
-    async with fake_vllm(held=asyncio.Event()) as one, connected(one.url) as slow:
-        asking = asyncio.create_task(probe(slow, model="tiny"))
-        with capture_logs() as logs:
-            await until(lambda: any(line["event"] == "engine_is_waited_for" for line in logs))
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-    (told,) = [line for line in logs if line["event"] == "engine_is_waited_for"]
-    assert told["path"] == "/v1/chat/completions"
 
 
 @pytest.mark.parametrize("rates", [{}, {"error_rate": 0.3, "truncate_rate": 0.5}])

@@ -14,35 +14,11 @@ from envserver.models import FLOOR, Replica
 from envserver.models.adaptive import AdaptiveLimit, Load, read_load
 from envserver.models.breaker import Breaker
 from envserver.models.connections import watchful_socket
-from envserver.models.routing import Replicas
 from envserver.models.slots import Slots
 
 calm = settings(deadline=None, max_examples=examples(60))
 
 # The breaker
-
-
-def test_a_dead_replica_is_set_aside_longer_each_time_and_tried_by_one_request() -> None:
-    now = 0.0
-    replicas = Replicas(["http://a", "http://b"], 1, clock=lambda: now)
-    dead = replicas.pick("r")
-    for _ in range(10):
-        dead.refused("at once")
-    assert replicas.pick("r") is not dead
-    now = 0.6
-    assert replicas.pick("r") is dead
-    with dead.request() as request:
-        assert replicas.pick("r") is not dead
-        request.refused("again")
-    now = 1.2
-    assert replicas.pick("r") is not dead
-    now = 2.0
-    assert replicas.pick("r") is dead
-    with dead.request() as request:
-        request.sent()
-        request.answered()
-    assert replicas.pick("r") is dead
-    assert dead.state == "closed"
 
 
 def test_calls_that_began_before_a_replica_was_set_aside_do_not_bring_it_back() -> None:
@@ -207,32 +183,6 @@ def test_the_limit_keeps_its_bounds(most: int, polls: list[tuple[Load, int]]) ->
     assert limit.forget() == most
 
 
-@calm
-@given(
-    capacity=st.integers(32, 600),
-    most=st.sampled_from([64, 512]),
-    polls_per_call=st.integers(1, 20),
-    preempts=st.booleans(),
-)
-def test_the_limit_finds_what_an_engine_can_work_on(
-    capacity: int, most: int, polls_per_call: int, preempts: bool
-) -> None:
-    limit = AdaptiveLimit(most)
-    in_flight = preempted = 0
-    seen: list[int] = []
-    for _ in range(1200):
-        in_flight = max(in_flight, limit.limit)
-        running = min(capacity, in_flight)
-        waiting = in_flight - running
-        if preempts:
-            preempted, waiting = preempted + waiting, 0
-        seen.append(limit.observe(Load(running, waiting, preempted), in_flight))
-        in_flight -= max(1, running // polls_per_call)
-    wanted = min(capacity, most)
-    assert min(seen[600:]) >= 0.6 * wanted
-    assert max(seen[600:]) <= wanted + 3 * max(1, most // 64)
-
-
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 vllm:num_requests_running{engine="0",model_name="a } b"} 3.0
@@ -255,17 +205,6 @@ def test_vllm_and_sglang_say_how_loaded_they_are() -> None:
     assert read_load(VLLM) == Load(running=7, waiting=2, preempted=10, cache=0.5)
     assert read_load(SGLANG) == Load(running=5, waiting=1, cache=0.75)
     assert read_load("python_gc_objects_collected_total 1\n") is None
-
-
-NAMES = ["vllm:num_requests_running", "vllm:num_requests_waiting"]
-SIGNS = ["{", "}", " ", " ", "\n", "NaN", "-1", "1e999", "3", "x", "\x00"]
-
-
-@calm
-@given(st.lists(st.sampled_from(NAMES + SIGNS), max_size=30))
-def test_metrics_that_make_no_sense_say_nothing(parts: list[str]) -> None:
-    load = read_load("".join(parts))
-    assert load is None or (load.running >= 0 and load.waiting >= 0)
 
 
 # Connections

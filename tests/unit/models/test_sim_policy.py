@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.sim import DEMONSTRATION, TOOLS, ask, call, engine, post, said, tool, user
 
 from envserver import SimConfig, aio
-from envserver.models import RolloutSolver, SimEngine, TextSolver
+from envserver.models import RolloutSolver, SimEngine
 from envserver.models.sim.faulty_answers import REFUSALS
 from envserver.models.sim.spoil import spoiled_answer
 
@@ -31,10 +31,10 @@ SIZES = tool(
 )
 
 
-def playing(turns: list[dict[str, Any]], *, exact: bool = True, **config: Any) -> SimEngine:
+def playing(turns: list[dict[str, Any]], **config: Any) -> SimEngine:
     """An engine whose rollout `r` has these turns."""
     solver = RolloutSolver()
-    solver.assign("r", turns, exact=exact)
+    solver.assign("r", turns, exact=True)
     return SimEngine(SimConfig(latency_seconds=0, **config), solver)
 
 
@@ -85,9 +85,6 @@ async def test_the_same_seed_answers_alike_and_samples_differ() -> None:
     assert len(set(texts[0])) > 15
     seeded, again = [await choices(first, seed=7, n=2) for _ in range(2)]
     assert [c["token_ids"] for c in seeded] == [c["token_ids"] for c in again]
-    assert seeded[0]["token_ids"] != seeded[1]["token_ids"]
-    greedy, again = [await choices(first, temperature=0) for _ in range(2)]
-    assert greedy[0]["token_ids"] == again[0]["token_ids"]
 
 
 async def test_rollouts_are_solved_as_often_as_asked_and_differ_in_length() -> None:
@@ -103,15 +100,6 @@ async def test_rollouts_are_solved_as_often_as_asked_and_differ_in_length() -> N
     assert all(answer.isdigit() for answer, _ in played)
     assert len({tokens for _, tokens in played}) > 10
     assert solver.solve([], "rollout-1") is None
-
-
-async def test_certain_success_and_certain_failure() -> None:
-    good, bad = (engine(DEMONSTRATION, solve_probability=certain) for certain in (1.0, 0.0))
-    assert {(await play(good, f"r{number}"))[0] for number in range(20)} == {"36"}
-    assert "36" not in {(await play(bad, f"r{number}"))[0] for number in range(20)}
-    without_tools = await message(good, "")  # its last call becomes the answer in the text
-    assert "tool_calls" not in without_tools
-    assert without_tools["content"].endswith("The product is known.\n\\boxed{36}")
 
 
 @given(st.one_of(st.integers().map(str), st.sampled_from(
@@ -147,32 +135,6 @@ async def test_babbled_calls_obey_the_schema() -> None:
             jsonschema.validate(arguments, parameters)
     free = await choices(sim, "", tools=[measure], n=60)
     assert {choice["finish_reason"] for choice in free} == {"stop", "tool_calls"}
-
-
-def test_text_solver_takes_the_last_question_of_the_last_user() -> None:
-    short, long, other = [said("1")], [said("2")], [said("3")]
-    solver = TextSolver([("How many?", short), ("So: How many?", long), ("Who?", other)])
-    for contents, turns in (
-        (["Example. Who? Task. How many? Think."], short),
-        (["So: How many?"], long),
-        (["So: How many?", "Who?"], other),
-        (["Who?", "Go on."], other),
-        (["Nothing known"], None),
-    ):
-        solution = solver.solve([{"role": "user", "content": text} for text in contents], "")
-        assert (solution and solution.turns) is turns
-
-
-async def test_an_exact_demonstration_is_played_word_for_word() -> None:
-    moves = [said("bet"), said("pass")]
-    sim = playing(moves, solve_probability=1.0)
-    assert [(await message(sim))["content"] for _ in range(20)] == ["bet"] * 20
-    history = [*user(), said("bet"), *user("Next?")]
-    for _ in range(3):  # after the last turn it is said again, without words of its own
-        assert (await after(sim, history))["content"] == "pass"
-        history += [said("pass"), *user("Next?")]
-    worded = [(await message(playing(moves, exact=False)))["content"] for _ in range(20)]
-    assert any(text != "bet" for text in worded)
 
 
 async def test_a_spoiled_call_is_wrong_and_still_one_of_the_tool() -> None:
@@ -216,13 +178,6 @@ async def test_malformed_calls_are_cut_off_unknown_or_incomplete() -> None:
         forced = await message(sim, tools=TOOLS, tool_choice="required")
         assert forced["tool_calls"][0]["function"]["name"] == "calculate"
     assert kinds == {"cut off", "unknown", "incomplete"}
-
-
-async def test_a_share_of_the_answers_goes_wrong_and_the_others_are_as_before() -> None:
-    plain, some = playing([said("36")], seed=3), playing([said("36")], seed=3, refusal_rate=0.3)
-    pairs = [[(await message(sim))["content"] for sim in (plain, some)] for _ in range(200)]
-    changed = [now for then, now in pairs if now != then]
-    assert 30 < len(changed) < 90 and set(changed) <= set(REFUSALS)
 
 
 async def test_a_transcript_is_played_turn_by_turn(tmp_path: Path) -> None:

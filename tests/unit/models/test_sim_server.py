@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from envserver_records.errors import ConfigError, EngineGarbage, EngineRefused
+from envserver_records.errors import ConfigError, EngineGarbage
 from envserver_records.records import Task
 from support.beside import beside
 from support.commands import running
@@ -82,7 +82,6 @@ def test_the_openai_sdk_plain_and_streamed(url: str) -> None:
         message = plain.choices[0].message
         assert message.tool_calls is not None
         assert json.loads(message.tool_calls[0].function.arguments) == {"answer": "42"}
-        assert plain.choices[0].finish_reason == "tool_calls"
         assert plain.usage is not None
         raw = plain.model_dump()
         assert len(raw["choices"][0]["token_ids"]) == plain.usage.completion_tokens
@@ -93,12 +92,6 @@ def test_the_openai_sdk_plain_and_streamed(url: str) -> None:
         assert final.tool_calls is not None
         streamed, whole = final.tool_calls[0].function, message.tool_calls[0].function
         assert streamed.arguments == whole.arguments
-        texts = client.completions.create(model="sim", prompt="Once", n=3, max_tokens=9)
-        assert len({choice.text for choice in texts.choices}) == 3
-        with pytest.raises(openai.BadRequestError, match="max_tokens"):
-            client.chat.completions.create(**ASK, max_tokens=-1)
-        with pytest.raises(openai.NotFoundError, match="does not exist"):
-            client.chat.completions.create(**ASK | {"model": "gpt-4"})
 
 
 def test_it_never_pretends_to_be_a_model(http: httpx.Client) -> None:
@@ -168,24 +161,6 @@ async def test_simulated_errors_are_http_500_and_a_disconnect_breaks_the_body() 
         async with OpenAIEngine(OpenAIConfig(base_url=str(http.base_url)), tries=1) as engine:
             with pytest.raises(EngineGarbage):
                 await streamed(engine, ASK)
-
-
-async def test_our_own_client_sees_the_same_and_hears_which_models_there_are(url: str) -> None:
-    body = ASK | {"return_token_ids": True}
-    async with OpenAIEngine(OpenAIConfig(base_url=url)) as engine:
-        assert await engine.model_name() == "sim"
-        whole = await engine.post(CHAT, body, **ABOUT)
-        ids = [token for one in await streamed(engine, body) for token in one.get("token_ids", [])]
-        assert ids == whole["choices"][0]["token_ids"]
-        with pytest.raises(EngineRefused) as caught:
-            await engine.post(CHAT, ASK | {"model": "sam"}, **ABOUT)
-        assert caught.value.hint == HAS
-        with pytest.raises(EngineRefused) as caught:
-            await streamed(engine, ASK | {"model": "sam"})
-        assert caught.value.hint == HAS
-        with pytest.raises(EngineRefused) as caught:
-            await engine.post("/v1/chat", ASK, **ABOUT)
-        assert "openai.base_url" in caught.value.hint  # its models are not the reason
 
 
 def test_a_command_with_a_wrong_model_name_says_which_there_are(

@@ -24,7 +24,6 @@ from envserver.models.parsers import FORMATS, ParsedCall
 from envserver.proxy.engine_client.parsers import AnswerParser, format_of_calls
 
 CASES = tomllib.loads(Path(__file__).with_name("parsers.toml").read_text())
-HERMES = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'
 WRITERS = {
     "hermes": ("qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507"),
     "functions": ("qwen3_5_think", "qwen3_6", "nemotron_3_nano"),
@@ -137,12 +136,3 @@ def test_reasoning(tail: str, text: str, reasoning: str | None, content: str | N
     prompt_ids = chat_format(OWN["thinking"]).encode("x" * 99 + tail)
     message = reader("thinking").message(text, {}, prompt_ids)
     assert (message["reasoning"], message["content"]) == (reasoning, content)
-
-
-def test_tools_that_must_not_be_called_or_only_one() -> None:
-    body = {"tools": [tool()]}
-    none = reader("chatml").message(HERMES, {**body, "tool_choice": "none"}, [1])
-    assert none == {"role": "assistant", "content": HERMES}
-    one = reader("chatml").message(HERMES * 2, {**body, "parallel_tool_calls": False}, [1])
-    assert len(one["tool_calls"]) == 1
-    assert one["content"] is None
