@@ -7,14 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-import numpy as np
 import pytest
-from envserver_records.records import Call, Conversation, PublicTask, Trajectory, Usage, VersionSpan
-from hypothesis import strategies as st
+from envserver_records.records import Conversation, PublicTask, Trajectory, Usage
 from support.commands import read_jsonl
 from support.engine_stand_in import fake_vllm
-from support.extent import examples
 from support.proxy_house import ASK, TOOLS, House, chat
 from support.serving import attempt_spec, serving
 from support.waiting import until
@@ -26,7 +22,6 @@ from envserver.models import OpenAIEngine
 from envserver.proxy import AttemptSpec, EngineEndpoint, Proxy, ProxyAttempt
 from envserver.proxy.attempts import AgentRoute
 from envserver.registry import find
-from envserver.rollouts.attempt import counted_calls, main_call, other_conversations
 from envserver.rollouts.policy import judge_trajectory
 from envserver.rollouts.roles import roles_of
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
@@ -142,27 +137,6 @@ def test_wrong_names_are_told_the_nearest_right_one() -> None:
         roles_of(Several(settings("--env.agents.solvr.temperature", "1")))
     with pytest.raises(ConfigError, match=r"Did you mean --env.agents.judge.base_url\?"):
         settings("--env.agents.judge.bas_url", "http://x")
-    with pytest.raises(ConfigError) as told:
-        settings("--env.agents.judge.api_key", "sk-1", "--env.agents.judge.temperature", "hot")
-    assert "--env.agents.judge.temperature: must be a valid number" in str(told.value)
-
-
-def test_a_file_a_variable_and_a_flag_set_the_same_agent(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("env:\n  agents:\n    judge: {model_name: a, temperature: 0.1, top_p: 0.5}\n")
-    config = load_settings(
-        ["--config", str(path), "--env.agents.judge.top_p", "0.7"],
-        config_class=Several.Config,
-        environ={"ENVSERVER_ENV__AGENTS__JUDGE__TEMPERATURE": "0.2"},
-        folder=tmp_path,
-    ).env
-    judge = config.agents["judge"]
-    assert (judge.model_name, judge.temperature, judge.top_p) == ("a", 0.2, 0.7)
-    path.write_text("env:\n  agents:\n    judge:\n      modl_name: a\n")
-    with pytest.raises(ConfigError, match=r"run.yaml:4: env.agents.judge.modl_name.*model_name"):
-        load_settings(
-            ["--config", str(path)], config_class=Several.Config, environ={}, folder=tmp_path
-        )
 
 
 def seats(**changes: Any) -> AttemptSpec:
@@ -201,8 +175,6 @@ async def test_each_agent_has_its_own_engine_turns_and_versions() -> None:
             for one in (judge, solver):
                 with pytest.raises(Exception, match="All 2 turns of the agent"):
                     await chat(one)
-            with pytest.raises(Exception, match="There is no agent 'nobody'"):
-                await chat(home.client(attempt.key, "/a/nobody"))
             assert [model.id async for model in judge.models.list()] == ["big"]
             for client in (solver, judge):
                 await client.close()
@@ -214,11 +186,6 @@ async def test_each_agent_has_its_own_engine_turns_and_versions() -> None:
     assert sum(len(call.completion_ids) for call in calls if call.agent == "solver") <= 20
     assert len(calls[0].completion_ids) == 41, "the judge's tokens are not counted"
     assert [call.trained for call in calls] == [False, True] * 2
-    counted = counted_calls(calls, attempt.spec)
-    last = main_call(counted, attempt.spec.agents)
-    assert last is calls[3]
-    (judged,) = other_conversations(calls, last)
-    assert (judged.agent, judged.trained, judged.turns, judged.model) == ("judge", False, 2, "big")
     rows = build([call for call in calls if call.trained])
     assert {row.agent for row in rows} == {"solver"}
     assert all(row.versions[row.mask == 1].min() == 7 for row in rows)
@@ -263,51 +230,6 @@ def test_a_rollout_in_which_no_trained_agent_spoke_is_not_delivered() -> None:
     assert judge_trajectory(silent, need_exact=False, actions=actions) is not None
     silent.turns = 1  # at an engine that gives text only
     assert judge_trajectory(silent, need_exact=False, actions=actions) is None
-
-
-CALLS = st.lists(
-    st.tuples(st.sampled_from(["solver", "critic", "judge"]), st.booleans(), st.integers(1, 4)),
-    max_size=12,
-)
-
-
-@hypothesis.settings(deadline=None, max_examples=examples(100))
-@hypothesis.given(CALLS)
-def test_rows_hold_what_trained_agents_sampled_and_nothing_else(
-    said: list[tuple[str, bool, int]],
-) -> None:
-    calls = [
-        _call(index, agent, exact or agent != "judge", size)
-        for index, (agent, exact, size) in enumerate(said)
-    ]
-    trained = [call for call in calls if call.trained]
-    rows = build(trained)
-    assert sum(int(row.mask.sum()) for row in rows) == sum(len(c.completion_ids) for c in trained)
-    assert all(row.mask.any() and row.agent != "judge" for row in rows)
-    counted = counted_calls(calls, seats())
-    main = main_call(counted, seats().agents)
-    assert (main is None) == (not trained)
-    assert main is None or main.agent == sorted({call.agent or "" for call in trained})[-1]
-    others = {one.agent for one in other_conversations(calls, main)}
-    assert others == {call.agent for call in calls} - {main.agent if main else None}
-
-
-def _call(index: int, agent: str, exact: bool, size: int) -> Call:
-    ids = np.arange(index * 10, index * 10 + size, dtype=np.int32)
-    return Call(
-        index=index,
-        model="tiny",
-        agent=agent,
-        trained=agent != "judge",
-        prompt_ids=np.array([1, 2], np.int32),
-        completion_ids=ids if exact else ids[:0],
-        logprobs=np.zeros(size if exact else 0, np.float32),
-        versions=[VersionSpan(0, 0, size)] if exact else [],
-        exact=exact,
-        finish_reason="stop",
-        message={"role": "assistant", "content": "so"},
-        messages=ASK,
-    )
 
 
 # Titles and summaries of coding programs are of the agent "side", and not trained
@@ -366,7 +288,7 @@ async def test_what_a_program_asks_without_tools_beside_its_conversation_is_not_
     ]
 
 
-async def test_a_title_that_comes_late_or_alone_is_known_too(home: House) -> None:
+async def test_a_title_that_comes_late_is_known_too(home: House) -> None:
     home.fake.held = asyncio.Event()
     attempt, _ = home.open(agents=["main", "helper"])
     title = asyncio.create_task(ask(home, attempt, "Title?"))
@@ -376,17 +298,3 @@ async def test_a_title_that_comes_late_or_alone_is_known_too(home: House) -> Non
     home.fake.held.set()
     await asyncio.gather(title, work)
     assert sorted(recorded(attempt)) == [("Title?", "side", False), ("Work.", "main", True)]
-    failed, _ = home.open()
-    await ask(home, failed, "Title?")
-    home.fake.faults.extend([500, 500])
-    assert await ask(home, failed, "Work.", tools=TOOLS) == 502
-    assert recorded(failed) == [("Title?", "side", False)]
-
-
-async def test_tokens_of_side_calls_do_not_count(home: House) -> None:
-    attempt, _ = home.open(max_completion_tokens=14)  # an answer has eight
-    for text in ("Title?", "Other title?"):
-        await ask(home, attempt, text)
-    assert await ask(home, attempt, "Work.", tools=TOOLS) == 200
-    assert await ask(home, attempt, "More.", tools=TOOLS) == 200
-    assert await ask(home, attempt, "Summary?") == 400

@@ -102,12 +102,7 @@ async def test_the_models_list_says_the_size_of_the_context() -> None:
 async def test_what_is_not_offered_is_refused_in_the_form_of_the_api_that_was_meant(
     home: House,
 ) -> None:
-    attempt, client = home.open()
-    with pytest.raises(openai.NotFoundError, match="is not offered here"):
-        await client.embeddings.create(model="any", input="hi")
-    with pytest.raises(anthropic.NotFoundError) as refused:
-        await home.claude(attempt.key).messages.batches.list()
-    assert refused.value.body["error"]["type"] == "not_found_error"
+    attempt, _ = home.open()
     for key in (attempt.key, "nonsense"):
         for path in ("v1/messages/files", "v1/messages/batches?beta=true", "v1/messages/batches"):
             status, answer = await home.post(key, path, {})

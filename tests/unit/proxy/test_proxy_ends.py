@@ -14,16 +14,13 @@ import pytest
 from envserver_records.errors import ConfigError, EngineUnavailable, Outcome
 from support.engine_stand_in import ids_of
 from support.proxy_house import ASK, TOOLS, House, asgi_post, chat, house
-from support.serving import attempt_spec
-from support.waiting import settled, until, with_enough_time
+from support.waiting import settled, until
 
-from envserver import OpenAIConfig
-from envserver.models import OpenAIEngine, ProbeResult
-from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
+from envserver.models import ProbeResult
+from envserver.proxy import Capabilities
 
 PATH = "v1/chat/completions"
 BODY = {"messages": ASK}
-CONTEXT_IS_FULL = "This model's maximum context length is 2048 tokens. However, you requested 4000."
 STREAMED = pytest.mark.parametrize("streamed", [False, True])
 
 
@@ -48,33 +45,6 @@ async def test_a_call_is_recorded_before_its_end_can_be_seen(
             assert recorded == 2
 
 
-@STREAMED
-async def test_an_agent_that_leaves_before_the_engine_is_known_leaves_nothing(
-    streamed: bool,
-) -> None:
-    asked = asyncio.Event()
-
-    async def find() -> Capabilities:
-        asked.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    engine = OpenAIEngine(OpenAIConfig())
-    proxy = Proxy(engine, endpoint=EngineEndpoint(engine, find=find))
-    attempt, gone = proxy.open(attempt_spec(max_turns=1)), asyncio.Event()
-
-    async def send(message: Any) -> None:
-        raise AssertionError(message)
-
-    body = {**BODY, "stream": streamed}
-    asking = asyncio.create_task(asgi_post(proxy, attempt.key, body, send, gone))
-    await asked.wait()
-    gone.set()
-    await asking
-    assert attempt.calls == []
-    attempt.take_turn()  # the only one
-
-
 async def test_an_agent_that_leaves_a_stream_early_leaves_what_was_sampled(home: House) -> None:
     home.fake.held = asyncio.Event()
     attempt, client = home.open()
@@ -92,38 +62,6 @@ async def test_an_agent_that_leaves_a_stream_early_leaves_what_was_sampled(home:
 
 
 # Ends that are none
-
-
-@pytest.mark.parametrize(("tools", "streamed"), [([], False), (TOOLS, False), (TOOLS, True)])
-async def test_a_client_that_hangs_up_leaves_an_undelivered_call(
-    home: House, tools: list[Any], streamed: bool
-) -> None:
-    home.fake.held = asyncio.Event()
-    attempt, client = home.open()
-    asking = asyncio.create_task(chat(client, streamed, tools=tools))
-    await until(lambda: home.fake.requests)
-    await home.lose(asking)
-    home.fake.held.set()
-    await until(lambda: attempt.calls)
-    await settled()
-    (call,) = attempt.calls
-    assert (call.delivered, call.exact, call.finish_reason) == ("none", True, "stop")
-    assert call.flags == ["undelivered_completion"]
-    assert call.completion_ids.tolist() == ids_of("Hëllo.")
-
-
-async def test_a_client_that_hangs_up_while_it_is_answered_leaves_an_undelivered_call(
-    home: House,
-) -> None:
-    attempt, _ = home.open()
-    gone = asyncio.Event()
-
-    async def send(message: Any) -> None:
-        gone.set()
-        await settled()
-
-    await asgi_post(home.proxy, attempt.key, {**BODY, "stream": True}, send, gone)
-    assert [(c.delivered, c.flags) for c in attempt.calls] == [("none", ["undelivered_completion"])]
 
 
 async def test_an_answer_that_is_being_sent_at_the_end_stays_undelivered(home: House) -> None:
@@ -260,38 +198,6 @@ async def test_time_that_is_over_is_a_limit_and_no_failure_of_the_engine(home: H
     with pytest.raises(openai.BadRequestError, match="time"):
         await chat(client)
     assert (attempt.limit, attempt.engine_failure) == ("time", None)
-
-
-async def test_who_shortens_a_conversation_that_was_too_long_is_not_cut_off(home: House) -> None:
-    attempt, solver = home.open(agents=["solver", "critic"])
-    critic = home.client(attempt.key, "/a/critic")
-    for client in (solver, critic):
-        home.fake.faults.append((400, CONTEXT_IS_FULL))
-        with pytest.raises(openai.BadRequestError, match="context length"):
-            await chat(client)
-        assert (attempt.limit, attempt.engine_failure) == ("context", None)
-    await chat(solver)
-    assert attempt.limit == "context", "of the critic"
-    await chat(critic)
-    assert attempt.limit is None
-
-
-@STREAMED
-async def test_a_deadline_while_the_engine_is_at_work_is_the_engines_failure(
-    home: House, streamed: bool
-) -> None:
-    home.fake.held = asyncio.Event()
-
-    async def overtaken(seconds: float) -> ProxyAttempt | None:
-        attempt, client = home.open(seconds=seconds)
-        with pytest.raises(openai.APIError):
-            await chat(client, streamed)
-        return attempt if home.fake.requests else None
-
-    attempt = await with_enough_time(overtaken, 0.3)
-    assert attempt.limit is None
-    assert attempt.engine_failure is not None
-    assert attempt.engine_failure.kind == "engine_timeout"
 
 
 async def test_work_that_several_wait_for_ends_once_at_the_deadline(home: House) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
-from envserver_records.errors import EngineUnavailable
 from support.proxy_house import ASK, TOOL_CALLS, TOOLS, House, house
-from support.waiting import settled, until
+from support.waiting import until
 
-from envserver.models import ProbeResult
 from envserver.proxy import Capabilities
 
 RETRY = {"x-stainless-retry-count": "1"}
@@ -19,7 +16,6 @@ CLAUDE = {"user-agent": "claude-cli/2.1.197 (external, sdk-cli)", "x-stainless-r
 PATH = "v1/chat/completions"
 BODY = {"model": "any", "messages": ASK}
 OTHER = {**BODY, "seed": 1}
-KNOWN = Capabilities(probe_result=ProbeResult(mode="chat", model="tiny"))
 
 
 async def test_a_marked_retry_gets_the_same_answer_and_takes_no_turn(home: House) -> None:
@@ -116,54 +112,6 @@ async def test_a_request_that_failed_is_made_anew_by_its_retry(home: House) -> N
     statuses = [(await home.post(attempt.key, PATH, BODY, **CODEX))[0] for _ in range(5)]
     assert statuses == [502, 502, 502, 200, 200]
     assert (len(attempt.calls), attempt.calls[0].replayed) == (1, True)
-    home.fake.faults.extend([500, 500])
-    marked, _ = home.open()
-    statuses = [(await home.post(marked.key, PATH, BODY, **mark))[0] for mark in ({}, RETRY)]
-    assert (statuses, len(marked.calls)) == ([502, 200], 1)
-
-
-async def test_what_fails_after_its_client_is_gone_is_made_anew_by_the_retry(home: House) -> None:
-    home.fake.held = asyncio.Event()
-    home.fake.omit = frozenset({"choices"})
-    attempt, _ = home.open(max_turns=1)
-    lost = home.asks(attempt.key, PATH, BODY)
-    await until(lambda: home.fake.requests)
-    await home.lose(lost)
-    home.fake.held.set()
-    await until(lambda: attempt.engine_failures)
-    home.fake.omit = frozenset()
-    status, _ = await home.post(attempt.key, PATH, BODY, **RETRY)
-    assert (status, len(attempt.calls), attempt.engine_failure) == (200, 1, None)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_retries_join_work_that_does_not_know_yet_how_the_engine_is_asked(
-    fails: bool,
-) -> None:
-    """Those that wait for a request that fails are one new request."""
-    finds, found = 0, asyncio.Event()
-
-    async def find() -> Capabilities:
-        nonlocal finds
-        finds += 1
-        await found.wait()
-        if fails and finds == 1:
-            raise EngineUnavailable("down")
-        return KNOWN
-
-    async with house(find=find) as home:
-        attempt, _ = home.open(max_turns=1)
-        once = home.asks(attempt.key, PATH, BODY)
-        await home.has_read(1)
-        again = [home.asks(attempt.key, PATH, BODY, **RETRY) for _ in range(3)]
-        await home.has_read(4)
-        found.set()
-        status, first = await once
-        answers = await asyncio.gather(*again)
-        assert status == (503 if fails else 200)
-        assert {told for told, _ in answers} == {200}
-        assert fails or all(answer == first for _, answer in answers)
-        assert len(attempt.calls) == 1
 
 
 async def test_of_equal_requests_a_retry_gets_the_answer_that_was_lost(home: House) -> None:
@@ -212,40 +160,3 @@ async def test_a_retry_that_waits_does_not_ask_for_an_attempt_that_has_ended() -
         home.proxy.seal(attempt)
         assert [(await once)[0], (await again)[0]] == [409, 409]
         assert home.fake.requests == []
-
-
-async def test_lost_work_ends_with_its_attempt(home: House) -> None:
-    home.fake.held = asyncio.Event()
-    attempt, _ = home.open()
-    asking = home.asks(attempt.key, PATH, BODY)
-    await until(lambda: home.fake.requests)
-    await home.lose(asking)
-    home.proxy.seal(attempt)
-    await until(lambda: home.fake.aborted == 1)
-    home.fake.held.set()
-    await settled()
-    assert attempt.calls == []
-
-
-@pytest.mark.parametrize("together", [1, 32])
-async def test_retries_of_many_requests_at_once_are_what_they_are_one_by_one(
-    home: House, together: int
-) -> None:
-    home.fake.text = None
-    attempt, _ = home.open(max_turns=1000)
-    room, many = asyncio.Semaphore(together), range(max(12, together))
-
-    def was_asked(number: int) -> bool:
-        return any(sent["messages"][0]["content"] == f"{number}" for sent in home.fake.requests)
-
-    async def ask_twice(number: int) -> None:
-        async with room:
-            body: Any = {**BODY, "messages": [{"role": "user", "content": f"{number}"}]}
-            once = home.asks(attempt.key, PATH, body)
-            await (once if number % 3 else until(lambda: was_asked(number)))
-            again = await home.post(attempt.key, PATH, body, **(RETRY if number % 2 else {}))
-            assert again[1]["choices"] == (await once)[1]["choices"]
-
-    await asyncio.gather(*map(ask_twice, many))
-    sampled = [call.message["content"] for call in attempt.calls]
-    assert sorted(sampled) == sorted(f"re: {n}" for n in many for _ in range(1 if n % 2 else 2))

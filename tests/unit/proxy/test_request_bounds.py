@@ -6,7 +6,6 @@ import base64
 import copy
 import io
 import struct
-import threading
 import time
 import zlib
 from collections.abc import AsyncIterator
@@ -21,14 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from support.extent import examples
-from support.proxy_house import ASK, House, chat, house
+from support.proxy_house import House, chat, house
 from support.serving import attempt_spec
 from support.waiting import until
 
 from envserver import Caller, TokensConfig
 from envserver.proxy import bounds
 from envserver.proxy.bounds import AttemptBounds, InFlight, Totals
-from envserver.proxy.dialects import DIALECTS
 from envserver.proxy.model_request import ModelRequest
 from envserver.proxy.recorded import RecordedRequests, size_of
 from envserver.tokens import images
@@ -78,45 +76,20 @@ async def test_prompts_beyond_the_bound_are_refused_to_their_rollout_only(record
     assert recorder.proxy.totals.recorded == 0
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_a_long_conversation_is_held_once(recorder: House, streamed: bool) -> None:
+async def test_a_long_conversation_is_held_once(recorder: House) -> None:
     attempt, client = recorder.open()
     tools = [{"type": "function", "function": {"name": "f", "description": "d" * KB}}]
     talks: list[list[dict[str, Any]]] = [[], []]
     for number in range(40):
         talk = talks[number % 2]  # two conversations that take turns
         talk += said(number, 2 * KB)
-        answer = await chat(client, streamed, messages=talk, tools=tools)
-        talk.append(
-            {"role": "assistant", "content": answer.message.content if not streamed else "a"}
-        )
+        answer = await chat(client, messages=talk, tools=tools)
+        talk.append({"role": "assistant", "content": answer.message.content})
     assert len(attempt.calls) == 40
     parts = [part for call in attempt.calls for part in [*call.messages, *call.tools]]
     held = size_of(*{id(part): part for part in parts}.values(), most=10**9)
     assert held < 200 * KB
     assert [m["content"] for m in attempt.calls[-1].messages] == [m["content"] for m in talk[:-1]]
-
-
-async def test_only_what_equals_an_earlier_message_is_not_checked_again(recorder: House) -> None:
-    attempt, client = recorder.open()
-
-    def talk(a: Any) -> list[dict[str, Any]]:
-        function = {"name": "f", "arguments": {"a": a, "b": 2}}
-        calls = [{"id": "c", "type": "function", "function": function}]
-        return [
-            *said(1, 9),
-            {"role": "assistant", "tool_calls": calls},
-            {"role": "tool", "tool_call_id": "c", "content": "4"},
-        ]
-
-    for a in (1, True, 1.0, 1):
-        await chat(client, messages=talk(a))
-    arguments = [c.messages[1]["tool_calls"][0]["function"]["arguments"] for c in attempt.calls]
-    assert [repr(one["a"]) for one in arguments] == ["1", "True", "1.0", "1"]
-    for wrong in ({"role": "user", "content": [{"type": "x"}]}, {"content": "no role"}, "text"):
-        with pytest.raises(openai.BadRequestError, match="messages"):
-            await chat(client, messages=[*talk(1), wrong])
-    assert len(attempt.calls) == 4
 
 
 async def test_recorded_calls_of_services_take_space_too() -> None:
@@ -202,28 +175,6 @@ async def test_an_attempt_waits_that_had_more_than_its_share(
         assert other.in_flight.reading_seconds < before
 
 
-def test_reading_calls_of_one_answer_takes_linear_time() -> None:
-    """In the number of steps, which any machine counts alike: no list is built anew for each."""
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-
-    def seconds(calls: int) -> float:
-        body = {"input": [call] * calls}
-        began = time.process_time()
-        (message,) = DIALECTS["v1/responses"].read(orjson.loads(orjson.dumps(body)), {}).messages
-        assert len(message["tool_calls"]) == calls
-        return time.process_time() - began
-
-    fewer = min(seconds(4_000) for _ in range(3))
-    assert seconds(64_000) < 16 * 8 * fewer
-
-
-async def test_a_request_of_ordinary_size_never_waits(home: House) -> None:
-    attempt, _ = home.open()
-    for _ in range(20):
-        await home.post(attempt.key, PATH, {"messages": ASK})
-    assert attempt.in_flight.reading_seconds < bounds.READING_BURST_SECONDS / 2
-
-
 # Images: each attack is a clear 400, and the server stays awake
 
 
@@ -260,14 +211,9 @@ HOSTILE: list[tuple[list[Any], str]] = [
     ([part(png(9_000, 9_000))] * 5, "images of 405 million pixels together: 400 million"),
     ([part(GIF + b"\xff\xff\xff\xff\0", "image/gif")], "65535 times 65535 pixels"),
     ([part(part(MEGABYTE)["image_url"]["url"][:-100] + "!!!!")], "not base64 to its end"),
-    ([part(part(MEGABYTE)["image_url"]["url"] + "AAAA")], "not base64 to its end"),
     ([part(SMALL[:20])], "whose file is broken"),
     ([part(png(0, 8))], "whose file is broken"),
-    ([part("data:image/png;base64,")], "is not PNG, JPEG"),
     ([part("http://example.com/a.png")], "must begin with data:image/"),
-    ([part(SMALL, "audio/png")], "must begin with data:image/"),
-    ([{"type": "image_url", "image_url": {"url": 5}}], "must be a text"),
-    ([part(SMALL), "text", 5], "content[1] must be an object"),
 ]
 
 
@@ -280,40 +226,6 @@ async def test_hostile_images_are_refused_with_the_reason() -> None:
             assert (status, answer["error"]["code"]) == (400, "input"), said
             assert said in answer["error"]["message"]
             assert home.fake.requests == [] and attempt.calls == []
-
-
-async def test_the_limits_are_settings() -> None:
-    tokens = TokensConfig(max_media=1, max_image_megapixels=0.5)
-    async with house(tokens=tokens) as home:
-        attempt, _ = home.open()
-        assert (await home.post(attempt.key, PATH, shows(part(SMALL))))[0] == 200
-        for parts, setting in (
-            ([part(SMALL)] * 2, "max_media"),
-            ([part(png(800, 800))], "max_image_megapixels"),
-        ):
-            status, answer = await home.post(attempt.key, PATH, shows(*parts))
-            assert status == 400 and f"(--tokens.{setting})" in answer["error"]["message"]
-
-
-async def test_a_large_image_is_read_once_and_off_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read: list[tuple[int, bool]] = []
-    facts = images._facts
-
-    def counted(url: str) -> images.ImageFacts:
-        read.append((len(url), threading.current_thread() is threading.main_thread()))
-        return facts(url)
-
-    monkeypatch.setattr(images, "_facts", counted)
-    large = part(png(8, 8, b"another" * 30_000))
-    async with house(max_body_bytes=16_000_000) as home:
-        _, client = home.open()
-        messages: list[Json] = [{"role": "user", "content": [large]}]
-        for _ in range(3):
-            answer = await chat(client, messages=messages)
-            messages += [answer.message.model_dump(exclude_none=True), messages[0]]
-    assert [on_loop for size, on_loop in read if size > images._LARGE] == [False]
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF"])
