@@ -136,3 +136,9 @@ def test_reasoning(tail: str, text: str, reasoning: str | None, content: str | N
     prompt_ids = chat_format(OWN["thinking"]).encode("x" * 99 + tail)
     message = reader("thinking").message(text, {}, prompt_ids)
     assert (message["reasoning"], message["content"]) == (reasoning, content)
+
+
+def test_tools_that_must_not_be_called() -> None:
+    text = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'
+    none = reader("chatml").message(text, {"tools": [tool()], "tool_choice": "none"}, [1])
+    assert none == {"role": "assistant", "content": text}
