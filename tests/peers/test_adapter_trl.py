@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,9 @@ from envserver_clients.adapters.trl_environments import (
     dataset_rows,
     math_environment,
 )
-from envserver_clients.adapters.trl_prompts import TaskName, task_of
-from envserver_clients.adapters.trl_rollouts import RolloutsLost, grouped, rows_of
 from envserver_clients.adapters.trl_weights import Versions
 from envserver_tools.calling import ToolError
 from support.foreign_trainers import SUPPORT, house, random_model, trainer
-from support.learning import mean, tiny_model
 from support.waiting import PATIENCE
 
 from envserver import InputError
@@ -161,24 +157,6 @@ def test_trls_asynchronous_trainer_trains_a_lora_of_both_agents(
 
 
 @pytest.mark.slow
-def test_the_reward_of_trls_grpo_trainer_rises_over_100_steps(
-    learn_python: Path, tmp_path: Path, tell: Callable[[str], None]
-) -> None:
-    model = tiny_model(learn_python)
-    words = ("--env", "math", "--env.data_set", "arithmetic", "--env.mode", "single")
-    words += ("--env.system_prompt", "", "--env.max_turns", 1, "--sampling.max_tokens", 24)
-    asked = ("--environment", "math", "--grpo", 100, "--batch", 96, "--group", 8, "--rate", 3e-4)
-    with house(learn_python, model, tmp_path, *words) as urls:
-        trained(learn_python, model, tmp_path, urls, *asked)
-    made = lines(tmp_path / "out/grpo.jsonl")
-    rewards = [mean(line["rewards"]) for line in made]
-    tell(f"TRL GRPOTrainer: first ten {mean(rewards[:10]):.3f}, last ten {mean(rewards[-10:]):.3f}")
-    assert len(made) == 100
-    assert max(line["farthest"] for line in made) < ROUNDING
-    assert mean(rewards[-10:]) > mean(rewards[:10]) + 0.2
-
-
-@pytest.mark.slow
 def test_trls_own_loop_plays_our_environment(
     learn_python: Path, babbler: Path, tmp_path: Path
 ) -> None:
@@ -189,25 +167,6 @@ def test_trls_own_loop_plays_our_environment(
 
 
 # Pure parts
-
-
-def test_a_prompt_names_its_task_as_text_or_as_messages() -> None:
-    task = TaskName("math", "train", "a/b: c")
-    assert task_of(task.prompt()) == task
-    assert task_of([{"role": "user", "content": task.prompt()}]) == task
-    for wrong in ("math:1", "What is 1+1?", [], [{"role": "user"}], None):
-        with pytest.raises(InputError, match="does not name a task"):
-            task_of(wrong)
-
-
-def test_neighbours_of_a_task_are_a_group_and_no_group_is_too_large() -> None:
-    one, two = TaskName("e", "train", "1"), TaskName("e", "train", "2")
-    assert grouped([one, one, two, two, two, two, one], 2) == [(0, 2), (2, 2), (4, 2), (6, 1)]
-
-
-def test_rollouts_that_are_all_lost_are_an_error() -> None:
-    with pytest.raises(RolloutsLost):
-        rows_of([None, None])
 
 
 def test_a_trainer_that_begins_again_counts_on() -> None:

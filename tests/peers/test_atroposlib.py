@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,12 @@ import httpx
 import numpy as np
 import pytest
 from support.answering import answering
-from support.api import Api, api_process, running_api
+from support.api import api_process, running_api
 from support.commands import free_port, running, until
 from support.foreign_trainers import printed, told
 from support.waiting import PATIENCE
 
-from envserver import SimConfig
 from envserver.models import ASSETS
-from envserver.models.sim.server import serve_sim
 
 DUEL = Path(__file__).parents[1] / "support/duel.py"
 PEER = Path(__file__).parents[1] / "support" / "atropos_peer"
@@ -67,13 +65,13 @@ def trained_by(python: Path, url: str, rows: int, batches: int, *more: str) -> d
 
 @contextmanager
 def environment(
-    python: Path, name: str, api: str, engine: str, tokenizer: Path, folder: Path, *more: str
+    python: Path, api: str, engine: str, tokenizer: Path, folder: Path, *more: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """One of the peer's environments in `serve` mode."""
-    command = [python, str(PEER / "environments.py"), name, "serve"]
+    """The peer's environment in `serve` mode."""
+    command = [python, str(PEER / "environments.py"), "serve"]
     command += ["--env.rollout_server_url", api, "--env.tokenizer_name", str(tokenizer)]
     command += ["--openai.base_url", engine, "--openai.model_name", "sim", *more]
-    with logged(folder / f"{name}.log", *command) as process:
+    with logged(folder / "managed.log", *command) as process:
         yield process
 
 
@@ -99,81 +97,6 @@ def logged(log: Path, *command: object) -> Iterator[subprocess.Popen[bytes]]:
             process.wait(PATIENCE)
 
 
-@asynccontextmanager
-async def sim() -> AsyncIterator[str]:
-    """The address of a simulated engine."""
-    addresses: asyncio.Queue[str] = asyncio.Queue()
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        serving = serve_sim(
-            SimConfig(latency_seconds=0),
-            "127.0.0.1",
-            0,
-            listening=addresses.put_nowait,
-            stop=stop,
-        )
-        group.create_task(serving)
-        try:
-            yield await addresses.get()
-        finally:
-            stop.set()
-
-
-async def trainer_batches(api: Api, wanted: int) -> list[list[dict[str, Any]]]:
-    """A loop like that of atroposlib's example trainer: batches until there is none, then sleep."""
-    batches: list[list[dict[str, Any]]] = []
-    async with asyncio.timeout(PATIENCE):
-        while len(batches) < wanted:
-            answer = await api.get("/batch")
-            assert answer.get("status") != "error"
-            if answer["batch"] is None:
-                await asyncio.sleep(0.1)
-            else:
-                batches.append(answer["batch"])
-    return batches
-
-
-def check_as_the_example_trainer_reads_them(batches: list[list[dict[str, Any]]], size: int) -> None:
-    for batch in batches:
-        assert sum(len(group["tokens"]) for group in batch) == size
-        for group in batch:
-            assert group["overrides"] is None or isinstance(group["overrides"], list)
-            assert len(group["scores"]) == len(group["tokens"]) == len(group["messages"])
-            for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
-                assert len(tokens) == len(masks)
-                trained = [token for token in masks if token != -100]
-                assert trained
-                assert tokens[-len(trained) :] == trained
-
-
-async def test_its_environments_feed_a_trainer(
-    atropos_python: Path, tokenizer: Path, tmp_path: Path
-) -> None:
-    async with running_api(tmp_path / "store.db") as api, sim() as engine:
-        await api.register(batch_size=8, starting_step=0)
-        with (
-            environment(atropos_python, "whole", api.url, engine, tokenizer, tmp_path),
-            environment(atropos_python, "parts", api.url, engine, tokenizer, tmp_path),
-        ):
-            try:
-                batches = await trainer_batches(api, 3)
-                while len(sources(batches)) < 2:
-                    batches += await trainer_batches(api, 1)
-            except TimeoutError:
-                logs = [log.read_text()[-2000:] for log in tmp_path.glob("*.log")]
-                pytest.fail("\n".join(logs))
-            status = await api.get("/v1/status")
-        check_as_the_example_trainer_reads_them(batches, 8)
-        assert (await api.get("/status"))["current_step"] >= len(batches)
-        names = {env["name"] for env in status["atropos"]["environments"]}
-        assert names == {"whole_0", "parts_0"}
-        assert status["atropos"]["refused_posts"] == {}
-
-
-def sources(batches: list[list[dict[str, Any]]]) -> set[int]:
-    return {group["env_id"] for batch in batches for group in batch}
-
-
 def test_its_trainer_is_fed_by_our_rollouts_and_by_its_own_environment(
     atropos_python: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -189,7 +112,7 @@ def test_its_trainer_is_fed_by_our_rollouts_and_by_its_own_environment(
         assert trained["trained"] > trained["rows"]
         more = ["--openai.server_type", "vllm", "--openai.tokenizer_name", str(tokenizer)]
         more += ["--openai.api_key", key]
-        with environment(atropos_python, "managed", url, engine, tokenizer, tmp_path, *more):
+        with environment(atropos_python, url, engine, tokenizer, tmp_path, *more):
             groups: list[dict[str, Any]] = []
             own = until(
                 lambda: next_of_an_environment(url, groups),

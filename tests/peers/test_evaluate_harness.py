@@ -13,10 +13,7 @@ from typing import Any
 
 import orjson
 import pytest
-from envserver_records.extras import install_command
 from support.commands import envserver
-
-from envserver import main
 
 TASK = """
 task: sums
@@ -172,19 +169,3 @@ def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"sk-secret" not in everything
     assert "lm-evaluation-harness" in (tmp_path / "run" / "report.html").read_text()
-
-
-def test_the_harness_is_an_extra_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    empty = tmp_path / "python"
-    empty.write_text("#!/bin/sh\nexit 1\n")
-    empty.chmod(0o755)
-    words = ["lm-eval", "gsm8k", "--model", "sim", "--python"]
-    assert main([*words, str(empty)]) == 2
-    assert install_command("lm-eval") in capsys.readouterr().err
-    assert main([*words, "nowhere"]) == 2
-    assert "cannot be run" in capsys.readouterr().err
-    assert main(["lm-eval", "--model", "sim"]) == 2
-    assert "TASKS is needed" in capsys.readouterr().err

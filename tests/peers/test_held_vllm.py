@@ -7,7 +7,6 @@ repaired, and agents call tools, talk and report.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -191,59 +190,3 @@ def test_each_side_of_a_talk_is_one_exact_sequence(
     kept = [echo for echo in echoes if user_trained or begins_a_row(echo, groups)]
     assert len(kept) == 4 * 4 * len(sides)
     assert trained(groups) == sampled(kept)
-
-
-VIDEO = r'''
-from envserver_environments.video.env import Video
-
-READ = {
-    "captions": call("get_captions", r'"t0": [1-9]'),
-    "transcript": call("get_transcript", r'"t0": [1-9]'),
-    "scene_graph": call("get_scene_graph", r'"t1": [1-9]0'),
-}
-WORDS = "[a-z]{3,8}: \\\\boxed\\{[ABC]\\}"
-ASK = call("route", '"next": "captions", "comment": "[a-z]{2,5}"')
-DONE = call("route", '"next": "FINAL_ANSWER", "comment": "[a-z]{2,5}", "answer": "[ABC]"')
-TURNS = {
-    "report": {
-        **{name: [read, read, WORDS] for name, read in READ.items()},
-        "organizer": [r'\{"reasoning": "[a-z]{3,5}", "answer": "Option [ABC]"\}'],
-    },
-    "star": {"organizer": [ASK, ASK, DONE], "captions": [READ["captions"], WORDS, WORDS]},
-}
-
-
-class HeldVideo(Video):
-    """`video` with a model that obeys."""
-
-    def tasks(self, split):
-        return (task for task in super().tasks(split) if task.public["video"] == "camp")
-
-    async def rollout(self, task, run):
-        return await super().rollout(task, Held(run, TURNS[self.config.mode]))
-'''
-TEAMS = {
-    "report": Counter(captions=3, transcript=3, scene_graph=3, organizer=1),
-    "star": Counter(organizer=3, captions=3),
-}
-
-
-@pytest.mark.parametrize("mode", TEAMS)
-def test_each_agent_of_a_team_is_one_exact_sequence(
-    vllm_server: VllmServer, tmp_path: Path, mode: str
-) -> None:
-    groups, rollouts, echoes = played(
-        vllm_server, tmp_path, "HeldVideo", VIDEO, 256,
-        "--env.mode", mode, "--env.total_steps", 2,
-    )  # fmt: skip
-    assert len(rollouts) == 4
-    turns: Counter[str] = Counter()
-    for rollout in rollouts:
-        # The organizer of a report speaks only where the experts do not agree.
-        agreed = rollout["agent_metrics"].get("disagreed") == 0.0
-        asked = set(TEAMS[mode]) - ({"organizer"} if agreed else set())
-        assert set(rollout["agents"]) == asked and len(rollout["agents"]) == len(asked)
-        turns.update({name: TEAMS[mode][name] for name in asked})
-    assert len(echoes) == turns.total()
-    assert trained(groups) == sampled(echoes)
-    assert all(begins_a_row(echo, groups) for echo in echoes)

@@ -290,19 +290,6 @@ def check_rows(groups: list[Group], frames: int) -> int:
     return placeholders
 
 
-def test_a_model_sees_all_frames_and_its_tokens_are_exact(
-    qwen: VllmServer, tmp_path: Path, tell: Callable[[str], None]
-) -> None:
-    groups = groups_of(qwen, tmp_path, "video", env={"frames": "all"})
-    placeholders = check_rows(groups, frames=3)
-    assert all(len(group.images) == 3 for group in groups)
-    compared = verified(qwen, tmp_path / "out.jsonl")
-    tell(
-        f"video with frames on vLLM: {len(groups)} groups, {placeholders} tokens of frames; the "
-        f"engine again {compared['largest_difference']:.1e} ({compared['tokens']} tokens)"
-    )
-
-
 def test_a_model_asks_for_frames_by_the_tool(qwen: VllmServer, tmp_path: Path) -> None:
     held = tmp_path / "held.py"
     held.write_text(HELD)

@@ -184,21 +184,6 @@ def test_a_solver_may_have_the_target_where_the_rollout_scores(folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_check_and_evaluate(folder: Path) -> None:
-    reference = f"inspect:{TASKS}@tools"
-    words = ("check", "--env", reference, "--plays", 1)
-    checked = envserver(*words, folder=folder)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    done = envserver(
-        *("evaluate", "--env", reference, "--model", "sim", "--env.group_size", 2),
-        *("--out", "report", "--sim.solve_probability", 1),
-        folder=folder,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((folder / "report" / "report.json").read_text())
-
-
-@pytest.mark.slow
 def test_a_task_of_inspect_evals_runs(folder: Path) -> None:
     (group,) = process(folder, EVALUATION)
     assert len(group["scores"]) == 2

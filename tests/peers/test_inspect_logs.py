@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sysconfig
@@ -10,16 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from envserver_records.errors import Failure
 from envserver_records.records import Group, Score, Trajectory
 from envserver_records.timings import Timing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from playwright.sync_api import expect
-from support.browsers import Visitor, has_chromium, running_chromium
-from support.commands import environment_variables, envserver, free_port, until
+from support.commands import environment_variables, envserver
 from support.extent import examples
 from support.foreign_trainers import ROOT
 from support.trajectories import trajectories, trajectory
@@ -93,34 +89,6 @@ def write_by_inspect(python: Path, log: dict[str, Any], *places: Path) -> None:
     lines = (json.dumps(log) + "\n") * len(places)
     done = _run(python, _WRITE, *places, folder=places[0].parent, input=lines)
     assert done.returncode == 0, done.stderr
-
-
-@contextlib.contextmanager
-def inspect_view(python: Path, logs: Path) -> Iterator[str]:
-    """Runs Inspect View on a folder; yields its address."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    words = ["view", "start", "--log-dir", str(logs), "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(
-        [python.with_name("inspect"), *words],
-        cwd=logs,
-        env=environment_variables() | {"HOME": str(logs.parent)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        until(lambda: _answers(url), lambda: "inspect view", alive=process)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(PATIENCE)
-
-
-def _answers(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        httpx.get(url, timeout=PATIENCE)
-        return True
-    return False
 
 
 def _run(
@@ -382,32 +350,3 @@ def test_logs_of_others_and_broken_ones(inspect_python: Path, tmp_path: Path) ->
     assert done.returncode == 1
     for line, name in zip(done.stdout.splitlines(), ("c.eval", "d.eval"), strict=True):
         assert line.startswith(f"{folder / name}: no log of Inspect: ")
-
-
-@pytest.mark.thorough
-def test_inspect_view_shows_rows_a_conversation_and_the_score(
-    inspect_python: Path, tmp_path: Path
-) -> None:
-    if not has_chromium():
-        pytest.skip("Chromium is missing: run `make browser`")
-    rollouts = [
-        trajectory(f"g-1-r{n}", messages=TALK, tools=[TOOL], score=Score(reward=n / 4))
-        for n in range(3)
-    ]
-    path = stored(tmp_path, group(1, *rollouts))
-    done = envserver_beside_inspect(
-        inspect_python, "export", path, "--to", "inspect", "--out", "logs", folder=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    with inspect_view(inspect_python, tmp_path / "logs") as url, running_chromium() as browser:
-        visitor = Visitor(browser, "inspect-view")
-        page = visitor.page(url)
-        page.get_by_text("math").first.click()
-        row = page.get_by_text("Where is the tea?")
-        expect(row).to_have_count(3)
-        expect(page.get_by_text("0.5", exact=True)).to_be_visible()  # the reward of the last
-        visitor.shot(page, "inspect-view-rows")
-        row.first.click()
-        expect(page.get_by_text("It is on the shelf.").first).to_be_visible()
-        visitor.shot(page, "inspect-view-sample")
-        assert not [one for one in visitor.finish() if "another host" in one]

@@ -4,20 +4,16 @@ a game of the real TextArena; trainers of others teach two agents, each by its o
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
-import httpx
 import pytest
 from envserver_environments.kuhn.game import exploitability
 from envserver_environments.kuhn.measure import strategy_of
 from support.backends import install
 from support.foreign_trainers import SUPPORT, alone, house, printed, trainer
 from support.learning import learning, mean
-from support.waiting import PATIENCE
 
 from envserver.export.stored import StoredGroup, read_groups
 
@@ -167,19 +163,6 @@ def test_trls_asynchronous_trainer_teaches_both(
 
 
 @pytest.mark.slow
-def test_atroposlibs_example_trainer_takes_steps_with_both(
-    learn_python: Path, example_trainer: Path, opposites_player: Path, tmp_path: Path
-) -> None:
-    training = example_training(learn_python, example_trainer, opposites_player, tmp_path, 0, 2)
-    with training as (url, said):
-        assert httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["policy_version"] == 2
-    better, worse = re.findall(r"Advantages: \+(\d+) / -(\d+)", said)[0]
-    assert int(better) > 0 < int(worse)
-    # The engine's logprobs are its own, but for 16 bits.
-    assert float(re.findall(r"GRPO: ratio=([\d.]+)", said)[0]) == pytest.approx(1.0, abs=0.05)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_atroposlibs_example_trainer_teaches_both(
     learn_python: Path,
@@ -189,8 +172,7 @@ def test_atroposlibs_example_trainer_teaches_both(
     tell: Tell,
     seed: int,
 ) -> None:
-    with example_training(learn_python, example_trainer, opposites_player, tmp_path, seed, 40):
-        pass
+    example_training(learn_python, example_trainer, opposites_player, tmp_path, seed)
     both_have_learned(tmp_path / "groups.db", tell, f"atroposlib's trainer, seed {seed}")
 
 
@@ -205,18 +187,16 @@ def example_trainer(atropos_python: Path, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-@contextlib.contextmanager
-def example_training(
-    python: Path, package: Path, model: Path, folder: Path, seed: int, steps: int
-) -> Iterator[tuple[str, str]]:
-    """The server after so many steps of atroposlib's trainer, and what the trainer said."""
+def example_training(python: Path, package: Path, model: Path, folder: Path, seed: int) -> None:
+    """Runs 40 steps of atroposlib's trainer."""
     words = (*SERVED, "--env.seed", seed, "--rollouts.max_queued_groups", 4)
-    asked = ("--steps", steps, "--batch", 64, "--rate", 1e-4, "--seed", seed)
+    asked = ("--steps", 40, "--batch", 64, "--rate", 1e-4, "--seed", seed)
     script = "atropos_peer/learner.py"
-    with house(python, model, folder, *words) as urls:
-        with trainer(script, python, model, folder, urls, *asked, packages=(package,)) as process:
-            assert process.end() == 0, process.output()[-5000:]
-        yield urls[0], process.output()
+    with (
+        house(python, model, folder, *words) as urls,
+        trainer(script, python, model, folder, urls, *asked, packages=(package,)) as process,
+    ):
+        assert process.end() == 0, process.output()[-5000:]
 
 
 def both_have_learned(store: Path, tell: Tell, name: str) -> None:

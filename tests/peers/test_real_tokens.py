@@ -5,15 +5,12 @@ was sampled, and scores again the same. Beside it: what rendering their conversa
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from support.token_proof import Proof, bench
-from support.vllm_server import VllmServer, running_vllm
+from support.vllm_server import VllmServer
 
 from envserver.config import Mode
 
@@ -76,44 +73,6 @@ async def test_other_ways_of_asking_are_exact_too(
     assert proof.furthest < ROUNDING
     assert not proof.refused
     assert (proof.stitched.total() > 50) == (mode == "completions")
-
-
-@pytest.mark.slow
-async def test_tokens_know_the_weights_that_sampled_them(
-    vllm_python: Path, tmp_path: Path, tell: Tell, record_property: Record
-) -> None:
-    """The versions change while calls are at the engine; frozen, they go on in the next one."""
-    proof, done = Proof(), asyncio.Event()
-    with running_vllm(vllm_python, tmp_path, developing=True) as server:
-        async with bench(server) as agents, aiohttp.ClientSession(server.root_url) as trainer:
-
-            async def train() -> None:
-                for version in itertools.count(1):
-                    await agents.proxy.gate.pause("keep", 5.0)
-                    for path, body in (
-                        ("/pause?mode=keep", {}),
-                        ("/update_weight_version", {"new_version": f"step-{version}"}),
-                        ("/resume", {}),
-                    ):
-                        async with trainer.post(path, json=body) as answer:
-                            assert answer.status == 200, await answer.text()
-                    agents.proxy.publish_version(version)
-                    agents.proxy.gate.resume()
-                    if done.is_set():
-                        return
-                    await asyncio.sleep(0.1)
-
-            training = asyncio.create_task(train())
-            calls = await agents.run(proof, range(3000, 3100), at_once=16)
-            done.set()
-            await training
-    mixed = [call for call in calls if len(call.versions) > 1]
-    title = f"100 rollouts while the version changes, within {len(mixed)} calls too"
-    report(title, proof, tell, record_property)
-    assert len(mixed) > 10
-    assert all("mixed_versions" in call.flags for call in mixed)
-    assert (proof.drifted, proof.refused) == (0, {})
-    assert proof.furthest < ROUNDING
 
 
 @pytest.mark.slow

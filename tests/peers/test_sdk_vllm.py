@@ -14,12 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from langchain.agents import create_agent
-from langchain.agents.middleware import ModelCallLimitMiddleware
 from langchain_core import tools as langchain_tools
 from langchain_core.messages import HumanMessage
-from smolagents import CodeAgent, LogLevel, ToolCallingAgent, tool
-from smolagents.models import REMOVE_PARAMETER
+from smolagents import CodeAgent, LogLevel
 from support.relay import relay
 from support.sdk_house import SdkHouse, Seat, vllm_house, whole_and_streamed
 from support.vllm_server import VllmServer
@@ -41,11 +38,6 @@ FORCED: Any = {
     "parallel_tool_calls": False,
 }
 WORDS = {"structured_outputs": {"regex": "[a-z]{3,9} [a-z]{3,9}"}}
-CALL = {
-    "structured_outputs": {
-        "regex": r'<tool_call>\{"name": "ring", "arguments": \{"loud": (true|false)\}\}</tool_call>'
-    }
-}
 AGENT: Any = {
     "prompt_templates": {  # its own are longer than the tiny model's context
         "system_prompt": "Write Python.",
@@ -151,22 +143,6 @@ def test_openai_goes_on_from_one_of_several_choices(engine: Engine) -> None:
         assert seat.calls[3].planned_parent == 1
 
 
-@whole_and_streamed
-def test_openai_completions_that_tokenise_themselves(engine: Engine, streamed: bool) -> None:
-    with engine.seat(["root"] * TURNS) as seat:
-        client = seat.lenient_openai if streamed else seat.openai
-        ids = [40, 41, 42]
-        for _ in range(TURNS):
-            asked: Any = {"model": seat.model, "prompt": ids, "max_tokens": 9, **SEED}
-            asked["extra_body"] = {"return_token_ids": True}
-            answer = client.completions.create(stream=streamed, **asked)
-            choices = [a.choices[0] for a in (answer if streamed else [answer]) if a.choices]
-            assert seat.calls[-1].prompt_ids.tolist() == ids
-            sampled = [token for choice in choices for token in choice.token_ids or []]
-            assert sampled == seat.calls[-1].completion_ids.tolist() != []
-            ids = [*ids, *sampled, 43]
-
-
 @pytest.mark.parametrize("by_id", [False, True])
 @whole_and_streamed
 def test_openai_responses(engine: Engine, streamed: bool, by_id: bool) -> None:
@@ -184,23 +160,6 @@ def test_openai_responses(engine: Engine, streamed: bool, by_id: bool) -> None:
                 items = [user("And then?")]
             else:
                 items += [*answer.output, user("And then?")]
-
-
-@whole_and_streamed
-def test_openai_responses_with_tools(engine: Engine, streamed: bool) -> None:
-    with engine.seat(["root", "calls", "calls"]) as seat:
-        tools = [{"type": "function", **RING, "parameters": SCHEMA}]
-        asked: Any = {**FORCED, "model": seat.model, "tools": tools, "extra_body": SEED}
-        items: list[Any] = [user()]
-        for _ in range(TURNS):
-            if streamed:
-                with seat.openai.responses.stream(input=items, **asked) as stream:
-                    answer = stream.get_final_response()
-            else:
-                answer = seat.openai.responses.create(input=items, **asked)
-            (made,) = answer.output
-            result = {"type": "function_call_output", "call_id": made.call_id, "output": "Ding."}
-            items += [made, result]
 
 
 # Anthropic's client
@@ -255,28 +214,6 @@ def test_a_code_agent_of_smolagents(engine: Engine, streamed: bool) -> None:
         assert {c.stop_reason for c in seat.calls} == {"</code>"}
 
 
-@whole_and_streamed
-def test_a_tool_calling_agent_of_smolagents(engine: Engine, streamed: bool) -> None:
-    """It tells its calls as text of its own afterwards: nothing that can be gone on from."""
-
-    @tool
-    def ring(loud: bool) -> str:
-        """Rings.
-
-        Args:
-            loud: or not.
-        """
-        return "Ding."
-
-    edges = ["root", "root (assistant_edited)", "root"]
-    with engine.seat(edges, sequences=3) as seat:
-        model = seat.smolagents(extra_body=CALL, tool_choice=REMOVE_PARAMETER, **SEED)
-        agent = ToolCallingAgent([ring], model, stream_outputs=streamed, max_steps=2, **AGENT)
-        agent.run("Tell me of Ann.")
-        assert seat.calls[2].messages[0]["content"][0]["text"] == "Answer."
-        assert "unsampled_assistant_in_history" in seat.calls[2].flags
-
-
 @langchain_tools.tool
 def ring(loud: bool) -> str:
     """Rings."""
@@ -295,16 +232,3 @@ def test_langchain(engine: Engine, streamed: bool, responses: bool) -> None:
             answer = model.invoke(messages)
             (made,) = answer.tool_calls
             messages += [answer, ring.invoke(made)]
-
-
-@whole_and_streamed
-def test_an_agent_of_langgraph(engine: Engine, streamed: bool) -> None:
-    with engine.seat(["root", "calls", "calls"]) as seat:
-        agent = create_agent(
-            seat.langchain(streaming=streamed, extra_body=CALL | SEED),
-            [ring],
-            system_prompt="Ring.",
-            middleware=[ModelCallLimitMiddleware(run_limit=TURNS)],
-        )
-        ended = agent.invoke({"messages": [HumanMessage("Tell me of Ann.")]})
-        assert [m.content for m in ended["messages"] if m.type == "tool"] == ["Ding."] * TURNS

@@ -9,9 +9,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-import orjson
 import pytest
-from support.commands import free_port, running
 from support.fleets import attributed, fleet_house, versioned_vllm
 from support.foreign_trainers import told
 from support.learning import variables
@@ -52,25 +50,6 @@ def test_ids_and_logprobs_come_with_an_answer_and_tools_are_in_the_prompt(
 # Constraints: logprobs are those after the grammar's mask
 
 
-PARAMETERS: Any = {
-    "type": "object",
-    "properties": {"loud": {"type": "boolean"}},
-    "required": ["loud"],
-    "additionalProperties": False,
-}
-RING: Any = {
-    "type": "function",
-    "function": {"name": "ring", "strict": True, "parameters": PARAMETERS},
-}
-CHOICES: dict[str, Any] = {
-    "required": "required",
-    "named": {"type": "function", "function": {"name": "ring"}},
-}
-_CALLS = 4
-_SAME = 0.01
-"""Nats: two logprobs of the same distribution, added up in different orders, differ by less."""
-
-
 def models_own(server: VllmServer, prompt: list[int], answer: list[int]) -> np.ndarray:
     """The logprobs that the engine gives to the tokens of an answer without its grammar."""
     ids = [*prompt, *answer]
@@ -78,43 +57,6 @@ def models_own(server: VllmServer, prompt: list[int], answer: list[int]) -> np.n
     with httpx.Client(base_url=server.base_url, timeout=PATIENCE) as client:
         scored = client.post("/completions", json=body).json()["choices"][0]["prompt_logprobs"]
     return np.array([scored[at][str(ids[at])]["logprob"] for at in range(len(prompt), len(ids))])
-
-
-@pytest.mark.parametrize("how", CHOICES)
-def test_a_strict_tool_that_the_model_must_call(
-    vllm_server: VllmServer, how: str, tell: Callable[[str], None]
-) -> None:
-    with vllm_house(vllm_server.base_url, vllm_server.model) as house, house.seat() as seat:
-        for number in range(_CALLS):
-            answer = seat.openai.chat.completions.create(
-                model=seat.model,
-                messages=user(f"Ring bell {number}."),
-                max_tokens=120,
-                tools=[RING],
-                tool_choice=CHOICES[how],
-                parallel_tool_calls=False,
-                seed=number,
-            )
-            (called,) = answer.choices[0].message.tool_calls or []
-            assert called.type == "function"
-            assert called.function.name == "ring"
-            assert orjson.loads(called.function.arguments)["loud"] in (True, False)
-        calls = seat.calls
-        assert all("structured_output_masked" in call.flags for call in calls)
-        assert not any("strict_dropped" in call.flags for call in calls)
-        trained = sum(int(row.mask.sum()) for row in build(calls))
-        seat.assert_exact()
-    ids = [(call.prompt_ids.tolist(), call.completion_ids.tolist()) for call in calls]
-    own = [models_own(vllm_server, *one) for one in ids]
-    away = np.concatenate([np.abs(one.logprobs - its) for one, its in zip(calls, own, strict=True)])
-    foreign = float((away > _SAME).mean())
-    assert foreign > 0.5  # trained on, they would be learned as the model's own choice
-    masked = 1 - trained / len(away)
-    tell(
-        f"strict tool, tool_choice {how}: {masked:.0%} of {len(away)} constrained tokens masked; "
-        f"{foreign:.0%} of them have another logprob than the model's, {away.mean():.1f} nats apart"
-    )
-    assert masked == 1
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -297,19 +239,6 @@ def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
     assert warm["mismatch_max"] < 1e-3
     assert warm["ratio_max"] == pytest.approx(1.0, abs=1e-3)
     assert plain["mismatch_mean"] > 0.1
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_serve_warns_of_raw_logprobs_at_another_temperature(
-    vllm_server: VllmServer, tmp_path: Path, temperature: float
-) -> None:
-    (tmp_path / "babble.py").write_text(ENVIRONMENT)
-    words = ("serve", "--env", "babble.py", "--openai.base_url", vllm_server.base_url)
-    words = (*words, "--openai.model_name", vllm_server.model, "--port", str(free_port()))
-    with running(*words, "--sampling.temperature", temperature, folder=tmp_path) as server:
-        server.wait_for("Model endpoint for other environments")
-        said = server.output()
-    assert ("raw_logprobs" in said and "processed_logprobs" in said) == (temperature != 1)
 
 
 # The simulated engine has its fields where a real vLLM has them

@@ -22,13 +22,10 @@ from support.waiting import PATIENCE
 from support.weights_house import (
     Local,
     Proof,
-    SendingTrainer,
     local_engine,
     prove,
     sending_trainer,
 )
-
-from envserver import EngineUnavailable
 
 # Sent over the network to local engines
 
@@ -176,10 +173,11 @@ def test_an_engine_that_samples_takes_no_weights_and_nothing_gets_a_new_name(
 def vllms(
     vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[VllmServer, VllmServer]]:
+    """Their output layer is their embedding: what vLLM's own reload gets wrong on a CPU."""
     folders = [tmp_path_factory.mktemp(one) for one in ("one", "two")]
     with (
-        running_vllm(vllm_python, folders[0], learning=True) as first,
-        running_vllm(vllm_python, folders[1], learning=True) as second,
+        running_vllm(vllm_python, folders[0], learning=True, tied=True) as first,
+        running_vllm(vllm_python, folders[1], learning=True, tied=True) as second,
     ):
         yield first, second
 
@@ -214,36 +212,6 @@ def test_two_vllms_have_each_version_also_after_a_failure_and_by_another_trainer
     ).json()
     versions = {one["version"] for one in answer["choices"][0]["weight_versions"]}
     assert versions == {"version-5"}
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_a_vllm_that_is_killed_during_an_update_does_not_stop_the_other(
-    vllm_python: Path, tmp_path: Path
-) -> None:
-    """Its output layer is its embedding: what vLLM's own reload gets wrong on a CPU."""
-    folders = [tmp_path / one for one in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-    with ExitStack() as stack:
-        first = stack.enter_context(running_vllm(vllm_python, folders[0], learning=True, tied=True))
-        dying = stack.enter_context(ExitStack())
-        second = dying.enter_context(
-            running_vllm(vllm_python, folders[1], learning=True, tied=True)
-        )
-        urls = [first.root_url, second.root_url]
-        trainer: SendingTrainer = stack.enter_context(
-            sending_trainer(vllm_python, first.model_folder, engines=urls, bucket_bytes=BUCKET)
-        )
-        good(trainer.ask(publish=1), 1, urls)
-        trainer.begin(publish=2, halt_at=2)
-        assert trainer.end() == {"halted": 2}
-        dying.close()
-        answer = trainer.ask()
-        assert answer["engines"] == [first.root_url]
-        assert list(answer["failed"]) == [second.root_url]
-        assert answer["difference"] < EXACT
-        assert (name(first.root_url), is_paused(first.root_url)) == ("version-2", False)
 
 
 # For the local engine, as files
@@ -315,31 +283,6 @@ def test_each_token_is_of_the_weights_that_it_names(
             ),
             tell,
         )
-
-
-@pytest.mark.slow
-def test_an_engine_that_is_killed_and_started_again_gets_its_weights_anew(
-    learn_python: Path, model: Path, tmp_path: Path
-) -> None:
-    with (
-        local_engine(learn_python, model) as engine,
-        version_maker(learn_python, model, "full") as full,
-        version_maker(learn_python, model, "lora") as lora,
-    ):
-        adapters = Lora(engine.url, tmp_path / "adapters")
-        adapters.publish(1, lora.saver(1), lora.check(1))
-        weights = LocalFull(engine.url, tmp_path / "weights")
-        weights.publish(2, full.saver(2), full.check(2))
-        engine.kill()
-        assert weights.restore() == adapters.restore() == []
-        with pytest.raises(EngineUnavailable, match="at reach"):
-            weights.publish(3, full.saver(3), full.check(3))
-        engine.start()
-        # Before anything else is published: the last version, and every adapter that is kept.
-        assert weights.restore() == adapters.restore() == [engine.url]
-        assert name(engine.url) == "version-2"
-        weights.publish(3, full.saver(3), full.check(3))
-        assert served_by(f"{engine.url}/v1") == {"tiny", "policy@1"}
 
 
 # For a real vLLM, as files

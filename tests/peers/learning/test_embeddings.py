@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from envserver_records.errors import NotFoundError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -65,8 +64,3 @@ def test_nothing_is_computed_twice_and_a_torn_file_is_made_anew(
     mended = Embedder(str(model), cache=tmp_path)
     assert embed_steps(trace("read", "wrong"), mended) == first
     assert mended.computed == 1
-
-
-def test_a_model_that_is_not_there_is_named(model: Path) -> None:
-    with pytest.raises(NotFoundError, match="no-such"):
-        Embedder(str(model / "no-such")).embed(["x"])

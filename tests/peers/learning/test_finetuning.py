@@ -30,7 +30,7 @@ from envserver_clients.finetuning.heldout import HeldOut
 from envserver_clients.finetuning.packing import check_apart, packed_difference
 from envserver_clients.finetuning.settings import DpoSettings, SftSettings, read_settings
 from envserver_clients.finetuning.tokens import NOT_TRAINED, Encoder
-from envserver_clients.finetuning.trainers import dpo_trainer, quantization, sft_trainer
+from envserver_clients.finetuning.trainers import dpo_trainer, sft_trainer
 from safetensors.torch import load_file
 from support.waiting import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -381,14 +381,6 @@ def test_a_model_learns_to_call_and_its_card_tells(model: Path, tmp_path: Path) 
     card = (output / "README.md").read_text()
     assert "| calls valid | 0 | 1 |" in card and "## Held-out rows" in card
     assert "heldout" not in card
-
-
-def test_what_4_bits_ask_for() -> None:
-    words = [*NEEDED, "--lora", "--load-in-4bit"]
-    wanted = quantization(read_settings(SftSettings, "sft", [*words, "--dtype", "bfloat16"]))
-    assert (wanted.load_in_4bit, wanted.bnb_4bit_quant_type) == (True, "nf4")
-    assert wanted.bnb_4bit_use_double_quant and wanted.bnb_4bit_compute_dtype is torch.bfloat16
-    assert quantization(read_settings(SftSettings, "sft", words[:-1])) is None
 
 
 @pytest.mark.skipif(

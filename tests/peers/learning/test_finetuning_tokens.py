@@ -219,13 +219,6 @@ def test_a_wrong_row_is_told_with_its_place(tmp_path: Path, line: str, why: str)
         examples(tmp_path, {"prompt": "a", "completion": "b"}, line)
 
 
-def test_a_conversation_needs_a_template() -> None:
-    made = tokenizer()
-    made.chat_template = None
-    with pytest.raises(InputError, match="no chat template"):
-        encoded(made, "a", "b")
-
-
 def test_of_a_pair_only_the_answers_count(tmp_path: Path) -> None:
     result = {"role": "user", "content": "TOOL RESULT: 2"}
     chosen = [{"role": "assistant", "content": "call"}, result, *messages("x", "two")[1:]]

@@ -75,12 +75,6 @@ def with_noise(rows: list[Example], low: float, high: float) -> list[Example]:
     ]
 
 
-def logits_of(policy: Policy, row: Example) -> torch.Tensor:
-    """Those before each token but the first, by a plain pass."""
-    with torch.no_grad():
-        return policy.model(torch.from_numpy(row.tokens).long()[None]).logits[0, :-1]
-
-
 def copied(weights: Weights) -> Weights:
     return {name: value.clone() for name, value in weights.items()}
 
@@ -171,28 +165,6 @@ def test_what_an_earlier_policy_sampled_is_told_from_tampered_logprobs(
     assert one.step(own)["skipped"] == "mismatch"  # its own version has not moved since
 
 
-@pytest.mark.parametrize("kind", ["raw", "processed"])
-def test_the_mismatch_is_measured_in_the_engines_logprobs(model: Path, kind: str) -> None:
-    one = learner(model)
-    warm = []
-    for row in batch(one.policy, 0):
-        logits = logits_of(one.policy, row) / (0.7 if kind == "processed" else 1.0)
-        own = logits.log_softmax(-1).gather(-1, torch.from_numpy(row.tokens).long()[1:, None])
-        warm.append(
-            replace(
-                row,
-                logprobs=np.r_[np.float32(0), own[:, 0].numpy()] * row.mask,
-                temperatures=np.full(len(row.tokens), 0.7, np.float32),
-                raw=np.full(len(row.tokens), kind == "raw", np.uint8),
-            )
-        )
-    numbers = one.step(warm)
-    assert float(numbers["mismatch_max"]) < 1e-4
-    assert float(numbers["ratio_max"]) == pytest.approx(1.0, abs=1e-3)
-    swapped = [replace(row, raw=1 - row.raw) for row in warm if row.raw is not None]
-    assert float(learner(model).step(swapped)["mismatch_mean"]) > 0.1
-
-
 def moves(one: Learner, steps: int) -> torch.Tensor:
     """How far each weight is from where it was after some steps."""
     start = copied(one.policy.state())
@@ -229,25 +201,6 @@ def test_a_step_that_is_lost_in_the_rounding_is_told(
     assert "lost in the rounding" in caplog.text
     numbers = Learner(policy, StepSettings(learning_rate=1e-5)).step(batch(policy, 0))
     assert float(numbers["weights_moved"]) > 0.9
-
-
-@pytest.mark.parametrize("lora", [None, LoraSettings(4)])
-def test_activations_that_are_computed_again_give_the_same_gradient(
-    model: Path, lora: LoraSettings | None
-) -> None:
-    gradients = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        policy = Policy(str(model), lora=lora, checkpointed=checkpointed)
-        calls: list[int] = []
-        layer = next(one for one in policy.model.modules() if type(one).__name__ == "Qwen2MLP")
-        rows = batch(policy, 0)
-        layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        Learner(policy, StepSettings(micro_batch_tokens=10_000)).step(rows)
-        assert len(calls) == 1 + checkpointed
-        gradients.append([value.grad for value in policy.trained.values()])
-    for value, again in zip(*gradients, strict=True):
-        assert torch.allclose(value, again, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -293,20 +246,6 @@ def test_the_learning_rate_rises_and_falls(policy: Policy) -> None:
     assert [one.step(rows)["learning_rate"] for _ in range(3)] == [1e-3, 7.5e-4, 5e-4]
 
 
-def test_the_entropy_is_that_of_the_sampled_distributions(model: Path, policy: Policy) -> None:
-    rows = [
-        replace(row, temperatures=np.full(len(row.tokens), 0.7, np.float32))
-        for row in batch(policy, 0)
-    ]
-    entropies = []
-    for row in rows:
-        found = torch.distributions.Categorical(logits=logits_of(policy, row) / 0.7).entropy()
-        entropies += found[torch.from_numpy(row.mask[1:] == 1)].tolist()
-    for packed in (False, True):
-        numbers = Learner(Policy(str(model)), StepSettings(packed=packed)).step(rows)
-        assert float(numbers["entropy"]) == pytest.approx(np.mean(entropies), rel=1e-4)
-
-
 def test_rows_of_recurrent_models_are_not_packed(
     model: Path, policy: Policy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,19 +256,6 @@ def test_rows_of_recurrent_models_are_not_packed(
     assert grpo.main(words) == 1
     assert "layers are attention" in capsys.readouterr().out
     assert not policy.is_recurrent
-
-
-def test_tied_weights_are_one_tensor(policy: Policy, tmp_path: Path) -> None:
-    policy.model.config.tie_word_embeddings = True
-    policy.model.tie_weights()
-    policy.save(tmp_path / "tied")
-    tied = Policy(str(tmp_path / "tied"))
-    names = [name for name, _ in tied.tensors()]
-    assert len(names) == len(set(names)) == len(dict(policy.model.named_parameters()))
-    assert "lm_head.weight" not in names
-    tied.save(tmp_path / "again")
-    again = Policy(str(tmp_path / "again"))
-    assert again.prompt_logprobs([5, 6, 7, 8]) == tied.prompt_logprobs([5, 6, 7, 8])
 
 
 def test_a_lora_of_chosen_layers_leaves_the_model_which_is_its_reference(
@@ -475,19 +401,3 @@ def test_noise_on_the_logprobs_ends_the_run_with_the_reason(
     lines = train([leased(policy, 5, 0.0)], steps=4)
     assert [line.get("skipped") for line in lines] == ["mismatch"] * 3 + [None]
     assert lines[-1]["mismatch_mean"] < 1e-4
-
-
-@pytest.mark.parametrize("logprob", [-9999.0, float("-inf"), float("nan")])
-def test_an_extreme_logprob_costs_its_row_and_nothing_else(
-    policy: Policy, tmp_path: Path, train: Any, logprob: float
-) -> None:
-    batches = [leased(policy, number, 0.0) for number in range(2)]
-    logprobs = batches[0].groups[0].rows[1].logprobs
-    assert logprobs is not None
-    logprobs[10] = logprob
-    lines = train(batches, steps=2, objective="gspo")
-    recorded = json.loads((tmp_path / "settings.json").read_text())
-    assert (recorded["objective"], recorded["ratio_level"]) == ("gspo", "sequence")
-    assert [line["rows_refused"] for line in lines] == [1, 0]
-    assert [line["rows_learned"] for line in lines] == [3, 4]
-    assert not any("skipped" in line for line in lines)

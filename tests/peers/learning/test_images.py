@@ -11,15 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from envserver_clients.grpo import _learner
 from envserver_clients.records import Row
 from envserver_clients.training.examples import BatchExamples, ExampleSettings, examples_of
 from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.padding import padded
 from envserver_clients.training.policy import LoraSettings, Policy
-from envserver_clients.training.ranks import Ranks
-from envserver_clients.training.settings import TrainerSettings
-from envserver_records import ConfigError
 from PIL import Image
 from support.image_rows import picture, row_of
 from support.rows_to_learn import group
@@ -122,9 +118,3 @@ def test_rows_whose_images_make_other_tokens_are_left_out(folder: Path) -> None:
         learned = batch_of([good, bad], policy)
         assert len(learned.examples) == 1
         assert learned.numbers["rows_bad_images"] == 1
-
-
-def test_rows_with_images_are_not_packed(folder: Path, tmp_path: Path) -> None:
-    settings = TrainerSettings(model=str(folder), output=tmp_path, packed=True)
-    with pytest.raises(ConfigError, match="models of text"):
-        _learner(settings, Ranks())

@@ -20,13 +20,11 @@ from envserver_local.generation import Generator
 from envserver_local.loading import Loaded, load
 from envserver_local.options import Options
 from envserver_local.rows import Row, Sampling
-from envserver_local.runner import Runner
 from envserver_local.sampling import Settings, chosen, filtered
 from envserver_local.scheduler import Scheduler
 from envserver_records.errors import ConfigError, InputError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from support.waiting import until
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 # Sums in another order differ by up to 1e-5, by the processor; what is computed wrongly by more.
@@ -145,26 +143,6 @@ def test_a_conversation_goes_on_from_what_is_kept(batch: Generator, plain: PreTr
     assert batch.prefixes.found == 3 * (len(first.tokens) - 1)
     run(batch, 8)
     assert off(plain, *following) < TOLERANCE
-
-
-def test_prompts_are_scored_as_a_plain_pass_scores(
-    batch: Generator, plain: PreTrainedModel
-) -> None:
-    asked = row(PROMPTS[1], prompt_logprobs=2)
-    told = [of_token[0] for of_token in batch.score(asked)]
-    assert [index for index, _ in told] == asked.prompt[1:]
-    pretended = Row(asked.prompt[:1], asked.sampling)
-    pretended.ids, pretended.logprobs = asked.prompt[1:], [value for _, value in told]
-    assert off(plain, pretended) < TOLERANCE
-
-
-def test_seeds_and_settings_decide(batch: Generator) -> None:
-    same = [row(PROMPTS[2], seed=5) for _ in range(2)]
-    other, greedy = row(PROMPTS[2], seed=6), row(PROMPTS[2], temperature=0.0)
-    narrow = row(PROMPTS[2], seed=9, top_k=1)
-    run(batch, 12, *same, other, greedy, narrow)
-    assert same[0].ids == same[1].ids != other.ids
-    assert greedy.ids == narrow.ids
 
 
 def test_samples_follow_the_distribution() -> None:
@@ -287,34 +265,6 @@ def test_adapters_beside_each_other_equal_merged_weights(
         adapters.load("policy@2", tmp_path / "2")
     with pytest.raises(InputError, match="no LoRA adapter"):
         adapters.load("other", tmp_path)
-
-
-async def test_tokens_tell_which_version_sampled_them(loaded: Loaded) -> None:
-    batch = Generator(loaded.model, Adapters(loaded.model))
-    async with Runner(batch, Scheduler(8, 10_000), loaded.text, "1") as runner:
-        one = row(PROMPTS[1], count=60)
-        runner.submit([one])
-        await until(lambda: len(one.ids) >= 5)
-        await runner.pause("keep")
-        frozen = len(one.ids)
-        await runner.run(lambda: runner.set_version("2"))
-        assert len(one.ids) == frozen
-        await runner.run(runner.resume)
-        await until(lambda: one.finish is not None)
-        assert one.spans() == [
-            {"version": "1", "start": 0, "end": frozen},
-            {"version": "2", "start": frozen, "end": 60},
-        ]
-        ended, waiting = row(PROMPTS[0], count=30), row(PROMPTS[0], count=2)
-        runner.submit([ended])
-        await until(lambda: len(ended.ids) > 0)
-        await runner.pause("wait")
-        assert ended.finish == "length"
-        runner.submit([waiting])
-        await runner.run(lambda: None)
-        assert waiting.ids == []
-        await runner.pause("abort")
-        assert waiting.finish == "abort"
 
 
 SIZES = {

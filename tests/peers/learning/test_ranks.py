@@ -15,18 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from envserver_clients.training.loss import token_logprobs
 from envserver_clients.training.policy import Policy
 from envserver_clients.training.ranks import Ranks
 from peft import PeftModel
 from safetensors.torch import load_file
 from support.gradients import difference
-from support.rank_cases import CASES, STEPS, TOKENS, continued, learner, stepped, trained
+from support.rank_cases import CASES, STEPS, TOKENS, learner, stepped, trained
 from support.tiny_model import main as make_tiny
 from support.tiny_vlm import main as make_seeing
 from support.waiting import PATIENCE
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 TESTS = Path(__file__).parents[2]
@@ -121,26 +119,6 @@ def test_packed_rows_have_the_gradient_of_padded_ones(denominator: str, alone: A
     assert difference(other, expected) > 0.01  # what is compared differs between the cases
 
 
-def test_one_process_of_torchrun_has_its_gradient_too(
-    model: Path, alone: Alone, tmp_path: Path
-) -> None:
-    """It divides the weights by one: what several GPUs do can be tried on one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for name in ("trajectory, packed", "LoRA"):
-            expected, _ = alone(name)
-            ranks = Ranks(divided=True)
-            found, _ = stepped(CASES[name], model, ranks)
-            assert difference(found, expected) < MOST_DIFFERENCE
-        run = continued(model, tmp_path, ranks, STEPS)
-        run.keep()
-        assert isinstance(next(iter(run.learner.policy.trained.values())), DTensor)
-    finally:
-        dist.destroy_process_group()
-    straight = trained(model, tmp_path / "straight", STEPS + 1)
-    assert difference(trained(model, tmp_path, 1), straight) < MOST_DIFFERENCE
-
-
 def test_two_ranks_save_the_whole_model(by_two: Path, model: Path) -> None:
     """Also after somebody who walked over its tensors gave up."""
     one = Policy(str(model), dtype=torch.bfloat16)
@@ -175,31 +153,6 @@ def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
     missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU for torch")
     marked: Callable[..., None] = pytest.mark.slow(missing(test))
     return marked
-
-
-@on_a_gpu
-@pytest.mark.parametrize("case", CASES)
-def test_a_gpu_has_the_gradient_of_a_cpu(
-    case: str, alone: Alone, model: Path, record_property: Told
-) -> None:
-    expected, numbers = alone(case)
-    found, same = stepped(CASES[case], model, Ranks(device="cuda"))
-    away, dtype = difference(found, expected), CASES[case].dtype
-    record_property("away", away)
-    assert away < ON_A_GPU[dtype]
-    if dtype == "float32":
-        assert same == pytest.approx(numbers, rel=1e-3, abs=1e-5)
-
-
-@on_a_gpu
-def test_bfloat16_on_a_gpu_is_near_float32(
-    alone: Alone, model: Path, record_property: Told
-) -> None:
-    expected, _ = alone("bfloat16, exactly")
-    found, _ = stepped(CASES["bfloat16"], model, Ranks(device="cuda"))
-    away = difference(found, expected)
-    record_property("away", away)
-    assert away < ON_A_GPU["bfloat16"]
 
 
 @on_a_gpu

@@ -1,4 +1,4 @@
-"""The tiny model's making: what is said is marked, and the same again gives the same bytes."""
+"""The tiny model's making: what is said is marked, and transformers reads it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from envserver_local.tiny.conversations import read_conversations
 from envserver_local.tiny.making import make
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,28 +32,20 @@ def lines() -> Iterator[str]:
         yield json.dumps({"messages": [messages], "envserver": {"rollouts": [rollout]}})
 
 
-def test_same_seed_same_bytes_and_transformers_reads_them(tmp_path: Path) -> None:
+def test_what_is_said_is_marked_and_transformers_reads_it(tmp_path: Path) -> None:
     (tmp_path / "groups.jsonl").write_text("\n".join(lines()) + "\n")
-    losses: list[float] = []
-    for name, seed in (("a", 0), ("b", 0)):
-        make(
-            [tmp_path / "groups.jsonl"],
-            tmp_path / name,
-            seed=seed,
-            steps=4,
-            threads=1,
-            report=lambda step, loss: losses.append(loss),
-        )
-    assert losses[:4] == losses[4:]
+    made, losses = tmp_path / "made", list[float]()
+    make(
+        [tmp_path / "groups.jsonl"],
+        made,
+        seed=0,
+        steps=4,
+        threads=1,
+        report=lambda step, loss: losses.append(loss),
+    )
     assert losses[3] < losses[0]
-    for file in ("model.safetensors", "tokenizer.json", "chat_template.jinja", "config.json"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-
-    words = AutoTokenizer.from_pretrained(tmp_path / "a")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    assert model.config.hidden_size // model.config.num_attention_heads == 64
-    assert not model.config.tie_word_embeddings
-    assert 800_000 < sum(one.numel() for one in model.parameters()) < 1_200_000
+    words = AutoTokenizer.from_pretrained(made)
+    model = AutoModelForCausalLM.from_pretrained(made)
     conversation = read_conversations(tmp_path / "groups.jsonl")[3]
     call = '{"name": "calculate", "arguments": {"expression": "3+1"}}'
     assert [piece.text for piece in conversation.pieces() if piece.said] == [
@@ -69,5 +60,3 @@ def test_same_seed_same_bytes_and_transformers_reads_them(tmp_path: Path) -> Non
     assert words.decode(ids) == rendered
     assert max(ids) < model.config.vocab_size
     assert words.convert_ids_to_tokens(words("12")["input_ids"]) == ["1", "2"]
-    with torch.no_grad():
-        assert torch.isfinite(model(torch.tensor([ids])).logits).all()

@@ -1,14 +1,10 @@
-"""Environments on atroposlib's BaseEnv: `python environments.py whole|parts|managed serve ...`.
+"""An environment on atroposlib's BaseEnv: `python environments.py serve ...`.
 
-`whole` makes one group at a time through the default `collect_trajectories`; `parts` makes a list
-of two half groups, which the server has to put together; both sample from an OpenAI-compatible
-server. `managed` samples token by token through its ManagedServer, from a server that offers
-`/generate`.
+It samples token by token through its ManagedServer, from a server that offers `/generate`.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from atroposlib.envs.base import (
@@ -16,16 +12,13 @@ from atroposlib.envs.base import (
     BaseEnv,
     BaseEnvConfig,
     ScoredDataGroup,
-    ScoredDataItem,
 )
 
-NOT_TRAINED = -100
 
+class Managed(BaseEnv):
+    """Groups with the logprobs of the sampled tokens, as example_trainer needs them."""
 
-class Whole(BaseEnv):
-    """Asks for a sum; the score alternates."""
-
-    name = "whole"
+    name = "managed"
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
@@ -43,45 +36,6 @@ class Whole(BaseEnv):
     async def evaluate(self, *_: Any, **__: Any) -> None:
         return None
 
-    async def row(self, number: int, score: float) -> ScoredDataItem:
-        messages = [{"role": "user", "content": f"{number} + {number}?"}]
-        answer = await self.server.chat_completion(messages=messages, max_tokens=32)
-        said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
-        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        tokens = list(prompt) + self.tokenizer.encode(said["content"] + "<|im_end|>")
-        masks = [NOT_TRAINED] * len(prompt) + tokens[len(prompt) :]
-        return ScoredDataItem(tokens=tokens, masks=masks, scores=score, messages=[*messages, said])
-
-    async def collect_trajectory(self, item: tuple[int]) -> tuple[ScoredDataItem, list[Any]]:
-        self.made = getattr(self, "made", 0) + 1
-        return await self.row(item[0], float(self.made % 2)), []
-
-
-class Parts(Whole):
-    """Each item gives two half groups."""
-
-    name = "parts"
-
-    async def collect_trajectories(self, item: tuple[int]) -> tuple[list[Any], list[Any]]:
-        return [await self.half(item[0]), await self.half(item[0])], []
-
-    async def half(self, number: int) -> ScoredDataGroup:
-        size = self.config.group_size // 2
-        rows = [await self.row(number, float(index)) for index in range(size)]
-        return ScoredDataGroup(
-            tokens=[row["tokens"] for row in rows],
-            masks=[row["masks"] for row in rows],
-            scores=[row["scores"] for row in rows],
-            messages=[row["messages"] for row in rows],
-            group_overrides={"group_size": size},
-        )
-
-
-class Managed(Whole):
-    """Groups with the logprobs of the sampled tokens, as example_trainer needs them."""
-
-    name = "managed"
-
     async def collect_trajectories(self, item: tuple[int]) -> tuple[ScoredDataGroup, list[Any]]:
         messages = [{"role": "user", "content": f"{item[0]} + {item[0]}?"}]
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
@@ -98,4 +52,4 @@ class Managed(Whole):
 
 
 if __name__ == "__main__":
-    {"whole": Whole, "parts": Parts, "managed": Managed}[sys.argv.pop(1)].cli()
+    Managed.cli()
