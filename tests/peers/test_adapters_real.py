@@ -14,7 +14,7 @@ from envserver_records.records import Score, Sequence, Trajectory, pack
 from msgspec.structs import replace
 from support.foreign_trainers import ROOT, SUPPORT, alone
 from support.foreign_trainers import told as json_of
-from support.objectives_table import Differences, against_verl, names_in_readme
+from support.objectives_table import Differences, against_verl
 from support.trajectories import sequence, trajectory
 
 from envserver.models import ASSETS
@@ -121,10 +121,6 @@ def test_gradients_and_advantages_are_those_of_verl(verl: Differences) -> None:
     bounds = {"gdpo, advantages": GDPO}
     far = {n: v for n, v in verl.items() if not v < bounds.get(n, MOST_DIFFERENCE)}
     assert far == {}
-
-
-def test_the_readme_names_every_comparison(verl: Differences) -> None:
-    assert {name for name, peer in names_in_readme() if peer == "verl"} == verl.keys()
 
 
 def test_skyrl_computes_our_logprobs_of_rows_with_images(

@@ -121,7 +121,6 @@ def test_an_ordinary_run_is_one_sequence(
         )
         rules = AgentOptions(agent=kind, max_steps=STEPS)  # type: ignore[arg-type]
         done = asyncio.run(solve(task, run, rules, extra=extra))
-        print(seat.edges, [step["observation"] for step in done["steps"]])
         assert done["state"] == "max_steps"
         assert all(step["observation"].startswith("Value: ") for step in done["steps"])
         edge = "appended" if kind == "code" else "calls"

@@ -1,7 +1,6 @@
-"""`router`, `tau` and `video` on a real vLLM: each agent's conversation is one exact sequence.
+"""`tau` on a real vLLM: each agent's conversation is one exact sequence.
 
-The random model is held to a form at each of its turns, so that plans are valid and one is
-repaired, and agents call tools, talk and report.
+The random model is held to a form at each of its turns, so that agents call tools and talk.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.commands import envserver, read_jsonl
-from support.relay import Relay, begins_a_row, relay, sampled, trained
+from support.relay import begins_a_row, relay, sampled, trained
 from support.vllm_server import VllmServer
 
 pytestmark = pytest.mark.vllm
@@ -42,86 +41,7 @@ def call(name, arguments=""):
     head = r'<tool_call>\{"name": "' + name + r'", "arguments": \{'
     return head + arguments + r"\}\}</tool_call>"
 
-'''
 
-
-def played(
-    engine: VllmServer, folder: Path, environment: str, source: str, max_tokens: int, *words: object
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Relay]:
-    """The groups that the environment of `source` makes, their rollouts, what the engine said."""
-    path = folder / "held.py"
-    path.write_text(HELD + source)
-    with relay(engine.root_url) as (url, echoes):
-        ran = envserver(
-            "process", "--env", f"{path}:{environment}", *words,
-            "--openai.base_url", url, "--openai.model_name", engine.model,
-            "--tokens.constraints", "all",
-            "--tokens.train", "structured_output_masked",
-            "--sampling.max_tokens", max_tokens, "--env.group_size", 2,
-            "--env.data_path_to_save_groups", "out.jsonl", folder=folder,
-        )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    groups = list(read_jsonl(folder / "out.jsonl"))
-    return groups, [one for group in groups for one in group["envserver"]["rollouts"]], echoes
-
-
-ROUTER = r'''
-import json
-import re
-
-from envserver_environments.router.env import Router
-from envserver_environments.router.known import chain
-from envserver_environments.router.plans import as_json
-
-CHAIN = json.dumps(as_json(chain(("search", "math", "code"))))
-PLAN = re.escape(CHAIN).replace("needed", "[a-z]{3,8}")
-TURNS = {
-    "router": ["[a-z]{3,9} then [a-z]{3,9}", PLAN],
-    "search": [call("search", '"query": "[a-z]{4,8}"'), call("finish", '"answer": "[1-9]{2}"')],
-    "math": [
-        call("calculate", r'"expression": "[1-9] \* [1-9]"'),
-        call("finish", '"answer": "[1-9]"'),
-    ],
-    "code": ["```python\nprint\\([1-9]{2}\\)\n```"],
-}
-
-
-class HeldRouter(Router):
-    """`router` with a model that obeys."""
-
-    def tasks(self, split):
-        return (task for task in super().tasks(split) if task.hidden["answer"])
-
-    async def rollout(self, task, run):
-        return await super().rollout(task, Held(run, TURNS))
-'''
-CALLS = {"router": 2, "search": 2, "math": 2, "code": 1}
-
-
-@pytest.mark.parametrize("is_trained", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_each_agent_of_a_plan_is_one_exact_sequence(
-    vllm_server: VllmServer, tmp_path: Path, is_trained: bool
-) -> None:
-    whether = [
-        word for agent in ("search", "math", "code")
-        for word in (f"--env.agents.{agent}.trained", str(is_trained).lower())
-    ]  # fmt: skip
-    groups, rollouts, echoes = played(
-        vllm_server, tmp_path, "HeldRouter", ROUTER, 512,
-        "--env.execute", "true", *whether, "--env.total_steps", 1,
-    )  # fmt: skip
-    assert len(rollouts) == 2 and len(echoes) == 2 * sum(CALLS.values())
-    asked = list(CALLS) if is_trained else ["router"]
-    for rollout in rollouts:
-        assert rollout["metrics"]["repaired"] == 1.0 and rollout["components"]["valid"] == 1.0
-        assert rollout["agents"] == asked
-    delivered, said = trained(groups), sampled(echoes)
-    assert delivered == said if is_trained else delivered < said
-    whole = sum(begins_a_row(echo, groups) for echo in echoes)
-    assert whole == 2 * sum(CALLS[agent] for agent in asked)
-
-
-TAU = r'''
 from envserver_environments.tau.env import Tau
 
 WORDS = "[a-z]{3,8} [a-z]{3,8}"
@@ -171,10 +91,21 @@ def test_each_side_of_a_talk_is_one_exact_sequence(
     vllm_server: VllmServer, tmp_path: Path, data: Path, user_trained: bool
 ) -> None:
     """The customer is played by the model, too."""
-    groups, rollouts, echoes = played(
-        vllm_server, tmp_path, "HeldTau", TAU, 200, "--env.domain", "mock",
-        "--env.tau2_data", data, "--env.agents.user.trained", str(user_trained).lower(),
-    )  # fmt: skip
+    path = tmp_path / "held.py"
+    path.write_text(HELD)
+    with relay(vllm_server.root_url) as (url, echoes):
+        ran = envserver(
+            "process", "--env", f"{path}:HeldTau", "--env.domain", "mock",
+            "--env.tau2_data", data, "--env.agents.user.trained", str(user_trained).lower(),
+            "--openai.base_url", url, "--openai.model_name", vllm_server.model,
+            "--tokens.constraints", "all",
+            "--tokens.train", "structured_output_masked",
+            "--sampling.max_tokens", 200, "--env.group_size", 2,
+            "--env.data_path_to_save_groups", "out.jsonl", folder=tmp_path,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    groups = list(read_jsonl(tmp_path / "out.jsonl"))
+    rollouts = [one for group in groups for one in group["envserver"]["rollouts"]]
     ends = [(len(one["rows"]), one["limit"], one["metrics"], one["flags"]) for one in rollouts]
     assert len(rollouts) == 4 and len(echoes) == 4 * 8, ends
     sides = ["agent", "user"] if user_trained else ["agent"]

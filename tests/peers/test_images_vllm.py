@@ -244,64 +244,48 @@ class HeldVideo(Video):
 '''
 
 
-@pytest.fixture(scope="module")
-def qwen(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    pytest.importorskip("av")
-    with seeing(vllm_python, tmp_path_factory.mktemp("frames"), "qwen2_5_vl") as found:
-        yield found
-
-
-def groups_of(server: VllmServer, folder: Path, kind: str, **settings: Any) -> list[Group]:
+def test_a_model_asks_for_frames_by_the_tool(vllm_python: Path, tmp_path: Path) -> None:
     """Two groups of two rollouts about one film of six seconds."""
-    film(folder / "film.mp4", size=(112, 84))
-    questions = [{"video": "film", "question": question, "options": ["red", "green", "blue"],
-                  "answer": answer} for question, answer in (("What is first?", 0),
-                                                             ("What is last?", 2))]  # fmt: skip
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in questions))
-    env = {"data_set": "captions", "data_path": rows, "frame_count": 3, "frame_side": 112}
-    env |= {"group_size": 2, "total_steps": 2} | settings.pop("env")
-    return list(
-        envserver.groups(
-            kind,
-            out=str(folder / "out.jsonl"),
-            openai=address(server),
-            tokens={"tokenizer": str(server.model_folder), **settings.pop("tokens", {})},
-            env=env,
-            sampling={"max_tokens": 128},
+    pytest.importorskip("av")
+    film(tmp_path / "film.mp4", size=(112, 84))
+    rows = tmp_path / "rows.jsonl"
+    row = {"video": "film", "options": ["red", "green", "blue"], "answer": 0}
+    questions = ("What is first?", "What is last?")
+    rows.write_text("".join(json.dumps({**row, "question": one}) + "\n" for one in questions))
+    held = tmp_path / "held.py"
+    held.write_text(HELD)
+    with seeing(vllm_python, tmp_path, "qwen2_5_vl") as server:
+        groups: list[Group] = list(
+            envserver.groups(
+                f"{held}:HeldVideo",
+                openai=address(server),
+                tokens={
+                    "tokenizer": str(server.model_folder),
+                    "constraints": "all",
+                    "train": ["structured_output_masked"],
+                },
+                env={
+                    "data_set": "captions",
+                    "data_path": rows,
+                    "frames": "tool",
+                    "frame_count": 3,
+                    "frame_side": 112,
+                    "protocol": "text",
+                    "group_size": 2,
+                    "total_steps": 2,
+                },
+                sampling={"max_tokens": 128},
+            )
         )
-    )
-
-
-def check_rows(groups: list[Group], frames: int) -> int:
-    """Each rollout is one row with so many frames; returns the number of placeholder tokens."""
-    placeholders = 0
     assert len(groups) == 2
     for group in groups:
         for name, data in group.images.items():
             assert hashlib.sha256(data).hexdigest() == name
             assert Image.open(io.BytesIO(data)).size == (112, 84)
         for one in group.trajectories:
-            (row,) = one.sequences
-            assert len(row.images) == frames
-            assert all(not row.mask[image.offset : image.end].any() for image in row.images)
-            assert not {"images_unplaced", "prompt_mismatch"} & set(row.flags)
-            placeholders += sum(image.length for image in row.images)
-    return placeholders
-
-
-def test_a_model_asks_for_frames_by_the_tool(qwen: VllmServer, tmp_path: Path) -> None:
-    held = tmp_path / "held.py"
-    held.write_text(HELD)
-    groups = groups_of(
-        qwen,
-        tmp_path,
-        f"{held}:HeldVideo",
-        env={"frames": "tool", "protocol": "text"},
-        tokens={"constraints": "all", "train": ["structured_output_masked"]},
-    )
-    check_rows(groups, frames=6)  # three turns are one row: each continued the one before it
-    for group in groups:
-        for one in group.trajectories:
+            (made,) = one.sequences  # three turns are one row: each continued the one before it
+            assert len(made.images) == 6
+            assert all(not made.mask[image.offset : image.end].any() for image in made.images)
+            assert not {"images_unplaced", "prompt_mismatch"} & set(made.flags)
             assert one.score.metrics["answered"] == 1
             assert [part.get("type") for part in one.messages[3]["content"]][-1] == "image_url"

@@ -14,10 +14,9 @@ from support.backends import install
 from support.commands import envserver, read_jsonl
 
 TASKS = Path(__file__).parents[1] / "support" / "inspect_tasks" / "tasks.py"
-NAMES = ("questions", "tools", "files", "unscorable", "told")
+NAMES = ("questions", "files", "unscorable", "told")
 EVALUATION = "inspect:inspect_evals/agent_threat_bench_memory_poison"
 ONE_PROCESS = ("--workers.processes", 1, "--rollouts.scorer_processes", 1)
-ADD = {"name": "add", "arguments": '{"x": 1, "y": 1}'}
 WRITE = {"name": "bash", "arguments": '{"command": "cat state.txt; pwd; echo 42 > answer.txt"}'}
 
 
@@ -98,22 +97,6 @@ def assert_exact(group: dict[str, Any]) -> None:
             tokens[place] for place in trained
         ]
         assert all(logprobs[place] < 0 for place in trained)
-
-
-@pytest.mark.slow
-def test_a_tool_runs_and_our_limit_is_scored(folder: Path) -> None:
-    said = script(folder, "What is 1 + 1?", ADD, "It is 2.")
-    (group,) = process(folder, "tools", "--sim.transcript", said)
-    assert group["scores"] == [1.0, 1.0]
-    roles = [one["role"] for one in group["messages"][0]]
-    assert roles == ["user", "assistant", "tool", "assistant"]
-    assert group["messages"][0][2]["content"] == "2"
-    assert_exact(group)
-    limited = process(
-        folder, "tools", "--sim.transcript", said, "--env.max_turns", 1, "--overwrite"
-    )
-    assert limited[0]["scores"] == [0.0, 0.0]
-    assert {one["limit"] for one in limited[0]["envserver"]["rollouts"]} == {"turns"}
 
 
 def test_a_sandbox_task_runs_in_our_sandbox_and_is_scored_there(folder: Path) -> None:

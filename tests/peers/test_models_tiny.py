@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.commands import environment_variables, envserver, read_jsonl, running, until
+from support.commands import environment_variables, read_jsonl, running, until
 from support.foreign_trainers import printed
 from support.process_tree import command, parents
 from support.sim import tool, user
@@ -24,13 +24,6 @@ ARITHMETIC = (
     *("--env", "math", "--env.data_set", "arithmetic", "--env.system_prompt", ""),
     *("--env.mode", "single", "--env.group_size", "2", "--env.total_steps", "2"),
 )
-
-
-def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
-    done = envserver("models", "tiny", tmp_path / "tiny", folder=tmp_path)
-    assert done.returncode == 2
-    assert "[local]'" in done.stderr
-    assert not list(tmp_path.glob("tiny*"))
 
 
 @pytest.mark.slow

@@ -138,17 +138,6 @@ def test_a_program_plays_in_one_exact_row(
     tell(f"{name}: {assert_exact(vllm_server, tmp_path, groups, echoes)}")
 
 
-def test_an_answer_that_a_program_forgets_is_a_row_of_its_own(
-    vllm_server: VllmServer, tmp_path: Path, tell: Callable[[str], None]
-) -> None:
-    """mini-swe-agent complains of an answer without a call, but keeps only its complaint; after the
-    third it gives up."""
-    name = "mini-swe-agent"
-    groups, echoes = played(vllm_server, tmp_path, [BASH, WORDS], 1, *program(name))
-    assert ends(groups) == [(3, 4, None)]
-    tell(f"{name}, malformed: {assert_exact(vllm_server, tmp_path, groups, echoes)}")
-
-
 @pytest.fixture(scope="module")
 def home(
     verifiers_classic_python: Path, tmp_path_factory: pytest.TempPathFactory

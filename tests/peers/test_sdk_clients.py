@@ -13,7 +13,6 @@ from anthropic.types import Message
 from langchain.agents import create_agent
 from langchain_core import tools as langchain_tools
 from langchain_core.messages import HumanMessage
-from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 from pydantic import BaseModel
 from smolagents import LogLevel, ToolCallingAgent, tool
@@ -46,73 +45,11 @@ def house() -> Iterator[SdkHouse]:
         yield house
 
 
-def chat(seat: Seat, streamed: bool = False, **asked: Any) -> ChatCompletion:
-    """The completion, whole or as the client's helper puts it together from a stream."""
-    asked.setdefault("messages", user())
-    if not streamed:
-        return seat.openai.chat.completions.create(model=seat.model, **asked)
-    with seat.openai.chat.completions.stream(model=seat.model, **asked) as stream:
-        kinds = {event.type for event in stream}
-        assert "chunk" in kinds
-        return stream.get_final_completion()
-
-
 def respond(seat: Seat, streamed: bool = False, **asked: Any) -> Response:
     if not streamed:
         return seat.openai.responses.create(model=seat.model, **asked)
     with seat.openai.responses.stream(model=seat.model, **asked) as stream:
         return stream.get_final_response()
-
-
-# Chat
-
-
-@whole_and_streamed
-def test_parallel_tools_are_called_and_the_message_is_sent_back_as_it_came(
-    house: SdkHouse, streamed: bool
-) -> None:
-    with house.seat(CALLS, DONE) as seat:
-        messages: list[Any] = user()
-        first = chat(seat, streamed, messages=messages, tools=TOOLS).choices[0]
-        assert first.finish_reason == "tool_calls"
-        assert first.message.content.endswith("Two sums.")
-        made = first.message.tool_calls
-        assert [c.function.name for c in made] == ["calculate", "calculate"]
-        sums = [json.loads(c.function.arguments)["expression"] for c in made]
-        assert sums == ["1 + 1", "2 + 2"]
-        messages.append(first.message)
-        for made_call, result in zip(made, ("2", "4"), strict=True):
-            messages.append({"role": "tool", "tool_call_id": made_call.id, "content": result})
-        last = chat(seat, streamed, messages=messages, tools=TOOLS).choices[0]
-        assert last.finish_reason == "stop"
-        assert last.message.content.endswith("They are 2 and 4.")
-        seat.assert_exact(sequences=1)
-        assert [c.streamed for c in seat.calls] == [streamed] * 2
-
-
-@whole_and_streamed
-def test_an_answer_in_a_schema_is_parsed(house: SdkHouse, streamed: bool) -> None:
-    with house.seat(JSON) as seat:
-        response = seat.openai.responses.parse(model="sim", input=QUESTION, text_format=Answer)
-        if streamed:
-            response = respond(seat, True, input=QUESTION, text_format=Answer)
-        assert response.output_parsed == Answer(**VALUE)
-    with house.seat(JSON) as seat:
-        if streamed:
-            parsed = chat(seat, True, response_format=Answer)
-        else:
-            parsed = seat.openai.chat.completions.parse(
-                model=seat.model, messages=user(), response_format=Answer
-            )
-        assert parsed.choices[0].message.parsed == Answer(**VALUE)
-        form = {"name": "answer", "schema": Answer.model_json_schema(), "strict": True}
-        raw = chat(seat, streamed, response_format={"type": "json_schema", "json_schema": form})
-        assert Answer.model_validate_json(raw.choices[0].message.content)
-        assert all("structured_output_masked" in c.flags for c in seat.calls)
-        assert seat.calls[0].sampling["response_format"]["type"] == "json_schema"
-
-
-# Text completions
 
 
 # Responses
@@ -220,18 +157,6 @@ def test_thoughts_are_blocks_that_can_be_sent_back(house: SdkHouse, streamed: bo
         assert replayed["reasoning"] == recorded["reasoning"] == "Two sums it takes."
         assert replayed["content"] == recorded["content"] == "Two sums."
         assert replayed["tool_calls"] == recorded["tool_calls"]
-        seat.assert_exact()
-
-
-@whole_and_streamed
-def test_a_stop_sequence_and_a_limit_end_an_answer(house: SdkHouse, streamed: bool) -> None:
-    with house.seat(said("Once. STOP Never.")) as seat:
-        stopped = message_of(seat, streamed, stop_sequences=["STOP"])
-        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "STOP")
-        assert stopped.content[0].text.endswith("Once. ")
-        cut = message_of(seat, streamed, max_tokens=3)
-        assert cut.stop_reason == "max_tokens"
-        assert [c.stop_reason for c in seat.calls] == ["STOP", None]
         seat.assert_exact()
 
 

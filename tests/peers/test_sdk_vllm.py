@@ -1,8 +1,7 @@
 """Official clients and agent frameworks on a real vLLM: what each does to a talk when it sends it
 back, that every call is recorded as the engine sampled it, and that a talk is one sequence.
 
-Its random model is held to a form where an answer has to mean something. `pytest -rP` shows how
-each client's calls continue one another.
+Its random model is held to a form where an answer has to mean something.
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from langchain_core import tools as langchain_tools
-from langchain_core.messages import HumanMessage
-from smolagents import CodeAgent, LogLevel
 from support.relay import relay
 from support.sdk_house import SdkHouse, Seat, vllm_house, whole_and_streamed
 from support.vllm_server import VllmServer
@@ -38,17 +34,6 @@ FORCED: Any = {
     "parallel_tool_calls": False,
 }
 WORDS = {"structured_outputs": {"regex": "[a-z]{3,9} [a-z]{3,9}"}}
-AGENT: Any = {
-    "prompt_templates": {  # its own are longer than the tiny model's context
-        "system_prompt": "Write Python.",
-        "planning": dict.fromkeys(
-            ("initial_plan", "update_plan_pre_messages", "update_plan_post_messages"), ""
-        ),
-        "managed_agent": {"task": "", "report": ""},
-        "final_answer": {"pre_messages": "Answer.", "post_messages": "Now."},
-    },
-    "verbosity_level": LogLevel.OFF,
-}
 
 
 class Engine:
@@ -67,7 +52,6 @@ class Engine:
         """
         with self._house.seat() as seat:
             yield seat
-        print(seat.edges)
         seat.assert_exact()
         told = [edge.replace("lossy_detok", "exact") for edge in seat.edges]
         assert told == edges
@@ -192,43 +176,3 @@ def test_anthropic(engine: Engine, streamed: bool, tools: bool) -> None:
 
 
 # Agent frameworks
-
-
-@whole_and_streamed
-def test_a_code_agent_of_smolagents(engine: Engine, streamed: bool) -> None:
-    """It strips each answer, puts the stop string back and tells of the call behind it."""
-
-    def form(function: str) -> dict[str, Any]:
-        code = rf"So: [a-z]{{2,5}}\n<code>\n{function}\([1-9]\)\n</code>"
-        return {"structured_outputs": {"regex": code}}
-
-    with engine.seat(["root", "appended", "appended"]) as seat:
-        model = seat.smolagents(extra_body=form("print"), **SEED)
-
-        def end(step: Any) -> None:
-            if step.step_number == TURNS - 1:
-                model.kwargs["extra_body"] = form("final_answer")
-
-        agent = CodeAgent([], model, stream_outputs=streamed, step_callbacks=[end], **AGENT)
-        assert agent.run("Tell me of Ann.") in range(1, 10)
-        assert {c.stop_reason for c in seat.calls} == {"</code>"}
-
-
-@langchain_tools.tool
-def ring(loud: bool) -> str:
-    """Rings."""
-    return "Ding."
-
-
-@pytest.mark.parametrize("responses", [False, True])
-@whole_and_streamed
-def test_langchain(engine: Engine, streamed: bool, responses: bool) -> None:
-    with engine.seat(["root", "calls", "calls"]) as seat:
-        model = seat.langchain(
-            use_responses_api=responses, streaming=streamed, extra_body=SEED
-        ).bind_tools([ring], strict=True, tool_choice="required", parallel_tool_calls=False)
-        messages: list[Any] = [HumanMessage("Tell me of Ann.")]
-        for _ in range(TURNS):
-            answer = model.invoke(messages)
-            (made,) = answer.tool_calls
-            messages += [answer, ring.invoke(made)]

@@ -52,18 +52,6 @@ def table(trl: Mapping[str, float], verl: Mapping[str, float]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def names_in_readme() -> set[tuple[str, str]]:
-    """Returns (objective, peer) of each number in the README's table."""
-    lines = _parts(README.read_text())[1].splitlines()[2:]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {
-        (name, peer)
-        for name, *values in cells
-        for peer, value in zip(("trl", "verl"), values, strict=True)
-        if value != "-"
-    }
-
-
 def _parts(text: str) -> tuple[str, str, str]:
     before, _, rest = text.partition(MARKS[0])
     inside, _, after = rest.partition(MARKS[1])

@@ -77,7 +77,6 @@ def running_vllm(
     python: Path,
     folder: Path,
     *,
-    developing: bool = False,
     learning: bool = False,
     long: bool = False,
     tied: bool = False,
@@ -88,8 +87,7 @@ def running_vllm(
     """Makes the model in `folder` and serves it on a free port.
 
     Args:
-        developing: sampling can be paused, and the version of the weights be named.
-        learning: that, and it takes new weights and LoRA adapters.
+        learning: sampling can be paused, and it takes new weights and LoRA adapters.
         long: it has room for `CONTEXT` tokens, and a request can set its text (forced_text.py).
         tied: the model's output layer is its embedding.
         sees: it takes images too, as `tiny_vlm.py` makes a model of this kind.
@@ -109,7 +107,6 @@ def running_vllm(
         # The engine computes itself, in one thread: half the CPU of asking a process of its own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
-        **({"VLLM_SERVER_DEV_MODE": "1"} if developing else {}),
     }
     if long:
         environ["PYTHONPATH"] = str(script.parents[1])

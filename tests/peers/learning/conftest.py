@@ -1,15 +1,10 @@
-"""A tiny random model for all; and what trackio keeps goes where nobody looks for it later."""
+"""A tiny random model for all."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import pytest
-
-# It reads this when it is imported, and others import it, too.
-os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from envserver_clients.finetuning.conversation import Conversation, Plain, read_pair, read_row
-from envserver_clients.finetuning.examples import ExampleCounts, pair_examples, sft_examples
+from envserver_clients.finetuning.examples import ExampleCounts, sft_examples
 from envserver_clients.finetuning.tokens import NOT_TRAINED, Encoded, Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -208,9 +208,7 @@ def test_rows_over_the_limit_are_left_out_or_cut_off_and_counted(
     ("line", "why"),
     [
         ("{", "not JSON"),
-        ("[]", "a row must be a JSON object"),
         ('{"text": "a"}', "this one has text"),
-        ('{"messages": "a"}', "must be a list of messages"),
         ('{"messages": [{"content": "a"}]}', "does not have a role"),
     ],
 )
@@ -219,19 +217,11 @@ def test_a_wrong_row_is_told_with_its_place(tmp_path: Path, line: str, why: str)
         examples(tmp_path, {"prompt": "a", "completion": "b"}, line)
 
 
-def test_of_a_pair_only_the_answers_count(tmp_path: Path) -> None:
-    result = {"role": "user", "content": "TOOL RESULT: 2"}
-    chosen = [{"role": "assistant", "content": "call"}, result, *messages("x", "two")[1:]]
-    rejected = [{"role": "assistant", "content": "three"}]
+def test_the_prompt_of_a_pair_stands_apart_or_in_both_answers() -> None:
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("two", "three"))
     whole = {"chosen": messages("a") + chosen, "rejected": messages("a") + rejected}
     split = {"prompt": messages("a"), "chosen": chosen, "rejected": rejected}
     assert read_pair(whole, "row") == read_pair(split, "row")
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps(split) + "\n")
-    limits: dict[str, Any] = {"max_length": 99, "too_long": "drop"}
-    (one,) = pair_examples([path], Encoder(tokenizer()), ExampleCounts(), **limits)
-    assert trained(one["chosen_labels"]) == "call<|im_end|>two<|im_end|>"
-    assert trained(one["rejected_labels"]) == "three<|im_end|>"
     with pytest.raises(InputError, match="are the same"):
         read_pair({**split, "rejected": chosen}, "row 3")
 

@@ -21,7 +21,6 @@ from envserver_local.loading import Loaded, load
 from envserver_local.options import Options
 from envserver_local.rows import Row, Sampling
 from envserver_local.sampling import Settings, chosen, filtered
-from envserver_local.scheduler import Scheduler
 from envserver_records.errors import ConfigError, InputError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
@@ -180,7 +179,6 @@ def test_logprobs_are_from_before_or_after_temperature_and_filters(
         ({}, [0, 1, 2, 3]),
         ({"top_k": 2}, [0, 1]),
         ({"top_p": 0.7}, [0, 1]),
-        ({"top_p": 0.01}, [0]),
         ({"min_p": 0.25}, [0, 1, 2]),
         ({"top_k": 3, "top_p": 0.6}, [0, 1]),
     ],
@@ -294,28 +292,3 @@ def test_what_is_not_computed_as_by_transformers_is_refused(family: str) -> None
     else:
         with pytest.raises(ConfigError, match="local engine"):
             check(Generator(model, Adapters(model)))
-
-
-def test_rows_join_in_order_while_there_is_room() -> None:
-    scheduler = Scheduler(most_rows=3, most_tokens=60)
-    rows = [row([1] * length) for length in (9, 9, 9, 39, 9)]
-    for one in rows:
-        scheduler.submit(one)
-    assert scheduler.admitted() == rows[:3] and not scheduler.admitted()
-    assert scheduler.remove(rows[0]) and not scheduler.admitted()
-    scheduler.remove(rows[1])
-    scheduler.remove(rows[2])
-    assert scheduler.admitted() == [rows[3]]
-    scheduler.remove(rows[3])
-    assert scheduler.admitted() == [rows[4]]
-    scheduler.submit(again := row([1] * 9))
-    scheduler.admitted()
-    rows[4].ids.extend([1] * 40)
-    assert scheduler.displaced() == [again] and scheduler.waiting[0] is again
-    scheduler.paused = "wait"
-    assert scheduler.admitted() == []
-    again.ids.append(1)
-    scheduler.remove(rows[4])
-    assert scheduler.steps and scheduler.admitted() == [again]
-    scheduler.paused = "keep"
-    assert not scheduler.steps and not scheduler.admitted()

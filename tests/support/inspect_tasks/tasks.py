@@ -7,9 +7,9 @@ from typing import Any
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample, json_dataset
-from inspect_ai.scorer import Score, accuracy, includes, match, scorer
+from inspect_ai.scorer import Score, accuracy, includes, scorer
 from inspect_ai.solver import generate, prompt_template, solver, use_tools
-from inspect_ai.tool import bash, tool
+from inspect_ai.tool import bash
 from inspect_ai.util import sandbox
 
 DATA = str(Path(__file__).parent / "questions.jsonl")
@@ -32,30 +32,6 @@ def graded_parts():
         return Score(value={"right": right, "short": 0.5, "unit": state.metadata["unit"] != ""})
 
     return score
-
-
-@tool
-def add():
-    async def execute(x: int, y: int) -> int:
-        """Adds two numbers.
-
-        Args:
-            x: The first number.
-            y: The second number.
-        """
-        return x + y
-
-    return execute
-
-
-@task
-def tools():
-    """A sum with a tool."""
-    return Task(
-        dataset=json_dataset(DATA)[:1],
-        solver=[use_tools(add()), generate()],
-        scorer=match(location="any"),
-    )
 
 
 @scorer(metrics=[accuracy()])
