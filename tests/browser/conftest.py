@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, expect
 from support.browsers import Visitor, missing, running_chromium
-from support.page_house import PageHouse, page_house
 from support.waiting import PATIENCE
 
 expect.set_options(timeout=1000 * PATIENCE)
@@ -39,10 +38,3 @@ def visitor(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visito
     yield one
     faults = one.finish()
     assert not faults, "\n".join(faults)
-
-
-@pytest.fixture(scope="module")
-def house(_has_browser: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageHouse]:
-    """A server with the simulated engine and twelve groups of three environments."""
-    with page_house(tmp_path_factory.mktemp("house")) as opened:
-        yield opened

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from playwright.sync_api import Page, expect
 from support.api import Api
-from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
+from support.browsers import Visitor, axe
 from support.page_house import in_a_thread, prefix_proxy, site, small_api
 
 from envserver import ServerConfig
@@ -79,7 +79,6 @@ def test_a_shared_link_opens_after_the_login_and_no_token_stays(
     page = visitor.page(f"{api.url}/{LINK}")
     expect(page.get_by_label("Access token")).to_be_focused()
     axe(page)
-    visitor.shot(page, "login")
     log_in(page, "evs_wrong")
     expect(page.get_by_role("alert")).to_contain_text("not valid")
     log_in(page, token)
@@ -107,16 +106,6 @@ def test_a_shared_link_opens_after_the_login_and_no_token_stays(
     log_in(page, again)
     expect(page.get_by_role("banner")).to_contain_text("grace (reader)")
     assert page.url == f"{api.url}/{LINK}"
-
-
-def test_the_login_in_the_dark_and_on_a_small_screen(
-    guarded: tuple[Api, str], visitor: Visitor
-) -> None:
-    page = visitor.page(guarded[0].url, color_scheme="dark", viewport=SMALL)
-    expect(page.get_by_label("Access token")).to_be_visible()
-    axe(page)
-    no_sideways_scroll(page)
-    visitor.shot(page, "login-dark-small")
 
 
 def test_the_page_works_behind_a_path_prefix(guarded: tuple[Api, str], visitor: Visitor) -> None:
@@ -191,7 +180,6 @@ def test_a_server_that_starts_is_waited_for(tmp_path: Path, visitor: Visitor) ->
         page = visitor.page(f"{url}/{LINK}")
         expect(page.get_by_role("status")).to_contain_text("The server is starting: engine")
         axe(page)
-        visitor.shot(page, "starting")
         ready.touch()
         expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
         assert page.url == f"{url}/{LINK}"
@@ -209,30 +197,16 @@ def try_status(page: Page) -> None:
     operation.get_by_role("button", name="Execute").click()
 
 
-@pytest.mark.parametrize("colors", ["light", "dark"])
-def test_a_call_is_tried_behind_a_prefix_and_nothing_is_asked_of_other_hosts(
-    tmp_path: Path, visitor: Visitor, colors: str
-) -> None:
-    with (
-        in_a_thread(lambda: small_api(tmp_path)) as api,
-        in_a_thread(lambda: prefix_proxy(api.url, "/lab")) as url,
-    ):
-        page = visitor.page(f"{url}docs", color_scheme=colors)
-        expect(page.get_by_role("heading", name="envserver")).to_be_visible()
-        visitor.shot(page, f"docs-{colors}", whole=False)
-        with page.expect_response(f"{url}v1/status") as told:
-            try_status(page)
-        assert told.value.status == 200
-        expect(page.get_by_text('"policy_version": -1').first).to_be_visible()
-
-
-def test_it_is_read_after_the_login_and_calls_may_send_a_token(
+def test_behind_a_prefix_it_is_read_after_the_login_and_calls_may_send_a_token(
     tmp_path: Path, tokens: Path, visitor: Visitor
 ) -> None:
     visitor.allow("status of 40[13]")
     token, _ = create_token(tokens, "ada", "reader")
-    with in_a_thread(lambda: small_api(tmp_path, tokens)) as api:
-        page = visitor.page(f"{api.url}/docs")
+    with (
+        in_a_thread(lambda: small_api(tmp_path, tokens)) as api,
+        in_a_thread(lambda: prefix_proxy(api.url, "/lab")) as url,
+    ):
+        page = visitor.page(f"{url}docs")
         page.get_by_role("link", name="first").click()
         log_in(page, token)
         expect(page.get_by_role("navigation", name="Pages")).to_be_visible()

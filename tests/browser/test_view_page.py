@@ -12,10 +12,9 @@ from pathlib import Path
 import orjson
 import pytest
 from playwright.sync_api import Locator, Page, expect
-from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
+from support.browsers import Visitor, axe
 from support.commands import running
 from support.delivered import line, write_lines
-from support.page_house import PageHouse
 from support.views import write_evaluation
 
 from envserver import main
@@ -52,13 +51,11 @@ def test_two_runs_are_compared_down_to_both_groups_of_a_task(
     expect(panel.get_by_role("row", name="tuned")).to_contain_text("0.588 [")
     expect(panel.get_by_role("row", name="tuned")).to_contain_text("<img src=x")
     axe(page)
-    visitor.shot(page, "evaluations")
     page.get_by_role("link", name="Task by task").click()
     expect(page.get_by_role("heading", name="tuned against base")).to_be_visible()
     first = page.get_by_role("region", name="Tasks").get_by_role("row").nth(1)
     expect(first).to_contain_text("0.5")
     axe(page)
-    visitor.shot(page, "comparison")
     page.get_by_label("Order").select_option("largest gain first")
     expect(first).to_contain_text("▲ +0.5")
     page.get_by_label("Search").fill("math-000002")
@@ -71,33 +68,6 @@ def test_two_runs_are_compared_down_to_both_groups_of_a_task(
     for run in ("base", "tuned"):
         expect(page.get_by_text(f"{run}/math-train-0-000002").first).to_be_visible()
     expect(page.get_by_text("It is 2, says the 1.").first).to_be_visible()
-    visitor.shot(page, "comparison-groups")
-
-
-def test_its_pages_are_clean_in_the_dark_and_on_a_small_screen(
-    two_runs: str, visitor: Visitor
-) -> None:
-    for name, options in {"dark": {"color_scheme": "dark"}, "small": {"viewport": SMALL}}.items():
-        for path in ("evaluations", "comparison"):
-            page = visitor.page(f"{two_runs}#/{path}", **options)
-            expect(page.get_by_role("table").first).to_be_visible()
-            axe(page)
-            no_sideways_scroll(page)
-            visitor.shot(page, f"{path}-{name}")
-
-
-def test_a_server_elsewhere_has_all_its_pages(
-    house: PageHouse, tmp_path: Path, visitor: Visitor
-) -> None:
-    with running("view", house.url, folder=tmp_path) as view:
-        visitor.allow(AT_ITS_END)
-        page = visitor.page(view.wait_for(r"http://[\d.]+:\d+/")[0])
-        expect(page.get_by_role("link", name="Engines")).to_be_visible()
-        expect(page.get_by_text("● live")).to_be_visible()
-        visitor.shot(page, "view-server")
-        page.get_by_role("link", name="Groups").click()
-        listed(page).first.dblclick()
-        expect(page.get_by_text("rollout 0").first).to_be_visible()
 
 
 @pytest.mark.slow
@@ -141,7 +111,6 @@ def test_what_is_skipped_is_told_and_new_groups_appear(tmp_path: Path, visitor: 
         with file.open("ab") as more:
             more.write(orjson.dumps(line(3)) + b"\n")
         expect(listed(page).first).to_contain_text("math-000003")
-        visitor.shot(page, "view-file")
 
 
 # Pages that are files
@@ -167,4 +136,3 @@ def test_exported_rollouts_are_inert(visitor: Visitor, tmp_path: Path) -> None:
         closed.first.click()
     expect(page.get_by_text("onerror=alert(1)").first).to_be_visible()
     assert page.locator("script, img, svg[onload], a[href^='javascript']").count() == 0
-    visitor.shot(page, "export-html-hostile")

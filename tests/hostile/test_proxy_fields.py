@@ -336,19 +336,15 @@ def test_listed_fields_have_types_and_bounds(path: str, wrong: Json) -> None:
 
 @DIALECTS
 def test_a_run_may_pass_on_more_and_its_calls_say_so(path: str) -> None:
-    allowed: Any = {"constraints": "all", "extra_fields": ["priority", "best_of", "model"]}
-    _, _, (asked,) = send(path, {**PLAIN[path], "priority": 5, "logit_bias": {"5": 1}}, **allowed)
+    allowed: Any = {"constraints": "all", "extra_fields": ["priority", "best_of", "model", "user"]}
+    more = {"priority": 5, "logit_bias": {"5": 1}, "user": "me", "service_tier": "flex"}
+    _, _, (asked,) = send(path, {**PLAIN[path], **more}, **allowed)
     assert (asked["priority"], asked["logit_bias"], asked["model"]) == (5, {"5": 1}, "tiny")
+    assert (asked["user"], "service_tier" in asked) == ("me", False)  # usually both are dropped
     refused(path, {**PLAIN[path], "request_id": "x"}, "request_id", **allowed)
     refused(path, {**PLAIN[path], "best_of": 5}, "best_of", **allowed)
     refused(path, {**PLAIN[path], "logit_bias": {"x": 1}}, "logit_bias.x", **allowed)
     refused(path, {**PLAIN[path], "logit_bias": {"5": "x"}}, "logit_bias.5", **allowed)
-
-
-def test_a_run_may_pass_on_what_is_dropped_otherwise() -> None:
-    body = {**PLAIN[CHAT], "service_tier": "flex", "user": "me"}
-    _, _, (asked,) = send(CHAT, body, extra_fields=["service_tier"])
-    assert (asked["service_tier"], "user" in asked) == ("flex", False)
 
 
 @pytest.mark.parametrize(
@@ -408,6 +404,8 @@ def test_an_ordinary_pattern_passes_and_any_schema_that_nothing_enforces() -> No
     for pattern in CASES["patterns"]:
         for path, body in enforced({"type": "string", "pattern": pattern}):
             assert send(path, body)[0] == 200
+    itself = {"type": "object", "properties": {"a": {"$ref": "#/properties"}}}
+    assert [send(*asked)[0] for asked in enforced(itself)] == [200] * 3
     body = {**PLAIN[CHAT], "tools": [function(parameters={"pattern": BACKTRACKS})]}
     assert send(CHAT, body)[0] == 200
     refused(CHAT, {**body, "tool_choice": "required"}, "parameters.pattern")

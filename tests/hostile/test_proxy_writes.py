@@ -1,4 +1,4 @@
-"""What one rollout may write is bounded, and its record says what was cut or replaced."""
+"""What one rollout may write to the log and a terminal is bounded and harmless."""
 
 from __future__ import annotations
 
@@ -12,50 +12,11 @@ from pathlib import Path
 
 import pytest
 import structlog
-from support.commands import ENVSERVER, environment_variables, envserver, read_jsonl
+from support.commands import ENVSERVER, environment_variables
 from support.proxy_house import house
 from support.waiting import PATIENCE
 
 from envserver.telemetry.log_budget import BURST_BYTES, BYTES_PER_SECOND
-
-CUT, REPLACED, LEFT_OUT = "result_cut_off", "result_text_replaced", "metrics_left_out"
-
-
-WRITING = """
-from envserver import Environment, Score, Task
-
-OUTPUTS = ["an answer", "a\\ud800b", "x" * 2_000_000, "an answer"]
-
-class Writing(Environment):
-    def tasks(self, split):
-        yield Task("one", {}, {})
-
-    async def rollout(self, task, run):
-        await run.chat([{"role": "user", "content": "hi"}])
-        which = int(run.rollout_id[-1]) % 4
-        for number in range(300 if which == 3 else 3):
-            run.log_metric(f"metric {number}", 1)
-        return OUTPUTS[which]
-
-    def score(self, task, result):
-        return Score(reward=float("result_cut_off" in result.flags))
-"""
-
-
-def test_the_record_of_a_rollout_says_what_was_changed(tmp_path: Path) -> None:
-    (tmp_path / "writing.py").write_text(WRITING)
-    ran = envserver(
-        "process", "--env", "writing.py", "--model", "sim", "--sim.latency_seconds", 0,
-        "--workers.processes", 1, "--env.group_size", 4, "--env.total_steps", 1,
-        "--env.data_path_to_save_groups", "out.jsonl",
-        folder=tmp_path,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    (line,) = read_jsonl(tmp_path / "out.jsonl")
-    rollouts = line["envserver"]["rollouts"]
-    seen = [flag for one in rollouts for flag in one["flags"] if flag in (CUT, REPLACED, LEFT_OUT)]
-    assert sorted(seen) == sorted([CUT, REPLACED, LEFT_OUT])
-    assert sorted(line["scores"]) == [0.0, 0.0, 0.0, 1.0]
 
 
 async def test_a_rollout_cannot_fill_the_servers_log() -> None:

@@ -121,14 +121,6 @@ def test_no_such_field_reaches_the_engine(name: str) -> None:
     assert (answered, asked) == (400, [])
 
 
-def test_a_schema_may_refer_to_itself() -> None:
-    schema = {"type": "object", "properties": {"a": {"$ref": "#/properties"}}}
-    wish = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    answered, _, asked = send(CHAT, {"messages": ASK, "response_format": wish})
-    assert answered == 200
-    assert len(asked) == 1
-
-
 async def test_no_program_leaves_its_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

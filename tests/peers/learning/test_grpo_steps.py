@@ -20,17 +20,15 @@ from envserver_clients import grpo
 from envserver_clients.records import Batch
 from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
-from envserver_clients.training.curves import draw
 from envserver_clients.training.examples import Example
 from envserver_clients.training.guard import Guard, GuardSettings, MismatchError
 from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.loss import token_logprobs
-from envserver_clients.training.metrics import JsonLines, Metrics, Tracked, read_lines
+from envserver_clients.training.metrics import read_lines
 from envserver_clients.training.padding import padded
 from envserver_clients.training.policy import LoraSettings, Policy, _logprobs
 from envserver_clients.training.schedule import Schedule, rate_of
 from envserver_clients.training.settings import TrainerSettings
-from envserver_records.tracking import TensorBoardTracker
 from rich.console import Console
 from support.rows_to_learn import group
 from support.rows_to_learn import row as row_of
@@ -270,26 +268,6 @@ def test_a_lora_of_chosen_layers_leaves_the_model_which_is_its_reference(
     policy.save(tmp_path)
     assert (tmp_path / "adapter_model.safetensors").exists()
     assert not (tmp_path / "model.safetensors").exists()
-
-
-def test_metrics_of_steps_that_are_made_again_are_taken_out(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "metrics.jsonl"
-    board = Tracked(TensorBoardTracker(tmp_path / "board"), {"seed": 0})
-    with Metrics([JsonLines(path, 0), board], window=2, earlier=[]) as metrics:
-        for step, reward in enumerate([0.0, 0.5, 1.0], start=1):
-            metrics.write({"step": step, "reward_mean": reward})
-        assert metrics.recent == 0.75
-    assert any(one.stat().st_size > 200 for one in (tmp_path / "board").iterdir())
-    with path.open("a") as file:
-        file.write('{"step": 4, "rew')
-    lines = JsonLines(path, 2)
-    assert [line["reward_mean"] for line in lines.kept] == [0.0, 0.5]
-    lines.write({"step": 3, "reward_mean": 0.25, "staleness_mean": 0.5})
-    lines.close()
-    assert [(line["step"], line["reward_mean"]) for line in read_lines(path)][-1] == (3, 0.25)
-    assert len([json.loads(text) for text in path.read_text().splitlines()]) == 3
-    draw([path], tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_logprobs_keep_no_copy_of_the_logits_and_have_the_same_gradient() -> None:
