@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from .digests import digest_of_tokens
-from .relay import POSTS
+from .relay import POSTS, Told
 
 Line = dict[str, Any]
 _CLOCKS_SECONDS = 0.25
@@ -38,16 +38,8 @@ class Verdict:
         return "\n".join(f"  {name.replace('_', ' '):28} {getattr(self, name):,}" for name in names)
 
 
-class Accepted(Protocol):
-    """What producers sent and were told; see `Told`."""
-
-    posted: set[str]
-    joined: set[str]
-    sent: dict[str, set[str]]
-
-
 def judge(
-    accepted: Accepted,
+    accepted: Told,
     engine_said: Iterable[list[int]],
     journals: Mapping[str, list[Line]],
     deliveries: Mapping[str, str],
@@ -77,7 +69,7 @@ def _look_at_what_was_given(
     lines: list[Line],
     digests: dict[str, str],
     said: set[str],
-    accepted: Accepted,
+    accepted: Told,
 ) -> None:
     for line in lines:
         if line["what"] == "lost":
@@ -100,7 +92,7 @@ def _look_at_queue(
     verdict: Verdict,
     queue: str,
     journals: list[tuple[str, list[Line]]],
-    accepted: Accepted,
+    accepted: Told,
     digests: dict[str, str],
 ) -> None:
     holders: Counter[str] = Counter()

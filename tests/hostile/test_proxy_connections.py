@@ -24,22 +24,17 @@ import msgspec
 import pytest
 import pytest_asyncio
 from support.commands import ENVSERVER, environment_variables, read_jsonl
-from support.serving import attempt_spec as small_spec
 from support.waiting import PATIENCE, until
 
-from envserver import ServerConfig, Settings, SimConfig, Task, WorkersConfig
+from envserver import ServerConfig, Settings, Task
 from envserver.api.access.connections import HttpBounds
 from envserver.api.proxy_server import serve_proxy
-from envserver.models import SimEngine
-from envserver.proxy import Proxy
-from envserver.proxy.worker import job_of, take_result
 from envserver.registry import find
 from envserver.rollouts import StalenessMonitor
 from envserver.rollouts.attempt import Finished, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec
 from envserver.running import rollout_context
 from envserver.running.metrics import PartsNumbers
-from envserver.workers import Assignment, LocalPool, WorkerSandbox
 
 in_module = pytest.mark.asyncio(loop_scope="module")
 FILE = Path(__file__).parents[1] / "support" / "greedy_zoo.py"
@@ -171,34 +166,14 @@ async def test_a_flood_of_requests_is_refused_and_counted() -> None:
 
 
 @in_module
-async def test_heads_and_bodies_that_stop_are_closed() -> None:
+async def test_heads_and_bodies_that_stop_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a server whose times are short."""
     usual = HttpBounds.of(ServerConfig())
     short = dataclasses.replace(usual, header_seconds=3, body_idle_seconds=3)
-    async with SimEngine(SimConfig(latency_seconds=0)) as engine:
-        proxy = Proxy(engine)
-        server = await serve_proxy(proxy, short)
-        sandbox = WorkerSandbox(backend="namespace", port=server.port, memory_mb=400, disk_mb=32)
-        pool = LocalPool(WorkersConfig(), [ZOO], sandbox=sandbox, listen=server.serve_worker)
-        task = Task("t", {"do": "slow"})
-        spec = msgspec.structs.replace(
-            small_spec(), env_reference=ZOO, env_config={}, task=task, model="sim"
-        )
-        async with pool:
-            attempt = proxy.open(spec)
-            assignment = Assignment(
-                rollout_id=spec.rollout_id,
-                url=f"{server.url}/r/{attempt.key}",
-                env_reference=ZOO,
-                isolation="sandboxed",
-                deadline=spec.deadline,
-                job=job_of(attempt),
-                take_result=partial(take_result, attempt),
-            )
-            await pool.run(assignment)
-        await server.close()
-    assert attempt.output == ["408", "408"], attempt.failure
-    assert proxy.totals.refused["idle"] == 2
+    monkeypatch.setattr("envserver.running.context.serve_proxy", partial(serve_proxy, http=short))
+    async with house() as parts:
+        assert (await run(parts, "slow")).result.output == ["408", "408"]
+        assert refused(parts, "idle") == 2
 
 
 @pytest.mark.parametrize(

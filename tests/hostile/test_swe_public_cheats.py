@@ -7,7 +7,9 @@ here: the answers themselves must be out of reach. Tests and cheats are in the T
 from __future__ import annotations
 
 import asyncio
+import tomllib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -20,6 +22,8 @@ from support.sandboxes import sandboxes
 from envserver import Task
 
 CASES = cases_of(__file__)
+THIRD_ROUND = Path(__file__).parent / "programs/third_round.toml"
+PATCHES = tomllib.loads(THIRD_ROUND.read_text())["patches"]
 FILES = {"shop/__init__.py": "", "shop/text.py": "def label(n):\n    return str(n)\n"}
 GOLD = 'def label(n):\n    return f"{n} items" if n != 1 else "1 item"\n'
 
@@ -54,7 +58,7 @@ async def test_no_cheat_of_a_public_task_is_paid(
 ) -> None:
     monkeypatch.setattr("envserver_environments.swe.grading.FRAUD", frozenset())
     read, cheats = CASES["cheats"]["read"], CASES["cheats"]["programs"]
-    programs = {name: f"{read}\n{text}" for name, text in cheats.items()}
+    programs = {name: f"{read}\n{text}" for name, text in cheats.items()} | PATCHES
     programs["the gold patch"] = GOLD
     task = public_task(kind)
     scores = await asyncio.gather(

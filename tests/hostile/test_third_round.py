@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.swe.cheats import result_of
-from envserver_environments.swe.env import Swe
 from envserver_records.records import SandboxSpec
 from support.api import REGISTRATION, Api, running_api
 from support.proxy_house import ASK, House, chat, house
@@ -25,7 +23,6 @@ import envserver
 from envserver import SandboxLimits
 
 from .test_proxy_fields import CHAT, send
-from .test_swe_public_cheats import GOLD, patch, public_task
 
 TABLES = tomllib.loads((Path(__file__).parent / "programs/third_round.toml").read_text())
 LONG = {"ZEROS": "0", "NINES": "9", "RANGES": "0-,", "EQUALS": "="}
@@ -144,24 +141,6 @@ async def test_no_program_leaves_its_sandbox(
         outputs = await asyncio.gather(*map(said, programs.values()))
     told = zip(programs, outputs, strict=True)
     assert [name for name, text in told if b"GOT" in text or b"plover" in text] == []
-
-
-@pytest.mark.parametrize("kind", ["literals", "methods", "variables"])
-async def test_no_patch_is_paid_for_less_than_a_repair(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """Without the search for suspicious code."""
-    monkeypatch.setattr("envserver_environments.swe.grading.FRAUD", frozenset())
-    programs = TABLES["patches"] | {"a repair": GOLD}
-    async with sandboxes() as opened:
-        swe = Swe()
-        swe.sandboxes = opened
-        task = public_task(kind)
-        scores = await asyncio.gather(
-            *(swe.score(task, result_of(patch(text))) for text in programs.values())
-        )
-    paid = [name for name, score in zip(programs, scores, strict=True) if score.reward != 0.0]
-    assert paid == ["a repair"]
 
 
 def code_rows() -> list[dict[str, Any]]:
