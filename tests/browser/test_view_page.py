@@ -98,21 +98,6 @@ def peak_mb(pid: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) // 1024
 
 
-def test_what_is_skipped_is_told_and_new_groups_appear(tmp_path: Path, visitor: Visitor) -> None:
-    file = write_lines(tmp_path / "run.jsonl", [line(n) for n in range(3)])
-    with file.open("ab") as more:
-        more.write(b"nothing\n")
-    with running("view", file, folder=tmp_path) as view:
-        visitor.allow(AT_ITS_END)
-        page = visitor.page(view.wait_for(r"http://[\d.]+:\d+/")[0])
-        page.get_by_text("1 place was skipped").click()
-        expect(page.get_by_text("run.jsonl, line 4 is not JSON")).to_be_visible()
-        expect(listed(page).first).to_contain_text("math-000002")
-        with file.open("ab") as more:
-            more.write(orjson.dumps(line(3)) + b"\n")
-        expect(listed(page).first).to_contain_text("math-000003")
-
-
 # Pages that are files
 
 
