@@ -58,7 +58,9 @@ async def test_no_cheat_of_a_public_task_is_paid(
 ) -> None:
     monkeypatch.setattr("envserver_environments.swe.grading.FRAUD", frozenset())
     read, cheats = CASES["cheats"]["read"], CASES["cheats"]["programs"]
-    programs = {name: f"{read}\n{text}" for name, text in cheats.items()} | PATCHES
+    programs = {name: f"{read}\n{text}" for name, text in cheats.items()}
+    if kind in ("literals", "methods", "variables"):
+        programs |= PATCHES
     programs["the gold patch"] = GOLD
     task = public_task(kind)
     scores = await asyncio.gather(
