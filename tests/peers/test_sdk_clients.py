@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from smolagents import LogLevel, ToolCallingAgent, tool
 from support import sim
 from support.sdk_house import OURS, SdkHouse, Seat, sim_house, whole_and_streamed
-from support.sim import QUESTION, call, said, user
+from support.sim import QUESTION, TOKENIZER, call, said, user
 
 TOOLS = sim.TOOLS[:1]
 CALLS = said(
@@ -50,6 +50,17 @@ def respond(seat: Seat, streamed: bool = False, **asked: Any) -> Response:
         return seat.openai.responses.create(model=seat.model, **asked)
     with seat.openai.responses.stream(model=seat.model, **asked) as stream:
         return stream.get_final_response()
+
+
+def test_several_prompts_and_choices_are_calls_of_their_own(house: SdkHouse) -> None:
+    prompts = ["One", "Two"]
+    with house.seat(said("and more")) as seat:
+        answer = seat.openai.completions.create(model="sim", prompt=prompts, n=2, max_tokens=4)
+        assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+        seat.assert_exact()
+        starts = [TOKENIZER.decode(c.prompt_ids.tolist(), special=True) for c in seat.calls]
+        assert starts == ["One", "One", "Two", "Two"]
+        assert answer.usage.completion_tokens == sum(len(c.completion_ids) for c in seat.calls)
 
 
 # Responses
