@@ -1,4 +1,4 @@
-"""A third round: walled programs, patches, answers, raw HTTP and web pages.
+"""A third round: walled programs, answers, raw HTTP and web pages.
 
 All of it meets the real parts. Nothing may be paid, end what others use, or get an answer of 500.
 """
