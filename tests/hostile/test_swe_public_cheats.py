@@ -1,8 +1,8 @@
 """Patches that look for a public task's answers, or lie about equality, are not paid.
 
 The tests of public data sets are ordinary pytest. The search for suspicious code is switched off
-here: the answers themselves must be out of reach. Tests and cheats are in the TOML file beside, patches of
-a third round in `programs`.
+here: the answers themselves must be out of reach. Tests and cheats are in the TOML file beside,
+patches of a third round in `programs`.
 """
 
 from __future__ import annotations
