@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,87 +22,21 @@ from envserver.rollouts import Bounds, Share, Shares, is_stale, targets
 from envserver.rollouts.capacity import (
     SHARED,
     Depth,
-    RunActivity,
     Taker,
     free_capacity,
     most_waiting,
-    silent_runs,
 )
 from envserver.rollouts.policy import oldest_deliverable
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand, Staleness
-from envserver.store.rows import ATROPOS_RUN
 
-BOUNDS = Bounds(most_groups=9, most_batches=3)
 ENVS = ("a", "b", "c")
 MOST_OPEN = 6
-
-
-def depths(**shared: int) -> dict[str, dict[str, Depth]]:
-    return {SHARED: {env: Depth(queued) for env, queued in shared.items()}}
 
 
 def taker(name: str = "t", batch: int = 4, *environments: str, own: bool = False) -> Taker:
     queue = name if own else SHARED
     return Taker(name=name, queue=queue, batch=batch, environments=frozenset(environments))
-
-
-ONLY_A, ONLY_B, ALL = taker("a", 2, "a"), taker("b", 4, "b"), taker("all")
-FAST, SLOW = taker("fast", own=True), taker("slow", own=True)
-SLOWLY = {"fast": {"a": Depth(1)}, "slow": {"a": Depth(9)}}
-ROOM: dict[str, tuple[str, list[Taker], Any, dict[str, int], int]] = {
-    "without a trainer so many groups wait": ("a", [], {}, {}, 9),
-    "and no more": ("a", [], depths(a=5, b=4), {}, 0),
-    "also of those that no trainer takes": ("a", [ONLY_B], depths(a=5, b=8), {}, 4),
-    "a broadcast run bounds": ("a", [FAST], SLOWLY, {}, 8),
-    "the slowest of them decides": ("a", [FAST, SLOW], SLOWLY, {}, 0),
-    "of runs that share one that wants more is enough": (
-        *("a", [ALL, ONLY_A], depths(a=1, b=20), {}, most_waiting(2, BOUNDS) - 1),
-    ),
-    "for what it takes": ("b", [ALL, ONLY_A], depths(a=1, b=20), {}, 0),
-    "others of its queue count": ("a", [ALL], depths(a=1, b=20), {}, 0),
-    "who has nothing may begin one": ("c", [ALL], depths(a=50, b=50), {"a": 5}, 1),
-    "and only one": ("c", [ALL], depths(a=50, b=50), {"c": 1}, 0),
-}
-
-
-@pytest.mark.parametrize("name", ROOM)
-def test_so_many_groups_may_be_begun(name: str) -> None:
-    env, takers, waiting, made, free = ROOM[name]
-    assert max(0, free_capacity(env, takers, waiting, made, BOUNDS)) == free
-
-
-def test_what_would_be_too_old_is_not_begun() -> None:
-    for most, leased, queued, made in itertools.product((0, 1, 3), (0, 4, 9), (0, 3), (0, 2)):
-        fresh = Bounds(most_groups=1000, most_batches=1000, max_staleness=most)
-        waiting = {SHARED: {"a": Depth(queued, leased)}}
-        free = free_capacity("a", [taker()], waiting, {"a": made}, fresh)
-        if leased or queued or made:
-            assert free == (most + 1) * 4 - min(leased, 4) - queued - made
-    on_policy = Bounds(most_groups=1000, most_batches=3, max_staleness=0)
-    trained = {SHARED: {"a": Depth(0, 4)}}
-    assert free_capacity("a", [taker()], trained, {}, on_policy) == 0
-    hungry = Taker(name="t", queue=SHARED, batch=4, is_hungry=True)
-    assert free_capacity("a", [hungry], trained, {}, on_policy) == 4
-
-
-@given(
-    st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=5), st.none() | st.floats(1, 90)
-)
-def test_a_silent_broadcast_run_is_closed_only_where_it_holds_up_another(
-    runs: list[tuple[bool, float]], seconds: float | None
-) -> None:
-    seen = [
-        RunActivity(name=str(number), is_broadcast=broadcast, silent_seconds=silent)
-        for number, (broadcast, silent) in enumerate(runs)
-    ]
-    closed = silent_runs(seen, seconds)
-    left = [run for run in seen if run.name not in closed]
-    assert seconds is not None or not closed
-    if closed and seconds is not None:
-        assert all(run.is_broadcast for run in seen if run.name in closed)
-        assert any(run.silent_seconds < seconds for run in left)
-        assert not any(run.is_broadcast and run.silent_seconds >= seconds for run in left)
 
 
 @dataclass
@@ -204,12 +137,12 @@ TRAINERS = st.lists(
 )
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(60))
 @given(
     TRAINERS,
     FILTERS,
     st.none() | st.integers(0, 2),
-    st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 0.3)), min_size=3, max_size=3),
+    st.lists(st.tuples(st.floats(1, 3), st.floats(0, 0.3)), min_size=3, max_size=3),
     EVENTS,
 )
 def test_whatever_happens_queues_are_bounded_and_every_trainer_gets_on(
@@ -229,7 +162,7 @@ def test_whatever_happens_queues_are_bounded_and_every_trainer_gets_on(
     for kind, which in events:
         step(world, kind, which)
         check_bounds(world)
-    if most is not None or not taken_for_sure(world):
+    if (most is not None and len(trainers) > 1) or not taken_for_sure(world):
         return  # several that publish at once may make each other's groups too old for ever
     before = {one.taker.name: one.steps for one in trainers}
     go_on(world, "bbbfff" + "t" * len(trainers))
@@ -262,25 +195,6 @@ def check_bounds(world: World) -> None:
         assert len(queue) <= most + world.bounds.most_groups + MOST_OPEN + len(ENVS), name
     if world.bounds.max_staleness is not None:
         assert all(behind <= world.bounds.max_staleness for behind in world.received)
-
-
-@settings(max_examples=examples(25))
-@given(
-    st.integers(1, 4),
-    st.integers(0, 2),
-    FILTERS,
-    EVENTS,
-)
-def test_one_trainer_always_gets_its_next_batch_however_young_it_must_be(
-    batch: int, most: int, filters: set[str], events: list[tuple[str, int]]
-) -> None:
-    bounds = Bounds(most_groups=9, most_batches=3, max_staleness=most)
-    shares = Shares(targets(Share(env) for env in ENVS))
-    world = World([Trainer(taker("t", batch), True)], filters, bounds, shares)
-    for kind, which in events:
-        step(world, kind, which)
-    go_on(world, "bbbffft")
-    assert world.trainers[0].steps > 2
 
 
 FEW = Bounds(most_groups=4, most_batches=3)
@@ -316,34 +230,6 @@ async def beside(work: Any) -> AsyncIterator[None]:
             await task
 
 
-async def test_whoever_waits_for_room_is_woken_by_what_makes_some(store: Store) -> None:
-    demand = Demand(store, FEW)
-    await store.create_run("trainer", batch_size=2)
-    await put(store, *"abcd")
-    numbers = itertools.count()
-    for make_capacity in (
-        lambda: store.lease("trainer", max_groups=1, seconds=60),
-        lambda: store.move(["b", "c"], "dropped"),
-        lambda: store.set_run("trainer", batch_size=8),
-    ):
-        waiting = asyncio.create_task(demand.wait_for_capacity("a"))
-        await asyncio.sleep(0.02)
-        assert not waiting.done()
-        await make_capacity()
-        await asyncio.wait_for(waiting, PATIENCE)
-        await put(store, *(str(next(numbers)) for _ in range(demand.free_capacity("a"))))
-        assert demand.free_capacity("a") == 0
-
-
-async def test_a_run_that_takes_nothing_yet_bounds_nothing(store: Store) -> None:
-    demand = Demand(store, FEW)
-    await store.create_run(ATROPOS_RUN, batch_size=0)
-    await put(store, "a")
-    assert demand.free_capacity("a") == 3
-    await store.set_run(ATROPOS_RUN, batch_size=4)
-    assert demand.max_waiting() == demand.free_capacity("a") + 1 == 8
-
-
 async def test_what_is_being_made_counts_where_it_would_grow_too_old(store: Store) -> None:
     demand = Demand(store, Bounds(most_groups=100, most_batches=9, max_staleness=1))
     await store.create_run("trainer", batch_size=2)
@@ -370,18 +256,6 @@ async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_waits_for_ever(
     await put(store, *(f"more {n}" for n in range(demand.free_capacity("a"))))
     assert await store.lease("trainer", min_groups=5, seconds=60) is not None
     assert demand.free_capacity("a") == 0
-
-
-async def test_a_run_that_takes_some_environments_is_served_while_others_fill_the_queue(
-    store: Store,
-) -> None:
-    demand = Demand(store, FEW)
-    await store.create_run("only a", batch_size=2, environments=["a"])
-    await put(store, *(f"b{n}" for n in range(4)), env="b")
-    assert demand.free_capacity("b") == 0
-    assert demand.free_capacity("a") == 4
-    await put(store, "a1", "a2")
-    assert await leased(store, "only a", min_groups=2) == ["a1", "a2"]
 
 
 async def test_a_broadcast_run_that_is_gone_is_closed_and_gets_all_when_it_is_back(
@@ -444,12 +318,3 @@ async def test_nothing_too_old_is_leased_from_the_moment_a_version_is_published(
         await until(lambda: staleness.dropped == 2)
     assert (await store.counts())["dropped"] == 2
     assert await leased(store, "trainer") == ["foreign"]
-
-
-async def test_without_a_bound_nothing_is_dropped(store: Store) -> None:
-    staleness = Staleness(store, None)
-    await store.create_run("trainer", batch_size=2)
-    await put(store, "old", version=1)
-    staleness.publish(99)
-    await staleness.run()
-    assert await leased(store, "trainer") == ["old"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,14 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import join, requested, running_api, wire_group
 from support.commands import envserver, free_port, read_jsonl, running, until
-from support.extent import examples
 from support.stores import group
 from support.waiting import PATIENCE
 
 from envserver import CurriculumConfig
 from envserver.rollouts import Scored, group_id
-from envserver.rollouts.curriculum import LONGEST_REST, Candidate, choose, to_forget, wanted
-from envserver.rollouts.estimates import UNTRIED, Estimate, as_of, updated
+from envserver.rollouts.estimates import Estimate
 from envserver.rollouts.events import GroupDropped
 from envserver.rollouts.stream import GroupRequest, again_prefix
 from envserver.rollouts.task_stream import Known, TaskStream
@@ -46,112 +43,9 @@ def scored(task_id: str, rewards: float, attempts: int = 4, version: int = 0) ->
     )  # fmt: skip
 
 
-# Estimates
-
-GROUPS = st.lists(
-    st.tuples(st.integers(1, 8), st.floats(0, 1), st.integers(0, 30)).map(
-        lambda said: scored("t", said[0] * said[1], said[0], said[2])
-    ),
-    min_size=1,
-    max_size=12,
-)
-
-
-@given(GROUPS, st.floats(0.3, 1), st.randoms())
-def test_groups_may_come_in_any_order_and_success_is_a_chance(
-    groups: list[Scored], discount: float, rng: random.Random
-) -> None:
-    def told(order: list[Scored]) -> Estimate:
-        estimate = UNTRIED
-        for one in order:
-            estimate = updated(estimate, one, discount)
-        return estimate
-
-    here, there = told(groups), told(rng.sample(groups, len(groups)))
-    assert here.attempts == there.attempts == sum(one.attempts for one in groups)
-    assert here.weight == pytest.approx(there.weight)
-    assert here.solved == pytest.approx(there.solved)
-    assert 0 < here.success < 1
-    assert 0 <= here.solved <= here.weight + 1e-9 <= here.attempts + 1e-6
-    later = as_of(here, here.policy_version + 5, discount)
-    assert abs(later.success - 0.5) <= abs(here.success - 0.5) + 1e-9
-
-
-def test_what_an_old_policy_did_counts_less() -> None:
-    estimate = UNTRIED
-    for version in range(50):
-        estimate = updated(estimate, scored("t", 0, version=version), 0.9)
-    assert estimate.success < 0.05
-    for version in range(50, 80):
-        estimate = updated(estimate, scored("t", 4, version=version), 0.9)
-    assert estimate.success > 0.9
-    assert estimate.attempts == 320
-
-
 def tried(attempts: int, solved: float, **more: int) -> Estimate:
     return Estimate(attempts=attempts, weight=attempts, solved=solved, **more)
 
-
-# Choices
-
-ESTIMATES = st.builds(
-    lambda attempts, part: tried(attempts, attempts * part),
-    st.integers(1, 64),
-    st.floats(0, 1),
-)
-CANDIDATES = st.lists(st.none() | ESTIMATES, max_size=40).map(
-    lambda found: [Candidate(f"t-{n}", one, n) for n, one in enumerate(found)]
-)
-
-
-@settings(max_examples=examples(40))
-@given(
-    CANDIDATES,
-    st.sampled_from(["uniform", "difficulty", "replay"]),
-    st.sampled_from(["oldest", "weighted"]),
-    st.integers(0, 2**32),
-)
-def test_choices_are_the_same_for_the_same_seed_and_only_of_what_may_come(
-    candidates: list[Candidate], sampler: Any, order: Any, seed: int
-) -> None:
-    rules = CurriculumConfig(sampler=sampler, replay_order=order)
-
-    def chosen() -> list[str | None]:
-        rng = random.Random(seed)
-        return [choose(candidates, rules, rng, 100 + number) for number in range(30)]
-
-    first = chosen()
-    assert first == chosen()
-    by_id = {one.task_id: one for one in candidates}
-    for task_id in filter(None, first):
-        estimate = by_id[task_id].estimate
-        assert estimate is not None
-        if sampler == "replay":
-            assert estimate.mean_reward is not None
-            assert estimate.mean_reward <= rules.unsolved_below
-    if sampler == "uniform":
-        assert set(first) == {None}
-
-
-@given(st.floats(0.01, 0.99), st.floats(0.05, 0.95), st.floats(0.1, 20))
-def test_a_task_is_wanted_most_at_the_target(success: float, target: float, sharp: float) -> None:
-    assert 0 <= wanted(success, target, sharp) <= 1 + 1e-9
-    assert wanted(target, target, sharp) == pytest.approx(1)
-    assert wanted(success, 0.5, 2) == pytest.approx(4 * success * (1 - success))
-
-
-@given(CANDIDATES.filter(bool), st.data())
-def test_what_is_not_yet_scored_is_forgotten_last(
-    candidates: list[Candidate], data: st.DataObject
-) -> None:
-    count = data.draw(st.integers(1, len(candidates)))
-    gone = set(to_forget(candidates, DIFFICULTY, count))
-    assert len(gone) == count
-    if any(one.task_id not in gone and one.estimate is not None for one in candidates):
-        assert all(one.estimate is not None for one in candidates if one.task_id in gone)
-
-
-# Streams
 
 CHANCES = (0.0, 0.5, 1.0)
 
@@ -232,17 +126,6 @@ def test_streams_hold_their_shares_and_bounds_and_starve_nobody(
             assert played.again > 100
 
 
-def test_groups_near_the_target_are_many_more() -> None:
-    uniform = Played(CurriculumConfig(), 90).play(900)
-    sharp = DIFFICULTY.model_copy(update={"sharpness": 4.0})
-    plain, sharper = Played(DIFFICULTY, 90).play(900), Played(sharp, 90).play(900)
-    assert 200 < uniform.mixed < 330  # a third of the tasks, 7 of 8 of their groups
-    assert plain.mixed > 1.5 * uniform.mixed
-    assert sharper.mixed > plain.mixed
-    third = Counter(int(one[2:]) % 3 for one in plain.task_ids)
-    assert min(third.values()) > 900 * 0.05  # the others are looked at again and again
-
-
 @pytest.mark.parametrize("order", ["oldest", "weighted"])
 def test_unsolved_tasks_come_back_with_their_share_and_all_of_them(order: Any) -> None:
     rules = REPLAY.model_copy(update={"replay_order": order})
@@ -254,13 +137,6 @@ def test_unsolved_tasks_come_back_with_their_share_and_all_of_them(order: Any) -
     assert {int(one[2:]) % 3 for one in back} <= {0, 1}  # 1 in 16 groups of a half solved one
     assert all(counts[f"t-{number}"] for number in range(0, 60, 3))
     assert counts.most_common(1)[0][1] < 60  # no one of them takes all
-    rest = min(LONGEST_REST, 10)
-    last: dict[str, int] = {}
-    for number, task_id in enumerate(played.task_ids[600:]):
-        assert "-again-" not in played.group_ids[600 + number] or (
-            number - last.get(task_id, -rest) >= rest
-        )
-        last[task_id] = number
 
 
 def knowing(known: dict[str, Estimate], rules: CurriculumConfig, **more: Any) -> TaskStream:
@@ -494,24 +370,6 @@ async def test_an_estimate_follows_the_policy(store: GroupStore) -> None:
     assert (estimate.weight, estimate.solved) == (4 + 8 * 0.25, 4)
 
 
-async def test_estimates_are_read_in_pages_and_by_environment_and_split(store: GroupStore) -> None:
-    puts = [put(f"m-{n}", f"t-{n}", 2) for n in range(5)]
-    puts += [put(f"c-{n}", f"t-{n}", 2, env="code") for n in range(3)]
-    puts += [put("v-1", "t-1", 2, split="validation")]
-    await store.put(puts)
-    await store.put([put("again", "t-0", 4)])
-    seen, after = [], 0
-    while rows := await store.task_estimates(after, 4):
-        after = rows[-1].number
-        seen += [(row.env, row.split, row.task_id) for row in rows]
-    assert len(seen) == len(set(seen)) == 9
-    of_math = await store.task_estimates(0, 10, env="math")
-    assert [row.task_id for row in of_math] == ["t-0", "t-1", "t-2", "t-3", "t-4", "t-1"]
-    assert of_math[0].estimate.attempts == 8
-    (one,) = await store.task_estimates(0, 10, env="math", split="validation")
-    assert one.task_id == "t-1"
-
-
 async def test_nothing_of_a_transaction_that_fails_counts(store: GroupStore) -> None:
     await store.put([put("g-1", "a", 4)])
     too_large = put("g-3", "a", 4, attempts=2**63)
@@ -521,34 +379,6 @@ async def test_nothing_of_a_transaction_that_fails_counts(store: GroupStore) -> 
     (estimate,) = (await store.estimates_of("math", "train", ["a"])).values()
     assert estimate.attempts == 4
     assert await store.put([put("g-2", "a", 4)]) == [True]
-
-
-@pytest.mark.parametrize("tasks", [3_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-async def test_however_many_tasks_there_are_each_is_found_by_its_index(
-    tmp_path: Path, tasks: int
-) -> None:
-    path = tmp_path / "store.db"
-    async with open_store(path):
-        pass
-    with sqlite3.connect(path) as file:
-        file.executemany(
-            "INSERT INTO estimates VALUES (?, 'math', 'train', ?, 4, 4.0, 2.0, 0, 0.0)",
-            ((number, f"task-{number}") for number in range(1, tasks + 1)),
-        )
-    async with open_store(path) as store:
-        await store.put([put("g-1", f"task-{tasks // 2}", 4), put("g-2", "new", 0)])
-        found = await store.estimates_of("math", "train", [f"task-{tasks // 2}", "new"])
-        assert [found[name].attempts for name in (f"task-{tasks // 2}", "new")] == [8, 4]
-        (last,) = await store.task_estimates(tasks, 10, env="math")
-        assert (last.number, last.task_id) == (tasks + 1, "new")
-    with sqlite3.connect(path) as file:
-        for query in (
-            "SELECT * FROM estimates WHERE env='a' AND split='b' AND task_id IN ('c','d')",
-            "SELECT * FROM estimates WHERE number > 5 AND env='a' ORDER BY number LIMIT 5",
-        ):
-            plan = " ".join(row[3] for row in file.execute(f"EXPLAIN QUERY PLAN {query}"))
-            assert "SEARCH" in plan, plan
-            assert "SCAN" not in plan, plan
 
 
 async def test_groups_of_other_machines_count_where_they_name_a_task(tmp_path: Path) -> None:

@@ -6,17 +6,15 @@ import base64
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 import pytest
-from envserver_records.records import Call, Group, pack
+from envserver_records.records import Group, pack
 from envserver_records.timings import MOST_PRINTED, MOST_TIMINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import commands
 from support.api import native_group, put_native, running_api
 from support.extent import examples
-from support.forests import ACTIONS, forests
 
 import envserver
 from envserver.export.jsonl import group_line
@@ -27,7 +25,6 @@ from envserver.proxy.timeline import Timeline
 from envserver.rollouts.hidden_text import without_hidden
 from envserver.rollouts.public_part import MOST_BYTES, bounded_public
 from envserver.rollouts.timings import timings_of
-from envserver.tokens.builder import build
 from envserver.workers.printing import PrintedLines
 
 ENVIRONMENT = '''
@@ -231,28 +228,6 @@ async def test_the_rollouts_of_a_large_group_come_without_their_texts(tmp_path: 
         assert [one["score"]["reward"] for one in found] == [0.0, 1.0, 0.0, 1.0]
         alone = await api.get("/v1/groups/large/rollouts/3")
         assert alone["rollout"]["messages"] == talk
-
-
-@settings(max_examples=examples(100))
-@given(forests(), st.sampled_from(sorted(ACTIONS)), st.data())
-def test_times_cover_all_trained_tokens_once(
-    calls: list[Call], actions: str, data: st.DataObject
-) -> None:
-    timeline = Timeline()
-    for one in calls:
-        one.started_at = timeline.started_at + data.draw(st.floats(-1, 100))
-    rows = build(calls, ACTIONS[actions])
-    found = timings_of(timeline, calls, rows)
-    assert [one.started for one in found] == sorted(one.started for one in found)
-    assert {one.call for one in found} == {one.index for one in calls}
-    for number, row in enumerate(rows):
-        covered = np.zeros(len(row.tokens), int)
-        for one in found:
-            if one.row == number:
-                covered[one.start : one.end] += 1
-                assert set(row.calls[one.start : one.end]) == {one.call}
-        assert covered.max(initial=0) <= 1
-        assert (covered[row.mask == 1] == 1).all()
 
 
 def test_what_one_rollout_keeps_is_bounded() -> None:
