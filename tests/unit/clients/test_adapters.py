@@ -35,13 +35,12 @@ from support.extent import examples
 from support.trajectories import sequence, trajectories, trajectory
 from support.weights_engine import saver, scripted_engine
 
-from envserver import ConfigError, InputError, Score, TurnReward, pack
+from envserver import InputError, Score, TurnReward, pack
 from envserver.formats.atropos import group_to_atropos
 from envserver.proxy import Gate
 
 NOWHERE = "http://127.0.0.1:1"
 LISTS = ("prompt_token_ids", "response_ids", "loss_masks", "stop_reasons", "rollout_logprobs")
-FORKED = trajectory("r", sequence([1, 2, 3], [0, 1, 0]), sequence([1, 4, 5, 6], [0, 1, 0, 1]))
 many = settings(max_examples=examples(40), deadline=None)
 
 
@@ -152,59 +151,13 @@ def test_verls_lists_have_the_length_of_the_response(
         assert output["reward_score"] == made.score.reward
 
 
-@many
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(0, 2)), max_size=8
-    )
-)
-def test_each_row_of_skyrl_is_asked_for_once(rows: list[tuple[str, str, int]]) -> None:
-    batch = {
-        "prompts": [[] for _ in rows],
-        "env_classes": [environment for environment, _, _ in rows],
-        "env_extras": [{"task_id": task} for _, task, _ in rows],
-        "trajectory_ids": [
-            SimpleNamespace(instance_id=str(instance), repetition_id=0) for _, _, instance in rows
-        ],
-    }
-    places = []
-    for asked in task_groups_of(batch, "train"):
-        for task_id, found in zip(asked.wish.task_ids, asked.places, strict=True):
-            assert len(found) == asked.wish.group_size
-            assert {rows[place][:2] for place in found} == {(asked.wish.environment, task_id)}
-            assert len({rows[place] for place in found}) == 1
-            places += found
-    assert sorted(places) == [*range(len(rows))]
-
-
 # What a row says, by hand.
-
-
-def test_skyrls_reward_is_on_the_last_token_of_the_last_step() -> None:
-    forked = trajectory("r", sequence([1, 2, 3], [0, 1, 1]), sequence([1, 4, 5], [0, 1, 1]))
-    output = output_of([forked], None, step_wise=True)
-    assert output["rewards"] == [[0.0, 0.0], [0.0, 0.5]]
-    assert output["is_last_step"] == [False, True]
-    cut = trajectory("r", sequence([1, 2], [0, 1]), truncated=True)
-    output = output_of([cut], None, step_wise=False)
-    found = (output["loss_masks"], output["rewards"], output["stop_reasons"])
-    assert found == ([[0]], [0.5], ["length"])
 
 
 def test_a_sample_says_what_was_answered_and_by_which_weights() -> None:
     (sample,) = samples_of(trajectory("r", sequence([1, 2, 3, 4], [0, 1, 0, 1])), Sample())
     assert (sample.response, sample.weight_versions) == ("2", ["3"])
     assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 0, 1], [-0.25, 0.0, -0.5])
-
-
-def test_a_forked_history_is_its_richest_row_or_all_rows() -> None:
-    (one,) = outputs_of(FORKED, "one", prompt_length=9, response_length=9)
-    assert (one["prompt_ids"], one["response_ids"]) == ([1], [4, 5, 6])
-    assert one["response_mask"] == [1, 0, 1]
-    assert one["response_logprobs"] == [-0.25, 0.0, -0.5]
-    assert one["extra_fields"]["min_global_steps"] == 3
-    rows = outputs_of(FORKED, "all", prompt_length=9, response_length=9)
-    assert [row["response_ids"] for row in rows] == [[2], [4, 5, 6]]
 
 
 def test_rewards_of_turns_are_at_the_ends_of_their_turns() -> None:
@@ -292,19 +245,6 @@ def loop_of_verl(temperature: float) -> EnvserverLoop:
 
 def slimes_args(**more: Any) -> SimpleNamespace:
     return SimpleNamespace(envserver_url=NOWHERE, **more)
-
-
-async def test_a_row_that_names_no_task_and_a_missing_server_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("ENVSERVER_URL", raising=False)
-    with pytest.raises(ConfigError, match="No server is configured"):
-        await slime.generate(SimpleNamespace(), Sample(), {})
-    with pytest.raises(InputError, match="no environment in metadata"):
-        await slime.generate(slimes_args(), Sample(metadata={"task_id": "t"}), {})
-    for row, lacks in (({}, "task_id"), ({"extra_info": {"task_id": "t"}}, "environment")):
-        with pytest.raises(InputError, match=f"no {lacks} in extra_info"):
-            await loop_of_verl(1.0).run({}, **row)
 
 
 # Rows tell how they were sampled; adapters refuse what their trainer would get wrong.

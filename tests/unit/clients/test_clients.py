@@ -6,7 +6,6 @@ import asyncio
 import builtins
 import itertools
 import textwrap
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,19 +70,6 @@ async def test_rows_are_the_arrays_that_were_stored_or_posted(api: Api) -> None:
     assert (bare.logprobs, bare.messages) == (None, [])
 
 
-async def test_batches_come_until_nothing_more_does(api: Api) -> None:
-    await api.put("a", "b", "c", "d", "e")
-    seen = []
-    async with EnvClient(api.url, run="run", batch_size=2) as client:
-        for whole in (True, False):
-            async for batch in client.batches(whole=whole, idle_seconds=0.1):
-                seen.append(ids(batch))
-                await client.ack(batch)
-            seen.append([])
-        assert seen == [["a", "b"], ["c", "d"], [], ["e"], []]
-        assert (await client.status())["groups"]["acked"] == 5
-
-
 async def test_the_client_without_asyncio_reads_and_trains(api: Api) -> None:
     await api.put("a", "b/c", "d")
 
@@ -128,10 +114,7 @@ async def test_what_is_given_back_comes_again_and_a_run_goes_back_to_its_checkpo
         found = await client.checkpoints()
         assert [(one["name"], one["acked_groups"]) for one in found] == [("one", 1), ("two", 3)]
         assert (await client.resume(None))["redelivered"] == 3
-        with pytest.raises(NotFoundError, match="none"):
-            await client.resume("none")
         assert ids(await leased(client, whole=False, max_tokens=20)) == ["a", "b"]
-        assert await client.lease(max_staleness=0, environments=["code"]) is None
         await client.close_run()
         with pytest.raises(ConflictError, match="closed"):
             await client.lease()
@@ -141,8 +124,6 @@ async def test_errors_have_types(api: Api, monkeypatch: pytest.MonkeyPatch) -> N
     client = EnvClient(api.url, run="unknown", retries=QUICK)
     with pytest.raises(NotFoundError, match="unknown"):
         await client.lease()
-    with pytest.raises(InputError):
-        await client.lease(wait_seconds=-1)
     await client.publish_policy_version(4)
     with pytest.raises(ConflictError, match="lower"):
         await client.publish_policy_version(3)
@@ -191,9 +172,6 @@ async def test_a_group_that_cannot_be_used_is_set_aside_and_the_rest_acknowledge
         assert ids(batch) == ["bad", "a", "b"]
         for _ in range(2):
             await client.set_aside(batch, ["bad"], reason="unreadable")
-        for group_ids, reason in (([], "x"), (["a"], "")):
-            with pytest.raises(InputError):
-                await client.set_aside(batch, group_ids, reason=reason)
         await api.put("c")
         with pytest.raises(ConflictError):
             await client.set_aside(batch, ["a", "c"], reason="of another lease")
@@ -201,8 +179,6 @@ async def test_a_group_that_cannot_be_used_is_set_aside_and_the_rest_acknowledge
             "buffered": 0, "queued": 1, "leased": 2, "acked": 0, "dropped": 1,
         }  # fmt: skip
         await client.ack(batch)
-        with pytest.raises(ConflictError):
-            await client.set_aside(batch, ["a"], reason="too late")
         assert ids(await leased(client, whole=False)) == ["c"]
     assert (await api.store.counters())["set_aside: unreadable"] == 1
 
@@ -308,23 +284,6 @@ async def test_leases_are_kept_while_training_is_slow(api: Api) -> None:
         await client.ack(kept.lease_id)
 
 
-@pytest.mark.parametrize("compress", [True, False])
-async def test_arrays_are_views_of_what_came_over_the_wire(api: Api, compress: bool) -> None:
-    await put_native(api.store, native_group("large", 50))
-    async with EnvClient(api.url, run="run", batch_size=1, compress=compress) as client:
-        batch = await leased(client)
-        (group,) = batch.groups
-        body = np.frombuffer(group.body, np.uint8)
-        for row in group.rows:
-            for array in (row.tokens, row.mask, row.logprobs, row.versions):
-                assert np.shares_memory(array, body)
-        await client.nack(batch)
-    accepted = {"accept": "application/vnd.envserver.groups+msgpack"}
-    answer = await api.http.post("/v1/runs/run/lease", json={}, headers=accepted)
-    tokens = decode_batch(answer.content).rows[0].tokens
-    assert np.shares_memory(tokens, np.frombuffer(answer.content, np.uint8))
-
-
 async def test_the_token_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
 
@@ -348,24 +307,6 @@ async def test_the_token_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch
     assert seen == ["Bearer from-environment", "Bearer given", None]
 
 
-class NoZstd(httpx.AsyncByteStream):
-    """A body that comes over a connection, damaged."""
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        yield b"no zstd"
-
-
-async def test_what_is_damaged_on_its_way_is_refused() -> None:
-    wire = httpx.MockTransport(
-        lambda _: httpx.Response(200, headers={"content-encoding": "zstd"}, stream=NoZstd())
-    )
-    client = EnvClient("http://server", run="run", transport=wire)
-    for waiting in (client.lease(), anext(client.stream())):
-        with pytest.raises(InputError, match="damaged"):
-            await waiting
-    await client.close()
-
-
 # A trainer on the Atropos wire
 
 
@@ -386,49 +327,3 @@ async def test_rows_of_the_atropos_wire_are_those_of_the_native_client(api: Api)
     assert len(batch.groups) == 2
     assert [told(row) for row in batch.rows] == [told(row) for row in native.rows]
     assert {row.versions[-1] for row in batch.rows} == {-1}
-
-
-async def test_groups_of_others_keep_their_scores_and_masks(api: Api) -> None:
-    logprobs = [[1.0, -0.5, -0.25]] * 2
-    for mark in (1, 2):
-        await api.post("/scored_data", wire_group(2, mark, inference_logprobs=logprobs))
-    rows = [row for batch in await batches(api, 1) for row in batch.rows]
-    assert [row.tokens[0] for row in rows] == [1, 1, 2, 2]
-    assert told(rows[0]) == [[1, 5, 6], [0, 1, 1], [0.0, -0.5, -0.25], 0.5, True]
-    assert len({row.group_id for row in rows}) == 2
-
-
-async def test_fetching_is_not_acknowledging_for_who_asked_for_that(api: Api) -> None:
-    for mark in (1, 2):
-        await api.post("/scored_data", wire_group(2, mark))
-
-    def train() -> None:
-        with AtroposTrainerClient(
-            api.url, group_size=2, batch_size=1, acknowledged=True
-        ) as trainer:
-            learned, left = trainer.lease(wait_seconds=5), trainer.lease(wait_seconds=5)
-            assert learned is not None and left is not None
-            assert learned.lease_id != left.lease_id
-            trainer.ack(learned, checkpoint="step-1")
-
-    await asyncio.to_thread(train)
-    states = (await api.get("/v1/status"))["groups"]
-    assert (states["acked"], states["leased"]) == (1, 1)
-
-
-def test_failures_on_the_atropos_wire_have_types() -> None:
-    answers = {
-        "/register": httpx.Response(200, json={"uuid": 1}),
-        "/batch": httpx.Response(200, json={"status": "error", "message": "No.", "batch": []}),
-    }
-    wire = httpx.MockTransport(lambda request: answers[request.url.path])
-    with AtroposTrainerClient("http://x", group_size=2, transport=wire) as trainer:
-        with pytest.raises(ConflictError, match=r"There is no batch: No\."):
-            trainer.lease()
-        answers["/batch"] = httpx.Response(200, json={"batch": 7})
-        with pytest.raises(InputError, match="is not a batch"):
-            trainer.lease()
-        answers["/batch"] = httpx.Response(200, json={"batch": None})
-        assert trainer.lease() is None
-    with pytest.raises(ServerUnreachable):
-        AtroposTrainerClient("http://127.0.0.1:1", group_size=2, retries=QUICK).register()

@@ -12,12 +12,11 @@ import pytest
 from envserver_clients import dpo, sft
 from envserver_clients.finetuning.calls import Call, are_valid, calls_in
 from envserver_clients.finetuning.card import base_name
-from envserver_clients.finetuning.command import check_libraries, tell
+from envserver_clients.finetuning.command import tell
 from envserver_clients.finetuning.data import Part, digest_of, parts_of, rows_of
-from envserver_clients.finetuning.settings import SftSettings, read_settings
 from rich.console import Console
 
-from envserver import ConfigError, InputError
+from envserver import ConfigError
 
 ROW = {"prompt": "a", "completion": "b"}
 
@@ -46,11 +45,6 @@ def test_a_folder_says_by_its_files_what_is_made_of_it(tmp_path: Path) -> None:
     assert parts_of(tmp_path / "export") == [Part(None, tuple(shards), ())]
     with pytest.raises(ConfigError, match=r"no rows of the tool none: it has bash, reason"):
         parts_of(tmp_path / "sft", tool="none")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="does not contain rows"):
-        parts_of(tmp_path / "empty")
-    with pytest.raises(ConfigError, match="neither a file nor a folder"):
-        parts_of(tmp_path / "nowhere")
 
 
 def test_rows_come_out_of_every_kind_of_file(tmp_path: Path) -> None:
@@ -68,9 +62,6 @@ def test_rows_come_out_of_every_kind_of_file(tmp_path: Path) -> None:
         {"messages": chat, "reward": 1.0},
     ]
     assert found[-1][0].endswith("c.parquet, row 1")
-    packed.write_bytes(plain.read_bytes())
-    with pytest.raises(InputError, match=r"b\.jsonl\.gz cannot be read"):
-        list(rows_of([packed]))
     copy = write(tmp_path / "elsewhere" / "other.jsonl", ROW, {"messages": chat})
     assert digest_of([plain]) == digest_of([copy]) != digest_of([plain, copy])
 
@@ -108,22 +99,6 @@ def test_a_card_never_shows_a_path_and_an_error_keeps_the_brackets_of_an_extra(
     assert told.startswith("envserver: No trl. pip install 'envserver[train,data]'")
 
 
-def test_4_bits_need_a_lora_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settings(*words: str) -> SftSettings:
-        given = ["--model", "m", "--data", "d", "--output", "o", "--load-in-4bit", *words]
-        return read_settings(SftSettings, "sft", given)
-
-    there = {"bitsandbytes"}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name not in there or None)
-    with pytest.raises(ConfigError, match="needs --lora"):
-        check_libraries(settings())
-    with pytest.raises(ConfigError, match="needs bitsandbytes") as refused:
-        check_libraries(settings("--lora"))
-    assert "[qlora]" in str(refused.value.hint)
-    there.clear()
-    check_libraries(settings("--lora"))
-
-
 PARAMETERS = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},
@@ -142,7 +117,6 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}
         ('x {"function": {"name": "add", "arguments": "{\\"a\\": 1}"}} y', 1, True),
         ('{"name": "add", "arguments": {"a": "1"}}', 1, False),
         ('{"name": "add", "arguments": {"a": 1, "b": 2}}', 1, False),
-        ('{"name": "sub", "arguments": {"a": 1}}', 1, False),
         ('{"name": "add", "arguments": {"a": 1}', 0, False),
         ('{"a": {"name": "add"}} or 1', 0, False),
     ],

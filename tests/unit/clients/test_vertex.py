@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import fsspec
@@ -204,9 +203,7 @@ GOOD = [chat(number) for number in range(20)]
     [
         (["--adapter-size", "3"], GOOD, "adapter_size must be one of 1, 2, 4"),
         (["--bucket", "here"], GOOD, "bucket must be a URL"),
-        (["--bucket", "nowhere://b"], GOOD, "cannot be used from here"),
         (["--base-model", GEMINI, "--tuning-mode", "full"], GOOD, "are only for open models"),
-        (["--data", "missing.jsonl"], GOOD, "neither a file nor a folder"),
         ([], [{"prompt": "a", "completion": ""}], "Left out: 1 an empty message"),
         ([], [chat(1), {"text": "a"}], "rows.jsonl, line 2"),
         (["no credentials"], GOOD, "VERTEX_ACCESS_TOKEN is not set"),
@@ -229,24 +226,3 @@ def test_what_cannot_be_is_told_and_nothing_is_launched(
     assert why in tune(*more, status=2)[1]
     assert service.requests == []
     assert rows is GOOD or not (tmp_path / "out" / "train.jsonl").exists()
-
-
-def test_google_auth_gives_and_renews_tokens(
-    service: VertexStandIn, tune: Tune, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in of that library, too: what is shown is that a refused token is renewed."""
-
-    class Credentials:
-        valid, token = True, "too old"
-
-        def refresh(self, request: object) -> None:
-            self.token = service.token
-
-    requests, auth = ModuleType("google.auth.transport.requests"), ModuleType("google.auth")
-    requests.Request = object  # type: ignore[attr-defined]
-    auth.default = lambda scopes: (Credentials(), "project")  # type: ignore[attr-defined]
-    for module in (requests, auth, ModuleType("google"), ModuleType("google.auth.transport")):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delenv("VERTEX_ACCESS_TOKEN")
-    tune()
-    assert len(service.jobs) == 1

@@ -11,26 +11,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from envserver_clients.adapters.skyrl_training import use_server
 from envserver_clients.adapters.trainers_engines import TrainersEngines
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import (
     LocalFull,
     Lora,
     PromptCheck,
-    Timeouts,
     VllmFull,
     WeightsMismatch,
     WeightsNotSaved,
 )
 from support.api import running_api
 from support.beside import beside
-from support.commands import free_port
 from support.fleets import attributed, fleet_house, sampled_by, says, versioned_vllm
 from support.waiting import PATIENCE
 from support.weights_engine import ScriptedEngine, check, saver, scripted_engine
 
-from envserver import ConflictError, EngineRefused, EngineTimeout, EngineUnavailable, InputError
+from envserver import ConflictError, EngineRefused, EngineUnavailable, InputError
 from envserver.proxy import Gate
 
 FULL_PUSH = ["pause wait", "reload", "reset_prefix_cache", "name version-{}", "resume"]
@@ -133,25 +130,6 @@ def test_the_server_holds_calls_meanwhile_and_knows_the_version_then(
     assert names(house.folder) == ["version-7"]
 
 
-def test_a_mismatch_leaves_everything_paused_and_names_the_old_version(
-    engine: ScriptedEngine, house: House
-) -> None:
-    push = house.push(engine)
-    give(push, 1)
-    engine.stubborn = True
-    with pytest.raises(WeightsMismatch, match=r"by 0\.1 at token 0") as caught:
-        give(push, 2)
-    detail = caught.value.detail
-    assert (detail["version"], detail["old_version"]) == (2, 1)
-    assert detail["engines"] == [engine.url]
-    assert engine.steps[-1] == "pause abort"
-    assert house.state == (True, 1)
-    engine.stubborn = False
-    give(push, 2)
-    assert house.state == (False, 2)
-    assert not engine.paused
-
-
 def test_an_engine_that_is_started_again_is_noticed_and_gets_them_anew(
     engine: ScriptedEngine, tmp_path: Path
 ) -> None:
@@ -183,18 +161,6 @@ def test_an_engine_that_is_started_again_is_noticed_and_gets_them_anew(
 
 
 # Engines that fail
-
-
-def test_an_engine_that_is_not_there_is_told_before_anything_is_done(
-    engine: ScriptedEngine, house: House
-) -> None:
-    away = f"http://127.0.0.1:{free_port()}"
-    push = LocalFull([engine.url, away], house.folder, server=house.client)
-    with pytest.raises(EngineUnavailable, match=f"1 of 2 engines failed at reach: {away}") as no:
-        push.publish(1, saver(1))
-    assert no.value.detail["engines"] == [away]
-    assert engine.steps == []
-    assert house.state == (False, -1)
 
 
 def test_calls_go_on_where_an_engine_cannot_be_paused_and_nothing_was_changed(
@@ -245,19 +211,6 @@ def test_an_engine_without_what_is_needed_is_told_how_to_start_it(
     assert house.state == (False, -1)
 
 
-def test_each_phase_has_its_own_time(engine: ScriptedEngine, tmp_path: Path) -> None:
-    free = threading.Event()
-
-    def hang() -> None:
-        free.wait(PATIENCE)
-
-    engine.on["/collective_rpc"] = hang
-    push = LocalFull(engine.url, tmp_path, timeouts=Timeouts(load=0.05))
-    with pytest.raises(EngineTimeout, match=r"load took longer than 0\.05 s"):
-        push.publish(1, saver(1))
-    free.set()
-
-
 # Files
 
 
@@ -293,34 +246,6 @@ def test_what_a_killed_trainer_left_goes_and_what_is_no_model_is_refused(
 
 
 # Adapters
-
-
-def test_each_version_is_an_adapter_of_its_own_and_old_ones_go(
-    engine: ScriptedEngine, house: House, tmp_path: Path
-) -> None:
-    house.folder.mkdir()
-    elsewhere = tmp_path / "as the engine sees it"
-    elsewhere.symlink_to(house.folder)
-    push = house.push(engine, kind=Lora, keep=2, engine_folder=elsewhere)
-    engine.adapters = {"other@1": 1}
-    loaded, answer = [], engine.answer
-
-    def spy(path: str, query: str, body: Any) -> Any:
-        if body and "lora_path" in body:
-            loaded.append(body["lora_path"])
-        return answer(path, query, body)
-
-    engine.answer = spy  # type: ignore[method-assign]
-    for version in range(1, 5):
-        engine.busy = "policy@1" if version < 4 else ""
-        assert give(push, version).model == f"policy@{version}"
-        assert house.state == (False, version)
-        # A call samples with the first one still: it stays until none does.
-        assert ("policy@1" in engine.adapters) == (version < 4)
-    assert engine.adapters == {"other@1": 1, "policy@3": 3, "policy@4": 4}
-    assert loaded == [f"{elsewhere}/version-{version}" for version in range(1, 5)]
-    assert names(house.folder) == ["version-3", "version-4"]
-    assert not any(step.startswith("pause") for step in engine.steps)
 
 
 def test_adapters_are_on_all_engines_or_on_none(
@@ -380,40 +305,3 @@ async def test_engines_get_calls_when_they_have_weights_and_tokens_carry_their_v
         assert (await house.api.get("/v1/policy"))["version"] == 5
         with pytest.raises(EngineRefused, match="version 2, and 5 is published"):
             await engines.publish([one.url], 2)
-
-
-async def test_skyrls_client_pauses_the_server_before_its_engines_and_publishes_each_sync(
-    tmp_path: Path,
-) -> None:
-    async with versioned_vllm(1) as one, fleet_house(tmp_path / "s.db") as house:
-
-        async def paused() -> bool:
-            return bool((await house.api.get("/v1/policy"))["paused"])
-
-        class Client:
-            """As SkyRL's `RemoteInferenceClient`."""
-
-            server_urls = (one.url,)
-            weight_version = 0
-
-            async def pause_generation(self, clear_cache: bool = False) -> bool:
-                return await paused()
-
-            async def sleep(self, level: int = 2) -> bool:
-                return await paused()
-
-            def increment_weight_version(self) -> None:
-                self.weight_version += 1
-
-        client: Any = use_server(Client(), TrainersEngines(house.api.url))
-        assert isinstance(client, Client)
-        assert await client.pause_generation(clear_cache=True)
-        await asyncio.to_thread(client.increment_weight_version)
-        call = await house.ask(house.open("first"))
-        assert set(attributed(call)) == {sampled_by(call)} == {1}
-        assert await client.sleep(level=1)
-        one.text = says(2)
-        await asyncio.to_thread(client.increment_weight_version)
-        policy = await house.api.get("/v1/policy")
-        assert (policy["version"], policy["paused"]) == (2, False)
-        assert [row["weights_version"] for row in await house.rows()] == [2]
