@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from envserver_records.errors import (
-    ConflictError,
     InputError,
     NotFoundError,
     StoreError,
@@ -23,7 +22,7 @@ from sqlalchemy import Engine, event
 from support.stores import group, ids, noise
 from support.waiting import PATIENCE
 
-from envserver.store import Lease, Store, deliveries, open_store
+from envserver.store import Lease, Store, open_store
 from envserver.store.listing import GroupQuery
 
 STORIES = {
@@ -275,19 +274,9 @@ async def test_runs_and_values_survive(where: str) -> None:
     async with open_store(where) as store:
         run = await store.create_run("one", batch_size=8, settings={"max_length": 2048})
         assert (run.policy_version, run.state) == (-1, "open")
-        assert await store.create_run("one", batch_size=8, settings={"max_length": 2048}) == run
-        with pytest.raises(ConflictError):
-            await store.create_run("one", batch_size=9)
         await store.create_run("two", batch_size=1)
         await store.set_run("one", policy_version=3, batch_size=16)
         await store.set_run("two", state="closed")
-        await store.put([group("a")])
-        with pytest.raises(ConflictError):
-            await store.lease("two", max_groups=1, seconds=1)
-        for request in (store.get_run("x"), store.set_run("x", batch_size=1)):
-            with pytest.raises(NotFoundError):
-                await request
-        assert await store.get_value("registration") is None
         await store.set_value("registration", {"uuid": 1, "envs": [{"name": "gsm8k"}]})
         await store.set_value("registration", {"uuid": 2, "envs": [None, 0.5, "é"]})
         with pytest.raises(InputError):
@@ -336,48 +325,6 @@ async def test_who_waits_is_woken(where: str) -> None:
         assert await woken(store.close_run("trainer"))
         # What came between looking and waiting is not missed.
         assert await store.wait_for_change(30, since=seen) == store.changes
-
-
-async def test_what_retention_left_is_counted_the_same_after_a_kill(where: str) -> None:
-    now = 1000.0
-
-    def refuse(_connection: object) -> None:
-        raise RuntimeError("killed")
-
-    with pytest.raises(RuntimeError):
-        async with open_store(where, clock=lambda: now) as store:
-            await store.create_run("trainer", batch_size=4)
-            await store.create_run("watcher", batch_size=4, delivery="broadcast")
-            await store.put([group(f"g{n}", env=f"env-{n % 3}") for n in range(200)])
-            for run in ("trainer", "watcher"):
-                await store.ack((await taken(store, run, max_groups=150)).lease_id)
-            now += 25 * 3600
-            removed = await store.compact()
-            assert (removed.groups, removed.leases) == (150, 2)
-            await taken(store, max_groups=10)
-            counts, depths = await store.counts(), await store.depths()
-            # What the store writes down when it is closed does not get there.
-            event.listen(Engine, "commit", refuse)
-            try:
-                raise RuntimeError("killed")
-            finally:
-                event.remove(Engine, "commit", refuse)
-    async with open_store(where, clock=lambda: now) as store:
-        assert await store.counts() == counts
-        assert await store.depths() == depths
-
-
-async def test_space_of_what_retention_removed_is_used_again(tmp_path: Path) -> None:
-    """Of SQLite's file: PostgreSQL's autovacuum frees the space in its own time."""
-    sizes = []
-    for turn in range(5):
-        async with open_store(tmp_path / "s.db") as store:
-            await store.create_run("trainer", batch_size=4)
-            await store.put([group(f"{turn}-{n}", noise(50_000, n)) for n in range(40)])
-            await store.ack((await taken(store)).lease_id)
-            assert (await store.compact(acked_hours=0)).groups == 40
-        sizes.append((tmp_path / "s.db").stat().st_size)
-    assert sizes[-1] < sizes[0] + 200_000
 
 
 async def test_a_store_that_is_closed_refuses(tmp_path: Path) -> None:
@@ -478,24 +425,6 @@ def explain(path: Path, asked: dict[str, Any]) -> dict[str, list[str]]:
 
 def named(count: int) -> Iterable[str]:
     return (f"group-{index}" for index in range(count))
-
-
-async def test_while_a_run_is_opened_others_go_on_and_it_gets_all_in_order(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deliveries, "FILLED_AT_ONCE", 4)
-    async with open_store(where) as store:
-        await store.put([group("part", state="buffered"), *map(group, named(100))])
-        opening = asyncio.create_task(store.create_run("all", batch_size=1, delivery="broadcast"))
-        await store.put([group("second")])
-        await store.move(["part"], "queued")
-        assert not opening.done()
-        with pytest.raises(ConflictError, match="closed"):
-            await store.lease("all", seconds=60)
-        assert (await opening).state == "open"
-        await store.put([group("third")])
-        lease = await taken(store, "all")
-        assert ids(lease.groups) == ["part", *named(100), "second", "third"]
 
 
 _OPENED_AND_KILLED = """

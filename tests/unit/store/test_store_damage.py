@@ -14,10 +14,8 @@ import pytest
 from envserver_records.wire import GROUPS_MSGPACK
 from support.api import Api, running_api, wire_group
 from support.postgres import Postgres
-from support.stores import group, ids
 
 from envserver.rollouts.ordered import GroupsOrder
-from envserver.store import open_store
 
 Harm = Callable[..., None]
 
@@ -94,27 +92,6 @@ async def test_what_was_damaged_is_counted_once_and_can_be_seen(api: Api, harm: 
     (row, _) = (await api.get("/v1/groups"))["groups"]
     assert (row["group_id"], row["state"]) == ("a", "dropped")
     assert await api.status("GET", "/v1/groups/a") == 503
-
-
-async def test_of_a_lease_that_others_hold_the_rest_can_be_acknowledged(where: str) -> None:
-    async with open_store(where, clock=lambda: 1000.0) as store:
-        for name in ("one", "two"):
-            await store.create_run(name, batch_size=1, delivery="broadcast")
-        await store.put([group("a"), group("b")])
-        held = [await store.lease(name, seconds=60) for name in ("one", "two")]
-        assert await store.drop_damaged({"a": "test", "unknown": "test"}) == ["a"]
-        assert await store.drop_damaged({"a": "again"}) == []
-    async with open_store(where, clock=lambda: 1000.0) as store:
-        for one in held:
-            assert one is not None
-            await store.ack(one.lease_id)
-        counts = await store.counts()
-        assert counts == {"buffered": 0, "queued": 1, "leased": 0, "acked": 0, "dropped": 1}
-        assert [(one.group_id, one.reason) for one in await store.damaged(9)] == [("a", "test")]
-        assert await store.rewind("one", None) == ["b"]
-        again = await store.lease("one", seconds=60)
-        assert again is not None
-        assert ids(again.groups) == ["b"]
 
 
 async def test_a_stream_goes_on_without_them(api: Api, harm: Harm) -> None:

@@ -170,12 +170,6 @@ def shape(path: Path) -> dict[str, Any]:
     return found
 
 
-async def test_what_was_acked_can_still_be_taken_back(old: Path) -> None:
-    async with open_store(old, clock=lambda: 1000.0) as store:
-        assert (await store.compact()).groups == 0  # as if acked just now
-        assert await store.rewind("trainer", None) == ["acked-1", "acked-2"]
-
-
 _KILLED = textwrap.dedent(
     """
     import asyncio, os, sys
