@@ -227,9 +227,6 @@ class Sandboxed(Zoo):
         except OSError:
             time.sleep(3600)
 
-    async def hold_files(self, public, run):
-        return len(self._fill_descriptors())
-
     async def hold_files_and_hang_up(self, public, run):
         """Holds every descriptor, so that no connection to the proxy can be opened again."""
         self._fill_descriptors()
@@ -274,26 +271,3 @@ class Sandboxed(Zoo):
 
     async def mount(self, public, run):
         return subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode
-
-
-class Coder(Environment):
-    """Executes what the model writes."""
-
-    isolation = "sandboxed"
-
-    def tasks(self, split):
-        for number in range(8):
-            question = f"print({number} * 7)"
-            yield Task(f"times-{number}", {"question": question}, {"answer": str(number * 7)})
-
-    async def rollout(self, task, run):
-        reply = await run.chat([{"role": "user", "content": task.public["question"]}])
-        code = reply.content.splitlines()[-1]
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        return done.stdout.strip()
-
-    def score(self, task, result):
-        return Score(reward=float(result.output == task.hidden["answer"]))
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": task.public["question"]}]

@@ -25,25 +25,6 @@ ERRAND = str(SUPPORT / "harness_env.py")
 TINY = {"command": "python3 {folder}/agent.py {instruction_file}", "folder": SUPPORT / "tiny_agent"}
 
 
-SUBMITS = """\
-#!/usr/bin/env python3
-import json, sys, urllib.request
-from pathlib import Path
-
-about = json.loads(Path(sys.argv[-1]).read_text())
-asked = {"model": "m", "messages": [{"role": "user", "content": about["instruction"]}]}
-engine = about["model_kwargs"]
-request = urllib.request.Request(
-    engine["api_base"] + "/chat/completions",
-    json.dumps(asked).encode(),
-    {"Authorization": "Bearer " + engine["api_key"]},
-)
-urllib.request.urlopen(request).read()
-Path("answer.txt").write_text("plum\\n")
-Path(about["words_file"]).write_text("It is there.\\n")
-"""
-
-
 @contextmanager
 def posted_to(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[str]:
     """Serves POSTs of JSON; yields the address."""
@@ -60,9 +41,11 @@ def posted_to(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[st
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/play"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/play"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def played(*ways: str, seconds: float = 60.0, agent: dict[str, Any] | None = None) -> ProcessResult:
@@ -99,18 +82,6 @@ def test_a_program_that_does_not_end_is_ended_and_one_that_asks_nothing_is_no_ro
     assert result.dropped == {"incomplete": 1}
     assert "there is no ***" in str(result.messages), "its last words, without its key"
     assert not alive_with("1234")
-
-
-@pytest.mark.thorough
-def test_the_last_words_of_a_program_that_submits_are_those_that_it_wrote(tmp_path: Path) -> None:
-    place = tmp_path / "mini-swe-agent"
-    (place / "bin").mkdir(parents=True)
-    (place / "agent.json").write_text('{"version": "2.4.6"}')
-    (place / "bin/python").write_text(SUBMITS)
-    (place / "bin/python").chmod(0o755)
-    agent = {"name": "mini-swe-agent", "folder": tmp_path}
-    (group,) = played("at once", agent=agent).groups
-    assert [one.score.reward for one in group.trajectories] == [1.0, 1.0]
 
 
 @pytest.mark.thorough
@@ -159,10 +130,5 @@ def test_what_cannot_be_played_is_told_at_the_start() -> None:
         envserver.process(str(SUPPORT / "duel.py"), model="sim", agent=TINY)
     with pytest.raises(NotFoundError, match="There is no agent 'claud-code'"):
         envserver.process("math", model="sim", agent={"name": "claud-code"})
-    for command in ("", "agent 'task"):
-        with pytest.raises(ConfigError, match="is not a command line"):
-            played(agent={"command": command})
     with pytest.raises(ConfigError, match=r"one of agent\.name, agent\.command and agent\.url"):
         envserver.process("math", model="sim", agent={**TINY, "name": "codex"})
-    with pytest.raises(ConfigError, match=r"agent\.base_url needs agent\.url and agent\.port"):
-        envserver.process("math", model="sim", agent={**TINY, "base_url": "http://a"})

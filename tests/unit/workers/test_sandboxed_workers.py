@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from envserver_records.errors import ConfigError, WorkerDied, WorkerHung
-from support.commands import envserver, read_jsonl
 from support.ordinary_user import run_as_ordinary_user
 from support.process_tree import alive_with, marked
 from support.waiting import until
@@ -110,10 +109,6 @@ async def test_memory_is_bounded_for_all_its_processes_together(
     assert "passed its 400 MB" in (await death(pool, proxy, do)).detail["output"]
 
 
-async def test_it_may_hold_a_few_hundred_files(pool: LocalPool, proxy: StandIn) -> None:
-    assert 300 < await said(pool, proxy, "hold_files") < 512
-
-
 async def test_a_worker_that_used_up_its_descriptors_is_told_so(
     pool: LocalPool, proxy: StandIn
 ) -> None:
@@ -156,21 +151,6 @@ async def test_one_that_blocks_is_killed_and_others_go_on(pool: LocalPool, proxy
     assert await said(pool, proxy, "openai_client") == "hello"
     with pytest.raises(WorkerHung):
         await stuck
-
-
-@pytest.mark.thorough
-async def test_a_command_runs_walled_agents(tmp_path: Path) -> None:
-    groups = tmp_path / "groups.jsonl"
-    done = await asyncio.to_thread(
-        envserver,
-        *("process", "--env", f"{ZOO}:Coder", "--model", "sim", "--env.total_steps"),
-        *(8, "--sim.solve_probability", 0.5, "--env.data_path_to_save_groups", groups),
-        folder=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    rewards = [score for group in read_jsonl(groups) for score in group["scores"]]
-    assert len(rewards) == 32
-    assert 0 < sum(rewards) < 32  # some solve it, some do not, and all ran
 
 
 # The companion.

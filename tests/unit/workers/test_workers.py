@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from envserver_records.errors import (
-    ConfigError,
     LimitReached,
     WorkerDied,
     WorkerError,
@@ -103,13 +102,6 @@ async def test_an_agent_runs_and_its_result_is_posted(
     assert any(chat["headers"].get("x-agent") == "solver" for chat in proxy.chats)
 
 
-async def test_the_openai_clients_reach_the_proxy(pool: LocalPool, proxy: StandIn) -> None:
-    for kind in ("Zoo", "Plain"):
-        asked = proxy.open("openai_client", kind=kind)
-        await pool.run(asked)
-        assert proxy.posted(asked)["output"] == "hello"
-
-
 async def test_an_agents_exception_is_its_failure(pool: LocalPool, proxy: StandIn) -> None:
     deaths = pool.snapshot()["deaths"]
     raised, unsendable, left = proxy.open("fail"), proxy.open("unsendable"), proxy.open("sys_exit")
@@ -140,23 +132,6 @@ async def test_what_the_proxy_refuses_keeps_its_kind(
         refused = proxy.open("chat", kind=agent, error=code, status=status)
         await pool.run(refused)
         assert proxy.posted(refused)["failure"]["kind"] == kind
-
-
-async def test_two_hundred_rollouts_share_two_processes(proxy: StandIn) -> None:
-    async with pool_with("Zoo", processes=2, rollouts_per_process=5) as pool:
-        most = 0
-
-        async def run(one: Assignment) -> None:
-            nonlocal most
-            await pool.run(one)
-            most = max(most, pool.snapshot()["running"])
-
-        rollouts = [proxy.open("echo", text=str(number)) for number in range(200)]
-        await asyncio.gather(*(run(one) for one in rollouts))
-    outputs = [proxy.posted(one)["output"] for one in rollouts]
-    assert [output["text"] for output in outputs] == [str(number) for number in range(200)]
-    assert len({output["pid"] for output in outputs}) == 2
-    assert most <= 10
 
 
 async def test_a_worker_has_its_own_directory_and_leaves_nothing(
@@ -317,21 +292,6 @@ async def test_cancelling_a_run_cancels_the_agent(
     assert await pid_of_pooled(pool, proxy) == before
 
 
-async def test_a_thread_that_cannot_be_cancelled_is_killed(
-    hasty_pool: LocalPool, proxy: StandIn, tmp_path: Path
-) -> None:
-    pool = hasty_pool
-    before = await pid_of_pooled(pool, proxy)
-    stubborn = proxy.open("sleep", kind="Plain", started=str(tmp_path / "thread"))
-    running = asyncio.create_task(pool.run(stubborn))
-    await until((tmp_path / "thread").exists)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert not alive(before)
-    assert pool.snapshot()["running"] == 0
-
-
 async def test_tasks_that_an_agent_forgot_end_with_its_rollout(
     pool: LocalPool, proxy: StandIn, tmp_path: Path
 ) -> None:
@@ -369,12 +329,6 @@ async def test_a_setup_without_end_is_not_the_models_fault(pool: LocalPool, prox
         return None
 
     assert (await with_enough_time(overtaken, 0.3))["kind"] == "agent_error"
-
-
-async def test_an_error_beside_the_pool_passes_unchanged() -> None:
-    with pytest.raises(KeyError):
-        async with LocalPool(WorkersConfig(), []):
-            raise KeyError
 
 
 # Nothing survives.
@@ -438,18 +392,6 @@ async def test_workers_get_no_secret_and_no_hidden_part(
     assert b"PATH=" in received
     for secret in (b"sk-top-secret", b"the-hidden-answer", b"hidden"):
         assert secret not in received
-
-
-async def test_an_environment_that_cannot_be_imported_is_said_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    broken = tmp_path / "broken.py"
-    broken.write_text("import no_such_module")
-    with pytest.raises(ConfigError, match="no_such_module"):
-        async with LocalPool(WorkersConfig(), [str(broken)]):
-            raise AssertionError("it started")
-    assert not list(tmp_path.glob("envserver-workers-*"))
 
 
 SERVER = """
