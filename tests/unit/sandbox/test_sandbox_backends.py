@@ -44,7 +44,6 @@ from envserver.sandbox import (
     system,
 )
 from envserver.sandbox.probe import ProbeReport, examine, unavailable
-from envserver.sandbox.selection import nothing_works
 from envserver.sandbox.service import probe
 
 PROJECT = Path(__file__).parents[3]
@@ -484,10 +483,3 @@ def test_all_of_this_holds_for_an_ordinary_user() -> None:
     result = run_as_ordinary_user(words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "passed" in result.stdout
-
-
-def test_a_missing_docker_is_not_advised_where_docker_failed() -> None:
-    failed = [ProbeReport(backend="docker", works=False, failure="neither docker nor podman")]
-    assert "--sandbox.backend docker" not in nothing_works(failed).hint
-    failed = [ProbeReport(backend="bwrap", works=False, failure="bwrap is not installed")]
-    assert "--sandbox.backend docker" in nothing_works(failed).hint
