@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +27,6 @@ from envserver.tools.calling import use_tool
 from envserver.tools.mcp_client import connect
 from envserver.tools.mcp_server import serve_tools
 from envserver.tools.opening import open_tools
-from envserver.tools.serving import services_of
 
 COMMAND = ("python", str(Path(mcp_example.__file__)))
 EXAMPLE = McpServer(command=COMMAND, env={"EXAMPLE_KEY": "a-${EXAMPLE_PART}"})
@@ -74,38 +71,13 @@ async def test_a_servers_tools_are_the_environments(opened: Any) -> None:
         await told(opened, "crash")
 
 
-@pytest.mark.thorough
-async def test_each_rollout_has_its_own_server_or_shares_one() -> None:
-    own = McpServer(command=COMMAND, only=["notes.add"])
-    for _ in range(2):
-        async with open_tools([own], Run()) as tools:  # type: ignore[arg-type]
-            assert list(tools) == ["notes_add"]
-            assert (await told(tools, "notes_add", text="a")).split()[0] == "a"
-    shared = McpServer(command=COMMAND, shared=True, prefix="all_", only=["notes.add", "crash"])
-    environment = SimpleNamespace(tools=[shared], services=lambda: nullcontext({}))
-    async with services_of(environment) as services:  # type: ignore[arg-type]
-        run = Run(services)
-        for number in range(2):
-            async with open_tools([shared], run) as tools:  # type: ignore[arg-type]
-                assert list(tools) == ["all_notes_add", "all_crash"]
-                noted = await told(tools, "all_notes_add", text="a")
-                assert noted.split()[0] == ",".join("a" * (number + 1))
-                if number:
-                    with pytest.raises(ServiceError):
-                        await told(tools, "all_crash")
-                    again = await told(tools, "all_notes_add", text="b")  # it was started anew
-                    assert again.split()[0] == "b"
-
-
 @pytest.mark.parametrize(
     ("server", "told"),
     [
         ({"command": ["/no/such/program"]}, "cannot be started"),
         ({"command": COMMAND, "env": {"A": "${NOT_SET_ANYWHERE}"}}, "needs the variable 'NOT_SET"),
         ({"command": COMMAND, "only": ["fly"]}, "has no tool fly; it has: add, notes.add"),
-        ({}, "needs a command or a url"),
         # Only a command of each rollout can be in a sandbox.
-        ({"in_sandbox": True, "url": "http://x"}, "cannot be in a sandbox"),
         ({"in_sandbox": True, "command": COMMAND, "shared": True}, "cannot be in a sandbox"),
     ],
 )

@@ -11,21 +11,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from envserver_tools.calling import (
-    Tool,
     ToolError,
     ToolResult,
     call_tool,
     descriptions,
-    function_tool,
     run_tool_call,
-    toolbox,
     use_tool,
 )
-from envserver_tools.protocol import run_protocol
 from envserver_tools.sandboxed import PRELOAD, read_patch, sandbox_tools
 from support.sandboxes import sandboxes
 
-from envserver import ConfigError, Reply, Sandbox, Sandboxes, SandboxLimits, SandboxSpec
+from envserver import ConfigError, Sandbox, Sandboxes, SandboxLimits, SandboxSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -117,21 +113,6 @@ async def test_a_file_is_made_read_changed_and_found(
         assert await use("python", code=python) == "[exit status 0]\nend\n"
 
 
-async def test_an_edit_needs_exactly_one_occurrence(bench: Open) -> None:
-    async with bench() as use:
-        await use("write_file", path="a", content="aaa\nb\r\nc\r\nend")
-        said = await use.refused("edit", path="a", old="aa", new="x")  # they overlap
-        assert "occurs 2 times in a (lines 1, 1)" in said
-        assert "occurs 0 times" in await use.refused("edit", path="a", old="aaaa", new="x")
-        assert "lines end with \\r\\n" in await use.refused("edit", path="a", old="b\nc", new="x")
-        assert "same" in await use.refused("edit", path="a", old="b", new="b")
-        assert await use.sandbox.read("a") == b"aaa\nb\r\nc\r\nend"
-        await use.sh("printf 'caf\\351 old' > latin; chmod 751 latin")
-        await use("edit", path="latin", old="old", new="né")
-        assert await use.sandbox.read("latin") == b"caf\xe9 n\xc3\xa9"  # the rest is as it was
-        assert await use.sh("stat -c %a latin") == "751\n"
-
-
 async def test_paths_end_where_the_workspace_ends(bench: Open) -> None:
     async with bench() as use:
         await use.sh(
@@ -176,10 +157,8 @@ async def test_strange_files_are_named_and_never_waited_for(bench: Open) -> None
         for path, words in (
             ("fifo", "is a FIFO"),
             ("dir", "is a directory"),
-            ("missing", "No such file"),
             ("secret", "Permission denied"),
             ("empty/x", "Not a directory"),
-            ("x" * 300, "File name too long"),
             ("nul\0", "null"),
             ("half\udc80" + "\ud800", "Error"),
         ):
@@ -190,6 +169,10 @@ async def test_strange_files_are_named_and_never_waited_for(bench: Open) -> None
         assert await use("read_file", path="zeros") == "[binary file, 100000 bytes]"
         assert await use("read_file", path="sparse") == f"[binary file, {60 * 2**20} bytes]"
         assert await use("read_file", path="latin") == "     1\tcaf\ufffd"
+        await use.sh("chmod 751 latin")
+        await use("edit", path="latin", old="ca", new="né")
+        assert await use.sandbox.read("latin") == b"n\xc3\xa9f\xe9\n"  # the rest is as it was
+        assert await use.sh("stat -c %a latin") == "751\n"
         assert await use("read_file", path="empty") == "[the file is empty]"
         assert await use("read_file", path="noend") == "     1\ta\n     2\tb"
         assert "has 2 lines" in await use.refused("read_file", path="noend", start=3)
@@ -200,9 +183,8 @@ async def test_strange_files_are_named_and_never_waited_for(bench: Open) -> None
 
 
 async def test_deep_and_wide_trees_are_cut(bench: Open) -> None:
-    deep = "import os\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')\nopen('end','w')"
     async with bench() as use:
-        await use("python", code=deep)
+        await use.sh("mkdir -p $(printf 'd/%.0s' $(seq 900))")
         await use.sh("mkdir w; cd w; touch $(seq 1000 1999)")
         wide = (await use("list_dir", path="w")).splitlines()
         assert (wide[0], wide[199]) == ("1000  0 bytes", "1199  0 bytes")
@@ -210,9 +192,6 @@ async def test_deep_and_wide_trees_are_cut(bench: Open) -> None:
         tree = (await use("list_dir", depth=5)).splitlines()
         assert tree[:5] == ["d/", "d/d/", "d/d/d/", "d/d/d/d/", "d/d/d/d/d/"]
         assert await use("grep", pattern="x") == "[no line matches]"
-        path = "/".join("d" * 1000)
-        await use("write_file", path=f"{path}/x", content="deep")
-        assert await use("read_file", path=f"{path}/x") == "     1\tdeep"
 
 
 async def test_long_results_are_cut_and_say_so(bench: Open) -> None:
@@ -227,11 +206,8 @@ async def test_long_results_are_cut_and_say_so(bench: Open) -> None:
         await use("write_file", path="wide", content="w" * 900_000)
         wide = await use("read_file", path="wide")
         assert len(wide) < 2100 and wide.endswith("[cut: the line has 900000 bytes]")
-        assert len(await use("grep", pattern="w", path="wide")) < 300
         found = await use("grep", pattern="é", max=500)
         assert len(found) < 21_000 and "[cut" in found
-        said = await use.refused("write_file", path="x", content="é" * 600_000)
-        assert "1200000 bytes" in said and "1000000" in said
         said = await use.refused("write_file", path="x", content="x" * 1_000_001)
         assert "too long" in said and len(said) < 1000
         assert "No such file" in await use.refused("read_file", path="x")
@@ -283,25 +259,6 @@ async def test_what_a_killed_command_said_is_shown(bench: Open) -> None:
         assert "first\n" in said and ("memory" in said or "MemoryError" in said)
         said = await use("python", code=hungry)
         assert "first\n" in said and ("memory" in said or "MemoryError" in said)
-
-
-async def test_python_runs_a_program_that_finds_the_workspace(bench: Open) -> None:
-    async with bench(command_seconds=50) as use:
-        await use("write_file", path="mine.py", content="VALUE = 7\n")
-        program = (
-            "from __future__ import annotations\nimport mine\n"
-            "if __name__ == '__main__':\n    print(mine.VALUE)"
-        )
-        assert await use("python", code=program) == "[exit status 0]\n7\n"
-        said = await use("python", code="x = 1\n1/0")
-        assert said.startswith("[exit status 1]\n") and "line 2" in said
-        assert "SyntaxError" in await use("python", code="def")
-        said = await use(
-            "python", code="import time\nprint(1, flush=True)\ntime.sleep(60)", timeout=10
-        )
-        assert said == "[killed: it took too long]\n1\n"
-        said = await use("python", code="print('é' * 30_000)")
-        assert "[cut: " in said and len(said) < 10_100
 
 
 async def test_what_is_planted_in_the_workspace_is_not_run_by_tools(bench: Open) -> None:
@@ -432,11 +389,8 @@ async def test_tools_are_called_in_openai_s_shape(bench: Open) -> None:
         assert good == ToolResult("[exit status 0]\nhi\n", ok=True)
         for name, arguments in (
             ("write_file", {"path": "a", "content": ""}),
-            ("bash", {"cmd": "ls"}),
-            ("bash", {"command": 1}),
             ("bash", '{"command": "ls", "command": "rm"}'),
             ("bash", '{"command": "\\udc80"}'),
-            ("bash", "[" * 5000),
             ("read_file", '{"path": ' + "[" * 400 + "]" * 400 + "}"),
         ):
             assert (await call_tool(use.tools, call(name, arguments))).ok is False
@@ -444,26 +398,6 @@ async def test_tools_are_called_in_openai_s_shape(bench: Open) -> None:
             run_tool_call(use.tools, call("bash", {"command": "true"}))
     with pytest.raises(ValueError, match="no tool 'fly'"):
         sandbox_tools(use.sandbox, names=["fly"])
-
-
-async def test_the_text_protocol_uses_the_same_tools(bench: Open) -> None:
-    calls = (
-        '{"tool": "write_file", "args": {"path": "a", "content": "7"}}',
-        '{"tool": "run_cmd", "args": {"cmd": ["cat", "a"]}}',
-        '{"tool": "read_file", "args": {"path": "/etc/passwd"}}',
-    )
-    texts = iter([*(f"TOOL_CALL: {call}" for call in calls), "FINAL: 7"])
-
-    async def chat(messages: list[dict[str, Any]], **_: Any) -> Reply:
-        message = {"role": "assistant", "content": next(texts)}
-        return Reply(message["content"], [], "stop", message)
-
-    async with bench() as use:
-        run = await run_protocol(chat, use.tools, [{"role": "user", "content": "Write 7."}])
-    results = [step["text"] for step in run.steps if step["type"] == "tool_result"]
-    assert results[:2] == ["Made a: 1 byte, 1 line.", "[exit status 0]\n7"]
-    assert results[2].startswith("Error: /etc/passwd is outside")
-    assert (run.ending, run.answer, run.tool_errors) == ("final", "7", 1)
 
 
 async def test_smolagents_uses_the_same_tools(bench: Open) -> None:
@@ -482,10 +416,6 @@ async def test_smolagents_uses_the_same_tools(bench: Open) -> None:
                 text = f"<code>\n{next(self.turns)}\n</code>"
                 return smolagents.ChatMessage(role="assistant", content=text)
 
-        run_cmd = as_smolagents(use.tools["run_cmd"])
-        schema = smolagents.models.get_tool_json_schema(run_cmd)["function"]["parameters"]
-        assert schema["required"] == ["cmd"]
-        assert schema["properties"]["cmd"]["items"]["type"] == "string"
         agent = smolagents.CodeAgent([write, bash], Scripted(), verbosity_level=0)
         answer = await asyncio.to_thread(agent.run, "Write it.")
         assert answer == "[exit status 0]\nfrom the agent"
@@ -493,10 +423,3 @@ async def test_smolagents_uses_the_same_tools(bench: Open) -> None:
         assert refused.startswith("Error: ../x is outside of /work")
         with pytest.raises(RuntimeError, match="its own thread"):
             bash(command="true")
-
-    def shout(word: str) -> str:
-        return word.upper()
-
-    described = function_tool("shout", "Shouts.", {"word": {"type": "string"}})
-    tool = as_smolagents(toolbox(Tool(described, shout))["shout"])
-    assert tool(word="hi") == "HI"

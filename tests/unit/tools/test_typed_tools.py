@@ -102,19 +102,6 @@ def test_the_schema_comes_from_types_and_docstring() -> None:
     assert measure.description["function"] == expected
 
 
-def test_recursive_types_stay_references() -> None:
-    @tool
-    def count(tree: Node) -> int:
-        """Counts nodes."""
-        return 1 + sum(map(count, tree.children))
-
-    parameters = count.description["function"]["parameters"]
-    nested = {"label": "a", "children": [{"label": "b", "children": [{"label": "c"}]}]}
-    assert Draft202012Validator(parameters).is_valid({"tree": nested})
-    assert not Draft202012Validator(parameters).is_valid({"tree": {"label": "a", "children": [1]}})
-    assert count(**count.checked({"tree": nested})) == 3
-
-
 _TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (str, st.text()),
     (int, st.integers(-(2**63), 2**64 - 1)),
@@ -148,11 +135,8 @@ def test_what_fits_the_types_fits_the_schema_and_comes_back(data: st.DataObject)
     [
         ({"start": {"x": 1}, "most": "far"}, "Expected `int`, got `str` - at `most`"),
         ({"start": {"x": 1}, "most": 0}, "Expected `int` >= 1 - at `most`"),
-        ({"start": {"x": "1"}}, "Expected `float`, got `str` - at `start.x`"),
         ({"start": {"x": 1}, "unit": "foot"}, "Invalid enum value 'foot' - at `unit`"),
         ({}, "missing required field `start`"),
-        ({"start": {"x": 1}, "colour": 1}, "contains unknown field `colour`"),
-        ([], "must be a JSON object"),
         ({"start": {"x": -1}}, "Error: there is no way from there."),
     ],
 )
@@ -173,10 +157,6 @@ async def test_results_are_texts_or_json() -> None:
         return "12345"
 
     assert (waits.name, await answer(waits, {})) == ("wait", "123\n[cut: the result is longer]")
-    described = function_tool("f", "", {"n": {"type": "integer"}})
-    text = await answer(Tool(described, lambda n: ""), {"n": "x"})
-    why = "'x' is not of type 'integer' (at `$.n`)"
-    assert text == f"Error: the arguments of f are not valid: {why}"
 
     @tool
     def look(name: str) -> str:
@@ -187,40 +167,11 @@ async def test_results_are_texts_or_json() -> None:
         await answer(look, {"name": "c"})
 
 
-async def test_methods_are_tools_of_their_object() -> None:
-    class Bench:
-        def __init__(self, count: int) -> None:
-            self.count = count
-
-        @tool
-        async def take(self, some: int) -> int:
-            """Takes some."""
-            self.count -= some
-            return self.count
-
-    first, second = Bench(5), Bench(9)
-    assert await answer(first.take, {"some": 2}) == "3"
-    assert await answer(second.take, {"some": 1}) == "8"
-    assert await first.take(1) == 2
-
-
 def _untyped(a) -> str:  # type: ignore[no-untyped-def]
     """Does."""
 
 
-def _starred(*a: int) -> str:
-    """Does."""
-
-
 def _bare(a: int) -> str: ...
-
-
-def _other(a: int) -> str:
-    """Does.
-
-    Args:
-        b: another one.
-    """
 
 
 def _unheld(a: asyncio.Event) -> str:
@@ -230,11 +181,8 @@ def _unheld(a: asyncio.Event) -> str:
 def test_a_function_that_cannot_be_a_tool_is_refused() -> None:
     refused: dict[Any, str] = {
         _untyped: "'a' .* needs a type",
-        _starred: "a model names each argument",
         _bare: "needs a docstring",
-        _other: r"describes \['b'\]",
         _unheld: "JSON cannot hold",
-        lambda: 1: "is not a name for a tool",
     }
     for function, told in refused.items():
         with pytest.raises(TypeError, match=told):
@@ -314,11 +262,6 @@ async def test_the_smaller_limit_of_turns_counts() -> None:
     run = Run(*[("", ["look"])] * 5)
     end, messages = await _loop(run, max_turns=2)
     assert (end.reason, len(messages)) == ("limit", 5)
-
-
-async def test_an_answer_beside_calls_ends_the_loop_after_them() -> None:
-    end, messages = await _loop(Run(("42", ["look"])), is_answer=lambda text: text == "42")
-    assert (end.reason, messages[-1]["content"]) == ("text", "seen")
 
 
 async def test_parallel_calls_meet_and_their_results_are_in_order() -> None:
