@@ -60,13 +60,12 @@ async def test_rows_are_the_arrays_that_were_stored_or_posted(api: Api) -> None:
     logprobs = [0, 0, -0.25, -0.5, -0.75]
     assert told(first) == [[1, 2, 3, 4, 5], [0, 0, 1, 1, 1], logprobs, 0.0, False]
     assert first.versions.tolist() == [-1, -1, 7, 7, 7]
-    assert (second.reward, whole.reward) == (1.0, 0.5)
+    assert (second.reward, whole.reward, whole.learn) == (1.0, 0.5, True)
     assert first.messages[-1] == {"role": "assistant", "content": "2"}
     assert (first.group_id, first.trajectory, second.trajectory) == ("a", 0, 1)
     with pytest.raises(ValueError, match="read-only"):
         first.tokens[0] = 9
     assert told(cut_off) == [[9, 5, 6], [0, 1, 1], [0.0, -0.5, -0.25], 0.5, False]
-    assert [row.learn for row in batch.rows] == [False, False, False, True, True]
     assert (bare.logprobs, bare.messages) == (None, [])
 
 

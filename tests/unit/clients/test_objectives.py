@@ -56,7 +56,6 @@ def test_settings_that_are_given_take_precedence_and_names_are_joined() -> None:
     [
         ("--objective ppo3", "no objective 'ppo3'"),
         ("--objective cispo+dual_clip", "not for CISPO"),
-        ("--correction-level sequence", "needs decoupled"),
         ("--least-correction 6", "not below most_correction"),
         ("--objective gspo --kl-weight 0.1 --kl-form k3_ratio", "ratio_level"),
         ("--baseline none", "needs a baseline"),
@@ -65,10 +64,8 @@ def test_settings_that_are_given_take_precedence_and_names_are_joined() -> None:
         ("--objective gdpo+tis", "gdpo needs reward_weights"),
         ("--schedule-steps 9", "constant has no schedule_steps"),
         ("--schedule cosine", "needs schedule_steps or steps"),
-        ("--schedule linear --steps 5", "within the warm-up"),
         ("--dynamic-sampling --wire atropos", "needs the native wire"),
         ("--engine server", "needs weights gloo or nccl"),
-        ("--engine server --weights gloo --lora-rank 4", "no LoRA"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(flags: str, message: str) -> None:

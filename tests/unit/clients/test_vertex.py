@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fsspec
@@ -201,7 +202,6 @@ GOOD = [chat(number) for number in range(20)]
 @pytest.mark.parametrize(
     ("more", "rows", "why"),
     [
-        (["--adapter-size", "3"], GOOD, "adapter_size must be one of 1, 2, 4"),
         (["--bucket", "here"], GOOD, "bucket must be a URL"),
         (["--base-model", GEMINI, "--tuning-mode", "full"], GOOD, "are only for open models"),
         ([], [{"prompt": "a", "completion": ""}], "Left out: 1 an empty message"),
@@ -226,3 +226,24 @@ def test_what_cannot_be_is_told_and_nothing_is_launched(
     assert why in tune(*more, status=2)[1]
     assert service.requests == []
     assert rows is GOOD or not (tmp_path / "out" / "train.jsonl").exists()
+
+
+def test_google_auth_gives_and_renews_tokens(
+    service: VertexStandIn, tune: Tune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in of that library, too: what is shown is that a refused token is renewed."""
+
+    class Credentials:
+        valid, token = True, "too old"
+
+        def refresh(self, request: object) -> None:
+            self.token = service.token
+
+    requests, auth = ModuleType("google.auth.transport.requests"), ModuleType("google.auth")
+    requests.Request = object  # type: ignore[attr-defined]
+    auth.default = lambda scopes: (Credentials(), "project")  # type: ignore[attr-defined]
+    for module in (requests, auth, ModuleType("google"), ModuleType("google.auth.transport")):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delenv("VERTEX_ACCESS_TOKEN")
+    tune()
+    assert len(service.jobs) == 1
