@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
 from envserver_records.errors import ConfigError, SandboxLost, SandboxUnavailable
-from envserver_records.framing import frame
+from envserver_records.framing import FrameReader, frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 from support.extent import examples
-from support.process_tree import alive_with, marked
+from support.process_tree import alive_with, children_of, marked
 from support.sandboxes import sandbox_machine
-from support.waiting import until
+from support.waiting import PATIENCE, until
 
 from envserver import (
     ExecResult,
@@ -36,10 +37,13 @@ from envserver.cli.console import Console
 from envserver.cli.doctor_machines import look_at_machines, show_machines
 from envserver.running.sandbox_metrics import SandboxMachineNumbers
 from envserver.running.sandbox_serving import ServedSandboxes
+from envserver.sandbox import SandboxClient, SandboxService
 from envserver.sandbox.remote import machines as machines_module
 from envserver.sandbox.remote.address import RemoteAddress
-from envserver.sandbox.remote.machines import Machines, machines_at
-from envserver.sandbox.remote.messages import PATH
+from envserver.sandbox.remote.machines import Machine, Machines, machines_at
+from envserver.sandbox.remote.messages import PATH, Load
+from envserver.sandbox.requests import Exec
+from envserver.sandbox.supervisor import READY
 
 of_module = pytest.mark.asyncio(loop_scope="module")
 PLAIN = SandboxSpec()
@@ -123,6 +127,19 @@ async def test_a_program_is_talked_to_and_ends_with_its_sandbox(boxes: Machines)
 
 
 @of_module
+async def test_what_ends_by_itself_says_how(boxes: Machines) -> None:
+    async with (
+        boxes.open(PLAIN) as box,
+        box.start(["sh", "-c", "echo bye; exit 3"], env={}, wall_seconds=60.0) as program,
+    ):
+        reader, writer = await asyncio.open_unix_connection(sock=program.stdio)
+        assert await reader.read(-1) == b"bye\n"
+        program.hung_up = True
+        writer.close()
+    assert program.result is not None and program.result.exit == 3
+
+
+@of_module
 async def test_sandboxes_end_with_their_client(served: ServedSandboxes) -> None:
     mark = marked()
     async with client_of(served) as gone, gone.open(PLAIN) as box:
@@ -136,11 +153,39 @@ async def test_sandboxes_end_with_their_client(served: ServedSandboxes) -> None:
     await until(lambda: not alive_with(mark) and served.machine.load.open == 0)
 
 
+@of_module
+async def test_programs_and_sandboxes_wait_in_order(
+    served: ServedSandboxes, boxes: Machines
+) -> None:
+    ended = []
+
+    async def use(number: int) -> None:
+        async with boxes.open(PLAIN) as box:
+            assert (await box.run_python("pass")).ok
+            ended.append(number)
+
+    async with boxes.open(PLAIN) as box:
+        holding = stay(box, mark := marked())  # takes the only room
+        await until(lambda: alive_with(mark))
+        others = []
+        for number in range(3):
+            others.append(asyncio.create_task(use(number)))
+            # One has the second place and waits for room.
+            await until(lambda: served.machine.load.queued == 1)
+            await until(lambda: served.machine.load.waiting == len(others) - 1)
+        assert served.machine.load.running == 1 and not ended
+        holding.cancel()
+        await asyncio.gather(holding, *others, return_exceptions=True)
+    assert ended == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     "limits",
     [
         SandboxLimits(memory_mb=601),
         SandboxLimits(wall_seconds=float("nan")),
+        SandboxLimits(output_kb=1 << 20),
+        SandboxLimits(input_kb=1 << 20),
     ],
 )
 @of_module
@@ -200,8 +245,64 @@ async def test_a_client_has_only_what_it_opened(served: ServedSandboxes) -> None
         assert answer[:2] == [1, "error"] and "begin with `open`" in answer[2]["message"]
 
 
+@asynccontextmanager
+async def opened(
+    served: ServedSandboxes, spec: SandboxSpec
+) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, AsyncIterator[list[Any]]]]:
+    """Yields the connection of an open sandbox, and the answers that come."""
+    async with connected(served) as websocket:
+        reader = FrameReader(1 << 20)
+
+        async def answers() -> AsyncIterator[list[Any]]:
+            async for message in websocket:
+                for body in reader.feed(message.data):
+                    yield msgspec.msgpack.decode(body)
+
+        coming = answers()
+        await websocket.send_bytes(asked(0, "open", spec))
+        assert (await anext(coming))[:2] == [0, "ok"]
+        yield websocket, coming
+
+
 def asked(number: int, word: str, body: object) -> bytes:
     return frame(msgspec.msgpack.encode((number, word, body)))
+
+
+def sleeping(seconds: str, stdin: bytes = b"") -> Exec:
+    return Exec(argv=["sleep", seconds], stdin=stdin, cwd="/work", env=None, limits=None)
+
+
+@pytest.mark.thorough
+@of_module
+async def test_a_request_that_is_given_up_at_once_is_answered(served: ServedSandboxes) -> None:
+    async with opened(served, SandboxSpec()) as (websocket, answers), asyncio.timeout(PATIENCE):
+        both = asked(1, "exec", sleeping(marked())) + asked(2, "cancel", 1)
+        await websocket.send_bytes(both)
+        number, word, value = await anext(answers)
+        assert (number, word, value["kind"]) == (1, "error", "cancelled")
+
+
+@pytest.mark.thorough
+@of_module
+async def test_requests_that_wait_do_not_fill_the_machines_memory(
+    served: ServedSandboxes, boxes: Machines
+) -> None:
+    small = SandboxLimits(disk_mb=1, input_kb=1024)
+    async with (
+        boxes.open(PLAIN) as box,
+        opened(served, SandboxSpec(limits=small)) as (websocket, answers),
+    ):
+        holding = stay(box, mark := marked())  # takes the only room
+        await until(lambda: alive_with(mark))
+        programs = [asked(n, "exec", sleeping("0", bytes(1 << 20))) for n in range(1, 11)]
+        sending = asyncio.create_task(
+            websocket.send_bytes(b"".join([*programs, asked(11, "total", None)]))
+        )
+        await until(lambda: served.machine.load.queued >= 4)
+        holding.cancel()
+        order = [(await anext(answers))[0] for _ in range(11)]
+        await sending
+        assert order.index(11) > 3, "it was read before there was memory for what stood before it"
 
 
 @pytest.mark.usefixtures("impatient")
@@ -242,6 +343,19 @@ async def test_a_machine_that_drains_takes_no_more(served: ServedSandboxes) -> N
                     pass
             assert (await box.run_python("pass")).ok and not draining.done()
         await draining
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 50)), min_size=1))
+def test_the_machine_with_most_free_room_is_first(loads: list[tuple[int, int, int]]) -> None:
+    machines = []
+    for places, taken, waiting in loads:
+        machine = Machine("http://machine")
+        machine.answered(Load(sandboxes=places, open=taken, waiting=waiting))
+        machines.append(machine)
+    chosen = min(machines, key=lambda one: one.fullness)
+    assert chosen.fullness == min((taken + waiting) / places for places, taken, waiting in loads)
+    chosen.open += 1000  # what this process asked for since counts, too
+    assert chosen.fullness > 1
 
 
 @pytest.fixture(autouse=True)
@@ -294,3 +408,24 @@ async def test_programs_reach_the_proxy_of_their_client(boxes: Machines) -> None
             assert result.stdout == b"200000\n", result.stderr
         server.close()
     assert asked == [b"GET http://api.test/ HTTP/1.1\r\n"] * 3
+
+
+@pytest.mark.thorough
+@of_module
+async def test_more_stand_ready_while_more_are_asked_for() -> None:
+    """`sandboxes serve` keeps up to 16; here 8."""
+    config = SandboxConfig(backend="namespace", concurrent=32, warm=8)
+    async with SandboxService(config) as service, SandboxClient(service.address) as client:
+        assert service._process is not None
+        supervisor = service._process.pid
+
+        def living() -> int:
+            zygotes = [zygote for outer in children_of(supervisor) for zygote in children_of(outer)]
+            return sum(len(children_of(zygote)) for zygote in zygotes)
+
+        async with client.open(PLAIN):
+            await until(lambda: living() == 1 + READY)
+        async with AsyncExitStack() as stack:
+            opening = (stack.enter_async_context(client.open(PLAIN)) for _ in range(8))
+            await asyncio.gather(*opening)
+        await until(lambda: living() == 8)

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from support.process_tree import alive_with, marked
 from support.sandboxes import archive, sandboxes, sandboxes_elsewhere
-from support.waiting import PATIENCE, until
+from support.waiting import PATIENCE, settled, until
 
 from envserver import (
     ExecResult,
@@ -95,9 +95,14 @@ raise ValueError("wrong")
 
 EXITS = {
     "": 0,
+    "raise SystemExit": 0,
+    "import sys; sys.exit(7)": 7,
     "import sys; sys.exit(256 + 7)": 7,
+    "import sys; sys.exit(-1)": 255,
     "import sys; sys.exit('why')": 1,
     "import os; os._exit(9)": 9,
+    "1 / 0": 1,
+    "this is not Python": 1,
     "raise KeyboardInterrupt": 130,
     "import atexit; atexit.register(print, 'late'); raise SystemExit(5)": 5,
 }
@@ -215,6 +220,20 @@ async def test_a_program_that_is_given_up_at_once_does_not_run_to_its_limit(box:
     assert "wall" not in (await box.total()).killed
 
 
+async def test_a_request_that_waits_for_its_turn_can_be_cancelled(box: Sandbox) -> None:
+    mark = marked()
+    first = stay(box, mark, then="echo first")
+    await until(lambda: alive_with(mark))
+    second = asyncio.create_task(box.exec(["sh", "-c", "echo > second"]))
+    await settled()
+    await cancelled(second)
+    for pid in alive_with(mark):
+        os.kill(pid, signal.SIGTERM)
+    assert (await first).stdout == b"first\n"
+    with pytest.raises(InputError):
+        await box.read("second")
+
+
 async def test_the_end_of_a_sandbox_ends_its_program(boxes: Sandboxes) -> None:
     async with boxes.open(PATIENT) as box:
         mark = marked()
@@ -243,6 +262,8 @@ async def test_more_sandboxes_than_there_is_room_for_wait() -> None:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3), few.open(PLAIN):
                     pass
+        async with few.open(PLAIN), few.open(PLAIN) as box:
+            assert (await box.exec(["true"])).ok
 
 
 # Input and output.
@@ -388,6 +409,24 @@ async def test_what_cannot_be_read_is_told(box: Sandbox) -> None:
             await box.write(path, b"x")
 
 
+async def test_names_that_are_no_text_do_no_harm(box: Sandbox) -> None:
+    await box.run_python(r"open(b'\xff\xfe', 'w').write('odd'); open('new\nline', 'w').write('x')")
+    assert await box.read("new\nline") == b"x"
+    with pytest.raises(InputError):
+        await box.read(os.fsdecode(b"\xff\xfe"))
+    with pytest.raises(InputError):
+        await box.run_python("print('\ud800')")
+    assert (await box.exec(["sh", "-c", "cat *"])).stdout == b"xodd"
+
+
+async def test_deep_folders_do_not_hinder_the_end(boxes: Sandboxes) -> None:
+    async with boxes.open(PLAIN) as box:
+        code = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nopen('end', 'w')"
+        await box.run_python(code)
+        with pytest.raises(InputError):
+            await box.read("d/" * 3000 + "end")
+
+
 async def test_it_starts_with_its_archive_and_files(boxes: Sandboxes) -> None:
     spec = SandboxSpec(
         archive=archive(repo__a=b"from the archive", repo__b=b"b"),
@@ -476,3 +515,19 @@ if os.fork() == 0:
 while not os.path.exists("spun"): time.sleep(0.02)
 """)
     assert left.ok and left.usage.cpu_seconds > 0.02
+
+
+async def test_the_total_is_of_all_programs(box: Sandbox) -> None:
+    first = (await box.run_python("data = bytes(40 << 20); print('one')")).usage
+    second = (await box.exec(["sh", "-c", "echo second; echo more >&2"])).usage
+    killed = (await box.exec(["sleep", "9"], limits=SandboxLimits(wall_seconds=0.1))).usage
+    total = await box.total()
+    assert total.executions == 3
+    assert total.killed == killed.killed == {"wall": 1}
+    assert total.output_bytes == 4 + 12
+    assert total.wall_seconds == pytest.approx(
+        first.wall_seconds + second.wall_seconds + killed.wall_seconds
+    )
+    assert total.peak_memory_mb == max(
+        first.peak_memory_mb, second.peak_memory_mb, killed.peak_memory_mb
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,30 +20,39 @@ import orjson
 import pytest
 import pytest_asyncio
 from envserver_records.errors import SandboxUnavailable, WorkerDied
+from envserver_records.records import SandboxLimits, Usage
+from support.api import requested
 from support.commands import envserver, read_jsonl
-from support.process_tree import alive, alive_with, marked
+from support.process_tree import alive, alive_with, children_of, marked
 from support.waiting import until, with_enough_time
 
 from envserver import (
+    Group,
     Result,
     SandboxError,
+    SandboxSpec,
     SandboxUsage,
     Settings,
     Task,
+    pack,
+    unpack,
 )
 from envserver.proxy import ProxyAttempt
 from envserver.registry import find
-from envserver.rollouts import StalenessMonitor
+from envserver.rollouts import StalenessMonitor, make_group
 from envserver.rollouts.attempt import Finished, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec
 from envserver.running import rollout_context
 from envserver.sandbox import Open
 from envserver.sandbox.attempt_sandboxes import summed
 from envserver.sandbox.requests import Exec, Opened
+from envserver.sandbox.supervisor import READY
+from envserver.sandbox.validity import cut_down
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ZOO = str(Path(__file__).parents[2] / "support" / "sandbox_zoo.py")
+MOST_ATTEMPTS = 50
 _numbers = count(1)
 
 
@@ -98,6 +109,28 @@ def supervisors() -> Iterator[int]:
                 yield int(child)
 
 
+def sandboxes_of(supervisor: int) -> Iterator[list[int]]:
+    """The process 1 of each sandbox, by zygote; some are kept ready for whoever comes next."""
+    for outer in children_of(supervisor):
+        for zygote in children_of(outer):
+            yield children_of(zygote)
+
+
+async def test_an_agent_uses_a_sandbox_and_what_it_used_is_told(zoo: RolloutContext) -> None:
+    finished = await run(zoo, "sums")
+    output = finished.result.output
+    assert output["shown"] == "hello6 * 7"
+    assert output["summed"] == "42 ['a']\n"
+    assert output["color"] == "blue\n"
+    assert output["backend"] == "namespace"
+    used = finished.usage.sandbox
+    assert used is not None
+    assert used.executions == output["executions"] == 3
+    assert used.cpu_seconds > 0 and used.peak_memory_mb > 1 and used.written_bytes > 0
+    assert finished.usage.ended_by == "agent"
+    assert unpack(pack(finished.usage), Usage) == finished.usage
+
+
 @pytest.mark.parametrize("isolation", ["pooled", "dedicated"])
 async def test_what_an_agent_leaves_open_is_closed(zoo: RolloutContext, isolation: str) -> None:
     marker = marked()
@@ -114,6 +147,13 @@ async def test_sandboxes_end_with_a_worker_that_is_killed(zoo: RolloutContext) -
     with pytest.raises(WorkerDied):
         await run(zoo, "die", marker, isolation="dedicated")
     await until(lambda: not alive_with(marker))
+
+
+async def test_a_cancelled_program_has_ended_and_the_sandbox_goes_on(zoo: RolloutContext) -> None:
+    marker = marked()
+    finished = await run(zoo, "lose_patience", marker)
+    found, said, killed = finished.result.output
+    assert (found, said, killed) == (1, "well\n", {"cancelled": 1})
 
 
 async def test_a_program_that_runs_at_the_deadline_is_the_models(zoo: RolloutContext) -> None:
@@ -287,6 +327,40 @@ async def test_a_scorer_that_hides_a_lost_sandbox_gives_no_score(
     await patient_run(zoo, "sums")
 
 
+@pytest.mark.slow
+async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None:
+    settings = {
+        "rollouts": {"max_attempts": MOST_ATTEMPTS},
+        "workers": {"processes": 1, "dedicated": 8},
+        "sandbox": {"concurrent": 12},
+    }
+    rng, killed, before = random.Random(1), 0, set(supervisors())
+    async with house("Plain", **settings) as parts:
+        parts.environment.config.group_size = 8
+        (task, *_) = parts.environment.tasks("train")
+        requests = (requested(number, env="plain", task=task) for number in range(25))
+        making = asyncio.gather(*(make_group(parts, request) for request in requests))
+        seen: set[int] = set()
+        while not making.done():
+            await asyncio.sleep(0.01)
+            pids = parts.pool.snapshot()["pids"]
+            if len(set(pids) - seen) >= 4 and killed < MOST_ATTEMPTS - 1:
+                seen |= set(pids)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rng.choice(pids), signal.SIGKILL)
+                    killed += 1
+        groups = await making
+        service = set(supervisors()) - before
+        assert len(service) == 1
+        await until(lambda: parts.pool.snapshot()["processes"] <= 1)
+        await until(lambda: all(len(zygote) <= READY for zygote in sandboxes_of(*service)))
+    assert killed > 20
+    for group in groups:
+        assert isinstance(group, Group)
+        assert [one.output for one in group.trajectories] == [["121", "42\n", 2]] * 8
+        assert {failure.kind for failure in group.failures} <= {"worker_died"}
+
+
 # A worker that was taken over.
 
 
@@ -364,6 +438,16 @@ async def test_an_attempt_that_is_sealed_interrupts_what_it_asks(zoo: RolloutCon
     assert used is not None and used.killed == {"cancelled": 1}
 
 
+async def test_a_spec_may_say_less_than_the_environments(zoo: RolloutContext) -> None:
+    less = Open(SandboxSpec(limits=SandboxLimits(wall_seconds=0.3)))
+    attempt, _, box = await opened(zoo, "less", less)
+    try:
+        _, body = await post(f"{box}/exec", command("sleep", "9"))
+        assert msgspec.msgpack.decode(body)["killed_by"] == "wall"
+    finally:
+        zoo.proxy.seal(attempt)
+
+
 # Sums, and the whole from the command line.
 
 
@@ -373,6 +457,12 @@ async def test_usages_are_summed_and_peaks_kept() -> None:
     both = summed([one, two])
     assert (both.cpu_seconds, both.peak_memory_mb, both.cpu_exact) == (3.0, 5.0, False)
     assert (both.executions, both.killed) == (2, {"wall": 2, "cpu": 1})
+
+
+def test_each_limit_is_cut_down_by_itself() -> None:
+    most = SandboxLimits(wall_seconds=5.0, memory_mb=100)
+    cut = cut_down(SandboxLimits(wall_seconds=9.0, memory_mb=50, processes=2), most)
+    assert (cut.wall_seconds, cut.memory_mb, cut.processes) == (5.0, 50, 2)
 
 
 async def test_the_usage_stands_in_the_output_of_process(tmp_path: Path) -> None:
