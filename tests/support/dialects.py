@@ -60,6 +60,7 @@ class Api:
     client_type: ClassVar[Any] = openai.OpenAI
     client_url: ClassVar[str] = "http://desk/v1"
     thinking: ClassVar[Json] = {}
+    refused: ClassVar[Any] = openai.APIStatusError
     broken: ClassVar[Any] = openai.APIError
     strict = True
     told: Any
@@ -192,7 +193,7 @@ class Messages(Api):
     client_type, client_url = anthropic.Anthropic, "http://desk"
     smallest = {"max_tokens": 50, "messages": [HI]}
     thinking = {"max_tokens": 2000, "thinking": THINK}
-    broken = anthropic.APIStatusError
+    refused = broken = anthropic.APIStatusError
 
     def told(self, answer: Any) -> Told:
         by_kind: dict[str, list[Any]] = {"thinking": [], "text": [], "tool_use": []}

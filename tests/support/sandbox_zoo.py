@@ -90,6 +90,17 @@ class Zoo(Base):
             os.kill(os.getpid(), signal.SIGKILL)
             os._exit(9)  # behind the backend no signal ends it
 
+    async def lose_patience(self, run, marker):
+        """A program that was cancelled has ended, and the sandbox is as good as before."""
+        async with run.open_sandbox() as sandbox:
+            started = asyncio.create_task(sandbox.exec(["sleep", marker]))
+            await until_it_runs(marker)
+            started.cancel()
+            await asyncio.wait({started})
+            after = await sandbox.exec(["pgrep", "-f", marker])
+            again = await sandbox.run_python("print('well')")
+            return [after.exit, again.stdout.decode(), (await sandbox.total()).killed]
+
     async def overrun(self, run, marker):
         async with run.open_sandbox() as sandbox:
             await sandbox.exec(["sleep", marker])

@@ -8,17 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import openai
 import orjson
 import pytest
 import yaml
 from anthropic.types import beta, message_create_params
-from envserver_records.errors import EngineTimeout, EngineUnavailable, InputError
+from envserver_records.errors import EngineTimeout, EngineUnavailable, InputError, NotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params
 from pydantic import BaseModel
+from support import speaking
 from support.dialects import (
     CHAT,
     HI,
@@ -57,9 +59,7 @@ STREAMED = pytest.mark.parametrize("streamed", [False, True])
 @ALL
 @STREAMED
 def test_thoughts_text_calls_and_usage_are_told(api: Api, streamed: bool) -> None:
-    answer = chat_answer("Wait, é", reasoning="Hm.", calls=CALLS)
-    message_of(answer)["reasoning_content"] = "Hm."  # the engine's other name for it
-    desk = Desk(api, answer)
+    desk = Desk(api, chat_answer("Wait, é", reasoning="Hm.", calls=CALLS))
     told = api.told(api.create(desk, streamed, **api.thinking))
     wanted = Told("Hm.", "Wait, é", [("call_1", "add", '{"a": 1}')], (11, 7))
     arguments = '{"a": 2.0}' if api is MESSAGES else '{"a":2.0 }'
@@ -118,9 +118,11 @@ def test_parsed_output_comes_from_a_schema_that_the_engine_is_sent(api: Api) -> 
     [
         ("stop", None, [], "end_turn", None),
         ("stop", "</code>", [], "stop_sequence", None),
+        ("stop", None, CALLS, "tool_use", None),
         ("stop", "</code>", CALLS, "tool_use", None),
         ("tool_calls", None, CALLS, "tool_use", None),
         ("length", None, [], "max_tokens", "max_output_tokens"),
+        ("length", None, CALLS, "max_tokens", "max_output_tokens"),
         ("content_filter", None, [], "refusal", "content_filter"),
         ("abort", None, [], "max_tokens", None),
     ],
@@ -138,6 +140,23 @@ def test_why_a_model_stopped_is_told(
     status = "completed" if finish in ("stop", "tool_calls") else "incomplete"
     assert (answer.status, answer.output[-1].status) == (status, status)
     assert (answer.incomplete_details and answer.incomplete_details.reason) == incomplete
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InputError("No."), "invalid_request_error"),
+        (NotFoundError("No."), "not_found_error"),
+        (EngineTimeout("No."), "timeout_error"),
+    ],
+)
+def test_errors_have_the_form_that_the_client_knows(api: Api, error: Any, kind: str) -> None:
+    with pytest.raises(api.refused) as caught:
+        api.create(Desk(api, error))
+    assert caught.value.status_code == error.status
+    assert api.kind(caught.value) == (kind if api is MESSAGES else error.kind)
+    assert "No." in caught.value.message
 
 
 @pytest.mark.parametrize("api", [CHAT, TEXTS, MESSAGES], ids=repr)
@@ -158,6 +177,92 @@ def test_a_response_that_breaks_ends_as_a_failed_one() -> None:
     assert (last.response.error.message, last.response.error.code) == ("Too slow.", "server_error")
     assert last.response.output[0].content[0].text == "Hello"
     assert not desk.memory
+    # Also before anything was said.
+    writer = RESPONSES.adapter.writer(RESPONSES.read(stream=True), {})
+    events = writer.begin() + writer.fail(EngineTimeout("Too slow."))
+    kinds = [line for line in events.split(b"\n") if line.startswith(b"event: ")]
+    assert [kind.rpartition(b".")[2] for kind in kinds] == [b"created", b"in_progress", b"failed"]
+
+
+def test_a_message_is_streamed_block_by_block() -> None:
+    desk = Desk(MESSAGES, chat_answer("Héllo", reasoning="Hm", calls=CALLS[:1]), piece=4)
+    asked: Any = {"model": "any", **MESSAGES.smallest, "stream": True}
+    with MESSAGES.client(desk).messages.with_streaming_response.create(**asked) as response:
+        told = [line for line in response.iter_lines() if line.startswith("data: ")]
+    events = [orjson.loads(line.removeprefix("data: ")) for line in told]
+    starts, stops = "content_block_start", "content_block_stop"
+    assert [(e["type"], e.get("index"), e.get("delta", {}).get("type")) for e in events] == [
+        ("message_start", None, None),
+        ("ping", None, None),
+        (starts, 0, None),
+        ("content_block_delta", 0, "thinking_delta"),
+        ("content_block_delta", 0, "signature_delta"),
+        (stops, 0, None),
+        (starts, 1, None),
+        *[("content_block_delta", 1, "text_delta")] * 2,
+        (stops, 1, None),
+        (starts, 2, None),
+        ("content_block_delta", 2, "input_json_delta"),
+        (stops, 2, None),
+        ("message_delta", None, None),
+        ("message_stop", None, None),
+    ]
+    assert events[0]["message"]["stop_reason"] is None
+    assert events[-2]["usage"]["output_tokens"] == 7
+
+
+def test_a_response_is_streamed_item_by_item() -> None:
+    desk = Desk(RESPONSES, chat_answer("Héllo", reasoning="Hm", calls=CALLS[:1]), piece=4)
+    events = [*RESPONSES.client(desk).responses.create(model="any", input="hi", stream=True)]
+    text = """created in_progress
+        output_item.added content_part.added reasoning_text.delta reasoning_text.done
+            content_part.done output_item.done
+        output_item.added content_part.added output_text.delta output_text.delta output_text.done
+            content_part.done output_item.done
+        output_item.added function_call_arguments.delta function_call_arguments.done
+            output_item.done
+        completed"""
+    assert [event.type.removeprefix("response.") for event in events] == text.split()
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == events[-1].response.output
+    added = [event for event in events if event.type == "response.output_item.added"]
+    assert [event.output_index for event in added] == [0, 1, 2]
+    assert [event.item.id for event in added] == [item.id for item in done]
+
+
+@STREAMED
+def test_what_else_a_message_tells(streamed: bool) -> None:
+    answer = chat_answer("Hi", reasoning="Hm.")
+    message_of(answer)["reasoning_content"] = "Hm."  # the engine's other name for it
+    message = MESSAGES.create(Desk(MESSAGES, answer), streamed)
+    thinking, text = message.content
+    assert (thinking.thinking, thinking.signature, text.text) == ("Hm.", "", "Hi")
+    assert message.id.startswith("msg_")
+    assert (message.model, message.role) == ("tiny", "assistant")
+    assert message.usage.cache_read_input_tokens == 0
+    odd = chat_answer("", calls=[call("c1", "add", "[1, 2"), call("c2", "add", "")])
+    first, second = MESSAGES.create(Desk(MESSAGES, odd), streamed).content
+    assert (first.input, second.input) == ({"arguments": "[1, 2"}, {})
+
+
+@STREAMED
+def test_what_else_a_response_tells(streamed: bool) -> None:
+    desk = Desk(RESPONSES, chat_answer("Hi", reasoning="Hm.", calls=CALLS), chat_answer(""))
+    response = RESPONSES.create(desk, streamed, metadata={"a": "b"}, max_output_tokens=50)
+    assert [item.type for item in response.output] == [
+        "reasoning",
+        "message",
+        *["function_call"] * 2,
+    ]
+    assert {item.status for item in response.output} == {"completed"}
+    assert response.output[1].role == "assistant"
+    assert (response.model, response.created_at) == ("tiny", 1_700_000_000)
+    assert (response.metadata, response.max_output_tokens) == ({"a": "b"}, 50)
+    assert response.usage.total_tokens == 18
+    empty = RESPONSES.create(desk, streamed)
+    assert [item.type for item in empty.output] == ["message"]
+    assert empty.output_text == ""
 
 
 @STREAMED
@@ -228,14 +333,53 @@ def test_a_conversation_goes_on_from_an_earlier_response_without_its_instruction
         {"role": "assistant", "content": "3"},
         {**HI, "content": "bye"},
     ]
-    # Two requests may go on from the same response, or from an item of it.
+    # Two requests may go on from the same response.
     again = RESPONSES.read(desk.memory, previous_response_id=first.id)
     assert again.messages[-2]["tool_calls"] == CALLS
-    item = {"type": "item_reference", "id": first.output[0].id}
-    assert RESPONSES.read(desk.memory, input=[item]).messages[0]["tool_calls"] == CALLS[:1]
+
+
+def test_items_of_responses_can_be_referred_to() -> None:
+    desk = Desk(RESPONSES, chat_answer("", calls=CALLS[:1]))
+    (item,) = RESPONSES.create(desk, tools=[TOOL]).output
+    reference = {"type": "item_reference", "id": item.id}
+    (message,) = RESPONSES.read(desk.memory, input=[reference]).messages
+    assert message["tool_calls"] == CALLS[:1]
+
+
+@STREAMED
+def test_nothing_is_kept_of_a_response_that_is_not_to_be_stored(streamed: bool) -> None:
+    desk = Desk(RESPONSES, chat_answer("Hi"))
+    response = RESPONSES.create(desk, streamed, store=False)
+    with pytest.raises(openai.UnprocessableEntityError, match="previous_response_id does not name"):
+        RESPONSES.create(desk, previous_response_id=response.id)
 
 
 # Requests
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1 + 1, and 2 + 2?"},
+    {"role": "assistant", "content": "Hm.", "tool_calls": [call("c1", "add", '{"a":1}')]},
+    {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    {"role": "assistant", "content": "Two. And?"},
+    {"role": "user", "content": "Go on."},
+]
+
+
+@pytest.mark.parametrize(
+    ("api", "speaker"),
+    [(CHAT, speaking.Chat()), (RESPONSES, speaking.Responses()), (MESSAGES, speaking.Messages())],
+)
+def test_the_same_conversation_is_the_same_request_in_every_dialect(
+    api: Api, speaker: speaking.Speaker
+) -> None:
+    function = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+    tool = {"type": "function", "function": function}
+    choice = {"type": "function", "function": {"name": "add"}}
+    wishes = {"max_tokens": 9, "user": "me", "stream": True, "tool_choice": choice}
+    ask = api.read(**speaker.body(CONVERSATION, [tool], wishes, ""))
+    assert (ask.messages, ask.tools, ask.fields) == (CONVERSATION, [tool], {"tool_choice": choice})
+    assert (ask.wanted_tokens, ask.choices, ask.stream, ask.wants_logprobs) == (9, 1, True, False)
 
 
 @pytest.mark.parametrize("case", CASES["conversations"])

@@ -31,6 +31,7 @@ from envserver.tokens import History, build
 from envserver.tokens.flags import Actions
 
 PATH = "v1/chat/completions"
+IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf"
 STREAMED = pytest.mark.parametrize("streamed", [False, True])
 
 
@@ -77,6 +78,25 @@ async def test_logprobs_usage_and_n_answers_are_for_whom_asks(home: House, strea
         assert_exact(call)
 
 
+async def test_tools_are_asked_for_whole_and_streamed_to_the_agent(home: House) -> None:
+    home.fake.tool_calls, home.fake.finish = TOOL_CALLS, "tool_calls"
+    attempt, client = home.open()
+    asked: Any = {"model": "any", "messages": ASK, "tools": TOOLS, "stream": True}
+    asked["stream_options"] = {"include_usage": True}
+    chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]
+    assert not home.fake.requests[0].get("stream")
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    assert [(c.index, c.id) for c in calls] == [(0, "c1"), (1, "c2")]
+    assert [c.function.arguments for c in calls] == ['{"a":1}', '{"a":2}']
+    assert choices[-1].finish_reason == "tool_calls"
+    assert choices[0].delta.role == "assistant"
+    assert chunks[-1].usage.completion_tokens == len(ids_of("Hëllo."))
+    (call,) = attempt.calls
+    assert_exact(call)
+    assert (call.message["tool_calls"], call.tools) == (TOOL_CALLS, TOOLS)
+
+
 async def test_reasoning_that_the_agent_refuses_is_sampled_but_not_shown(home: House) -> None:
     home.fake.reasoning = "hm"
     attempt, client = home.open()
@@ -84,6 +104,16 @@ async def test_reasoning_that_the_agent_refuses_is_sampled_but_not_shown(home: H
     assert home.fake.requests[0]["include_reasoning"] is True
     assert "reasoning" not in choice.message.model_dump()
     assert_exact(attempt.calls[0])
+
+
+async def test_images_pass_and_are_not_continued_by_tokens(home: House) -> None:
+    image = {"type": "image_url", "image_url": {"url": IMAGE}}
+    attempt, client = home.open()
+    await chat(client, messages=[{"role": "user", "content": [image]}])
+    assert home.fake.requests[0]["messages"][0]["content"] == [image]
+    (call,) = attempt.calls
+    assert (call.edge, call.exact) == ("root", True)
+    assert call.flags == ["multimodal_unstitched", "images_unplaced"]
 
 
 TURN: list[Message] = [
@@ -278,6 +308,40 @@ async def test_a_logprob_that_stands_for_minus_infinity_is_flagged_and_not_train
     (call,) = attempt.calls
     assert (call.exact, call.flags) == (True, ["extreme_logprob"])
     assert build(attempt.calls) == []
+
+
+@STREAMED
+@pytest.mark.parametrize("told", [[], None])
+async def test_nothing_is_missing_where_nothing_was_sampled(
+    home: House, monkeypatch: pytest.MonkeyPatch, told: list[int] | None, streamed: bool
+) -> None:
+    nothing = {"finish_reason": "abort", "token_ids": told, "logprobs": None}
+    usage = {"usage": {"completion_tokens": 0}}
+    chunks = home.fake.chunks
+
+    def empty_chunks(body: Any) -> Any:
+        first, *_, last, end = chunks(body)
+        last["choices"][0] |= nothing
+        yield from (first, last, end | usage)
+
+    home.spoil(lambda answer: (answer.update(usage), answer["choices"][0].update(nothing)))
+    monkeypatch.setattr(home.fake, "chunks", empty_chunks)
+    attempt, client = home.open()
+    await chat(client, streamed)
+    (call,) = attempt.calls
+    assert (call.exact, call.flags) == (True, ["finish_abort"])
+    assert call.completion_ids.size == call.logprobs.size == 0
+
+
+async def test_an_engine_without_token_ids_is_recorded_as_text() -> None:
+    async with house(server_type="openai") as plain:
+        attempt, client = plain.open()
+        await chat(client)
+        assert not {"return_token_ids", "logprobs", "top_k"} & set(plain.fake.requests[0])
+        (call,) = attempt.calls
+        assert not call.exact
+        assert "missing_token_ids" in call.flags
+        assert call.message["content"] == "Hëllo."
 
 
 # Waiting

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from envserver_records.errors import EngineRefused
-from envserver_records.records import Call
+from envserver_records.records import Call, ServiceCall
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import envserver, read_jsonl
+from support.commands import envserver, read_jsonl, running
 from support.extent import examples
 from support.in_process import Run
 from support.trajectories import sequence
 from support.trajectories import trajectory as rollout
 
-from envserver import Group, Score, Trajectory
+from envserver import EngineError, Group, InputError, Score, ServiceError, Trajectory
 from envserver.export import group_line, group_of
 from envserver.export.rescored import rescored_line
-from envserver.rollouts.replaying import Player, recorded_calls
+from envserver.rollouts.replaying import Player, RecordedServices, recorded_calls, told_calls
 from envserver.running.replaying import read_record
 
 ECHO = '''
@@ -150,6 +151,34 @@ def test_overwrite_keeps_the_old_file_until_a_group_is_scored(rescore: Run) -> N
     assert list(rewards()) == ["test-7-1", "test-7-2", "test-7-0"]
     names = {"echo.py", "rubric.py", "old.jsonl", "new.jsonl", "__pycache__"}
     assert {path.name for path in Path().iterdir()} <= names
+
+
+KILLER = """
+import os, signal, time
+from pathlib import Path
+from echo import Echo as Base
+
+class Echo(Base):
+    def score(self, task, result):
+        pid = Path(__file__).with_name("pid")
+        while not pid.exists():
+            time.sleep(0.01)
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)  # no score is returned, and nothing is left
+"""
+
+
+def test_a_killed_overwrite_leaves_the_old_file(rescore: Run, tmp_path: Path) -> None:
+    OLD.write_bytes(WRONG_0)
+    rescore()
+    before = NEW.read_bytes()
+    Path("killer.py").write_text(KILLER)
+    words = "rescore old.jsonl --env killer.py --out new.jsonl --overwrite"
+    with running(*words.split(), folder=tmp_path) as process:
+        Path("pid.new").write_text(str(process.pid))
+        Path("pid.new").rename("pid")
+        assert process.end() == -signal.SIGKILL
+    assert NEW.read_bytes() == before
 
 
 @settings(max_examples=examples(100))
@@ -301,6 +330,42 @@ async def test_each_agent_and_each_of_several_calls_at_once_finds_its_own() -> N
     assert player.difference is not None
     assert player.difference.call == 3
     assert "-one" in player.difference.diff
+    with pytest.raises(EngineError):  # it is over, whatever is asked now
+        await ask(player, "one", "r/a")
+    player = Player(recorded_calls([call(None, "one", "1")], "r", []), model="m", exact=False)
+    assert await ask(player, "one") == "1"
+    with pytest.raises(EngineRefused, match="record ends here"):
+        await ask(player, "one")
+
+
+async def test_services_answer_from_the_record() -> None:
+    player = Player([], model="m", exact=False)
+    asked = [
+        ServiceCall(name="web/search", arguments={"q": "herons"}, answer=["a heron"]),
+        ServiceCall(name="web/search", arguments={"q": ""}, refused="say what"),
+    ]
+    service = RecordedServices(asked, player).get("web/search")
+    with pytest.raises(InputError, match="say what"):
+        await service({"q": ""}, None)  # type: ignore[arg-type]
+    assert await service({"q": "herons"}, None) == ["a heron"]  # type: ignore[arg-type]
+    assert player.difference is None
+    with pytest.raises(ServiceError):
+        await service({"q": "herons"}, None)  # type: ignore[arg-type]
+    assert player.difference is not None
+
+
+def test_calls_are_read_off_a_conversation_that_only_grew() -> None:
+    talk = [
+        {"role": "user", "content": "an example?"},
+        {"role": "assistant", "content": "an example"},
+        {"role": "user", "content": "and now?"},
+        {"role": "assistant", "content": "now"},
+    ]
+    (only,) = told_calls(talk, 1, "r")
+    assert only.messages == talk[:3]
+    assert only.answers[0].message == talk[3]
+    with pytest.raises(InputError, match="The record has 2 of 3 calls"):
+        told_calls(talk, 3, "r")
 
 
 def test_where_calls_were_not_kept_each_agent_s_are_read_off_its_own_talk(place: Path) -> None:
