@@ -150,6 +150,7 @@ def test_stopped_while_it_starts_it_leaves_nothing(
     assert "Traceback" not in process.output()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("environment", first_of("code", "math"))
 def test_a_long_path_for_temporary_files_does_no_harm(
     environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

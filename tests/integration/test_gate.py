@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support import gate
+from support import code_size, gate
 
 
 def test_each_long_test_belongs_to_a_group_and_each_pattern_to_something() -> None:
@@ -26,6 +26,22 @@ def test_each_long_test_belongs_to_a_group_and_each_pattern_to_something() -> No
         assert f"\n{peer['install']}:" in targets
         file, _, test = peer["smoke"].partition("::")
         assert f"def {test}" in (gate.ROOT / file).read_text(), name
+
+
+@pytest.mark.parametrize(
+    ("changed", "runs", "not_run"),
+    [
+        ("envserver/proxy/x.py", "tests/peers/test_real_tokens.py", "tests/peers/test_ray.py"),
+        ("environments/envserver_integrations/openenv/x.py", "tests/peers/test_openenv_peer.py",
+         "tests/peers/test_real_tokens.py"),
+        ("tests/peers/test_ray.py", "tests/peers/test_ray.py", "tests/peers/test_learning.py"),
+    ],
+)  # fmt: skip
+def test_a_change_runs_its_own_groups(changed: str, runs: str, not_run: str) -> None:
+    choice = gate.choose([changed])
+    assert not choice.everything
+    assert runs in choice.files
+    assert not_run not in choice.files
 
 
 def test_what_all_share_and_what_nobody_knows_runs_everything(
@@ -72,3 +88,18 @@ def test_the_newest_commit_that_passed_is_found(
     git("commit", "-qm", "fourth")
     gate._remember()
     assert gate.passed_commit()[0] == git("rev-parse", "HEAD")
+
+
+def test_a_folder_over_its_budget_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setattr(code_size, "ROOT", tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/size.toml").write_text("[tests]\nlines = 3\ntokens = 4\n")
+    module = tmp_path / "tests/one.py"
+    module.write_text('"""A docstring."""\n\nx = 1  # a comment\n')
+    assert code_size.main([]) == 0
+    module.write_text("x = 1\ny = x\n")
+    assert code_size.main(["--rooms"]) == 1
+    assert "tests has 6 tokens, 4 are allowed" in capsys.readouterr().err

@@ -43,6 +43,7 @@ def alive(pid: int) -> bool:
     return False
 
 
+@pytest.mark.thorough
 def test_engine_is_started_again_when_it_dies_and_goes_with_us(tmp_path: Path, model: Path) -> None:
     start = f"models start {model} --vllm_python {scripted_vllm(tmp_path)} --port 0"
     line = f"{start} --vllm_args=--max-num-seqs --vllm_args=4"

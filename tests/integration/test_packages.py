@@ -171,6 +171,7 @@ print(json.dumps(lacks))
     assert not lacks.keys() & {"atropos", "completions", "slime", "whole_groups"}
 
 
+@pytest.mark.thorough
 def test_a_trainer_leases_learns_acknowledges_and_publishes(alone: Alone, tmp_path: Path) -> None:
     trainer = """
 import sys

@@ -284,6 +284,7 @@ def test_an_agent_that_hides_the_engines_failure_is_not_scored_for_it(
     assert read_jsonl(folder / "data" / "echo.jsonl") == []
 
 
+@pytest.mark.thorough
 def test_a_full_disk_loses_nothing_that_was_written(process: Process, folder: Path) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

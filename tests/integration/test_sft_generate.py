@@ -89,6 +89,7 @@ def test_plans_of_a_killed_and_resumed_run_are_all_there_once(
     assert f"{len(rows):,} rows of {len(teacher.kinds):,} queries" in said
 
 
+@pytest.mark.thorough
 def test_several_teachers_share_the_queries_and_rows_are_balanced(tmp_path: Path) -> None:
     teacher = Teacher(kinds_of(120))
     (tmp_path / "prices.yaml").write_text(

@@ -178,6 +178,7 @@ def asked(shell: str, script: str, folder: Path, environment: dict[str, str]) ->
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_bash_completes(tmp_path: Path, shell_environment: dict[str, str]) -> None:
     expected = {
         "pro": ["process"],

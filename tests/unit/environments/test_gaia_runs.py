@@ -64,6 +64,7 @@ def test_file_tools_stay_in_the_folder_of_the_rollout(copy: Path) -> None:
     assert group["scores"] == [1.0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("agent", first_of("code", "tools"))
 def test_smolagents_own_prompts_and_plans(copy: Path, agent: str) -> None:
     """One conversation, in the words of the installed templates, and plans are no bad steps."""

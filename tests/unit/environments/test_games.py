@@ -44,6 +44,7 @@ def test_only_equilibria_cannot_be_exploited(bets: list[float]) -> None:
         assert found > 1e-3
 
 
+@pytest.mark.thorough
 def test_games_of_kuhn_are_played_on_the_server(tmp_path: Path) -> None:
     """Each agent has its rewards, no public part names a card, and the measure reads the file."""
     for task in itertools.islice(Kuhn().tasks("train"), 12):

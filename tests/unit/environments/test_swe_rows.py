@@ -198,6 +198,7 @@ async def containers(engine: Path) -> AsyncIterator[Sandboxes]:
         yield WatchedSandboxes(running.address)
 
 
+@pytest.mark.thorough
 async def test_rows_with_images_are_tasks(containers: Sandboxes, tmp_path: Path) -> None:
     lines = [
         bench_row(image=IMAGE),
@@ -219,6 +220,7 @@ async def test_rows_with_images_are_tasks(containers: Sandboxes, tmp_path: Path)
     assert dict(swe.dropped) == dict.fromkeys(reasons, 1)
 
 
+@pytest.mark.thorough
 async def test_agents_work_on_the_copy_and_find_the_place_empty(
     containers: Sandboxes, tmp_path: Path
 ) -> None:
@@ -239,6 +241,7 @@ async def test_agents_work_on_the_copy_and_find_the_place_empty(
     assert "built.py" not in output["patch"]
 
 
+@pytest.mark.thorough
 async def test_only_names_reach_the_command_line_and_other_walls_have_no_images(
     engine: Path, containers: Sandboxes, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_an_evaluation_is_resumed_with_the_same_settings(evaluate: Run) -> None:
     assert listed == rewards
 
 
+@pytest.mark.thorough
 def test_results_stand_beside_the_baselines(evaluate: Run) -> None:
     evaluate("--env video --env.total_steps 2 --sampling.temperature 0 --out run")
     found = report()

@@ -81,6 +81,7 @@ def test_shards_become_the_report_of_the_whole_byte_for_byte(whole: Path, run: R
         assert Path("all", name).read_bytes() == (ordered / name).read_bytes()
 
 
+@pytest.mark.thorough
 def test_shards_of_a_stream_are_all_of_its_tasks(whole: Path, run: Run) -> None:
     for number in (1, 2):
         run(f"{RUN} --shard {number}/2 --out s{number}")

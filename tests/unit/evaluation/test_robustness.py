@@ -59,6 +59,7 @@ def test_each_perturbation_does_what_it_says() -> None:
     assert perturbed("a b", "typos", "1") == "a b"
 
 
+@pytest.mark.thorough
 def test_results_in_other_words_stand_in_the_report(evaluate: Run) -> None:
     Path("brittle.py").write_text(BRITTLE)
     paraphrases = (

@@ -51,6 +51,7 @@ def test_a_dry_run_shows_what_is_uploaded_and_what_is_not(model: Path, run: Run)
     assert before == {path: path.read_bytes() for path in M.rglob("*") if path.is_file()}
 
 
+@pytest.mark.thorough
 def test_a_publication_is_one_commit_of_what_the_dry_run_shows(model: Path) -> None:
     """huggingface_hub itself, against a stand-in for the hub."""
     pytest.importorskip("huggingface_hub")

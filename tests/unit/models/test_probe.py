@@ -195,6 +195,7 @@ async def test_the_simulated_engine_continues_ids_by_completions(rates: dict[str
             assert found.server.startswith("envserver-sim")
 
 
+@pytest.mark.thorough
 async def test_the_command_shows_an_engine_and_what_would_be_better(tmp_path: Path) -> None:
     engine = fake(ALL - {"scale_out", "dev"})
     async with engine.listening():

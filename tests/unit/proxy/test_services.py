@@ -178,6 +178,7 @@ async def test_services_say_what_they_counted_and_a_provider_that_fails_is_a_fai
             ending_limit(attempt)
 
 
+@pytest.mark.thorough
 async def test_walled_agents_of_a_group_see_one_web_and_no_key(tmp_path: Path) -> None:
     groups = tmp_path / "groups.jsonl"
     async with websites() as sites:

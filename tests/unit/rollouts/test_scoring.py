@@ -186,6 +186,7 @@ async def test_the_limit_is_cpu_time_and_loading_and_waiting_are_not_in_it(moody
     assert before.metrics == after.metrics == {"times": 1.0}
 
 
+@pytest.mark.thorough
 @of_module
 async def test_what_the_text_is_not_to_blame_for_is_no_zero(pool: ScorerPool) -> None:
     """A kill from outside, a task that takes too long in any case, a score that is none."""

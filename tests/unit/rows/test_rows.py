@@ -234,6 +234,7 @@ def test_the_python_api_names_the_class_as_its_file_does(
     assert find("own.py") is not own
 
 
+@pytest.mark.thorough
 def test_check_is_green_for_a_file_that_names_rows(folder: Path) -> None:
     plain = folder / "exact.py"
     plain.write_text((folder / "own.py").read_text().replace(", (short, 0.5)", ""))

@@ -219,6 +219,7 @@ def status_at(url: str) -> Any:
     return httpx.get(f"{url}/v1/status", timeout=PATIENCE).json()["server"]
 
 
+@pytest.mark.thorough
 def test_a_server_offers_all_of_them_to_one_trainer(folder: Path) -> None:
     more = "--env.group_size 2 --env.ensure_scores_are_not_same false --total_groups 12"
     with serving(f"--env left.py,right.py=3 {SIM} {more}", folder) as server:

@@ -163,6 +163,7 @@ SCORE = (
 )
 
 
+@pytest.mark.thorough
 def test_multiprocessing_stays_as_the_script_set_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"""
@@ -192,6 +193,7 @@ if __name__ == "__main__":
     assert " ".join(done.stdout.splitlines()) == kept, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_process_that_lacks_a_folder_is_told_so(tmp_path: Path) -> None:
     """And a home that cannot be read has no packages."""
     home = tmp_path / "home"

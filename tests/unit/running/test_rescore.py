@@ -277,6 +277,7 @@ def rollout_id(place: Path) -> str:
     return str(group_in(place / "kept.jsonl")["rollouts"][0]["rollout_id"])
 
 
+@pytest.mark.thorough
 def test_in_the_debugger_all_is_as_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLOCK_BROKEN", "1")
     words = f"{PLAY} {rollout_id(place)} --debug".split()

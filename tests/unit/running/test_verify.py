@@ -254,6 +254,7 @@ def test_a_wrong_command_line_is_status_two(run: Run) -> None:
         run(f"verify {words}", status=2)
 
 
+@pytest.mark.thorough
 async def test_a_servers_groups_are_verified_where_they_lie(tmp_path: Path) -> None:
     wrong = group("math/wrong")
     wrong.trajectories[1].sequences[1].logprobs[PROMPT + 1] -= 0.125

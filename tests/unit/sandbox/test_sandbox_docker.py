@@ -87,6 +87,7 @@ async def test_a_closed_container_is_gone(engine: Path, containers: SandboxClien
     await until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()])
 
 
+@pytest.mark.thorough
 async def test_a_kind_of_sandbox_that_is_used_again_gets_a_warm_container(
     engine: Path, containers: SandboxClient
 ) -> None:
@@ -101,6 +102,7 @@ def _runs(engine: Path) -> int:
     return sum(words[0] == "run" for words in fake_engine.commands(engine))
 
 
+@pytest.mark.thorough
 async def test_images_are_pulled_only_where_that_is_allowed(engine: Path) -> None:
     wanted = SandboxConfig(backend="docker", docker_image="pulled")
     refused = await probe("docker", wanted)
@@ -268,6 +270,7 @@ def maker(request: pytest.FixtureRequest) -> Any:
     return sandboxes_at(foreign(request.getfixturevalue("reference")).address)
 
 
+@pytest.mark.thorough
 async def test_sandboxes_of_others_are_used_like_any(
     maker: Any, request: pytest.FixtureRequest
 ) -> None:

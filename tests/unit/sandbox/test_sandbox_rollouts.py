@@ -203,6 +203,7 @@ async def test_two_attempts_share_nothing(zoo: RolloutContext, tmp_path: Path) -
         assert one.result.output[1].split() == ["/tmp:", "/work:", "greeting", "mine"]
 
 
+@pytest.mark.thorough
 async def test_agents_that_do_not_use_asyncio() -> None:
     async with house("Plain") as parts:
         finished = await run(parts, "")
@@ -465,6 +466,7 @@ def test_each_limit_is_cut_down_by_itself() -> None:
     assert (cut.wall_seconds, cut.memory_mb, cut.processes) == (5.0, 50, 2)
 
 
+@pytest.mark.thorough
 async def test_the_usage_stands_in_the_output_of_process(tmp_path: Path) -> None:
     ran = await asyncio.to_thread(
         envserver, "process", "--env", f"{ZOO}:Zoo", "--model", "sim", "--sandbox.backend",

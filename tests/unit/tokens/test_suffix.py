@@ -131,6 +131,7 @@ def first_stop(text: str, begin: int) -> tuple[str | None, int]:
     return stop, at + len(stop or "")
 
 
+@pytest.mark.thorough
 def test_real_templates_go_on_as_they_write() -> None:
     tally: Counter[tuple[str, str]] = Counter()
     families: set[tuple[str, str]] = set()

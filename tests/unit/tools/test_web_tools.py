@@ -390,6 +390,7 @@ def _record_many(folder: str, url: str, results: Any) -> None:
     results.put(asyncio.run(run()))
 
 
+@pytest.mark.thorough
 async def test_many_processes_record_into_one_folder(sites: Websites, tmp_path: Path) -> None:
     sites.slowness = 0.02
     context = multiprocessing.get_context("spawn")

@@ -167,6 +167,7 @@ async def test_a_death_says_how(
     await pid_of_pooled(pool, proxy)  # replaced
 
 
+@pytest.mark.thorough
 async def test_a_blocked_event_loop_is_a_hang(pool_that_listens: LocalPool, proxy: StandIn) -> None:
     pool = pool_that_listens
     before = await pid_of_pooled(pool, proxy)
