@@ -15,6 +15,10 @@ def marked() -> str:
     return f"{next(_numbers)}.{os.getpid()}"
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def _stat(pid: int) -> tuple[str, list[str]]:
     """Its name and its numbers from the state on; of one that is gone "" and none."""
     try:
