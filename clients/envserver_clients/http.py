@@ -34,8 +34,6 @@ or a text with commas: what one of them cannot answer goes to the next at once.
     └── StoreError           the server's store failed
 """
 
-from __future__ import annotations
-
 from .aio import EnvClient
 from .protocol import BatchLimits, NotAllowed, Retries, ServerUnreachable
 from .sync import SyncEnvClient

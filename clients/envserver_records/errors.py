@@ -284,11 +284,9 @@ R = TypeVar("R", bound=EnvserverError)
 
 
 def by_kind(*bases: type[R]) -> dict[str, type[R]]:
-    """Returns `bases` and all their subclasses by `kind`, as they are sent."""
-    found = {base.kind: base for base in bases}
-    for base in bases:
-        found |= by_kind(*base.__subclasses__())
-    return found
+    """Returns `bases` and all below them by `kind`, as they are sent; the highest class counts."""
+    below = [one for base in bases for one in base.__subclasses__()]
+    return (by_kind(*below) if below else {}) | {base.kind: base for base in bases}
 
 
 Fault = Literal["model", "environment", "engine", "trainer", "infrastructure"]

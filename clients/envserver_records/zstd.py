@@ -3,8 +3,6 @@
 Importing this raises ModuleNotFoundError where there is neither; only the client alone allows that.
 """
 
-from __future__ import annotations
-
 import sys
 
 if sys.version_info >= (3, 14):

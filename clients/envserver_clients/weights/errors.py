@@ -11,8 +11,6 @@ EnvserverError
 └── ConflictError            the server is already at a higher version
 """
 
-from __future__ import annotations
-
 from envserver_records import EngineError, EnvserverError
 
 
