@@ -12,7 +12,6 @@ from pydantic import Field, field_validator
 from .described import Section
 
 _NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9._-]{0,252}[a-z0-9_])?", re.IGNORECASE)
-_DNS = re.compile(r"(?:srv:)?(?P<name>[A-Za-z0-9_.-]{1,253}?)(?::(?P<port>\d{1,5}))?")
 
 
 class EnginesConfig(Section):
@@ -27,11 +26,8 @@ class EnginesConfig(Section):
     file: Path | None = None
     """Watched file that lists engines: an address per line, or a JSON object with `url` and
     `version`."""
-    dns: str | None = None
-    """Watched name whose addresses are engines, with their port: engines.local:8000; srv:NAME
-    takes hosts and ports of SRV records (needs dnspython)."""
     poll_seconds: float = Field(default=5.0, gt=0)
-    """Seconds between two looks at `file` and `dns`."""
+    """Seconds between two looks at `file`."""
     from_server: bool | None = None
     """Use the engines that the server calls (only `join`); unset: if `openai.base_url` is none."""
     allow: list[str] = []
@@ -50,14 +46,4 @@ class EnginesConfig(Section):
                     raise ValueError(
                         f"{host[:100]!r} is not a name, *.name, or a network such as 10.0.0.0/8"
                     ) from None
-        return value
-
-    @field_validator("dns")
-    @classmethod
-    def _dns(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        found = _DNS.fullmatch(value)
-        if found is None or (found["port"] is None) != value.startswith("srv:"):
-            raise ValueError("must look like engines.local:8000, or srv:_http._tcp.engines.local")
         return value

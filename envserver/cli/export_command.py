@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,6 @@ from .console import Console
 from .logs import configure_logs
 from .specs.export_command import COMMAND, ExportSettings
 
-SENT = "otlp"
-"""The format without files."""
-
 
 def run(argv: list[str]) -> int:
     """Runs the command.
@@ -32,36 +28,16 @@ def run(argv: list[str]) -> int:
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with _place(settings) as out:
-        try:
-            tally = _export(settings, out, console)
-        except KeyboardInterrupt:
-            if settings.out is not None:
-                console.print(f"Stopped: {out} was not changed.", markup=False)
-            raise
-    sent = settings.out is None
-    _show(console, tally, f"sent to {settings.otlp_endpoint}" if sent else f"in {out}")
+    out = settings.out
+    try:
+        tally = _export(settings, out, console)
+    except KeyboardInterrupt:
+        console.print(f"Stopped: {out} was not changed.", markup=False)
+        raise
+    _show(console, tally, f"in {out}")
     if settings.push_to_hub is not None:
         _push(console, out, settings.push_to_hub, dry_run=settings.dry_run)
     return 0
-
-
-@contextlib.contextmanager
-def _place(settings: ExportSettings) -> Iterator[Path]:
-    """Yields the export's place; what is sent elsewhere has a temporary one for its manifest."""
-    if (settings.out is None) != (settings.to == SENT):
-        without = f"`--to {SENT}` writes no files"
-        raise UsageError(
-            "`envserver export` needs --out." if settings.out is None else f"{without}: no --out.",
-            hint="Name a folder: --out FOLDER." if settings.out is None else "Leave it out.",
-        )
-    if settings.out is not None:
-        yield settings.out
-        return
-    if settings.push_to_hub is not None:
-        raise ConfigError(f"`--to {SENT}` cannot be pushed.", hint="Use another format.")
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder, "sent")
 
 
 def _export(settings: ExportSettings, out: Path, console: Console) -> Tally:
@@ -83,8 +59,6 @@ def _export(settings: ExportSettings, out: Path, console: Console) -> Tally:
         embed=settings.embed,
         embed_cache=settings.embed_cache,
         tokenizer=settings.tokenizer,
-        otlp_endpoint=settings.otlp_endpoint,
-        otlp_texts=settings.otlp_texts,
     )
     format = format_of(settings.to, options)
     if settings.push_to_hub is not None:

@@ -50,8 +50,6 @@ class Options:
         embed: sentence-transformers model for the steps of traces; "": no embeddings.
         embed_cache: folder of the embedding cache.
         tokenizer: tokenizer that shows tokens (see `token_texts`); unset: by the model's name.
-        otlp_endpoint: receiver of traces.
-        otlp_texts: traces hold prompts and answers, too.
     """
 
     tokens: bool = False
@@ -62,8 +60,6 @@ class Options:
     embed: str = ""
     embed_cache: Path | None = None
     tokenizer: str = ""
-    otlp_endpoint: str = ""
-    otlp_texts: bool = False
 
 
 class Format(Protocol):
@@ -119,7 +115,6 @@ FORMATS = {
     "parquet": ".parquet:Parquet",
     "html": ".html:Html",
     "inspect": ".inspect_format:Inspect",
-    "otlp": ".otlp_format:Otlp",
 }
 """`module:factory` by name; a factory takes Options."""
 

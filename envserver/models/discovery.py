@@ -1,18 +1,15 @@
-"""Finds engines that a file or a name in DNS lists, and keeps the fleet as they say.
+"""Keeps the fleet as a watched file lists engines.
 
-What holds: a list that cannot be read, or a file that is being written, changes nothing, and is
-warned of once.
+A list that cannot be read, or that is being written, changes nothing, and is warned of once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import structlog
@@ -22,10 +19,10 @@ from ..engines_config import EnginesConfig
 from ..environment_config import check_url
 from .fleet import Fleet
 from .openai import root_of
-from .replicas import Origin, Registration
+from .replicas import Registration
 
 Listed = list[Registration]
-"""The engines that a file or a name lists."""
+"""The engines that a file lists."""
 
 _MOST_BYTES: Final = 1_000_000
 _BETWEEN_READS_SECONDS: Final = 0.2
@@ -43,35 +40,26 @@ _LINE: Final = msgspec.json.Decoder(_Line)
 
 @contextlib.asynccontextmanager
 async def discovering(fleet: Fleet, config: EnginesConfig) -> AsyncIterator[None]:
-    """Looks for engines as `config` says while the block runs; the first look is over when it
-    begins.
-
-    Raises:
-        ConfigError: SRV records are wanted, and dnspython is not installed.
-    """
-    sources: dict[Origin, Callable[[], Awaitable[Listed]]] = {}
-    if (file := config.file) is not None:
-        sources["file"] = lambda: _whole_list(file)
-    if (name := config.dns) is not None:
-        if name.startswith("srv:"):
-            _dnspython()
-        sources["dns"] = lambda: resolved(name)
-    async with contextlib.AsyncExitStack() as stack:
-        for origin, look in sources.items():
-            source = _Source(fleet, origin, look)
-            await source.look()
-            task = asyncio.create_task(source.run(config.poll_seconds), name=f"{origin} engines")
-            stack.push_async_callback(_ended, task)
+    """Reads `engines.file` again and again while the block runs; once before it begins."""
+    if (file := config.file) is None:
         yield
+        return
+    source = _Source(fleet, file)
+    await source.look()
+    task = asyncio.create_task(source.run(config.poll_seconds), name="file engines")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class _Source:
-    """One list of engines that is looked at again and again."""
+    """A list of engines that is looked at again and again."""
 
-    def __init__(self, fleet: Fleet, origin: Origin, ask: Callable[[], Awaitable[Listed]]) -> None:
+    def __init__(self, fleet: Fleet, file: Path) -> None:
         self._fleet = fleet
-        self._origin: Origin = origin
-        self._ask = ask
+        self._file = file
         self._problem = ""
 
     async def run(self, poll_seconds: float) -> None:
@@ -82,14 +70,14 @@ class _Source:
     async def look(self) -> None:
         """Reads the list once, and makes the fleet as it says."""
         try:
-            listed = await self._ask()
+            listed = await _whole_list(self._file)
         except InputError as error:
             if str(error) != self._problem:
-                _log.warning("engines_not_listed", origin=self._origin, reason=str(error))
+                _log.warning("engines_not_listed", origin="file", reason=str(error))
             self._problem = str(error)
             return
         self._problem = ""
-        self._fleet.sync(self._origin, listed)
+        self._fleet.sync("file", listed)
 
 
 async def _whole_list(path: Path) -> Listed:
@@ -133,56 +121,3 @@ def read_list(path: Path) -> Listed:
             raise InputError(f"{path}, line {number}: {error}.", place=f"line {number}") from error
         listed[entry.url] = Registration(url=entry.url, version=entry.version)
     return list(listed.values())
-
-
-async def resolved(name: str) -> Listed:
-    """Returns the engines at the addresses of `name` ("engines.local:8000"), or in its SRV records
-    ("srv:_http._tcp.engines.local").
-
-    Raises:
-        InputError: the name cannot be resolved.
-    """
-    if name.startswith("srv:"):
-        return await _services(name.removeprefix("srv:"))
-    host, _, port = name.rpartition(":")
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"The addresses of {host} cannot be found: {error}.") from error
-    addresses = sorted({str(one[4][0]) for one in found})
-    return [
-        Registration(url=f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}")
-        for one in addresses
-    ]
-
-
-async def _services(name: str) -> Listed:
-    resolver, failures = _dnspython()
-    try:
-        found = await resolver.resolve(name, "SRV")
-    except failures.DNSException as error:
-        raise InputError(f"The SRV records of {name} cannot be found: {error}.") from error
-    return [Registration(url=f"http://{str(one.target).rstrip('.')}:{one.port}") for one in found]
-
-
-def _dnspython() -> tuple[Any, Any]:
-    """Returns the resolver and the errors of dnspython, which is not installed with envserver.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        return importlib.import_module("dns.asyncresolver"), importlib.import_module(
-            "dns.exception"
-        )
-    except ImportError:
-        raise ConfigError(
-            "engines.dns asks for SRV records, which need dnspython.",
-            hint="pip install dnspython",
-        ) from None
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

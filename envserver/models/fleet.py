@@ -1,6 +1,6 @@
 """Engines that come and go while a server runs.
 
-In: addresses, from POST /v1/engines, a watched file, DNS or the server that a runner has joined;
+In: addresses, from POST /v1/engines, a watched file or the server that a runner has joined;
 what is told of their policy versions; what `check` finds out about them. Out: the replicas of an
 `OpenAIEngine`, each of which gets calls only after it was found to be the same engine as the
 others, and while its weights are current. What holds: an engine that went away is checked again,

@@ -24,9 +24,9 @@ from .slots import Slots
 _FAIR_SECONDS = 5.0
 """A call with a shorter timeout says nothing about its replica when it times out."""
 
-Origin = Literal["setting", "registered", "file", "dns", "server"]
-"""How a replica became known: by `openai.base_url`, by POST /v1/engines, by a watched file, by a
-name in DNS, or by the server that a runner has joined."""
+Origin = Literal["setting", "registered", "file", "server"]
+"""How a replica became known: by `openai.base_url`, by POST /v1/engines, by a watched file,
+or by the server that a runner has joined."""
 
 _log = structlog.get_logger("envserver.engine")
 

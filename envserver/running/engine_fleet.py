@@ -22,11 +22,7 @@ async def fleet_of(
     *,
     need_exact: bool,
 ) -> AsyncIterator[Fleet]:
-    """Opens the fleet of `engine`, and discovers engines as `settings` say.
-
-    Raises:
-        ConfigError: engines are discovered in a way that this installation lacks.
-    """
+    """Opens the fleet of `engine`, and discovers engines as `settings` say."""
     assert isinstance(engine, OpenAIEngine)
     engine.routes.version = lambda: endpoint.policy_version
     endpoint.begun, endpoint.ended = engine.routes.begun, engine.routes.ended

@@ -6,18 +6,14 @@ Imported only if an endpoint is set.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from envserver_records.errors import StoreError
-from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span as ApiSpan
 from opentelemetry.trace import (
     SpanKind,
@@ -142,104 +138,3 @@ def _open(
         raise
     finally:
         span.end()
-
-
-class FinishedTraces:
-    """Sends traces that have ended, and loses none: a full batch is sent before more are taken.
-
-    Ids come from the traces' names: a receiver sees a trace that is sent again as the same.
-
-    Args:
-        endpoint: as in `otlp_tracer`.
-    """
-
-    def __init__(self, endpoint: str, *, service_name: str) -> None:
-        self.sent = 0
-        self._exporter = OTLPSpanExporter(_address(endpoint), timeout=_WAIT_SECONDS)
-        self._endpoint = endpoint
-        self._ended = _Ended()
-        self._ids = _NamedIds()
-        self._provider = TracerProvider(
-            resource=_resource(service_name),
-            sampler=ALWAYS_ON,
-            id_generator=self._ids,
-            shutdown_on_exit=False,
-        )
-        self._provider.add_span_processor(self._ended)
-        self._tracer = self._provider.get_tracer("envserver", __version__)
-
-    def begin(self, name: str) -> None:
-        """Begins another trace.
-
-        Args:
-            name: what its ids are made of.
-
-        Raises:
-            StoreError: the receiver did not take the traces before it.
-        """
-        if len(self._ended.spans) >= _BATCH:
-            self.flush()
-        self._ids.begin(name)
-
-    def add(
-        self,
-        name: str,
-        attributes: Attributes,
-        began: float,
-        ended: float,
-        *,
-        parent: ApiSpan | None = None,
-        client: bool = False,
-    ) -> ApiSpan:
-        """Adds a span of the trace that was begun last; times are seconds since the epoch."""
-        span = self._tracer.start_span(
-            name,
-            context=Context() if parent is None else set_span_in_context(parent),
-            kind=SpanKind.CLIENT if client else SpanKind.INTERNAL,
-            attributes=dict(attributes),
-            start_time=int(began * _NANOSECONDS),
-        )
-        span.end(int(ended * _NANOSECONDS))
-        return span
-
-    def flush(self) -> None:
-        """Sends what was added. Raises as `begin`."""
-        spans, self._ended.spans = self._ended.spans, []
-        if spans and self._exporter.export(spans) is not SpanExportResult.SUCCESS:
-            raise StoreError(
-                f"{self._endpoint} did not take {len(spans)} spans; {self.sent} were sent.",
-                hint="Is a receiver of OTLP over HTTP there? Sending again repeats no span.",
-            )
-        self.sent += len(spans)
-
-
-class _Ended(SpanProcessor):
-    """Keeps the spans that ended."""
-
-    def __init__(self) -> None:
-        self.spans: list[ReadableSpan] = []
-
-    def on_end(self, span: ReadableSpan) -> None:
-        self.spans.append(span)
-
-
-class _NamedIds(IdGenerator):
-    """Ids from the name of a trace and the number of a span in it."""
-
-    def __init__(self) -> None:
-        self.begin("")
-
-    def begin(self, name: str) -> None:
-        self._name = name.encode(errors="replace")
-        self._number = 0
-
-    def generate_trace_id(self) -> int:
-        return self._id(16, b"trace")
-
-    def generate_span_id(self) -> int:
-        self._number += 1
-        return self._id(8, str(self._number).encode())
-
-    def _id(self, size: int, which: bytes) -> int:
-        digest = hashlib.blake2b(which + b"\0" + self._name, digest_size=size).digest()
-        return int.from_bytes(digest) or 1

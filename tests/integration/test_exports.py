@@ -22,8 +22,8 @@ def test_every_form_has_the_whole_run(tmp_path: Path) -> None:
     flags = "--env.total_steps 4 --env.group_size 3 --env.include_actions true --model sim"
     assert main(["process", "--env", "math", *flags.split(), "--out", str(run)]) == 0
     stored = {one.rollout_id: one for group in read_groups([str(run)]) for one in group.rollouts}
-    # Inspect's logs need its package (tests/peers), and otlp sends instead of writing.
-    forms = {*FORMATS} - {"inspect", "otlp"}
+    # Inspect's logs need its package (tests/peers).
+    forms = {*FORMATS} - {"inspect"}
     forms -= {"parquet"} if find_spec("pyarrow") is None else set()
     for name in forms:
         folder = tmp_path / name

@@ -172,15 +172,3 @@ def test_phoenix_shows_agents_calls_tools_and_rewards(tmp_path: Path) -> None:
 
         until(lambda: len(spans(url, set(rewards))) >= turns + len(calls) + 8, shown)
         check(spans(url, set(rewards)), rewards, turns, len(calls))
-
-        text = (tmp_path / "rows.jsonl").read_text()
-        for rollout_id in list(rewards):  # the same rollouts, stored, under other names
-            text = text.replace(rollout_id, f"stored-{rollout_id}")
-            rewards[f"stored-{rollout_id}"] = rewards.pop(rollout_id)
-        (tmp_path / "stored.jsonl").write_text(json.dumps(json.loads(text)) + "\n")
-        words = ("--to", "otlp", "--otlp_endpoint", url, "--otlp_texts")
-        for _ in range(2):  # the second time changes nothing
-            done = envserver("export", "stored.jsonl", *words, folder=tmp_path)
-            assert done.returncode == 0, done.stderr
-        until(lambda: len(spans(url, set(rewards))) >= turns + len(calls) + 6, shown)
-        check(spans(url, set(rewards)), rewards, turns, len(calls))

@@ -74,7 +74,7 @@ class EnginesAnswer(Described):
     used; open: set aside; half-open: on trial), `errors` and `calls_total` (since the start),
     `seconds_p50` and `seconds_p95` (until an answer; null: there was none), `weights_version`
     (null: not known), `ready`, `standing` (used, checking, unreachable, refused, old, paused,
-    draining, drained), `reason` (why it is not used), `origin` (setting, registered, file, dns,
+    draining, drained), `reason` (why it is not used), `origin` (setting, registered, file,
     server), `rollouts` (those whose calls go there), `expires_in_seconds` (null: never).
     """
 

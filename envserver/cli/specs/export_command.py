@@ -23,12 +23,10 @@ class ExportSettings(Section):
     file or postgresql:// URL), or a running server. Can be given as the first arguments."""
     to: str
     """The output format: atropos (groups), messages (chats for SFT), unified (readable records),
-    dpo (pairs), traces, parquet (typed columns), html (pages), inspect (logs that Inspect View
-    opens; with the extra `inspect`) or otlp (traces, sent to --otlp_endpoint; with the extra
-    `otel`)."""
-    out: Path | None = None
-    """Output folder; or a file if the name ends in .jsonl or in an extension of the format.
-    Required, except with --to otlp, which writes nothing."""
+    dpo (pairs), traces, parquet (typed columns), html (pages) or inspect (logs that Inspect View
+    opens; with the extra `inspect`)."""
+    out: Path
+    """Output folder; or a file if the name ends in .jsonl or in an extension of the format."""
     where: str | None = None
     """Keep only rollouts for which this expression is true, such as "reward >= 0.8 and turns < 6
     and 'lossy_detok' not in flags"; names are env, task_id, model, reward, components['...'],
@@ -66,10 +64,6 @@ class ExportSettings(Section):
     tokenizer: str = ""
     """Tokenizer that shows tokens in pages: a folder with tokenizer.json, or a model in the
     cache; unset: by the model's name."""
-    otlp_endpoint: str = ""
-    """Receiver of traces (OTLP over HTTP), such as http://localhost:4318, or Phoenix."""
-    otlp_texts: bool = False
-    """Traces hold prompts, answers, and what tools got and returned."""
     push_to_hub: str | None = None
     """Data set on the Hugging Face hub (OWNER/NAME): the folder gets a data card and is pushed
     there, private if the data set is new; HF_TOKEN is sent."""

@@ -384,10 +384,3 @@ async def test_a_list_that_is_read_while_it_is_written_removes_no_engine(
     async with fleet_house(tmp_path / "s.db", file=tmp_path / "list", poll_seconds=0.01):
         await until(lambda: looks > 5)
     assert "engine_gone" not in capsys.readouterr().out
-
-
-async def test_a_name_in_dns_lists_engines(one: FakeVllm, tmp_path: Path) -> None:
-    name = one.url.replace("http://127.0.0.1", "localhost")
-    async with fleet_house(tmp_path / "s.db", dns=name) as house:
-        await house.until(one.url, "used")
-        assert (await house.row(one.url))["origin"] == "dns"
