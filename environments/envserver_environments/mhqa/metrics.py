@@ -109,47 +109,6 @@ def joint_measure(*parts: Measure) -> Measure:
     return Measure(em, _f1(precision, recall), precision, recall)
 
 
-@dataclass(frozen=True)
-class Judged:
-    """One answered question of MuSiQue-Full, where each comes in two variants with the same id.
-
-    Args:
-        said_answerable, answerable: the prediction, and the truth.
-        measure: of the answer or the support, for the answerable variant.
-    """
-
-    question_id: str
-    said_answerable: bool
-    answerable: bool
-    measure: Measure
-
-
-def group_sufficiency(judged: Iterable[Judged]) -> Measure:
-    """Mean over pairs: the answerable variant's measure if both variants are recognised, else 0.
-
-    Questions without both variants are left out.
-    """
-    pairs: dict[str, list[Judged]] = {}
-    for one in judged:
-        pairs.setdefault(one.question_id, []).append(one)
-    scored = [
-        _of_pair(pair)
-        for pair in pairs.values()
-        if sorted(one.answerable for one in pair) == [False, True]
-    ]
-    if not scored:
-        return Measure()
-    return Measure(
-        *(sum(values) / len(scored) for values in zip(*map(_numbers, scored), strict=True))
-    )
-
-
-def _of_pair(pair: list[Judged]) -> Measure:
-    if any(one.said_answerable != one.answerable for one in pair):
-        return Measure()
-    return next(one.measure for one in pair if one.answerable)
-
-
 def _hotpot(said: str, gold: str) -> Measure:
     em = float(said == gold)
     if not em and (said in SPECIAL or gold in SPECIAL):

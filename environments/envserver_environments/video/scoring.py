@@ -15,7 +15,6 @@ from envserver_tools.retrieval import STOP_WORDS
 from envserver import Result, Score, Task
 
 from .agent import AgentAnswer
-from .aggregation import kinds_of
 from .evidence import cites_evidence
 from .reading import option_of, words_of
 
@@ -78,3 +77,13 @@ def _content(text: str) -> set[str]:
 def _tool_errors(metrics: dict[str, float]) -> float:
     """Returns the number of tool errors of all agents."""
     return sum(value for name, value in metrics.items() if name.startswith("tool_errors"))
+
+
+def kinds_of(type_: str) -> list[str]:
+    """The names under which a question of this type of NExT-QA is counted, "all" not among them.
+
+    Two letters, of which the first is the group: C (causal), T (temporal), D (descriptive).
+    """
+    name = "TN" if type_ == "TP" else type_
+    group = [name[0]] if len(name) == 2 and name[0] in "CTD" else []
+    return [name, *group] if name else []

@@ -8,12 +8,10 @@ import pytest
 from envserver_environments.mhqa.env import Mhqa
 from envserver_environments.mhqa.extraction import extract_answer
 from envserver_environments.mhqa.metrics import (
-    Judged,
     Measure,
     answer_measure,
     evidence_measure,
     fact_measure,
-    group_sufficiency,
     joint_measure,
     musique_answer_measure,
     normalize_answer,
@@ -77,18 +75,6 @@ def test_evidence_may_be_said_in_any_of_its_forms() -> None:
         0, pytest.approx(2 / 3), 1, 0.5
     )
     assert evidence_measure([], gold) == Measure()
-
-
-def test_a_pair_counts_where_both_variants_are_told_apart() -> None:
-    right = Measure(1, 1, 1, 1)
-    pairs = [
-        Judged("one", True, True, right),
-        Judged("one", False, False, Measure()),
-        Judged("two", True, True, right),
-        Judged("two", True, False, Measure()),
-        Judged("alone", True, True, right),
-    ]
-    assert group_sufficiency(pairs) == Measure(0.5, 0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(("text", "answer"), CASES["found"])
