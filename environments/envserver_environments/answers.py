@@ -20,7 +20,8 @@ MAX_JSON_SCANNED = 10_000_000
 """Characters that may be read in search of JSON: failed attempts start over, and Python counts the
 lines before the place of an error."""
 
-_BOX = re.compile(r"\\boxed\s*\{")
+_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_BARE_BOX = re.compile(r"\\boxed\s+(-?[\d.,/]*\d|[A-Za-z])(?=\s*(?:[.,;!?$)\n]|\Z))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _OBJECT = re.compile(r"\{\s*\"")
 _ANCHORS_IN_A_LINE = 8
@@ -43,10 +44,14 @@ _DECODER = json.JSONDecoder()
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{...}` with balanced braces, or None."""
+    r"""Returns the content of the last `\boxed{...}` (or `\fbox`) with balanced braces, or None.
+
+    A number or a letter needs no braces: `\boxed 2`.
+    """
+    bare = list(_BARE_BOX.finditer(text))[-1:]
     openings = {opening.end() for opening in _BOX.finditer(text)}
-    if not openings:
-        return None
+    if not openings or (bare and bare[0].start() > max(openings)):
+        return bare[0][1] if bare else None
     # After the brace of a box no backslash is pending: one pass serves all boxes.
     last, unclosed = None, [min(openings)]
     for brace in _BRACE.finditer(text, unclosed[0]):

@@ -1,8 +1,7 @@
-"""Sources of rows: a shipped sample, a local file, the hub. Lazy, and in a seeded order.
+"""Rows of data sets for the shipped environments, in a seeded order: a sample, files, the hub.
 
-Yields (row number, row). The order depends on the seed and the split only. JSONL is read line by
-line, at eight bytes of memory a line. `datasets` (the extra `data`) is imported for the hub and for
-Parquet; JSON needs nothing.
+In: where rows are (`envserver.rows.sources`) and a split. Out: numbered rows. The order depends on
+the seed and the split only.
 
 A data set without splits can be divided into three: 85 % train, 10 % validation and 5 % test of a
 shuffle with a separate seed (`Division`), so that the run's seed changes the order, never the
@@ -11,25 +10,50 @@ division.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from envserver_records.extras import install_command
 
-from envserver import ConfigError, NotFoundError, Split
+from envserver import ConfigError, InputError, Split
+from envserver.rows.sources import Rows, Source, on_the_hub
 
 SHUFFLE_BUFFER_ROWS = 10_000
 """Rows among which a streamed data set is shuffled."""
 
 Row = dict[str, Any]
-NumberedRow = tuple[int, Row | None]
-"""A row and its number in its file or data set; None where it is not a JSON object."""
+
+
+class NumberedRow(NamedTuple):
+    """A row of a file or data set.
+
+    Args:
+        row: None where it cannot be read; `problem` says why.
+        place: where a person finds it: `train.jsonl:12`.
+    """
+
+    number: int
+    row: Row | None
+    place: str
+    problem: str = ""
+
+    def task_id(self, name: str) -> str:
+        """The id in a row of the sample, else one made of the row's number."""
+        own = (self.row or {}).get("id") if name == "sample" else None
+        return f"{name}-{self.number}" if own is None else str(own)
+
+
+def id_of(row: Row) -> str:
+    """An id of the row's content."""
+    text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+    return f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
@@ -41,6 +65,7 @@ class Hub:
         configs: its configurations, read one after the other; None: it has none.
         splits: this project's split -> the data set's; a missing split does not exist.
         streaming: too large to download before the first row.
+        arguments: for `datasets.load_dataset`.
     """
 
     path: str
@@ -78,40 +103,54 @@ class Division:
                 return order[train + validation :]
 
 
-def sample_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
-    """The rows of a shipped JSONL file; every split is the same."""
-    return _jsonl_rows(path, random.Random(f"sample-{seed}-{split}"))
+@dataclass(frozen=True)
+class DataSets:
+    """The data sets of an environment.
+
+    Args:
+        sample: the shipped rows, all in every split.
+        hubs: data sets on the hub, by name.
+        divisions: of those that have no splits.
+    """
+
+    sample: Path
+    hubs: Mapping[str, Hub]
+    divisions: Mapping[str, Division] = field(default_factory=dict)
+
+    def rows(self, name: str, path: Path | None, split: Split, seed: int) -> Iterator[NumberedRow]:
+        """The rows of a data set, or those at the user's `path`.
+
+        Raises:
+            NotFoundError: there is no such file or split.
+            ConfigError: they cannot be read, or the data set needs a path.
+        """
+        division = self.divisions.get(name)
+        if path is not None:
+            return file_rows(path, split, seed, division)
+        if name == "sample":
+            rows = Source(str(self.sample)).open(split)
+            return _shuffled(rows, f"sample-{seed}-{split}", split, None)
+        if name not in self.hubs:
+            raise ConfigError(f"The rows of {name!r} come from a file.", hint="Set data_path.")
+        return hub_rows(self.hubs[name], split, seed, division)
 
 
 def file_rows(
     path: Path, split: Split, seed: int, division: Division | None = None
 ) -> Iterator[NumberedRow]:
-    """Rows of a .jsonl, .json or .parquet file, or of `<split>.*` in a folder.
+    """Rows of a file, a folder, a glob or a data set on the hub; see `Source`.
 
     Args:
-        division: divides a single file; unset: every split has all rows.
+        division: divides rows that have no splits; unset: every split has all of them.
 
     Raises:
-        NotFoundError: there is no such file.
-        ConfigError: the file has another suffix.
+        NotFoundError: there is no such file or split.
+        ConfigError: it cannot be read.
     """
-    file = _file_of_split(path, split) if path.is_dir() else path
-    if not file.is_file():
-        raise NotFoundError(f"There is no data file {str(file)!r}.")
-    rng = random.Random(f"file-{seed}-{split}")
-    part = None if division is None or path.is_dir() else _Part(division, split)
-    match file.suffix:
-        case ".jsonl" | ".ndjson":
-            return _jsonl_rows(file, rng, part)
-        case ".json":
-            return _json_rows(file, rng, part)
-        case ".parquet":
-            hub = Hub("parquet", {split: "train"}, arguments={"data_files": str(file)})
-            return hub_rows(hub, split, seed, None if part is None else division)
-    raise ConfigError(
-        f"{file} is not one of .jsonl, .json and .parquet.",
-        hint="See the README of this environment.",
-    )
+    # As a path, `hub:owner/name` is still what the user wrote, but for an empty part.
+    source = Source(str(path))
+    division = None if source.has_splits else division
+    return _shuffled(source.open(split), f"file-{seed}-{split}", split, division)
 
 
 def hub_rows(
@@ -129,99 +168,45 @@ def hub_rows(
         raise ConfigError(
             f"{hub.path} has no split {split!r}.", hint=f"It has: {', '.join(hub.splits)}."
         )
-    part = None if division is None else _Part(division, split)
-    return _shuffled_hub(hub, hub.splits[split], seed, part)
+    return _hub_rows(hub, split, seed, division)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The rows of one split of a division."""
-
-    division: Division
-    split: Split
-
-    def numbers(self, count: int) -> array[int]:
-        return self.division.numbers(count, self.split)
-
-
-def _numbers(count: int, rng: random.Random, part: _Part | None) -> array[int]:
-    """The numbers of the rows to be read, in the order of this run."""
-    numbers = array("Q", range(count)) if part is None else part.numbers(count)
-    rng.shuffle(numbers)
-    return numbers
-
-
-def _file_of_split(folder: Path, split: Split) -> Path:
-    found = sorted(
-        path for path in folder.glob(f"{split}.*") if path.suffix in (".jsonl", ".json", ".parquet")
-    )
-    if not found:
-        raise NotFoundError(f"{folder} has no {split}.jsonl, {split}.json or {split}.parquet.")
-    return found[0]
-
-
-def _jsonl_rows(path: Path, rng: random.Random, part: _Part | None = None) -> Iterator[NumberedRow]:
-    """Seeks each line in a shuffled order: eight bytes of memory per line."""
-    offsets = array("Q")
-    with path.open("rb") as file:
-        offset = 0
-        for line in file:
-            if line.strip():
-                offsets.append(offset)
-            offset += len(line)
-        for number in _numbers(len(offsets), rng, part):
-            file.seek(offsets[number])
-            yield number, _row(file.readline())
-
-
-def _row(line: bytes) -> Row | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _json_rows(path: Path, rng: random.Random, part: _Part | None) -> Iterator[NumberedRow]:
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if isinstance(value, dict):
-        value = next((part for part in value.values() if isinstance(part, list)), None)
-    if not isinstance(value, list):
-        raise ConfigError(f"{path} holds no list of rows.")
-    for number in _numbers(len(value), rng, part):
-        yield number, value[number] if isinstance(value[number], dict) else None
-
-
-def _shuffled_hub(hub: Hub, split: str, seed: int, part: _Part | None) -> Iterator[NumberedRow]:
-    first_number = 0
+def _hub_rows(
+    hub: Hub, split: Split, seed: int, division: Division | None
+) -> Iterator[NumberedRow]:
+    named, first = hub.splits[split], 0
     for config in hub.configs:
-        data = _load(hub, config, split)
         if hub.streaming:
-            shuffled = data.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
-            yield from ((first_number + i, dict(row)) for i, row in enumerate(shuffled))
-        else:
-            order = _numbers(len(data), random.Random(f"hub-{seed}-{split}-{config}"), part)
-            yield from ((first_number + i, dict(data[i])) for i in order)
-            first_number += len(data)
+            yield from _streamed(hub, config, named, seed)
+            continue
+        rows = on_the_hub(hub.path, config, named, **hub.arguments)
+        for one in _shuffled(rows, f"hub-{seed}-{named}-{config}", split, division):
+            yield one._replace(number=first + one.number)
+        first += rows.count
 
 
-def _load(hub: Hub, config: str | None, split: str) -> Any:
+def _shuffled(
+    rows: Rows, seed: str, split: Split, division: Division | None
+) -> Iterator[NumberedRow]:
+    numbers = division.numbers(rows.count, split) if division else array("Q", range(rows.count))
+    random.Random(seed).shuffle(numbers)
+    for number in numbers:
+        place = rows.place(number)
+        try:
+            yield NumberedRow(number, rows.read(number), place)
+        except InputError as error:
+            yield NumberedRow(number, None, place, error.message)
+
+
+def _streamed(hub: Hub, config: str | None, split: str, seed: int) -> Iterator[NumberedRow]:
     try:
         datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise ConfigError(
-            f"Loading {hub.path} needs the library `datasets`, which cannot be imported: {error}.",
-            hint=f"{install_command('data')}, or set data_path to a local JSONL file.",
-        ) from error
-    try:
-        return datasets.load_dataset(
-            hub.path, config, split=split, streaming=hub.streaming, **hub.arguments
-        )
+        data = datasets.load_dataset(hub.path, config, split=split, streaming=True)
     except Exception as error:
         raise ConfigError(
             f"{hub.path} cannot be loaded: {type(error).__name__}: {str(error)[:300]}",
-            hint="Set data_path to a local copy.",
+            hint=f"{install_command('data')}, or set data_path to a local copy.",
         ) from error
+    shuffled = data.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
+    for number, row in enumerate(shuffled):
+        yield NumberedRow(number, dict(row), f"{hub.path}, split {split}: row {number}")

@@ -29,7 +29,7 @@ from ..environment import Environment, answer_text
 from ..rollout_interface import Rollout
 from .columns import Columns, columns_in
 from .rewards import Reward, Scored, Weighted, parsed
-from .sources import HUB, Rows, Source, is_data
+from .sources import HUB, Rows, Source, is_data, is_glob
 
 BAD_ROWS_SHOWN = 5
 _log = structlog.get_logger("envserver.rows")
@@ -240,7 +240,7 @@ def rows_class(reference: str) -> type[Environment]:
         NotFoundError: there is no such file or folder.
     """
     if not reference.startswith(HUB):
-        if not Path(reference).exists():
+        if not (Path(reference).exists() or is_glob(reference)):
             raise NotFoundError(f"There is no data file {reference!r}.")
         reference = str(Path(reference).resolve())
     return _class(RowsEnvironment, Source(reference), (), {}, __name__)
@@ -326,7 +326,7 @@ def _located(data: str, module: str) -> str:
         return data
     folder = Path(getattr(sys.modules.get(module), "__file__", None) or "x").absolute().parent
     for path in (folder / data, Path(data).absolute()):
-        if path.exists():
+        if path.exists() or is_glob(data):
             return str(path.resolve())
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", data) and not is_data(data):
         return f"{HUB}{data}"

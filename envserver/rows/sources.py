@@ -1,15 +1,30 @@
-"""Reads rows by number, wherever they are: JSONL, JSON, CSV, TSV, Parquet, the hub, a list.
+"""Reads rows by number, wherever they are, for every environment.
 
 In: where the rows are, and a split. Out: `Rows`: their count, each row and its place as a person
-looks it up (`rows.jsonl:12`). JSONL is read line by line, at eight bytes of memory a line; CSV and
-JSON are held in memory. pyarrow and datasets (the extra `data`) are imported where they are used.
+looks it up (`rows.jsonl:12`). Rows are in
+    a file     .jsonl (.ndjson), .json, .csv, .tsv, .parquet or .arrow, each also .gz and .zst
+    a folder   as `layouts` reads it, several files of a split one after the other
+    a glob     "data/part-*.jsonl": all files that match, as one
+    the hub    hub:owner/name[/configuration][@revision]
+    a list
+JSONL is read line by line, at eight bytes of memory a line, what is packed is unpacked into a
+temporary file; CSV and JSON are held in memory. pyarrow and datasets (the extra `data`) are
+imported where they are used.
 """
 
 from __future__ import annotations
 
+import bisect
 import csv
+import glob
+import gzip
 import importlib
+import itertools
 import json
+import re
+import shutil
+import tempfile
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +35,17 @@ from typing import Any, NoReturn
 from envserver_records.errors import ConfigError, InputError, NotFoundError
 from envserver_records.extras import install_command
 
+from .layouts import PACKED, SUFFIXES, kind_of, layout_of, natural
+
 Row = dict[str, Any]
 HUB = "hub:"
 """What the name of a data set on the hub begins with."""
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+_HUB_NAME = re.compile(
+    r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<subset>[^/@]+))?(?:@(?P<revision>.+))?"
+)
 _LONGEST_REASON = 200
+_LONGEST_VALUE = 1 << 30
+"""Characters of one value of a table: Python's own limit is 131,072."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +69,8 @@ class Source:
     """Where rows are.
 
     Args:
-        data: a file, a folder with `train.jsonl` and the like, or `hub:owner/name`.
-        subset: the configuration of a data set on the hub.
+        data: a file, a folder, a glob, or `hub:owner/name[/configuration][@revision]`.
+        subset: the configuration, of a data set on the hub or of a folder with several.
         splits: names of its splits by ours, where they differ.
         listed: the rows themselves, instead of `data`.
     """
@@ -62,15 +83,19 @@ class Source:
     @property
     def has_splits(self) -> bool:
         """Whether each split has rows of its own."""
-        is_hub = self.data.startswith(HUB)
-        return self.listed is None and (is_hub or Path(self.data).is_dir())
+        if self.listed is not None or is_glob(self.data):
+            return False
+        path = Path(self.data)
+        is_parted = path.is_dir() and (bool(self.splits) or layout_of(path).has_splits)
+        return self.data.startswith(HUB) or is_parted
 
     def open(self, split: str) -> Rows:
         """Opens the rows of `split`.
 
         Raises:
-            NotFoundError: there is no such file.
-            ConfigError: the source cannot be read, has no such split, or a library is missing.
+            NotFoundError: there is no such file, split or configuration; the message names those
+                that are there.
+            ConfigError: the source cannot be read, or a library is missing.
         """
         if self.listed is not None:
             return _listed(self.listed)
@@ -78,53 +103,93 @@ class Source:
         if self.data.startswith(HUB):
             return _hub(self.data.removeprefix(HUB), self.subset, name)
         path = Path(self.data)
-        return _file(_in_folder(path, name) if path.is_dir() else path)
+        if path.is_dir():
+            return _joined([_file(one) for one in layout_of(path).files(name, self.subset)])
+        if not is_glob(self.data):
+            return _file(path)
+        found = natural(map(Path, glob.glob(self.data, recursive=True)))  # noqa: PTH207 - absolute
+        if not found:
+            raise NotFoundError(f"No file matches {self.data!r}.")
+        return _joined([_file(one) for one in found])
 
 
 def is_data(reference: str) -> bool:
-    """Returns whether `reference` names rows: a file by its suffix, a folder of splits, the hub."""
-    if reference.startswith(HUB) or reference.lower().endswith(SUFFIXES):
+    """Returns whether `reference` names rows: a file or glob by its suffix, a folder with splits,
+    the hub."""
+    if reference.startswith(HUB) or kind_of(reference):
         return True
     path = Path(reference)
-    return path.is_dir() and any(
-        one.stem in ("train", "validation", "test") and one.suffix in SUFFIXES
-        for one in path.iterdir()
-    )
+    return path.is_dir() and not any(path.glob("*.py")) and layout_of(path).has_splits
 
 
-def _in_folder(folder: Path, split: str) -> Path:
-    found = sorted(path for path in folder.glob(f"{split}.*") if path.suffix in SUFFIXES)
-    if not found:
-        there = sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)
-        raise NotFoundError(
-            f"{folder} has no rows of the split {split!r}.",
-            hint=f"It has {', '.join(there) or 'no rows'}; `splits` maps names of splits.",
-        )
-    return found[0]
+def is_glob(data: str) -> bool:
+    """Returns whether `data` is a pattern of files."""
+    return glob.has_magic(data) and not Path(data).exists()
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of several files, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = [0, *itertools.accumulate(part.count for part in parts)]
+
+    def found(number: int) -> tuple[Rows, int]:
+        part = bisect.bisect_right(starts, number) - 1
+        return parts[part], number - starts[part]
+
+    def place(number: int) -> str:
+        rows, own = found(number)
+        return rows.place(own)
+
+    def read(number: int) -> Row:
+        rows, own = found(number)
+        return rows.read(own)
+
+    return Rows(starts[-1], place, read)
 
 
 def _file(path: Path) -> Rows:
     if not path.is_file():
         raise NotFoundError(f"There is no data file {str(path)!r}.")
-    match path.suffix.lower():
-        case ".jsonl" | ".ndjson":
-            return _json_lines(path)
-        case ".json":
-            return _json(path)
-        case ".csv":
-            return _csv(path, ",")
-        case ".tsv":
-            return _csv(path, "\t")
-        case ".parquet":
-            return _parquet(path)
-    raise ConfigError(f"{path} is not one of {', '.join(SUFFIXES)}.")
+    readers: dict[str | None, Callable[[Path, str], Rows]] = {
+        **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
+        **dict.fromkeys((".csv", ".tsv"), _csv),
+        ".json": _json,
+        ".parquet": _parquet,
+        ".arrow": _arrow,
+    }
+    if (kind := kind_of(path)) is None:
+        raise ConfigError(f"{path} is not one of {', '.join(SUFFIXES)}; also .gz and .zst.")
+    if path.suffix.lower() not in PACKED:
+        return readers[kind](path, str(path))
+    unpacked = _unpacked(path, kind)
+    rows = readers[kind](Path(unpacked.name), str(path))
+    # Whoever reads rows holds the file, which goes with the last of them.
+    return Rows(rows.count, rows.place, lambda number: (unpacked, rows.read(number))[1])
+
+
+def _unpacked(path: Path, kind: str) -> Any:
+    """Returns a temporary file with what is packed in `path`."""
+    unpacked = tempfile.NamedTemporaryFile(prefix="envserver-rows-", suffix=kind)  # noqa: SIM115
+    try:
+        if path.suffix.lower() == ".gz":
+            with gzip.open(path) as packed:
+                shutil.copyfileobj(packed, unpacked, 1 << 20)
+        else:
+            arrow = _library("pyarrow", str(path))
+            with arrow.input_stream(str(path), compression="zstd") as packed:
+                shutil.copyfileobj(packed, unpacked, 1 << 20)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be unpacked: {error}.") from error
+    unpacked.flush()
+    return unpacked
 
 
 def _listed(rows: Sequence[Mapping[str, Any]]) -> Rows:
     return Rows(len(rows), lambda number: f"row {number}", lambda number: _checked(rows[number]))
 
 
-def _json_lines(path: Path) -> Rows:
+def _json_lines(path: Path, name: str) -> Rows:
     offsets, lines = array("Q"), array("Q")
     with path.open("rb") as file:
         offset = 0
@@ -139,7 +204,7 @@ def _json_lines(path: Path) -> Rows:
             file.seek(offsets[number])
             return _checked(_parsed(file.readline()))
 
-    return Rows(len(offsets), lambda number: f"{path}:{lines[number]}", read)
+    return Rows(len(offsets), lambda number: f"{name}:{lines[number]}", read)
 
 
 def _parsed(text: bytes) -> Any:
@@ -149,23 +214,29 @@ def _parsed(text: bytes) -> Any:
         raise InputError(f"it is not JSON: {str(error)[:_LONGEST_REASON]}") from error
 
 
-def _json(path: Path) -> Rows:
+def _json(path: Path, name: str) -> Rows:
     try:
-        value = _parsed(path.read_bytes())
-    except InputError as error:
-        raise ConfigError(f"{path}: {error.message}") from error
-    if isinstance(value, dict):
-        value = next((part for part in value.values() if isinstance(part, list)), None)
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        if str(error).startswith("Extra data"):  # lines of JSON, as some call .json
+            return _json_lines(path, name)
+        raise ConfigError(f"{name}: it is not JSON: {str(error)[:_LONGEST_REASON]}") from error
+    if isinstance(value, dict):  # with the rows under some key, or a row
+        lists = [part for part in value.values() if isinstance(part, list) and part]
+        of_objects = [part for part in lists if all(isinstance(one, dict) for one in part)]
+        value = max(of_objects, key=len, default=[value])
     if not isinstance(value, list):
-        raise ConfigError(f"{path} holds no list of rows.")
+        raise ConfigError(f"{name} holds no list of rows.")
     rows: list[Any] = value
     return Rows(
-        len(rows), lambda number: f"{path}[{number}]", lambda number: _checked(rows[number])
+        len(rows), lambda number: f"{name}[{number}]", lambda number: _checked(rows[number])
     )
 
 
-def _csv(path: Path, delimiter: str) -> Rows:
+def _csv(path: Path, name: str) -> Rows:
     """Reads a table with a header; a value with line breaks is one value."""
+    delimiter = "\t" if kind_of(name) == ".tsv" else ","
+    csv.field_size_limit(_LONGEST_VALUE)
     lines: list[tuple[int, list[str]]] = []
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -176,12 +247,12 @@ def _csv(path: Path, delimiter: str) -> Rows:
                     lines.append((before + 1, fields))
                 before = reader.line_num
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}:{before + 1}: it cannot be read: {error}.") from error
+            raise ConfigError(f"{name}:{before + 1}: it cannot be read: {error}.") from error
     header = lines[0][1] if lines else []
     twice = {name for name in header if header.count(name) > 1}
     if not header or twice:
         what = f"names {', '.join(sorted(twice))} twice" if twice else "is missing"
-        raise ConfigError(f"{path}:1: the line with the names of the columns {what}.")
+        raise ConfigError(f"{name}:1: the line with the names of the columns {what}.")
     rows = lines[1:]
 
     def read(number: int) -> Row:
@@ -190,26 +261,61 @@ def _csv(path: Path, delimiter: str) -> Rows:
             raise InputError(f"it has {len(fields)} values for {len(header)} columns")
         return dict(zip(header, fields, strict=True))
 
-    return Rows(len(rows), lambda number: f"{path}:{rows[number][0]}", read)
+    return Rows(len(rows), lambda number: f"{name}:{rows[number][0]}", read)
 
 
-def _parquet(path: Path) -> Rows:
-    library = _library("pyarrow.parquet", str(path))
+def _parquet(path: Path, name: str) -> Rows:
+    library = _library("pyarrow.parquet", name)
+    return _table(name, lambda: library.read_table(path))
+
+
+def _arrow(path: Path, name: str) -> Rows:
+    """Reads either form of Arrow's files: a stream, as the library datasets writes, or a file."""
+    arrow = _library("pyarrow", name)
+
+    def read() -> Any:
+        source = arrow.memory_map(str(path))
+        try:
+            return arrow.ipc.open_stream(source).read_all()
+        except arrow.ArrowInvalid:
+            return arrow.ipc.open_file(source).read_all()
+
+    return _table(name, read)
+
+
+def _table(name: str, read: Callable[[], Any]) -> Rows:
     try:
-        table = library.read_table(path)
+        table = read()
     except Exception as error:  # noqa: BLE001 - the library's, whatever it is
-        _unreadable(str(path), error)
+        _unreadable(name, error)
     return Rows(
         table.num_rows,
-        lambda number: f"{path}: row {number}",
+        lambda number: f"{name}: row {number}",
         lambda number: _checked(table.slice(number, 1).to_pylist()[0]),
     )
 
 
-def _hub(name: str, subset: str | None, split: str) -> Rows:
+def _hub(reference: str, subset: str | None, split: str) -> Rows:
+    parts = _HUB_NAME.fullmatch(reference)
+    if parts is None:
+        raise ConfigError(f"hub:{reference} is not hub:owner/name[/configuration][@revision].")
+    return on_the_hub(
+        parts["name"], subset or parts["subset"], split=split, revision=parts["revision"]
+    )
+
+
+def on_the_hub(name: str, subset: str | None, split: str, **arguments: Any) -> Rows:
+    """The rows of a data set on the hub.
+
+    Args:
+        arguments: for `datasets.load_dataset`.
+
+    Raises:
+        ConfigError: it cannot be loaded, or `datasets` is not installed.
+    """
     library = _library("datasets", name)
     try:
-        data = library.load_dataset(name, subset, split=split)
+        data = library.load_dataset(name, subset, split=split, **arguments)
     except Exception as error:  # noqa: BLE001 - the library's, whatever it is
         _unreadable(name, error)
     return Rows(

@@ -56,10 +56,8 @@ def read_problem(row: Row, data_set: str | None = None) -> Problem:
 
 def _shape_of(row: Row) -> str:
     named = row.get("data_set")
-    if isinstance(named, str) and named in _FIELDS:
-        return named
-    for name, fields in _FIELDS.items():
-        if all(any(f in row for f in field.split("|")) for field in fields):
+    for name in (named, *_FIELDS) if isinstance(named, str) and named in _FIELDS else _FIELDS:
+        if all(any(f in row for f in field.split("|")) for field in _FIELDS[name]):
             return name
     raise InputError(
         f"The fields {', '.join(map(str, list(row)[:12])) or '(none)'} are those of no data set.",

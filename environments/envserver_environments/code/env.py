@@ -8,15 +8,14 @@ other tests, the reference and its full answer.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
+from envserver_environments.rows import NumberedRow, id_of
 from envserver_environments.sample_files import copied
+from envserver_environments.usable import RowCounts
 from pydantic import Field, field_validator
 
 from envserver import (
@@ -41,7 +40,7 @@ from .data_sets import a_constant_passes, normalised, read_problem
 from .demonstrations import demonstrate
 from .extraction import MAX_CODE_CHARACTERS
 from .hoisting import NotHoistable, hoisted
-from .loading import DIVISIONS, HUBS, SAMPLE
+from .loading import DATA
 from .problem import MAX_INSTRUCTION_CHARACTERS, Problem
 from .prompts import SOLUTION, ShowTests, question
 from .references import checked
@@ -50,8 +49,6 @@ from .scoring import References, ScoringRules, score_rollout
 
 DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humaneval_plus", "pairs"]
 
-MAX_UNUSABLE_ROWS = 1000
-"""Unusable rows at the start of a data set before loading fails."""
 
 _logger = logging.getLogger(__name__)
 
@@ -98,8 +95,7 @@ class Code(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.dropped: Counter[str] = Counter()
-        """Number of rows that `tasks` dropped, by reason."""
+        self.rows = RowCounts()
         self.tests_left_out = 0
         """Number of tests left out because they can only be judged inside the program."""
         self._references = References()
@@ -109,24 +105,15 @@ class Code(Environment):
         return copied(Path(__file__).parent / "data", folder, {"data_path": "sample.jsonl"})
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        found = self._read_tasks(split)
-        if self.config.data_set != "sample" and self.config.check_references:
-            found = self._with_good_references(found)
-        used = False
-        for task in found:
-            used = True
-            yield task
         name = self.config.data_set
-        if self.dropped:
-            count = self.dropped.total()
-            _logger.warning("%s: %d rows dropped: %s", name, count, self._reasons())
+        self.tests_left_out = 0
+        found = self.rows.tasks(name, self._read_tasks(split))
+        if name != "sample" and self.config.check_references:
+            found = self._with_good_references(found)
+        hint = "Do data_set and data_path fit together?"
+        yield from self.rows.reported(name, found, hint=hint)
         if self.tests_left_out:
             _logger.warning("%s: %d tests left out", name, self.tests_left_out)
-        if not used:
-            raise ConfigError(
-                f"The data set {name!r} has no usable row: {self._reasons()}.",
-                hint="Do data_set and data_path fit together?",
-            )
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         return await solve(task, run, self.config.mode, self.config.show_tests)
@@ -153,9 +140,7 @@ class Code(Environment):
         return known_results(task, partial_credit=self.config.partial_credit)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
-        task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        return _task(task_id, read_problem(row))
+        return _task(id_of(row), read_problem(row))
 
     def task_from_question(self, asked: Question) -> Task:
         name = hashlib.sha256(asked.question.encode()).hexdigest()[:12]
@@ -171,38 +156,25 @@ class Code(Environment):
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         return Result(output={"code": None, "text": response}, messages=messages)
 
-    def _rows(self, split: Split) -> Iterator[NumberedRow]:
-        name, path, seed = self.config.data_set, self.config.data_path, self.config.seed
-        if path is not None:
-            return file_rows(path, split, seed, DIVISIONS.get(name))
-        if name == "sample":
-            return sample_rows(SAMPLE, split, seed)
-        if name not in HUBS:
-            raise ConfigError(f"The rows of {name!r} come from a file.", hint="Set data_path.")
-        return hub_rows(HUBS[name], split, seed, DIVISIONS.get(name))
-
-    def _read_tasks(self, split: Split) -> Iterator[Task]:
-        """Tasks of all rows that can be judged and have not been there before."""
+    def _read_tasks(self, split: Split) -> Iterator[tuple[str, Task | str]]:
+        """The tasks of rows that can be judged and have not been there before, with their places;
+        why there is none, for the others."""
         name = self.config.data_set
         seen: set[bytes] = set()
-        unusable = 0
-        for number, row in self._rows(split):
+        for one in DATA.rows(name, self.config.data_path, split, self.config.seed):
             try:
-                problem = _usable(row, None if name == "sample" else name)
+                problem = _usable(one, None if name == "sample" else name)
                 key = hashlib.blake2b(
                     normalised(problem.instruction).encode(), digest_size=8
                 ).digest()
                 if key in seen:
                     raise InputError("The instruction was there before.")
             except InputError as error:
-                self.dropped[error.message] += 1
-                unusable += 1
-                if not seen and unusable >= MAX_UNUSABLE_ROWS:
-                    return
+                yield one.place, error.message
                 continue
             seen.add(key)
             self.tests_left_out += problem.left_out
-            yield _task(_row_id(name, number, row), problem)
+            yield one.place, _task(one.task_id(name), problem)
 
     def _with_good_references(self, tasks: Iterator[Task]) -> Iterator[Task]:
         if not hasattr(self, "sandboxes"):
@@ -214,10 +186,7 @@ class Code(Environment):
             if reason is None:
                 yield task
             else:
-                self.dropped[reason] += 1
-
-    def _reasons(self) -> str:
-        return ", ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common(8))
+                self.rows.drop(self.config.data_set, reason, task.id)
 
 
 def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
@@ -243,15 +212,15 @@ def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
     return tests
 
 
-def _usable(row: dict[str, Any] | None, data_set: str | None) -> Problem:
+def _usable(one: NumberedRow, data_set: str | None) -> Problem:
     """The problem in a row of a data set.
 
     Raises:
         InputError: it is of no use for training.
     """
-    if row is None:
-        raise InputError("The row is not a JSON object.")
-    problem = read_problem(row, data_set)
+    if one.row is None:
+        raise InputError(one.problem)
+    problem = read_problem(one.row, data_set)
     if len(problem.instruction) > MAX_INSTRUCTION_CHARACTERS:
         raise InputError("The instruction is too long.")
     if len(problem.tests) < 2:
@@ -259,11 +228,6 @@ def _usable(row: dict[str, Any] | None, data_set: str | None) -> Problem:
     if a_constant_passes(problem):
         raise InputError("A program that always gives the same passes its tests.")
     return problem
-
-
-def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:
-    """Returns the id in a row of the sample, else one made of the row's number."""
-    return str(row["id"]) if name == "sample" and row and "id" in row else f"{name}-{number}"
 
 
 def _task(task_id: str, problem: Problem) -> Task:

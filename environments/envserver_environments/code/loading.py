@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from envserver_environments.rows import Division, Hub
+from envserver_environments.rows import DataSets, Division, Hub
 
 from envserver import Split
 
@@ -23,6 +23,4 @@ HUBS: dict[str, Hub] = {
     "humaneval": Hub("openai/openai_humaneval", {"test": "test"}),
     "humaneval_plus": Hub("evalplus/humanevalplus", {"test": "test"}),
 }
-
-DIVISIONS: dict[str, Division] = {"opc": Division()}
-"""Divisions of data sets that have only one split."""
+DATA = DataSets(SAMPLE, HUBS, {"opc": Division()})

@@ -3,7 +3,8 @@
 In: a row. Out: a Problem whose tests are pairs, or asserts if the row names a function. Known:
 
     input_output                           {"inputs": [], "outputs": [], "fn_name"}: APPS, TACO
-    tests                                  [{"input", "output"}, ...]
+    tests, verification_info.test_cases    [{"input", "output"}, ...], which may name the function
+                                           (`fn_name`, `metadata.func_name`)
     public_test_cases, private_test_cases  the same, as in LiveCodeBench, also packed
     public_tests, private_tests, ...       {"input": [...], "output": [...]}: CodeContests
 
@@ -16,6 +17,7 @@ import base64
 import io
 import json
 import pickle
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -29,7 +31,7 @@ TEXTS = (
     "instruction", "question_content", "question", "prompt", "problem", "description", "text",
 )  # fmt: skip
 """Fields that may hold the instruction; the first present one counts."""
-SOURCES = ("input_output", "tests", "public_test_cases", "public_tests")
+SOURCES = ("input_output", "tests", "public_test_cases", "public_tests", "verification_info")
 """Fields of tests; the first that is there says what shape the row has."""
 
 MAX_PAIRS = 40
@@ -118,16 +120,23 @@ def _test(test: tuple[Any, Any], name: str) -> Test | None:
 def _lines(value: Any) -> str:
     """Some rows hold the lines one by one."""
     if isinstance(value, list):
-        return "\n".join(map(str, value)) + "\n"
+        return "\n".join(str(line).removesuffix("\n") for line in value) + "\n"
     return value if isinstance(value, str) else str(value)
 
 
 def _assert(arguments: Any, wanted: Any, name: str) -> str | None:
-    source = f"assert close({name}(*{arguments!r}), {wanted!r})"
+    # The sites that such tasks come from take a decimal that is this near.
+    tolerance = ", 1e-05" if _has_decimals(wanted) else ""
+    source = f"assert close({name}(*{arguments!r}), {wanted!r}{tolerance})"
     try:
         return source if isinstance(arguments, list) and hoisted(source, name) else None
     except NotHoistable:
         return None
+
+
+def _has_decimals(value: Any) -> bool:
+    inside = isinstance(value, list | tuple) and any(map(_has_decimals, value))
+    return isinstance(value, float) or inside
 
 
 Tests = list[tuple[Any, Any]]
@@ -155,7 +164,28 @@ def _of_tests(row: dict[str, Any]) -> tuple[Tests, Tests, str]:
     content = _read(row["tests"])
     if isinstance(content, dict):
         return _of_input_output({**row, "input_output": content})
-    return [], list(_objects(content, bool(text_of(row, "fn_name", "entry_point")))), ""
+    first = content[0] if isinstance(content, list) and content else None
+    name = _name_in(first, row) if isinstance(first, Mapping) else ""
+    found = list(_objects(content, bool(name or text_of(row, "fn_name", "entry_point"))))
+    if isinstance(first, Mapping) and first.get("fn_name"):  # each value in a list of its own
+        wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in found)
+        found = [(given, _unwrapped(wanted, wrapped)) for given, wanted in found]
+    return [], found, name
+
+
+def _name_in(test: Mapping[str, Any], row: dict[str, Any]) -> str:
+    """The function that a test calls, if it or its row says one."""
+    for place in (test, _read(test.get("metadata")), _read(row.get("metadata"))):
+        if isinstance(place, Mapping) and (name := place.get("fn_name") or place.get("func_name")):
+            return str(name)
+    return ""
+
+
+def _of_verification(row: dict[str, Any]) -> tuple[Tests, Tests, str]:
+    content = _read(row["verification_info"])
+    if not isinstance(content, Mapping):
+        raise InputError("The tests are not inputs and outputs.")
+    return _of_tests({**row, "tests": content.get("test_cases")})
 
 
 def _of_cases(row: dict[str, Any]) -> tuple[Tests, Tests, str]:
@@ -175,7 +205,8 @@ def _of_contests(row: dict[str, Any]) -> tuple[Tests, Tests, str]:
     return public, [test for tests in others for test in tests], ""
 
 
-_TESTS_OF = dict(zip(SOURCES, (_of_input_output, _of_tests, _of_cases, _of_contests), strict=True))
+_READERS = (_of_input_output, _of_tests, _of_cases, _of_contests, _of_verification)
+_TESTS_OF = dict(zip(SOURCES, _READERS, strict=True))
 
 
 def _zipped(given: Any, wanted: Any) -> Tests:
@@ -230,7 +261,7 @@ def _unpacked(text: str) -> str:
 
 def _reference(row: dict[str, Any]) -> str | None:
     """The first solution in Python that the row has."""
-    code = text_of(row, "code", "solution")
+    code = text_of(row, "code", "solution", "gold_standard_solution")
     if code:
         return code
     solutions = row.get("solutions")
@@ -245,7 +276,12 @@ def _reference(row: dict[str, Any]) -> str | None:
 
 
 def _seconds(limit: Any) -> float | None:
-    """A limit of time as a number, or as CodeContests writes it."""
+    """A limit of time as a number, in words ("6.0 seconds"), or as CodeContests writes it."""
+    said = (
+        re.match(r"\s*(\d+(?:\.\d+)?)\s*(m(?:illi)?)?s", limit) if isinstance(limit, str) else None
+    )
+    if said:
+        limit = float(said[1]) / (1000 if said[2] else 1)
     if isinstance(limit, Mapping):
         return float(limit.get("seconds") or 0) + float(limit.get("nanos") or 0) / 1e9 or None
     return float(limit) if isinstance(limit, int | float) and limit > 0 else None

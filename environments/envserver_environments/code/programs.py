@@ -7,6 +7,8 @@ not count.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
@@ -17,6 +19,10 @@ from envserver import ExecResult, Sandbox, SandboxError, SandboxLimits
 from .problem import Pair
 from .running import NOT_THE_PROGRAM, SPEC, Verdict, cause
 
+_DECIMAL = re.compile(rb"[-+]?(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_A_NUMBER = re.compile(rb"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
+MOST_SECONDS = 30.0
+"""Of CPU, whatever limit a row has."""
 LEAST_SECONDS = 1.0
 """Minimum CPU seconds of one test, whatever a row says; the maximum is the sandbox's."""
 ALL_WALL_SECONDS = 40.0
@@ -59,8 +65,24 @@ async def judged_pairs(
 
 
 def same_lines(printed: bytes, wanted: str) -> bool:
-    """Returns whether a program printed the expected lines."""
-    return _lines(printed) == _lines(wanted.encode("utf-8", "surrogatepass"))
+    """Returns whether a program printed the expected lines.
+
+    Where a decimal is expected, a number may differ by 1e-6, absolute or relative, as on the sites
+    that such tasks come from; all else is the same.
+    """
+    given, right = _lines(printed), _lines(wanted.encode("utf-8", "surrogatepass"))
+    return given == right or (len(given) == len(right) and all(map(_same_line, given, right)))
+
+
+def _same_line(given: bytes, right: bytes) -> bool:
+    words, wanted = (re.split(rb"(\s+)", line) for line in (given, right))  # blanks are words, too
+    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+
+
+def _same_word(given: bytes, right: bytes) -> bool:
+    if given == right or not _DECIMAL.fullmatch(right) or not _A_NUMBER.fullmatch(given):
+        return given == right
+    return math.isclose(float(given), float(right), rel_tol=1e-6, abs_tol=1e-6)
 
 
 def _lines(text: bytes) -> list[bytes]:
@@ -72,7 +94,7 @@ def _lines(text: bytes) -> list[bytes]:
 
 def _limits(seconds: float | None) -> SandboxLimits:
     most = SPEC.limits.cpu_seconds
-    cpu = most if seconds is None else min(most, max(LEAST_SECONDS, seconds))
+    cpu = most if seconds is None else min(MOST_SECONDS, max(LEAST_SECONDS, seconds))
     return structs.replace(SPEC.limits, cpu_seconds=cpu, wall_seconds=2 * cpu)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import json
 import logging
 import random
 import re
@@ -20,6 +19,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal
 
+from envserver_environments.rows import id_of
 from envserver_environments.sample_files import copied
 from envserver_tools.documents import document_tools, preload
 from envserver_tools.folder import folder_tools
@@ -269,9 +269,7 @@ class Gaia(Environment):
         return known_results(task, self._terms())
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        plain = {**row, "file_name": "", "task_id": f"row-{name}"}
+        plain = {**row, "file_name": "", "task_id": id_of(row)}
         item = read_row({"Level": "1", "Question": "?", **plain}, OWN, OWN)
         return _task(item, 0)
 

@@ -1,29 +1,26 @@
-r"""Converts the rows of each data set to `Problem`. Pure; loads nothing.
+r"""Converts rows of data sets to `Problem`s, by what their fields are. Pure; loads nothing.
 
-Ten formats of rows are known, each by the field names of its data set. A row names its format by a
-key `data_set`, `dataset` or `source` with a known name, else its fields show it. The answer
-("gold") is taken as the data set documents it:
+The answer ("gold") is the row's answer, else what its solution boxes or ends with after `####`:
 
-    gsm8k      after the last `####`, without commas
-    math       inside of the last balanced \boxed{} of the solution
-    svamp      a decimal, whole numbers without a point
-    mawps      without `_`
-    mathqa     a letter; the options are one string or a list
-    aqua       a letter
-    aime       an integer, without leading zeros
-    others     unchanged
+    several answers    listed with commas
+    with options       a letter, from a letter, an option's text or an index from 0
+    with ####          what stands after the last one, without commas
+    a number           without a decimal point where it is whole; `9 (apples)` without its unit
+    $...$ or \boxed    what stands in it
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+import string
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
-from typing import Literal
+from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
+from envserver_environments.roles import missing, roles_of, value_at
 from envserver_environments.rows import Row
 
 from envserver import InputError
@@ -33,6 +30,50 @@ from .literals import is_number_literal
 Kind = Literal["number", "expression", "letter"]
 
 MAX_ANSWER_CHARACTERS = 300
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "question": (
+        *("extra_info.question", "question", "Question", "problem", "Problem", "query", "input"),
+        *("prompt", "instruction", "problem_statement", "question_text", "messages"),
+    ),
+    "setting": ("Body", "body", "context", "passage"),
+    "answer": (
+        *(
+            "reward_model.ground_truth",
+            "final_answer",
+            "expected_answer",
+            "answer_number",
+            "answer",
+        ),
+        *("Answer", "final_ans", "golden", "Correct Answer"),
+        *("correct", "answerKey", "correct_answer", "correct_option", "target", "result", "gold"),
+        *("ground_truth", "gt", "label", "reference_answer", "answer_index"),
+    ),
+    "solution": (
+        "solution",
+        "Solution",
+        "generated_solution",
+        "rationale",
+        "gt_cot",
+        "output",
+        "response",
+    ),
+    "options": ("options", "choices.text", "choices", "candidates"),
+    "labels": ("choices.label",),
+    "expression": ("expression", "Equation", "equation", "formula"),
+}
+"""Names of each role in published sets: their cards, and the rows of those with open ones."""
+_LETTERS = string.ascii_uppercase
+_NO_ANSWERS = ("proof", "notfound", "n/a", "none", "nan")
+_LABEL = re.compile(r"^\s*(?:\(\s*([A-Za-z])\s*\)|([A-Za-z])\s*[).:])\s*")
+_MARKED = re.compile(r"####\s*(\S[^\n]*?)\s*\Z")
+_PROSE = re.compile(r"(?:(?<![\\A-Za-z{])[A-Za-z']+[,;:.]?\s+){5}[A-Za-z]")
+"""Six words one after the other: a sentence, which no answer would equal."""
+_ABOUT_THE_ANSWER = re.compile(
+    r"\A\s*Solve the following math problem step by step\. The last line of your response should"
+    r"[^\n]*\n+|\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z"
+    r"|\s*Let's think step by step and output the final answer (?:after|within)[^\n]*\Z"
+)
+"""What DAPO and verl add to a question, about how to answer; our prompts say it in their way."""
 
 
 @dataclass(frozen=True)
@@ -55,53 +96,34 @@ class Problem:
     expression: str | None = None
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The format of one data set's rows.
-
-    Args:
-        fields: required fields; alternatives are separated by `|`.
-        question, answer: read from a row; `answer` is None if there is no gold.
-    """
-
-    name: str
-    fields: tuple[str, ...]
-    kind: Kind
-    question: Callable[[Row], str]
-    answer: Callable[[Row], str | None]
-    options: Callable[[Row], list[str]] = lambda row: []
-    expression: Callable[[Row], str | None] = lambda row: None
-
-    def missing(self, row: Row) -> list[str]:
-        """The fields that `row` lacks."""
-        return [name for name in self.fields if not any(key in row for key in name.split("|"))]
-
-
-def read_problem(row: Row, data_set: str | None = None) -> Problem:
+def read_problem(
+    row: Row, data_set: str = "rows", columns: Mapping[str, str] | None = None
+) -> Problem:
     """The problem in `row`.
 
     Args:
-        row: with the fields of its data set.
-        data_set: whose shape it has; unset: found from the row.
+        data_set: a name for rows that do not have one.
+        columns: the row's fields by role (`ROLES`), where its names are unknown.
 
     Raises:
-        InputError: the row has no known shape, or no answer.
+        InputError: the question or the answer is missing, or is none.
     """
-    shape = SHAPES[data_set] if data_set else shape_of(row)
-    missing = shape.missing(row)
-    if missing:
-        raise InputError(f"A row of {shape.name} must have {', '.join(missing)}.")
-    answer = shape.answer(row)
-    options = shape.options(row)
-    question = shape.question(row).strip()
-    if not answer or not question:
-        part = "question" if answer else "answer"
-        raise InputError(f"This {shape.name} row holds no {part}.")
+    found = roles_of(row, ROLES, columns or {})
+    question = _question(row, found)
+    options = _options(row, found.get("options"))
+    if "options" in found and not options:
+        raise InputError("The row's options cannot be read.")
+    if "answer" not in found and "solution" not in found:
+        raise missing(row, ["answer", "solution"])
+    answer, kind = _choice(found, options) if options else _gold(row, found)
+    if not answer or answer.lower() in _NO_ANSWERS:
+        raise InputError("The row has no answer.")
+    if _PROSE.search(answer):
+        raise InputError("The answer is a sentence; --env.columns names another field.")
     if len(answer) > MAX_ANSWER_CHARACTERS:
-        raise InputError(f"The answer of this {shape.name} row is too long.")
-    if shape.kind == "letter" and not 0 <= ord(answer) - ord("A") < len(options):
-        raise InputError(f"This {shape.name} row has no option {answer}.")
-    return Problem(question, answer, shape.kind, shape.name, options, shape.expression(row))
+        raise InputError(f"The answer is longer than {MAX_ANSWER_CHARACTERS} characters.")
+    name = row.get("data_set") or row.get("dataset") or data_set
+    return Problem(question, answer, kind, str(name), options, _expression(row, found))
 
 
 def why_unusable(problem: Problem) -> str | None:
@@ -118,40 +140,64 @@ def why_unusable(problem: Problem) -> str | None:
     return None
 
 
-def shape_of(row: Row) -> Shape:
-    """The shape of `row`: the one that it names, else the one that its fields show.
-
-    Raises:
-        InputError: it has no known shape.
-    """
-    for key in ("data_set", "dataset", "source"):
-        name = _known_name(row.get(key))
-        if name:
-            return SHAPES[name]
-    for name in _ORDER:
-        if not SHAPES[name].missing(row) and (name != "aime" or _looks_like_aime(row)):
-            return SHAPES[name]
-    raise InputError(
-        f"The fields {', '.join(map(str, list(row)[:12])) or '(none)'} are those of no data set.",
-        hint=f"Known: {', '.join(SHAPES)}; a key data_set says which one is meant.",
+def _question(row: Row, found: Mapping[str, Any]) -> str:
+    value = found.get("question")
+    if isinstance(value, list):  # a conversation: what the user says last
+        said = [one for one in value if isinstance(one, Mapping) and one.get("role") == "user"]
+        value = said[-1].get("content") if said else None
+    question = _ABOUT_THE_ANSWER.sub("", _text(value)).strip()
+    if not question:
+        raise missing(row, ["question"])
+    setting = _text(found.get("setting"))
+    if setting and setting not in question:
+        end = "" if setting.endswith((".", "?", "!", ",")) else "."
+        question = f"{setting}{end} {question}"
+    numbers = str(row.get("Numbers") or "").split()  # MAWPS: "number0 apples", "8.0 2.0"
+    return re.sub(
+        r"\bnumber(\d+)\b",
+        lambda name: _plain(numbers[int(name[1])]) if int(name[1]) < len(numbers) else name[0],
+        question,
     )
 
 
-def _known_name(value: object) -> str | None:
-    if not isinstance(value, str):
-        return None
-    plain = re.sub(r"[^a-z0-9]", "", value.rsplit("/", 1)[-1].lower())
-    return _ALIASES.get(plain)
+def _gold(row: Row, found: Mapping[str, Any]) -> tuple[str, Kind]:
+    value = found.get("answer")
+    if isinstance(value, list):
+        parts = [_unwrapped(_text(part)) for part in value]
+        return ", ".join(parts) if all(parts) else "", "expression"
+    text = _text(value)
+    source = text or _text(_one(found.get("solution")))
+    if (marked := _MARKED.search(source)) and marked[1][:1] not in "([{\\":
+        return marked[1].replace(",", ""), "number"
+    if not text:
+        return _unwrapped(f"\\boxed{{{last_boxed(source) or ''}}}"), "expression"
+    answer = _unwrapped(text)
+    if "result" in row:
+        answer = answer.replace("_", "")  # MAWPS: 12_000
+    if (named := re.fullmatch(r"(.*\S)\s*\([A-Za-z][^()]*\)", answer)) and _is_number(named[1]):
+        answer = named[1]
+    is_contest = "problem" in row and (  # AIME, AMC
+        "solution" not in found or "year" in row or "aime" in str(row.get("url", "")).lower()
+    )
+    is_gsm8k = "####" in _text(value_at(row, "extra_info.answer"))  # as verl holds it
+    is_number = is_gsm8k or isinstance(value, float) or "expression" in found
+    if is_contest and re.fullmatch(r"\d{1,3}", answer):
+        return str(int(answer)), "number"
+    if not _is_number(answer) or not _plain(answer):
+        is_literal = is_number and is_number_literal(answer)  # 13/20
+        return "" if _is_number(answer) else answer, "number" if is_literal else "expression"
+    return (_plain(answer), "number") if is_number else (answer, "expression")
 
 
-def _looks_like_aime(row: Row) -> bool:
-    """Returns whether the answer is 0 to 999; a row with a solution must name AIME."""
-    if not re.fullmatch(r"\d{1,3}", _text(row["answer"])):
-        return False
-    return "solution" not in row or "year" in row or "aime" in str(row.get("url", "")).lower()
+def _one(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value
 
 
-def _text(value: object) -> str:
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[-+]?[\d,]*\.?\d+(?:[eE][-+]?\d+)?", text) is not None
+
+
+def _text(value: Any) -> str:
     """A text or a number as text; anything else is not an answer."""
     if isinstance(value, str):
         return value.strip()
@@ -160,127 +206,86 @@ def _text(value: object) -> str:
     return ""
 
 
-def _first(row: Row, *keys: str) -> str:
-    return next((_text(row[key]) for key in keys if key in row), "")
+def _unwrapped(text: str) -> str:
+    r"""Without the `$...$` or `\boxed{...}` around all of it."""
+    if (boxed := last_boxed(text)) is not None:
+        text = boxed.strip()
+    if text.count("$") % 2 == 0 and "\\$" not in text:  # one formula, or several: "$8$, $4$"
+        text = text.replace("$", "").strip()
+    return re.sub(r"\\[()\[\]]", "", text).strip()
 
 
-def _gsm8k_answer(row: Row) -> str | None:
-    _, mark, after = _text(row["answer"]).rpartition("####")
-    return after.strip().replace(",", "") if mark else None
-
-
-def _gsm8k_expression(row: Row) -> str | None:
-    """The right-hand calculation of the last `<<48/2=24>>` mark."""
-    marks = re.findall(r"<<([^=<>]+)=[^<>]*>>", _text(row["answer"]))
-    return str(marks[-1]) if marks else None
-
-
-def _math_answer(row: Row) -> str | None:
-    gold = last_boxed(_text(row["solution"]))
-    return gold.strip() if gold else None
-
-
-def _decimal_answer(row: Row) -> str | None:
+def _plain(text: str) -> str:
+    """A number without thousands commas, and without a point where it is whole; else ""."""
     try:
-        number = Decimal(_text(row["Answer"]).replace(",", ""))
+        number = Decimal(text.replace(",", ""))
     except InvalidOperation:
-        return None
+        return ""
     # Written out, 1e999999999 would fill the memory.
     if not number.is_finite() or abs(number.adjusted()) > MAX_ANSWER_CHARACTERS:
-        return None
+        return ""
     whole = number == number.to_integral_value()
     return f"{number:.0f}" if whole else f"{number.normalize():f}"
 
 
-def _aime_answer(row: Row) -> str | None:
-    try:
-        return str(int(_text(row["answer"])))
-    except ValueError:
-        return None
+def _expression(row: Row, found: Mapping[str, Any]) -> str | None:
+    """Arithmetic that gives the answer: a set's own, or in GSM8K the last `<<48/2=24>>`."""
+    marks = re.findall(r"<<([^=<>]+)=[^<>]*>>", _text(found.get("answer")))
+    text = str(marks[-1]) if marks else _text(found.get("expression")).partition("=")[0].strip()
+    return (
+        text if re.search(r"\d\s*\)*\s*[-+*/]", text) and not re.search(r"[a-zA-Z]", text) else None
+    )
 
 
-def _letter(row: Row) -> str | None:
-    letter = _text(row["correct"]).upper()
-    return letter if re.fullmatch("[A-Z]", letter) else None
-
-
-def _options(row: Row) -> list[str]:
-    """The texts of `options`: a list, or one string in either of MathQA's two spellings."""
-    raw = row["options"]
-    if isinstance(raw, str) and raw.lstrip().startswith("["):
+def _options(row: Row, value: Any) -> list[str]:
+    """The texts of the options: a list, or one string in either of MathQA's two spellings, or
+    columns A, B, C, ..."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            raw = ast.literal_eval(raw.strip())
+            value = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
-            return []
-    elif isinstance(raw, str):
-        raw = re.split(r"\s*,\s*(?=[a-eA-E]\s*\))", raw)
-    if not isinstance(raw, list) or not all(isinstance(option, str | int) for option in raw):
+            value = []
+    elif isinstance(value, str):
+        value = re.split(r"\s*,\s*(?=[a-jA-J]\s*\))", value)
+    elif isinstance(value, Mapping):
+        value = [value[name] for name in sorted(value)] if set(value) <= set(_LETTERS) else None
+    if value is None:
+        value = [row[name] for name in _LETTERS[:10] if name in row]
+    texts = [str(option).strip() for option in value if isinstance(option, str | int | float)]
+    if len(texts) != len(value) or len(texts) > len(_LETTERS):
         return []
-    return [re.sub(r"^\s*\(?[a-eA-E]\s*\)\s*", "", str(option)).strip() for option in raw]
+    labels = [_LABEL.match(text) for text in texts]
+    named = "".join((label[1] or label[2]).upper() for label in labels if label)
+    if texts and named == _LETTERS[: len(texts)]:
+        texts = [
+            text[label.end() :].strip() for text, label in zip(texts, labels, strict=True) if label
+        ]
+    return texts if len(texts) > 1 else []
 
 
-def _svamp_question(row: Row) -> str:
-    body, question = _text(row["Body"]), _text(row["Question"])
-    if not body or not question:
-        return question
-    return f"{body}{'' if body.endswith(('.', '?', '!', ',')) else '.'} {question}"
+def _choice(found: Mapping[str, Any], options: list[str]) -> tuple[str, Kind]:
+    answer, labels = found.get("answer"), found.get("labels")
+    if isinstance(labels, list) and labels.count(answer) == 1 and len(labels) == len(options):
+        return _LETTERS[labels.index(answer)], "letter"
+    return _letter(answer, options), "letter"
 
 
-def _shapes() -> dict[str, Shape]:
-    def question(row: Row) -> str:
-        return _first(row, "question", "problem")
-
-    def answer(row: Row) -> str:
-        return _text(row["answer"])
-
-    shapes = [
-        Shape(
-            "gsm8k", ("question", "answer"), "number", question, _gsm8k_answer,
-            expression=_gsm8k_expression,
-        ),
-        Shape("math", ("problem", "solution"), "expression", question, _math_answer),
-        Shape("math500", ("problem", "answer"), "expression", question, answer),
-        Shape(
-            "svamp", ("Body", "Question", "Answer"), "number", _svamp_question, _decimal_answer,
-            expression=lambda row: _text(row.get("Equation")) or None,
-        ),
-        Shape(
-            "mawps", ("question", "result"), "number", question,
-            lambda row: _text(row["result"]).replace("_", ""),
-            expression=lambda row: _text(row.get("expression")) or None,
-        ),
-        Shape(
-            "mathqa", ("Problem", "options", "correct"), "letter",
-            lambda row: _text(row["Problem"]), _letter, _options,
-        ),
-        Shape("aqua", ("question", "options", "correct"), "letter", question, _letter, _options),
-        Shape("aime", ("problem", "answer"), "number", question, _aime_answer),
-        Shape(
-            "deepmath", ("question", "final_answer"), "expression", question,
-            lambda row: _text(row["final_answer"]),
-        ),
-        Shape(
-            "mathx", ("problem|question", "expected_answer"), "expression", question,
-            lambda row: _text(row["expected_answer"]),
-        ),
-    ]  # fmt: skip
-    return {shape.name: shape for shape in shapes}
-
-
-SHAPES = _shapes()
-
-_ORDER = (
-    "svamp", "mathqa", "aqua", "deepmath", "mathx", "mawps", "aime", "math500", "math", "gsm8k",
-)  # fmt: skip
-
-_ALIASES = {name: name for name in SHAPES} | {
-    "hendrycksmath": "math",
-    "calcsvamp": "svamp",
-    "calcmawps": "mawps",
-    "aquarat": "aqua",
-    "aime2024": "aime",
-    "aime2025": "aime",
-    "aime25": "aime",
-    "deepmath103k": "deepmath",
-    "mathx5m": "mathx",
-}
+def _letter(value: Any, options: list[str]) -> str:
+    """The letter of the right option, from a letter, a text, both, or an index; else ""."""
+    if isinstance(value, list):
+        value = value[0] if len(value) == 1 else None  # several right ones are not asked for
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int):
+        return _LETTERS[value] if 0 <= value < len(options) else ""
+    text, letters = _text(value), _LETTERS[: len(options)]
+    if len(text) == 1 and text.upper() in letters:
+        return text.upper()
+    same = [number for number, option in enumerate(options) if option == text]
+    if len(same) == 1:
+        return letters[same[0]]
+    if found := _LABEL.match(text):
+        letter, rest = (found[1] or found[2]).upper(), text[found.end() :].strip()
+        fits = letter in letters and rest in ("", options[letters.index(letter)])
+        return letter if fits else ""
+    return letters[int(text)] if re.fullmatch(r"\d", text) and int(text) < len(options) else ""

@@ -7,16 +7,14 @@ answer and how it is compared (`kind`).
 from __future__ import annotations
 
 import hashlib
-import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
-from envserver_environments.rows import file_rows, hub_rows, sample_rows
+from envserver_environments.rows import NumberedRow, id_of
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import mixed, usable_tasks
+from envserver_environments.usable import RowCounts, mixed
 from envserver_tools.visible import visible_text
 from pydantic import Field, field_validator
 
@@ -40,7 +38,7 @@ from .data_sets import Kind, Problem, read_problem, why_unusable
 from .demonstrations import demonstrate
 from .known import known_answers
 from .literals import is_number_literal
-from .loading import HUBS, SAMPLE
+from .loading import DATA
 from .prompts import BOXED, question
 from .scoring import ScoringRules, last_answer, score_rollout
 
@@ -61,7 +59,11 @@ class Math(Environment):
         data_set: DataSetName | list[DataSetName] = "sample"
         """Data sets (repeat the flag, or separate with commas). sample: 48 built-in tasks."""
         data_path: Path | None = None
-        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
+        """Rows: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, also .gz or .zst), a folder
+        with splits, a glob, or hub:owner/name."""
+        columns: dict[str, str] = {}
+        """Fields of rows by what they are (question, answer, solution, options, setting,
+        expression), where their names are unknown: '{"question": "input", "answer": "target"}'."""
         mode: Mode = "tools"
         """tools: calculator and finish; single: one answer, no tools; seed0: fenced commands."""
         literal: Literal["auto"] | bool = "auto"
@@ -86,8 +88,7 @@ class Math(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.dropped: Counter[str] = Counter()
-        """Number of rows that `tasks` dropped, by reason."""
+        self.rows = RowCounts()
 
     @classmethod
     def write_sample(cls, folder: Path) -> Mapping[str, Any]:
@@ -129,11 +130,9 @@ class Math(Environment):
         return None if self.config.literal == "auto" else bool(self.config.literal)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
-        task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         if procedural.is_entry(row):
-            return _generated_task(task_id, *procedural.entry_from_row(row))
-        return _task(task_id, read_problem(row))
+            return _generated_task(id_of(row), *procedural.entry_from_row(row))
+        return _task(id_of(row), read_problem(row, columns=self.config.columns))
 
     def task_from_question(self, asked: Environment.Question) -> Task:
         if not asked.question.strip():
@@ -171,33 +170,23 @@ class Math(Environment):
             for task_id, problem in sorting.problems(split, seed):
                 yield _task(task_id, problem)
             return
-        # A row of the sample or of a file may say itself which data set it is of.
-        shape = None if name == "sample" else name
-        if self.config.data_path is not None:
-            rows = file_rows(self.config.data_path, split, seed)
-        elif name == "sample":
-            rows = sample_rows(SAMPLE, split, seed)
-        else:
-            rows = hub_rows(HUBS[name], split, seed)
-        read = (_task_of(name, shape, number, row) for number, row in rows)
-        hint = "Do data_set and data_path fit together?"
-        yield from usable_tasks(name, read, self.dropped, hint=hint)
+        path = self.config.data_path
+        columns = self.config.columns if path else {}
+        rows = DATA.rows(name, path, split, seed)
+        read = ((one.place, _task_of(name, columns, one)) for one in rows)
+        hint = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
+        yield from self.rows.usable(path.name if path else name, read, hint=hint)
 
 
-def _task_of(name: str, shape: str | None, number: int, row: dict[str, Any] | None) -> Task | str:
+def _task_of(name: str, columns: dict[str, str], one: NumberedRow) -> Task | str:
     """The task of a row, or why it is of no use."""
-    if row is None:
-        return "no JSON object"
+    if one.row is None:
+        return one.problem
     try:
-        problem = read_problem(row, shape)
+        problem = read_problem(one.row, name, columns)
     except InputError as error:
         return error.message
-    return why_unusable(problem) or _task(_row_id(name, number, row), problem)
-
-
-def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:
-    """Returns the id in a row of the sample, else one made of the row's number."""
-    return str(row["id"]) if name == "sample" and row and "id" in row else f"{name}-{number}"
+    return why_unusable(problem) or _task(one.task_id(name), problem)
 
 
 def _task(task_id: str, problem: Problem) -> Task:

@@ -20,6 +20,11 @@ _SCALE = re.compile(
     rf"(?<=\d)(?:\\[,;:!> ]|~|\s)*+{_TEXT}\{{\s*(hundred|thousand|million|billion|trillion)\b"
     r"([^{}]*)\}$"
 )
+_IN_WORDS = re.compile(rf"\A(\d+)\s*{_TEXT}\{{\s*\(([a-z]+)\)\s*\}}\Z")
+_WORDS = (  # noqa: SIM905 - read as a line
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    " sixteen seventeen eighteen nineteen twenty"
+).split()
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 _PRICE = re.compile(rf"([-+−]?)\s*(?:{_CURRENCY}|{_TEXT}\{{\s*{_CURRENCY}\s*\}})\s*(?=[\d.])")
@@ -32,6 +37,13 @@ _SPELLINGS = (
     (re.compile(rf"{_TEXT}\{{\s*(?:or|and)\s*\}}"), ", "),
     (re.compile(r"_\{\s*(\w)\s*\}"), r"_\1"),
     (re.compile(r"(?<!\\)~"), " "),
+    (re.compile(r"(?<=\d)(?:\\[,;:!> ]|\\thinspace|[\u00a0\u2009\u202f])\s*(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"\A\s*(?:\\(?:approx|simeq|thickapprox)(?![A-Za-z])|≈)\s*"), ""),
+    (re.compile(r"\A([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})\Z"), r"\1 \\times 10^{\2}"),
+    (re.compile(r"√\s*(\d+|[A-Za-z])"), r"\\sqrt{\1}"),
+    (re.compile(r"√\s*(?=[({])"), r"\\sqrt"),
+    (re.compile(r"(?<=\S)[,;]\s*\Z"), ""),
+    (re.compile(rf"\A{_TEXT}\{{\s*([-+]?\d[\d,.]*)(\s[^{{}}\d]*)\}}\Z"), r"\1\\text{\2}"),
 )
 """Patterns that math-verify cannot read, with equivalents that it can."""
 
@@ -57,6 +69,8 @@ def readable(latex: str) -> str:
     plain = latex.strip()
     if number := _NUMBER_IN_TEXT.fullmatch(plain) or _IN_BRACES.fullmatch(plain):
         plain = number[1].strip()
+    if (said := _IN_WORDS.match(plain)) and said[2] in _WORDS[int(said[1]) : int(said[1]) + 1]:
+        return said[1]
     plain = _POINT_AT_THE_END.sub("", _PRICE.sub(r"\1", plain, count=1))
     for pattern, replacement in _SPELLINGS:
         plain = pattern.sub(replacement, plain)
@@ -88,15 +102,17 @@ def with_braces(latex: str) -> str:
     return "".join(parts)
 
 
-def as_asked(gold: str, answer: str) -> str:
-    """Returns `answer` as an interval if `gold` is one and `answer` an inequality.
+def as_asked(gold: str, answer: str) -> tuple[str, str]:
+    """Returns both as intervals if one is an interval and the other an inequality.
 
-    A gold such as `(0,3)` may be a point: it stays one.
+    A gold such as `(0,3)` may be a point: it stays one, but with an infinite end.
     """
     interval = _BOUNDED.fullmatch(gold)
-    if interval is None or not (interval["name"] or "[" in gold or "]" in gold):
-        return answer
-    return _interval_of(answer) or answer
+    if interval and (interval["name"] or re.search(r"[\[\]]|\\infty", gold)):
+        return gold, _interval_of(answer) or answer
+    if _BOUNDED.fullmatch(answer) and (as_interval := _interval_of(gold)):
+        return as_interval, answer
+    return gold, answer
 
 
 def forms_differ(gold: str, answer: str) -> bool:

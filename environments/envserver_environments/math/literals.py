@@ -34,17 +34,24 @@ _LITERAL = re.compile(
 
 _WHOLE = r"(?:\d{1,9}|\d{1,3}(?:,\d{3}){1,2}|\d{1,3}(?:\{,\}\d{3}){1,2})"
 _PLAIN = re.compile(
-    rf"(?:(?P<sign>[-+]?)(?:(?P<decimal>{_WHOLE}(?:\.\d{{1,6}})?|\.\d{{1,6}})"
+    rf"(?:(?P<sign>[-+]?)(?:(?P<decimal>{_WHOLE}(?:\.\d{{1,20}})?|\.\d{{1,20}})"
     r"|\\[dt]?frac\{(?P<top>-?\d{1,9})\}\{(?P<bottom>-?\d{1,9})\}"
     r"|(?P<over>\d{1,9})/(?P<under>\d{1,9}))"
     r"|\\\$(?P<price>\d{1,9}))",
     re.ASCII,
 )
 
+_SCIENTIFIC = re.compile(
+    r"(?P<sign>[-+]?)\s*(?P<decimal>\d{1,20}(?:\.\d{1,20})?)"
+    r"(?:\s*(?:\\times|\\cdot|×)\s*10\^\{?\s*(?P<exponent>[-+]?\d{1,3})\s*\}?)",
+    re.ASCII,
+)
+
 _NO_UNIT = re.compile(
     r"\b(?:or|and|to|is|isn|not|no|than|plus|minus|times|mod|squared|cubed|factorial|dozens?"
     r"|hundreds?|thousands?|(?:m|b|tr)illions?|one|two|three|four|five|six|seven|eight|nine|ten"
-    r"|eleven|twelve|half|halves)\b|(?<![a-z])\d",
+    r"|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+    r"|half|halves)\b|(?<![a-z])\d",
     re.IGNORECASE,
 )
 """Texts behind a number that change it."""
@@ -53,12 +60,13 @@ _NO_UNIT = re.compile(
 def plain_number(latex: str) -> Fraction | None:
     r"""Returns the number that `latex` is; None if it is not plain.
 
-    Plain are an integer or a decimal (also with thousands commas), `a/b`, `\frac{a}{b}` and `\$12`,
-    of so few digits that math-verify, which rounds, compares them as fractions are compared.
+    Plain are an integer or a decimal (also with thousands commas), `a/b`, `\frac{a}{b}`, `\$12`
+    and `1.2 \times 10^{-5}`, of so few digits that math-verify, which rounds, compares them as
+    fractions are compared.
     """
     found = _PLAIN.fullmatch(latex)
     if found is None:
-        return None
+        return _scientific(readable(latex))
     whole = found["decimal"] or found["price"]
     top, bottom = found["top"] or found["over"], found["bottom"] or found["under"]
     if whole is not None:
@@ -67,6 +75,14 @@ def plain_number(latex: str) -> Fraction | None:
         return None
     else:
         number = Fraction(int(top), int(bottom))
+    return -number if found["sign"] == "-" else number
+
+
+def _scientific(latex: str) -> Fraction | None:
+    found = _SCIENTIFIC.fullmatch(latex)
+    if found is None:
+        return None
+    number = Fraction(found["decimal"]) * Fraction(10) ** int(found["exponent"])
     return -number if found["sign"] == "-" else number
 
 

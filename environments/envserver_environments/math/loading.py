@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from envserver_environments.rows import Hub
+from envserver_environments.rows import DataSets, Hub
 
 SAMPLE = Path(__file__).parent / "data" / "sample.jsonl"
 
@@ -45,3 +45,4 @@ HUBS: dict[str, Hub] = {
     "deepmath": Hub("zwhe99/DeepMath-103K", {"train": "train"}),
     "mathx": Hub("XenArcAI/MathX-5M", {"train": "train"}, streaming=True),
 }
+DATA = DataSets(SAMPLE, HUBS)

@@ -6,6 +6,7 @@ found by the rules for options. Pure but for the comparison itself, which is `ve
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from .agent import finish_answer
 from .data_sets import MAX_ANSWER_CHARACTERS
 from .literals import is_number_literal
 from .verification import Verdict, compare
+
+_HASHES = re.compile(r"####\s*\S[^\n]*\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def _correctness(
         return float(index == ord(task.hidden["answer"]) - ord("A"))
     answer = (given.answer or "").strip()
     metrics["answered"] = float(bool(answer))
+    if not answer and _HASHES.search(given.text):
+        metrics["no_box_but_hashes"] = 1.0  # as GSM8K's own solutions end, which is not paid
     if len(answer) > MAX_ANSWER_CHARACTERS:
         metrics["too_long"] = 1.0
     if not answer or len(answer) > MAX_ANSWER_CHARACTERS:

@@ -2,7 +2,7 @@ r"""Estimates how large the numbers of a formula are, without evaluating anythin
 
 In: LaTeX as a model writes it, such as `9^{9^{9}}`, `100000000!` or `\binom{10^6}{5*10^5}`. Out:
 whether evaluating it would make a number of over a million digits, or take as long. Sizes are upper
-bounds, as decimal logarithms; names count as small numbers. Linear time.
+bounds, as decimal logarithms; names and signs count as small numbers. Linear time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MOST_DIGITS = 1_000_000
 _MOST_CHOSEN = 20_000
 """A binomial coefficient is multiplied together in so many steps."""
 _DEEPEST = 50
-_TOKEN = re.compile(r"\d[\d,]*|\*\*|\\[A-Za-z]+|[\^!{}()\[\]\-]")
+_TOKEN = re.compile(r"\d[\d,]*|\*\*|\\[A-Za-z]+|[^\s\\]")
 _OPENING = {"{": "}", "(": ")", "[": "]"}
 _BINOMIALS = ("\\binom", "\\dbinom", "\\tbinom")
 

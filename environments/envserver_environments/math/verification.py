@@ -23,7 +23,7 @@ import re
 import resource
 import select
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -49,6 +49,9 @@ MEMORY_BYTES = 1 << 30
 
 _ROUNDED = Fraction(1, 10_000)
 """Numbers that differ by more are never equal to math-verify, which rounds to six decimals."""
+_SMALL, _NEAR = Fraction(1, 10), Fraction(5, 1_000_000)
+"""Below the first, rounding to six decimals makes different numbers equal; they may differ by the
+second of themselves, which is what it allows for a number as large as the first."""
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
 _BLANK = re.compile(r"\s+(?!\w)|(?<!\w)\s+")
 """Blanks that do not hold two words or numbers apart."""
@@ -99,13 +102,13 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
         # Also what math-verify says. Between the two it rounds, and is asked.
         if wanted == given:
             return Verdict.EQUAL
-        if abs(wanted - given) > _ROUNDED:
+        if abs(wanted - given) > _ROUNDED or not _near(wanted, given):
             return Verdict.DIFFERENT
     if is_huge(answer):
         return Verdict.KILLED
     # Parsed here and not in the child, so that the parser's caches help the next answer.
+    gold, asked = as_asked(gold, answer)
     parsed_gold = _parsed_gold(gold)
-    asked = as_asked(gold, answer)
     return _in_child(lambda: _verdict(parsed_gold, asked, lenient))
 
 
@@ -186,10 +189,36 @@ def _verdict(gold: tuple[Any, ...], answer: str, lenient: bool) -> Verdict:
         parsing_timeout=TIMEOUT_SECONDS,
     )
     if library.verify(list(gold), parsed, timeout_seconds=TIMEOUT_SECONDS):
-        return Verdict.EQUAL
+        return Verdict.EQUAL if _are_near(gold, parsed) else Verdict.DIFFERENT
     # No gold is blamed for a wrong answer unless it fails its own comparison.
     fit = library.verify(list(gold), list(gold), timeout_seconds=TIMEOUT_SECONDS)
     return Verdict.DIFFERENT if fit else Verdict.BAD_GOLD
+
+
+def _near(wanted: Any, given: Any) -> bool:
+    """Returns whether a small number, or zero, is near in proportion to its size."""
+    return bool(abs(wanted) >= _SMALL or abs(wanted - given) <= _NEAR * abs(wanted))
+
+
+def _are_near(gold: Sequence[Any], parsed: Sequence[Any]) -> bool:
+    """Returns whether the numbers of an answer that math-verify calls equal are near the gold's."""
+    wanted, given = (_numbers(one[0]) if one else [] for one in (gold, parsed))
+    return len(wanted) != len(given) or all(map(_near, wanted, given))
+
+
+def _numbers(value: Any) -> list[float]:
+    """The real numbers in a value of sympy, sorted where it is a set."""
+    if getattr(value, "is_number", False):
+        return [float(value.evalf())] if value.is_real else []
+    if type(value).__name__ == "Equality":
+        return _numbers(value.rhs)
+    parts = getattr(value, "args", ()) if _is_collection(value) else ()
+    found = [number for part in parts for number in _numbers(part)]
+    return sorted(found) if type(value).__name__ == "FiniteSet" else found
+
+
+def _is_collection(value: Any) -> bool:
+    return type(value).__name__ in ("FiniteSet", "Tuple", "Interval", "Union")
 
 
 def _in_child(compute: Callable[[], Verdict]) -> Verdict:

@@ -1,8 +1,7 @@
 """Converts the rows of each data set to `MultiHopQuestion`. Pure; loads nothing.
 
 Five shapes of rows are known, each by the field names under which its data set is published, and
-the shape of our own sample. A row says itself which one it has: by a key `data_set`, `dataset`,
-`data_source` or `source` with a known name, else by its fields.
+the shape of our own sample. The fields of a row say which one it has, never the name of a set.
 
     hotpotqa   `context` of titles and sentences, `supporting_facts`
     2wiki      the same, and `evidences`
@@ -107,17 +106,11 @@ def why_unusable(item: MultiHopQuestion) -> str | None:
 
 
 def shape_of(row: Row) -> str:
-    """The name of the shape of `row`: the one that it names, else the one that its fields show.
+    """The name of the shape of `row`, as its fields show it.
 
     Raises:
         InputError: it has no known shape.
     """
-    for key in ("data_set", "dataset", "data_source", "source"):
-        value = row.get(key)
-        name = value.rsplit("/", 1)[-1].lower() if isinstance(value, str) else ""
-        known = _ALIASES.get(re.sub(r"[^a-z0-9]", "", name))
-        if known and known != "afm" and _fits(known, row):
-            return known
     for name in ("own", "musique", "2wiki", "hotpotqa", "afm"):
         if _fits(name, row):
             return name
@@ -208,16 +201,6 @@ SHAPES: dict[str, Callable[[MultiHopQuestion, Row, Mapping[str, Passage]], Multi
     "afm": _afm,
 }
 
-_ALIASES = {
-    "hotpotqa": "hotpotqa",
-    "hotpot": "hotpotqa",
-    "2wiki": "2wiki",
-    "2wikimultihopqa": "2wiki",
-    "2wikimultihop": "2wiki",
-    "musique": "musique",
-    "own": "own",
-}
-
 
 def _with(item: MultiHopQuestion, **facts: Any) -> MultiHopQuestion:
     return MultiHopQuestion(**{**vars(item), **facts})
@@ -232,6 +215,13 @@ def _golds(row: Row) -> Iterator[str]:
         target, _inside(row, "extra_info").get("answer"),
     )  # fmt: skip
     first = next((source for source in sources if source is not None), None)
+    if isinstance(first, bool):
+        first = "yes" if first else "no"
+    if isinstance(first, dict):  # SQuAD, TriviaQA
+        first = [
+            *_several(first.get("value")),
+            *_several(first.get("text") or first.get("aliases")),
+        ]
     aliases = [row.get("answer_aliases"), row.get("aliases")]
     values = [value for source in (first, *aliases) for value in _several(source)]
     yield from dict.fromkeys(_text(value) for value in values if _is_text(value))
@@ -258,7 +248,7 @@ def _inside(row: Row, key: str) -> dict[str, Any]:
 
 def _decoded(value: object) -> object:
     """`value`, which some copies of the data sets hold as JSON in a text."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
         return json.loads(value)
@@ -271,7 +261,11 @@ def _objects(value: object) -> list[dict[str, Any]]:
 
 
 def _context(value: object) -> Iterator[Passage]:
-    """The paragraphs of `{"title": [...], "sentences": [[...]]}` or of `[[title, [...]], ...]`."""
+    """The paragraphs of `{"title": [...], "sentences": [[...]]}` or of `[[title, [...]], ...]`, or
+    of plain texts."""
+    if isinstance(value, str) or (value and all(isinstance(one, str) for one in _several(value))):
+        yield from (Passage.from_data({"title": "", "text": one}) for one in _several(value))
+        return
     for title, sentences in _pairs(value, "title", "sentences", "content"):
         if not isinstance(title, str) or not isinstance(sentences, list):
             raise InputError("The row's context is not a list of titles and sentences.")

@@ -14,17 +14,15 @@ the question's own ones). `hidden` holds what only scoring needs:
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from envserver_environments.rows import NumberedRow, file_rows, hub_rows, sample_rows
+from envserver_environments.rows import NumberedRow, id_of
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import mixed, usable_tasks
+from envserver_environments.usable import RowCounts, mixed
 from envserver_tools.retrieval import Passage, RetrieverSettings
 from pydantic import Field, field_validator, model_validator
 
@@ -48,7 +46,7 @@ from .agent import AgentOptions, Mode, harness_task, solve
 from .data_sets import DataSet, MultiHopQuestion, read_item, why_unusable
 from .demonstrations import demonstrate
 from .known import known_answers
-from .loading import HUBS, SAMPLE, different, own_passages, read_context, read_corpus
+from .loading import DATA, different, own_passages, read_context, read_corpus
 from .scoring import last_answer, parse_answer, score_rollout
 from .serving import MAX_TOP_K, Scope, corpus_services, external_services
 
@@ -111,8 +109,7 @@ class Mhqa(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.dropped: Counter[str] = Counter()
-        """Number of rows that `tasks` dropped, by reason."""
+        self.rows = RowCounts()
 
     @classmethod
     def write_sample(cls, folder: Path) -> Mapping[str, Any]:
@@ -162,9 +159,7 @@ class Mhqa(Environment):
         return known_answers(task, self.config.support_weight)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
-        task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        return make_task(task_id, read_item(row, corpus=own_passages()), "question")
+        return make_task(id_of(row), read_item(row, corpus=own_passages()), "question")
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         words = last_answer(messages) if messages else parse_answer(response)
@@ -198,35 +193,29 @@ class Mhqa(Environment):
     def _tasks_of(self, name: DataSet, split: Split) -> Iterator[Task]:
         scope = self.config.scope
         read = (
-            item if isinstance(item, str) else make_task(task_id, item, scope)
-            for task_id, item in self._items(name, split)
+            (place, item if isinstance(item, str) else make_task(task_id, item, scope))
+            for place, task_id, item in self._items(name, split)
         )
         hint = "Do data_set, data_path and scope fit together?"
-        return usable_tasks(name, read, self.dropped, hint=hint)
+        return self.rows.usable(name, read, hint=hint)
 
-    def _items(self, name: DataSet, split: Split) -> Iterator[tuple[str, MultiHopQuestion | str]]:
-        """The questions of a data set with their ids, or why a row is of no use."""
-        for number, row in self._rows(name, split):
-            task_id = _row_id(name, number, row)
-            item = _read(row, None if name == "sample" else name)
+    def _items(
+        self, name: DataSet, split: Split
+    ) -> Iterator[tuple[str, str, MultiHopQuestion | str]]:
+        """The questions of a data set with their places and ids, or why a row is of no use."""
+        with_passages = self.config.scope == "question"
+        for one in self._rows(name, split):
+            item = _read(one, None if name == "sample" else name)
             if isinstance(item, str):
-                yield task_id, item
-            elif not item.answerable and not (
-                self.config.unanswerable and self.config.scope == "question"
-            ):
-                continue
-            elif self.config.scope == "question" and not item.passages:
-                yield task_id, "it has no passages: the scope must be corpus or external"
-            else:
-                yield task_id, item
+                pass
+            elif not item.answerable and not (self.config.unanswerable and with_passages):
+                item = "it has no answer: `unanswerable` takes it, with the scope question"
+            elif with_passages and not item.passages:
+                item = "it has no passages: the scope must be corpus or external"
+            yield one.place, one.task_id(name), item
 
     def _rows(self, name: DataSet, split: Split) -> Iterator[NumberedRow]:
-        seed = self.config.seed
-        if self.config.data_path is not None:
-            return file_rows(self.config.data_path, split, seed)
-        if name == "sample":
-            return sample_rows(SAMPLE, split, seed)
-        return hub_rows(HUBS[name], split, seed)
+        return DATA.rows(name, self.config.data_path, split, self.config.seed)
 
     def _corpus(self) -> Iterator[Passage]:
         """Returns the corpus of the settings, else all passages of the data sets."""
@@ -240,8 +229,8 @@ class Mhqa(Environment):
                 yield from own_passages().values()
                 continue
             found = False
-            for _, row in self._rows(name, self.config.split):
-                item = _read(row, None if name == "sample" else name)
+            for one in self._rows(name, self.config.split):
+                item = _read(one, None if name == "sample" else name)
                 if isinstance(item, MultiHopQuestion):
                     found = found or bool(item.passages)
                     yield from item.passages
@@ -279,17 +268,12 @@ def make_task(
     )
 
 
-def _read(row: dict[str, Any] | None, data_set: str | None) -> MultiHopQuestion | str:
+def _read(one: NumberedRow, data_set: str | None) -> MultiHopQuestion | str:
     """The question of a row, or why it is of no use."""
-    if row is None:
-        return "no JSON object"
+    if one.row is None:
+        return one.problem
     try:
-        item = read_item(row, data_set, own_passages() if data_set is None else None)
+        item = read_item(one.row, data_set, own_passages() if data_set is None else None)
     except InputError as error:
         return error.message
     return why_unusable(item) or item
-
-
-def _row_id(name: str, number: int, row: dict[str, Any] | None) -> str:
-    """Returns the id in a row of the sample, else one made of the row's number."""
-    return str(row["id"]) if name == "sample" and row and "id" in row else f"{name}-{number}"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from envserver_environments.rows import Hub
+from envserver_environments.rows import DataSets, Hub
 from envserver_tools.retrieval import Passage, passages_from
 
 from envserver import ConfigError, InputError, NotFoundError
@@ -26,6 +26,7 @@ HUBS: dict[str, Hub] = {
     "afm": Hub("PersonalAILab/AFM-MHQA-RL-Dataset", {"train": "train"}),
 }
 """The answers of the test splits are not public."""
+DATA = DataSets(SAMPLE, HUBS)
 
 
 def read_corpus(path: Path) -> Iterator[Passage]:

@@ -8,18 +8,15 @@ the right plan, the ten keys of the profile `coursegpt`, the answer, and the ste
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from envserver_environments.code.running import SPEC
-from envserver_environments.rows import NumberedRow, Row, file_rows, hub_rows, sample_rows
+from envserver_environments.rows import NumberedRow, id_of
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import usable_tasks
+from envserver_environments.usable import RowCounts
 from pydantic import BeforeValidator, Field
 
 from envserver import (
@@ -40,9 +37,7 @@ from .agent import ROUTER, final_answer, solve
 from .demonstrations import demonstrate
 from .known import known_answers
 from .loading import (
-    DIVISION,
-    HUBS,
-    SAMPLE,
+    DATA,
     SAMPLE_DOCUMENTS,
     Problem,
     Profile,
@@ -105,8 +100,7 @@ class Router(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.dropped: Counter[str] = Counter()
-        """Number of rows that `tasks` dropped, by reason."""
+        self.rows = RowCounts()
         if self.config.execute:
             # For the code agent and for answers that are functions; plans alone need none.
             self.sandbox = SPEC
@@ -124,11 +118,11 @@ class Router(Environment):
         if name == "queries":
             profile: Profile = self.config.profile or "coursegpt"
             path, skip_bad = self.config.data_path, self.config.skip_bad
-            return query_tasks(path, profile, self.dropped, skip_bad=skip_bad)
+            return query_tasks(path, profile, skip_bad=skip_bad)
         shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" else []
-        read = (self._task_or_reason(number, row, shared) for number, row in self._rows(split))
+        read = ((one.place, self._task_or_reason(one, shared)) for one in self._rows(split))
         hint = "Do data_set and data_path fit together?"
-        return usable_tasks(name, read, self.dropped, hint=hint)
+        return self.rows.usable(name, read, hint=hint)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         routers = self._routers()
@@ -152,9 +146,7 @@ class Router(Environment):
         return known_answers(task, execute=self.config.execute)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
-        task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        return self._task(task_id, read_problem(row))
+        return self._task(id_of(row), read_problem(row))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         said = {"plan": response, "repaired": last_plan(messages).repaired}
@@ -175,19 +167,17 @@ class Router(Environment):
         count = self.config.teachers
         return [ROUTER] if count == 1 else [f"teacher_{number}" for number in range(1, count + 1)]
 
-    def _task_or_reason(
-        self, number: int, row: Row | None, shared: Sequence[dict[str, str]]
-    ) -> Task | str:
+    def _task_or_reason(self, one: NumberedRow, shared: Sequence[dict[str, str]]) -> Task | str:
         """The task of a row, or why it is of no use."""
-        if row is None:
-            return "The row is not a JSON object."
+        if one.row is None:
+            return one.problem
         try:
-            problem = read_problem(row)
+            problem = read_problem(one.row)
             if not problem.query:
                 return "The row has no query."
             if not problem.documents:
                 problem = dataclasses.replace(problem, documents=list(shared))
-            return self._task(_row_id(self.config.data_set, number, row), problem)
+            return self._task(one.task_id(self.config.data_set), problem)
         except InputError as error:
             return error.message
 
@@ -196,15 +186,5 @@ class Router(Environment):
         return Task(task_id, public_part(problem, profile), hidden_part(problem, profile))
 
     def _rows(self, split: Split) -> Iterator[NumberedRow]:
-        name, path, seed = self.config.data_set, self.config.data_path, self.config.seed
-        division = None if name == "sample" else DIVISION
-        if path is not None:
-            return file_rows(path, split, seed, division)
-        if name == "sample":
-            return sample_rows(SAMPLE, split, seed)
-        return hub_rows(HUBS[name], split, seed, division)
-
-
-def _row_id(name: str, number: int, row: dict[str, Any]) -> str:
-    """Returns the id in a row of the sample, else one made of the row's number."""
-    return str(row["id"]) if name == "sample" and "id" in row else f"{name}-{number}"
+        config = self.config
+        return DATA.rows(config.data_set, config.data_path, split, config.seed)

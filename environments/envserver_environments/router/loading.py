@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import Division, Hub
+from envserver_environments.rows import DataSets, Division, Hub
 
 from envserver import InputError
 
@@ -33,8 +33,8 @@ HUBS: dict[str, Hub] = {
     ),
 }
 
-DIVISION = Division()
-"""Division of data sets that have only one split."""
+DATA = DataSets(SAMPLE, HUBS, dict.fromkeys(HUBS, Division()))
+"""The hub's set has only one split."""
 
 _QUERY_KEYS = ("query", "user_query", "question", "task")
 _GOLD_KEYS = ("plan", "gold", "gold_plan", "completion")

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.usable import reasons
-
 from envserver import ConfigError, InputError, NotFoundError, Task
 
 from .loading import Problem, Profile, hidden_part, public_part, read_query
@@ -28,13 +26,10 @@ NAMED = 5
 _logger = logging.getLogger(__name__)
 
 
-def query_tasks(
-    path: Path | None, profile: Profile, dropped: Counter[str], *, skip_bad: bool
-) -> Iterator[Task]:
+def query_tasks(path: Path | None, profile: Profile, *, skip_bad: bool) -> Iterator[Task]:
     """Yields a task for each query of the file at `path`; any valid plan solves it.
 
     Args:
-        dropped: counts why lines have no task.
         skip_bad: leave out lines that are not queries.
 
     Raises:
@@ -50,7 +45,7 @@ def query_tasks(
         raise ConfigError(f"{path} is neither .jsonl nor .txt.", hint="One query on each line.")
     if not path.is_file():
         raise NotFoundError(f"There is no file of queries {str(path)!r}.")
-    _check(path, dropped, skip_bad=skip_bad)
+    _check(path, skip_bad=skip_bad)
     seen: set[bytes] = set()
     for _, problem in _problems(path):
         if isinstance(problem, Problem):
@@ -65,9 +60,9 @@ def query_tasks(
                 )
 
 
-def _check(path: Path, dropped: Counter[str], *, skip_bad: bool) -> None:
-    """Reads all lines once; counts in `dropped` those that will have no task."""
-    dropped.clear()
+def _check(path: Path, *, skip_bad: bool) -> None:
+    """Reads all lines once."""
+    dropped: Counter[str] = Counter()
     seen: set[bytes] = set()
     bad: list[str] = []
     for line, problem in _problems(path):
@@ -89,7 +84,8 @@ def _check(path: Path, dropped: Counter[str], *, skip_bad: bool) -> None:
         )
     if dropped:
         where = f" ({named})" if bad else ""
-        _logger.warning("%s: left out: %s%s", path, reasons(dropped), where)
+        causes = ", ".join(f"{count} x {cause}" for cause, count in dropped.most_common(8))
+        _logger.warning("%s: left out: %s%s", path, causes, where)
     if not seen:
         raise ConfigError(f"{path} has no query.")
 

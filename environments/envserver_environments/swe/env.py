@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import importlib.util
-import json
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -22,7 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from envserver_environments.rows import NumberedRow, file_rows, hub_rows
+from envserver_environments.rows import NumberedRow, file_rows, hub_rows, id_of
+from envserver_environments.usable import RowCounts
 from envserver_records.extras import install_command
 from envserver_tools.visible import visible_text
 from pydantic import Field
@@ -62,8 +60,6 @@ DataSetName = Literal[
     "sample", "swe_bench", "swe_bench_lite", "swe_bench_verified", "swe_gym", "swe_smith", "r2e"
 ]
 
-MAX_UNUSABLE_ROWS = 1000
-"""Unusable rows at the start of a data set before loading fails."""
 
 T = TypeVar("T")
 
@@ -128,8 +124,7 @@ class Swe(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.dropped: Counter[str] = Counter()
-        """Number of rows that `tasks` dropped, by reason."""
+        self.rows = RowCounts()
         rules = ImageRules(self.config.image_repository, self.config.image_path)
         self._images = Images(rules)
         self._tried: dict[tuple[str, str], dict[str, Any] | None] = {}
@@ -150,17 +145,8 @@ class Swe(Environment):
             random.Random(f"sample-{self.config.seed}-{split}").shuffle(own)
             yield from (task.task() for task in own)
             return
-        used = 0
-        for task in self._row_tasks(split):
-            used += 1
-            yield task
-        if self.dropped:
-            _logger.warning("%s: rows dropped: %s", self.config.data_set, self._reasons())
-        if not used:
-            raise ConfigError(
-                f"The data set {self.config.data_set!r} has no usable row: {self._reasons()}.",
-                hint="Do data_set, data_path and mirror fit together?",
-            )
+        hint = "Do data_set, data_path and mirror fit together?"
+        yield from self.rows.usable(self.config.data_set, self._row_tasks(split), hint=hint)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         rules = AgentOptions(
@@ -210,9 +196,7 @@ class Swe(Environment):
         return nullcontext({CONFIRM: Terminal().confirm})
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return self._task(row, f"row-{name}")
+        return self._task(row, id_of(row))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         result = result_of(visible_text(response) or "")
@@ -275,54 +259,47 @@ class Swe(Environment):
         with ThreadPoolExecutor(1, thread_name_prefix="swe") as thread:
             return thread.submit(lambda: asyncio.run(work())).result()
 
-    def _row_tasks(self, split: Split) -> Iterator[Task]:
+    def _row_tasks(self, split: Split) -> Iterator[tuple[str, Task | str]]:
         name, seed = self.config.data_set, self.config.seed
         if self.config.data_path is not None:
             rows = _file_rows(self.config.data_path, split, seed)
         else:
             rows = hub_rows(HUBS[name], split, seed)
-        used = 0
-        for number, row in rows:
-            task, reason = self._read(row, f"{name}-{number}")
-            if task is None:
-                self.dropped[reason] += 1
-                if not used and self.dropped.total() >= MAX_UNUSABLE_ROWS:
-                    return
-                continue
-            used += 1
-            yield task
+        seen: set[str] = set()
+        for one in rows:
+            task_id = str((one.row or {}).get("instance_id") or name)
+            if task_id in seen or task_id == name:
+                task_id = f"{task_id}-{one.number}"
+            seen.add(task_id)
+            yield one.place, self._read(one, task_id)
 
-    def _read(self, row: dict[str, Any] | None, task_id: str) -> tuple[Task | None, str]:
+    def _read(self, one: NumberedRow, task_id: str) -> Task | str:
         """The task of a row, or why it cannot be run."""
-        if row is None:
-            return None, "no JSON object"
+        if one.row is None:
+            return one.problem
         try:
-            task = self._task(row, task_id)
+            task = self._task(one.row, task_id)
         except InputError as error:
-            return None, error.message
+            return error.message
         except SandboxError as error:
-            return None, self._unusable(task_id, error)
+            return self._unusable(task_id, error)
         if not self.config.check_gold:
-            return task, ""
+            return task
         try:
             tried = self._waited(lambda: self._as_gold_passes(task))
         except SandboxError as error:
             if "image" not in task.public:
                 raise
-            return None, self._unusable(task_id, error)
+            return self._unusable(task_id, error)
         if tried is None:
-            return None, "the gold patch does not pass its tests"
+            return "the gold patch does not pass its tests"
         if tried.hidden["plain"]:
             _logger.info("%s: its tests need their files or answers beside the code", task_id)
-        return tried, ""
+        return tried
 
     def _unusable(self, task_id: str, error: SandboxError) -> str:
         _logger.info("%s: its image cannot be used: %s", task_id, error.message)
         return error.message.partition(":")[0]
-
-    def _reasons(self) -> str:
-        reasons = (f"{count} x {reason}" for reason, count in self.dropped.most_common(8))
-        return ", ".join(reasons) or "it is empty"
 
 
 def _with(task: Task, needs: dict[str, Any]) -> Task:

@@ -43,11 +43,14 @@ def task_folders(path: Path) -> list[Path]:
 def folder_rows(folders: list[Path]) -> Iterator[NumberedRow]:
     """Yields the rows of such folders, with their paths."""
     for number, folder in enumerate(folders):
+        place = str(folder / TASK)
         try:
             row = json.loads((folder / TASK).read_text(encoding="utf-8"))
-        except (ValueError, OSError):
-            row = None
-        yield number, {**row, FOLDER: str(folder)} if isinstance(row, dict) else None
+        except (ValueError, OSError) as error:
+            yield NumberedRow(number, None, place, f"it is not JSON: {error}")
+            continue
+        good = {**row, FOLDER: str(folder)} if isinstance(row, dict) else None
+        yield NumberedRow(number, good, place, "" if good else "it is not a JSON object")
 
 
 def read_folder(row: dict[str, Any], folder: Path) -> tuple[str, Tree, Tree]:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from envserver_environments.rows import id_of
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import mixed, usable_tasks
+from envserver_environments.usable import RowCounts, mixed
 from pydantic import Field, field_validator, model_validator
 
 from envserver import (
@@ -132,8 +131,7 @@ class Tau(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.dropped: Counter[str] = Counter()
-        """Number of tasks that `tasks` dropped, by reason."""
+        self.rows = RowCounts()
 
     def agents(self) -> Mapping[str, AgentRole]:
         roles = {AGENT: AgentRole(), USER: AgentRole(trained=False)}
@@ -154,8 +152,7 @@ class Tau(Environment):
     def tasks(self, split: Split) -> Iterator[Task]:
         hint = "See --env.task_split, --env.user and --env.nl_assertions."
         streams = [
-            usable_tasks(name, self._tasks_of(name, split), self.dropped, hint=hint)
-            for name in self._domains
+            self.rows.usable(name, self._tasks_of(name, split), hint=hint) for name in self._domains
         ]
         return mixed(streams, f"mix-{self.config.seed}-{split}")
 
@@ -209,9 +206,7 @@ class Tau(Environment):
     def task_from_row(self, row: dict[str, Any]) -> Task:
         recorded = read_recorded_task(row)
         _task_of(self._domain(recorded.domain), recorded.task_id)
-        text = json.dumps(row, sort_keys=True, default=str)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return Task(f"row-{digest}", {}, {"recorded": recorded.model_dump()})
+        return Task(id_of(row), {}, {"recorded": recorded.model_dump()})
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         return Result(output={"messages": messages}, messages=messages)
@@ -265,8 +260,8 @@ class Tau(Environment):
             return f"{MINI}{name}"
         return name
 
-    def _tasks_of(self, name: str, split: Split) -> Iterator[Task | str]:
-        """The tasks of a domain, or why one is left out."""
+    def _tasks_of(self, name: str, split: Split) -> Iterator[tuple[str, Task | str]]:
+        """The ids of a domain's tasks with the task, or why it is left out."""
         domain = self._domain(name)
         ids = list(_ids(domain, split, self.config.task_split))
         random.Random(f"tau-{self.config.seed}-{name}-{split}").shuffle(ids)
@@ -279,12 +274,12 @@ class Tau(Environment):
             script = row.get("user_script") or []
             needs_judge = _needs_judge(task)
             if needs_judge and self.config.nl_assertions == "skip":
-                yield "it needs a judge (nl_assertions)"
+                yield task_id, "it needs a judge (nl_assertions)"
             elif self.config.user == "script" and not script:
-                yield "its customer has no script"
+                yield task_id, "its customer has no script"
             else:
                 judged = needs_judge and self.config.nl_assertions == "judge"
-                yield _task(domain, task, script, judged=judged, strict=strict)
+                yield task_id, _task(domain, task, script, judged=judged, strict=strict)
 
     def _meant(self, task: Task) -> tuple[Domain, TauTask, RecordedTask | None]:
         """The domain and the whole task that `task` is about; of a row, how it was recorded."""

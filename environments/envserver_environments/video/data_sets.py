@@ -1,12 +1,8 @@
-"""Converts the rows of each data set to `VideoQuestion`. Pure; loads nothing.
+"""Converts rows of data sets to `VideoQuestion`s, by what their fields are. Pure; loads nothing.
 
-    nextqa     video, qid, question, a0 ... a4, answer (0-4), type
-    egoschema  video_idx, question_idx, question, option (a list), answer; or, as its authors have
-               it, q_uid, question, "option 0" ... "option 4", the answers in a file of their own
-    captions   video, question, options, answer (place, letter or text; without options: an answer
-               in words, or a list of them), and if known id, file, type, evidence ([[t0, t1], ...])
-
-A row of the last form may contain the text about the video (`context`). `file` is a video file.
+An answer is the place of an option (from 0), its letter or its text; without options, an answer in
+words or a list of them. A row may have a text about its video (`context`), a video file (`file`),
+and the spans in which the answer is seen (`evidence`: [[t0, t1], ...], in seconds).
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from envserver_environments.roles import missing, roles_of
 from envserver_environments.rows import Row
 
 from envserver import InputError
@@ -24,7 +21,19 @@ DataSetName = Literal["sample", "nextqa", "egoschema", "captions"]
 MAX_OPTIONS = 26
 
 _LABEL = re.compile(r"\s*\(?([A-Za-z])\s*[).:]\s*(\S.*)", re.DOTALL)
-_NEXTQA_OPTIONS = tuple(f"a{number}" for number in range(5))
+_COLUMNS = re.compile(r"a\d|option[ _]?\d")
+_INDEXES = ("answer_id", "answer_number", "correct_idx", "answer_idx", "label")
+"""Names of answers that are the place of an option, from 0."""
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "question": ("question", "Question", "query"),
+    "video": ("video", "video_id", "q_uid", "video_idx", "video_name", "video_path", "vid"),
+    "options": ("options", "option", "candidates", "choices.choice", "choices", "mc_options"),
+    "answer": ("answer", *_INDEXES, "truth", "correct_answer"),
+    "id": ("id", "question_id", "qid"),
+    "type": ("type", "question_type", "task_type"),
+}
+"""Names of each role in published sets: NExT-QA, EgoSchema, MVBench, MLVU, STAR, PerceptionTest."""
+_VIDEO_FILE = re.compile(r"(.+)\.(?:mp4|webm|mkv|mov|avi|m4v)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -54,39 +63,67 @@ class VideoQuestion:
     file: str = ""
 
 
-def read_item(row: Row, answers: Mapping[str, Any] | None = None) -> VideoQuestion:
+def read_item(
+    row: Row, answers: Mapping[str, Any] | None = None, columns: Mapping[str, str] | None = None
+) -> VideoQuestion:
     """Reads the question in `row`.
 
     Args:
-        row: with the fields of its data set.
         answers: by video, for rows that have none.
+        columns: the row's fields by role (`ROLES`), where its names are unknown.
 
     Raises:
-        InputError: the row has an unknown format, or no answer.
+        InputError: the question or the answer is missing, or is none.
     """
-    if all(name in row for name in _NEXTQA_OPTIONS):
-        video, qid = _text(row.get("video")), _text(row.get("qid"))
-        return _item(row, [row[name] for name in _NEXTQA_OPTIONS], video, row_id=f"{video}_{qid}")
-    if "q_uid" in row or "video_idx" in row or "option" in row:
-        video = _text(row.get("q_uid", row.get("video_idx")))
-        options = row.get("option")
-        if options is None:
-            options = [row[name] for name in sorted(row) if re.fullmatch(r"option \d", name)]
-        if "answer" not in row:
-            row = {**row, "answer": (answers or {}).get(video)}
-        return _item(row, options, video, row_id=video)
-    if "question" in row:
-        video = _text(row.get("video", row.get("video_id")))
-        return _item(row, row.get("options") or [], video, row_id=_text(row.get("id")))
-    names = ", ".join(map(str, list(row)[:12])) or "(none)"
-    raise InputError(
-        f"The fields {names} are those of no data set.", hint="Known: nextqa, egoschema, captions."
+    found = roles_of(row, ROLES, columns or {})
+    video = _text(found.get("video"))
+    if not _text(found.get("question")):
+        raise missing(row, ["question"])
+    in_columns = [row[name] for name in sorted(row) if _COLUMNS.fullmatch(name)]
+    options = _options(found.get("options") or in_columns)
+    answer = found.get("answer", (answers or {}).get(video))
+    is_index = bool(in_columns) or not any(name in row for name in ("answer", "truth"))
+    file = _text(row.get("file"))
+    if named := _VIDEO_FILE.fullmatch(video):
+        video, file = named[1], file or video
+    own = _text(found.get("id"))
+    return VideoQuestion(
+        **_answered(answer, options, is_index=is_index),
+        question=_with_mark(_text(found["question"])),
+        video=video,
+        options=options,
+        type=_text(found.get("type")),
+        evidence=_spans(row.get("evidence")),
+        row_id=f"{video}_{own}" if "qid" in row else own or ("" if "video" in row else video),
+        context=row.get("context"),
+        file=file,
     )
 
 
-def option_place(answer: Any, options: list[str]) -> int | None:
+def _with_mark(question: str) -> str:
+    return question if question.endswith((".", "?", "!")) else f"{question}?"
+
+
+def _answered(answer: Any, options: list[str], *, is_index: bool) -> dict[str, Any]:
+    """The right option, or the right answers in words."""
+    if not options:
+        several = answer if isinstance(answer, list) else [answer]
+        if not (golds := [text for text in map(_text, several) if text]):
+            raise InputError("The row has no answer.")
+        return {"golds": golds}
+    place = option_place(answer, options, is_index=is_index)
+    if place is None:
+        raise InputError("The row's answer is not one of its options.")
+    return {"answer": place}
+
+
+def option_place(answer: Any, options: list[str], *, is_index: bool = False) -> int | None:
     """Returns the index of the option that a data set's answer means: an index, a letter, or a
-    text."""
+    text, alone or both ("(B)", "B. red").
+
+    Args:
+        is_index: digits are an index, also where an option's text is the same.
+    """
     if isinstance(answer, bool) or answer is None:
         return None
     if isinstance(answer, float) and answer.is_integer():
@@ -94,41 +131,16 @@ def option_place(answer: Any, options: list[str]) -> int | None:
     if isinstance(answer, int):
         return answer if 0 <= answer < len(options) else None
     text = str(answer).strip()
-    if options.count(text) == 1:
+    if not is_index and options.count(text) == 1:
         return options.index(text)
     if re.fullmatch(r"\d{1,2}", text):
         return option_place(int(text), options)
-    if re.fullmatch(r"[A-Za-z]", text):
-        return option_place(ord(text.upper()) - ord("A"), options)
-    return None
-
-
-def _item(row: Row, raw_options: Any, video: str, *, row_id: str) -> VideoQuestion:
-    options = _options(raw_options)
-    question = _text(row.get("question"))
-    answer, golds = row.get("answer"), []
-    if not question:
-        raise InputError("This row holds no question.")
-    place = option_place(answer, options) if options else None
-    if options and place is None:
-        raise InputError("This row's answer is not one of its options.")
-    if not options:
-        several = answer if isinstance(answer, list) else [answer]
-        golds = [text for text in map(_text, several) if text]
-        if not golds:
-            raise InputError("This row holds no answer.")
-    return VideoQuestion(
-        question=question if question.endswith((".", "?", "!")) else f"{question}?",
-        video=video,
-        options=options,
-        answer=place,
-        golds=golds,
-        type=_text(row.get("type")),
-        evidence=_spans(row.get("evidence")),
-        row_id=row_id,
-        context=row.get("context"),
-        file=_text(row.get("file")),
-    )
+    found = re.fullmatch(r"\(?([A-Za-z])\s*[).:]?\)?", text) or _LABEL.fullmatch(text)
+    if found is None:
+        return None
+    place = option_place(ord(found[1].upper()) - ord("A"), options)
+    named = found[2].strip() if found.re is _LABEL else None
+    return place if place is not None and named in (None, options[place]) else None
 
 
 def _options(raw: Any) -> list[str]:

@@ -8,18 +8,16 @@ question's type and the time of the evidence. Several agents may work on it, eac
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.rows import Row
+from envserver_environments.rows import NumberedRow, id_of
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import usable_tasks
+from envserver_environments.usable import RowCounts
 from pydantic import Field
 
 from envserver import (
@@ -46,7 +44,7 @@ from .data_sets import DataSetName, VideoQuestion, read_item
 from .demonstrations import demonstrate
 from .frames.store import FrameLimits, FrameStore, require_av, video_file
 from .known import known_answers
-from .loading import SAMPLE_VIDEOS, Videos, answers_file, context_file, rows
+from .loading import DATA_SETS, SAMPLE_VIDEOS, Videos, answers_file, context_file
 from .scoring import score_rollout
 from .teams import FRAMES, ORGANIZER, Frames, Mode, TeamOptions, solve
 
@@ -115,8 +113,7 @@ class Video(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.dropped: Counter[str] = Counter()
-        """Number of rows that `tasks` dropped, by reason."""
+        self.rows = RowCounts()
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         """Settings of the runs that results of this environment are to be held against."""
@@ -158,10 +155,10 @@ class Video(Environment):
         config = self.config
         answers = answers_file(config.answers_path)
         videos = self._videos()
-        source = rows(config.data_set, config.data_path, split, config.seed)
-        read = (self._task_or_reason(number, row, answers, videos) for number, row in source)
+        source = DATA_SETS.rows(config.data_set, config.data_path, split, config.seed)
+        read = ((one.place, self._task_or_reason(one, answers, videos)) for one in source)
         hint = "Do data_set, data_path and captions_path fit together?"
-        return usable_tasks(config.data_set, read, self.dropped, hint=hint)
+        return self.rows.usable(config.data_set, read, hint=hint)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config = self.config
@@ -188,13 +185,11 @@ class Video(Environment):
         return known_answers(task)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
-        task_id = f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         # A response can be scored without the question that it answers.
         item = read_item({"question": "?", **row})
         context = None if item.context is None else video_context(item.context)
         # The order stays: a response says a letter of it.
-        return _task(task_id, item, context, list(range(len(item.options))))
+        return _task(id_of(row), item, context, list(range(len(item.options))))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         return Result(output={"answer": _finished(messages), "text": response}, messages=messages)
@@ -250,19 +245,18 @@ class Video(Environment):
         return folder
 
     def _task_or_reason(
-        self, number: int, row: Row | None, answers: dict[str, Any], videos: Videos | None
+        self, one: NumberedRow, answers: dict[str, Any], videos: Videos | None
     ) -> Task | str:
         try:
-            return self._task_of(number, row, answers, videos)
+            return self._task_of(one, answers, videos)
         except InputError as error:
             return error.message
 
-    def _task_of(
-        self, number: int, row: Row | None, answers: dict[str, Any], videos: Videos | None
-    ) -> Task:
+    def _task_of(self, one: NumberedRow, answers: dict[str, Any], videos: Videos | None) -> Task:
         """Raises InputError where the row is of no use."""
+        number, row = one.number, one.row
         if row is None:
-            raise InputError("no JSON object")
+            raise InputError(one.problem)
         item = read_item(row, answers)
         folder = self._folder()
         file = None if folder is None else video_file(folder, item.file, item.video)

@@ -1,24 +1,20 @@
 """Loads questions and the texts about their videos: the sample, files, the hub.
 
-Rows come as in `envserver_environments.rows`; CSV (the format of NExT-QA's authors) is read here,
-too. The texts about videos come from one JSON file by video, or from a folder with a file for each.
+Rows come as in `envserver_environments.rows`. The texts about videos come from one JSON file by
+video, or from a folder with a file for each.
 """
 
 from __future__ import annotations
 
-import csv
 import json
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.rows import Hub, NumberedRow, file_rows, hub_rows, sample_rows
+from envserver_environments.rows import DataSets, Hub
 
-from envserver import ConfigError, InputError, NotFoundError, Split
+from envserver import ConfigError, InputError, NotFoundError
 
 from .context import VideoContext, video_context
-from .data_sets import DataSetName
 
 DATA = Path(__file__).parent / "data"
 SAMPLE = DATA / "questions.jsonl"
@@ -28,28 +24,8 @@ HUBS: dict[str, Hub] = {
     "nextqa": Hub("lmms-lab/NExTQA", {"test": "test"}, ("MC",)),
     "egoschema": Hub("lmms-lab/egoschema", {"test": "test"}, ("Subset",)),
 }
+DATA_SETS = DataSets(SAMPLE, HUBS)
 MAX_CONTEXT_BYTES = 16 << 20
-
-
-def rows(name: DataSetName, path: Path | None, split: Split, seed: int) -> Iterator[NumberedRow]:
-    """Yields the rows of a data set, in a seeded order.
-
-    Raises:
-        NotFoundError: there is no such file.
-        ConfigError: the data set needs a file, or cannot be loaded.
-    """
-    if path is not None:
-        table = path / f"{_csv_name(path, split)}.csv" if path.is_dir() else path
-        if table.suffix == ".csv" and table.is_file():
-            return _csv_rows(table, split, seed)
-        return file_rows(path, split, seed)
-    if name == "sample":
-        return sample_rows(SAMPLE, split, seed)
-    if name not in HUBS:
-        raise ConfigError(
-            f"The data set {name!r} is a file of yours.", hint="Set data_path to it; see README.md."
-        )
-    return hub_rows(HUBS[name], split, seed)
 
 
 def answers_file(path: Path | None) -> dict[str, Any]:
@@ -138,17 +114,3 @@ def _json_of(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-
-
-def _csv_name(folder: Path, split: Split) -> str:
-    """NExT-QA calls its validation split `val`."""
-    short = split == "validation" and not (folder / "validation.csv").exists()
-    return "val" if short else split
-
-
-def _csv_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        table = list(csv.DictReader(file))
-    numbers = list(range(len(table)))
-    random.Random(f"file-{seed}-{split}").shuffle(numbers)
-    yield from ((number, dict(table[number])) for number in numbers)

@@ -81,9 +81,9 @@ async def test_rows_that_are_no_good_are_dropped_and_counted(
     env = code(rooms, data_set="opc", data_path=tmp_path)
     (task,) = env.tasks("train")
     assert task.hidden["code"] == OPC["code"]
-    assert env.dropped.total() == len(rows) - 1
-    assert env.dropped["the reference fails its own tests"] == 3
-    assert env.dropped["no reference"] == 1
+    assert env.rows.dropped.total() == len(rows) - 1
+    assert env.rows.dropped["the reference fails its own tests"] == 3
+    assert env.rows.dropped["no reference"] == 1
     unchecked = Code(Code.Config(data_set="opc", data_path=tmp_path, check_references=False))
     assert len(list(unchecked.tasks("train"))) == 5
 

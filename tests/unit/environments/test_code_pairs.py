@@ -169,7 +169,7 @@ async def test_rows_of_a_file_are_tasks_and_bad_ones_are_counted(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     env = code(rooms, data_set="pairs", data_path=path)
     assert [task.id for task in env.tasks("train")] == ["pairs-0", "pairs-1"]
-    assert dict(env.dropped) == {
+    assert dict(env.rows.dropped) == {
         "A program that always gives the same passes its tests.": 1,
         "the reference fails its own tests": 1,
         "The row has fewer than two tests.": 1,

@@ -142,7 +142,7 @@ def test_a_folder_without_a_split_names_the_file_it_looks_for(name: str, tmp_pat
     environment = made(
         name, data_path=tmp_path, **({"data_set": "coursegpt"} if name == "router" else {})
     )
-    with pytest.raises(EnvserverError, match=r"has no validation\.jsonl"):
+    with pytest.raises(EnvserverError, match=r"no rows of the split 'validation'\. It has train"):
         next(environment.tasks("validation"))
 
 

@@ -27,6 +27,7 @@ from support.scripted_run import ScriptedRun, call, calls, says
 from envserver import ConfigError, InputError, Message, NotFoundError, Result, Split, Task
 
 ROWS = cases_of(__file__)
+PUBLISHED = ROWS.pop("published")
 
 
 def math_of(data_set: str | list[str], **settings: Any) -> Math:
@@ -42,8 +43,7 @@ SVAMP = {"Body": "b", "Question": "q", "Answer": "1"}
 @pytest.mark.parametrize(
     "row",
     [
-        {}, {"question": "q", "answer": "no mark"},
-        {"question": "q", "answer": "1", "data_set": "svamp"},
+        {}, {"question": "q", "answer": "notfound"},
         *({"problem": "p", "solution": text} for text in ("no box", r"\boxed{1")),
         *({"problem": "p", "answer": answer} for answer in (None, "9" * 301)),
         *({**SVAMP, "Answer": text} for text in ("NaN", "1e999999999")),
@@ -64,16 +64,40 @@ def test_unusable_rows_are_dropped_and_data_that_does_not_fit_is_a_clear_error(
     path.write_text(f'{good}\n{{"question": "q"}}\nnot json\n\n{good.replace("1,250", "n/a")}\n')
     env = math_of("gsm8k", data_path=path)
     assert [task.id for task in env.tasks("train")] == ["gsm8k-0"]
-    assert sum(env.dropped.values()) == 3
+    assert sum(env.rows.dropped.values()) == 3
     path.write_text('{"a": 1}\n' * 3)
     (tmp_path / "rows.csv").write_text("a,b")
+    (tmp_path / "rows.txt").write_text("a,b")
     for name, data_path, error, words in (
         ("gsm8k", path, ConfigError, "no usable row"),
         ("gsm8k", tmp_path / "no.jsonl", NotFoundError, None),
-        ("gsm8k", tmp_path / "rows.csv", ConfigError, "not one of"),
+        ("gsm8k", tmp_path / "rows.csv", ConfigError, "it is empty"),
+        ("gsm8k", tmp_path / "rows.txt", ConfigError, "not one of"),
     ):
         with pytest.raises(error, match=words):
             next(math_of(name, data_path=data_path).tasks("train"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rows_of_published_layouts_are_read_and_their_answers_paid(name: str) -> None:
+    case = PUBLISHED[name]
+    problem = read_problem(case["row"], columns=case.get("columns"))
+    assert (problem.answer, problem.kind) == (case["answer"], case["kind"])
+    assert case.get("question", problem.question) == problem.question
+    assert problem.options == case.get("options", [])
+    task = Math(Math.Config(columns=case.get("columns", {}))).task_from_row(case["row"])
+    for text, reward in (
+        (case.get("said", case["answer"]), 1.0),
+        ("J" if problem.options else "-3", 0.0),
+    ):
+        assert Math().score(task, Result(output={"answer": text, "text": ""})).reward == reward
+
+
+def test_unknown_fields_are_named_with_what_is_missing() -> None:
+    with pytest.raises(InputError, match=r"as its answer or solution .*: puzzle, problem"):
+        read_problem({"puzzle": "1", "problem": "p"})
+    with pytest.raises(InputError, match="no field 'clue'"):
+        read_problem({"question": "q", "answer": "1"}, columns={"question": "clue"})
 
 
 def test_several_data_sets_are_mixed(tmp_path: Path) -> None:
@@ -118,7 +142,6 @@ def test_rows_of_the_hub_become_tasks_that_their_answers_solve(
             monkeypatch.setitem(files, name, f"{inside}::{tmp_path / 'MathQA.zip'}")
     else:
         put_folder(tmp_path / source.path, row, source.configs, source.splits[split])
-    assert read_problem(row) == read_problem(row, data_set)
     environment = math_of(data_set)
     tasks = list(environment.tasks(split))
     assert len(tasks) == len({task.id for task in tasks}) == len(source.configs)

@@ -57,7 +57,7 @@ def test_rows_of_each_data_set_are_read(name: str, tmp_path: Path) -> None:
     scope: dict[str, Any] = {"scope": "corpus", "corpus_path": corpus} if name == "afm" else {}
     env = Mhqa(Mhqa.Config(data_set=name, data_path=path, **scope))
     (task,) = env.tasks("train")
-    assert sum(env.dropped.values()) == 2
+    assert sum(env.rows.dropped.values()) == 2
     assert env.score(task, Result(output={"answer": "Vell", "text": ""})).reward == 1
     if "answer_aliases" in row or name == "afm":
         assert env.score(task, Result(output={"answer": "Vell on Osk"})).reward < 0.2

@@ -225,7 +225,7 @@ def tau2(tmp_path: Path) -> Path:
 async def test_tasks_that_need_a_judge_are_skipped_or_scored_without_him(tau2: Path) -> None:
     environment, tasks = tasks_of(domain="mock", tau2_data=tau2)
     assert list(tasks) == ["mock/plain"]
-    assert environment.dropped == {"it needs a judge (nl_assertions)": 1}
+    assert environment.rows.dropped == {"it needs a judge (nl_assertions)": 1}
     environment, tasks = tasks_of(domain="mock", tau2_data=tau2, nl_assertions="ignore")
     task = tasks["mock/kind"]
     turns = environment.demonstration(task)

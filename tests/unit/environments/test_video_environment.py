@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.video.aggregation import accuracy_by_type, nextqa_accuracy
 from envserver_environments.video.context import VideoContext, video_context
 from envserver_environments.video.data_sets import option_place, read_item
 from envserver_environments.video.env import Video
@@ -197,15 +196,3 @@ def test_a_response_is_a_text_or_a_call_of_finish() -> None:
     broken["tool_calls"][0]["function"]["arguments"] = "["
     for text, messages, expected in (("", [finish], 1), ("Answer: B", [], 1), ("", [broken], 0)):
         assert env.score(task, env.response_from_row(text, messages)).reward == expected
-
-
-def test_accuracy_is_reported_as_by_nextqa() -> None:
-    rows = [
-        {"video": "v", "qid": str(place), "type": type_, "answer": 0}
-        for place, type_ in enumerate(["CW", "CW", "TN", "TP", "DO"])
-    ]
-    said = {"v_0": 0, "v_1": 1, "v_2": 0, "v_4": None}
-    assert nextqa_accuracy(rows, said) == {
-        "CW": 0.5, "C": 0.5, "TN": 0.5, "T": 0.5, "DO": 0.0, "D": 0.0, "all": 0.4,
-    }  # fmt: skip
-    assert accuracy_by_type([("", 1.0), ("", 0.0)]) == {"all": 0.5}

@@ -262,7 +262,7 @@ def test_rows_name_files_in_the_folder_and_others_are_dropped(folder: Path) -> N
         "captions-0": "film.mp4", "captions-1": "film.mp4"}  # fmt: skip
     assert (tasks["captions-0"]["context"], "captions" in tasks["captions-1"]["context"]) == (
         None, True)  # fmt: skip
-    assert videos.dropped == {"there is no video file of its video": 2}
+    assert videos.rows.dropped == {"there is no video file of its video": 2}
     # Without frames, a row without captions is of no use, as before.
     only_text = Video(Video.Config(**config(folder)))
     assert [task.id for task in only_text.tasks("train")] == ["captions-1"]
