@@ -353,7 +353,7 @@ BAD_LINES: list[tuple[bytes, str]] = [
     (b'{"task": "sample-gsm8k-01", "messages": [{"role": "user"}]}', "assistant"),
     (b'{"task": "sample-gsm8k-99", "response": ""}', "no task"),
     (b'{"task": {"text": "x"}, "response": ""}', "as its question"),
-    (b'{"task": {"question": "q", "answer": "42"}, "response": ""}', "no answer"),
+    (b'{"task": {"question": "q", "answer": "none"}, "response": ""}', "no answer"),
     (b'{"task": {"\\ud800": 1}, "response": ""}', "as its question"),
     (b'{"a":' * 100_000, "deep"),
     (b'{"task": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b', "response": ""}', ""),
