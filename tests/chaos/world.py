@@ -222,17 +222,6 @@ class World:
         logs = (*self.relays, "a")
         until(is_done, lambda: f"{self._left()} groups left; {self.logs(*logs)}")
 
-    def longest_pauses(self) -> dict[str, float]:
-        """The longest time of each trainer from one batch to the next, in seconds."""
-        times = {
-            name: [float(str(line["at"])) for line in lines if line["what"] == "given"]
-            for name, lines in self.journals().items()
-        }
-        return {
-            name: max((after - before for before, after in pairwise(at)), default=0.0)
-            for name, at in times.items()
-        }
-
     def _left(self) -> int:
         """Groups that some run has not acknowledged; -1: no server says."""
         return max(map(self._left_at, self._server_urls()))
