@@ -20,7 +20,7 @@ MAX_JSON_SCANNED = 10_000_000
 """Characters that may be read in search of JSON: failed attempts start over, and Python counts the
 lines before the place of an error."""
 
-_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\boxed\s+(-?[\d.,/]*\d|[A-Za-z])(?=\s*(?:[.,;!?$)\n]|\Z))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _OBJECT = re.compile(r"\{\s*\"")

@@ -26,7 +26,7 @@ class _Counts:
 
 
 class RowCounts:
-    """What became of the rows of each data set in the last pass over it."""
+    """Counts the rows of each data set: read, used and dropped in the last pass over it."""
 
     def __init__(self) -> None:
         self._of: dict[str, _Counts] = {}

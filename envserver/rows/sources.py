@@ -107,7 +107,7 @@ class Source:
             return _joined([_file(one) for one in layout_of(path).files(name, self.subset)])
         if not is_glob(self.data):
             return _file(path)
-        found = natural(map(Path, glob.glob(self.data, recursive=True)))  # noqa: PTH207 - absolute
+        found = natural(map(Path, glob.glob(self.data, recursive=True)))  # noqa: PTH207 - Path takes no absolute one
         if not found:
             raise NotFoundError(f"No file matches {self.data!r}.")
         return _joined([_file(one) for one in found])
@@ -170,7 +170,7 @@ def _file(path: Path) -> Rows:
 
 def _unpacked(path: Path, kind: str) -> Any:
     """Returns a temporary file with what is packed in `path`."""
-    unpacked = tempfile.NamedTemporaryFile(prefix="envserver-rows-", suffix=kind)  # noqa: SIM115
+    unpacked = tempfile.NamedTemporaryFile(prefix="envserver-rows-", suffix=kind)  # noqa: SIM115 - rows hold it
     try:
         if path.suffix.lower() == ".gz":
             with gzip.open(path) as packed:

@@ -390,13 +390,13 @@ class Server(NamedTuple):
 
     def metric(self, name: str) -> float:
         """The sum of a metric's values over its labels."""
-        text = told(f"{self.url}/metrics")
+        text = body_of(f"{self.url}/metrics")
         lines = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, lines))
 
 
-def told(url: str) -> str:
-    """What a GET is answered with; "" while there is no good answer."""
+def body_of(url: str) -> str:
+    """The body of a successful answer to GET; "" while there is none."""
     with contextlib.suppress(httpx.TransportError):
         answer = httpx.get(url, verify=False, timeout=60)
         return answer.text if answer.is_success else ""
@@ -443,5 +443,5 @@ def theirs() -> Iterator[Server]:
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         running(*words, "--port", port, folder=Path(folder), program=PEER_PYTHON) as process,
     ):
-        until(lambda: told(f"{url}/info"), process.output, alive=process.process)
+        until(lambda: body_of(f"{url}/info"), process.output, alive=process.process)
         yield Server("atroposlib", url, process.pid)

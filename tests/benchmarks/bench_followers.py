@@ -62,7 +62,7 @@ def pair(store: str, folder: Path, *, https: bool) -> Iterator[Pair]:
 
 
 def role(url: str) -> str:
-    return str(json.loads(load.told(f"{url}/readyz") or "{}").get("role", ""))
+    return str(json.loads(load.body_of(f"{url}/readyz") or "{}").get("role", ""))
 
 
 def make_certificate(place: Path) -> None:

@@ -48,7 +48,7 @@ def pool_mb() -> float:
 async def grown(
     pool: LocalPool, jobs: list[Assignment], held: Callable[[], float], up: Callable[[], bool]
 ) -> float:
-    """What each of `jobs` adds to what is `held`, when all are `up`."""
+    """Memory that each of `jobs` adds to `held` once all are `up`."""
     before = held()
     running = [asyncio.create_task(pool.run(job)) for job in jobs]
     await until(up)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from api_load import asked, judge, show, told
+from api_load import asked, body_of, judge, show
 from api_load import table as columned
 from support.commands import ENVSERVER, environment_variables, until
 from support.process_tree import cpu_seconds, descendants
@@ -62,7 +62,7 @@ def seconds(words: tuple[str, ...]) -> float:
         try:
             pattern = r"http://127\.0\.0\.1:\d+"
             url = until(lambda: re.search(pattern, log.read_text()), log.read_text, alive=process)
-            until(lambda: told(f"{url[0]}/readyz"), log.read_text, alive=process)
+            until(lambda: body_of(f"{url[0]}/readyz"), log.read_text, alive=process)
             return cpu_seconds({process.pid, *descendants(process.pid)})
         finally:
             process.terminate()

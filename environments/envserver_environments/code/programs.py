@@ -22,7 +22,7 @@ from .running import NOT_THE_PROGRAM, SPEC, Verdict, cause
 _DECIMAL = re.compile(rb"[-+]?(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _A_NUMBER = re.compile(rb"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
 MOST_SECONDS = 30.0
-"""Of CPU, whatever limit a row has."""
+"""CPU seconds of a program at most, whatever limit its row has."""
 LEAST_SECONDS = 1.0
 """Minimum CPU seconds of one test, whatever a row says; the maximum is the sandbox's."""
 ALL_WALL_SECONDS = 40.0

@@ -73,7 +73,7 @@ _ABOUT_THE_ANSWER = re.compile(
     r"[^\n]*\n+|\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z"
     r"|\s*Let's think step by step and output the final answer (?:after|within)[^\n]*\Z"
 )
-"""What DAPO and verl add to a question, about how to answer; our prompts say it in their way."""
+"""Instructions that DAPO and verl add to a question; our prompts have their own."""
 
 
 @dataclass(frozen=True)

@@ -206,10 +206,10 @@ def _are_near(gold: Sequence[Any], parsed: Sequence[Any]) -> bool:
     return len(wanted) != len(given) or all(map(_near, wanted, given))
 
 
-def _numbers(value: Any) -> list[float]:
+def _numbers(value: Any) -> list[Any]:
     """The real numbers in a value of sympy, sorted where it is a set."""
     if getattr(value, "is_number", False):
-        return [float(value.evalf())] if value.is_real else []
+        return [value.evalf()] if value.is_real else []
     if type(value).__name__ == "Equality":
         return _numbers(value.rhs)
     parts = getattr(value, "args", ()) if _is_collection(value) else ()

@@ -1,7 +1,7 @@
 """Yields the rows of a data set, in order: files, folders and globs (`envserver.rows.sources`), or
 the hub.
 
-Yields dicts, None for what is no row. Of the hub, one row is in memory at a time.
+Yields a dict for each row, and None for a line that is not one. Rows of the hub are streamed.
 """
 
 from __future__ import annotations
