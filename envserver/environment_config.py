@@ -15,11 +15,7 @@ from .described import Section
 
 
 def _of_one_line(key: SecretStr) -> SecretStr:
-    """Returns the key without blanks around it, which a file's last line break is.
-
-    Raises:
-        ValueError: it cannot stand in a header.
-    """
+    """Returns the key without blanks around it, which a file's last line break is."""
     text = key.get_secret_value().strip()
     if not text.isprintable():
         raise ValueError("a key must be one line without control characters")

@@ -209,11 +209,7 @@ class _Timer:
 def _batches_until_limit(
     settings: TrainerSettings, step: int, metrics: Metrics, source: Source
 ) -> Iterator[tuple[Batch, _Timer]]:
-    """Yields batches until a limit is reached.
-
-    Raises:
-        EnvserverError: no batch arrived for `idle_minutes`.
-    """
+    """Yields batches until a limit is reached."""
     timer = _Timer()
     begun = time.monotonic()
     batches = source.batches()

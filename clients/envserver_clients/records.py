@@ -147,11 +147,7 @@ def decode_page(answer: bytes) -> list[GroupSummary]:
 
 
 def _checked(rows: Iterator[Row]) -> list[Row]:
-    """Returns the rows.
-
-    Raises:
-        ValueError: the arrays of a row have different lengths.
-    """
+    """Returns the rows."""
     found = list(rows)
     for row in found:
         lengths = {len(row.tokens), len(row.mask), len(row.versions)}

@@ -122,11 +122,7 @@ class AsyncServersClient(httpx.AsyncClient):
         )
 
     async def _while_alive(self, server: httpx.URL, answering: Awaitable[T]) -> T:
-        """Returns the result of `answering`.
-
-        Raises:
-            httpx.ReadTimeout: the server is silent, and does not answer /healthz either.
-        """
+        """Returns the result of `answering`."""
         task = asyncio.ensure_future(answering)
         try:
             while not (await asyncio.wait({task}, timeout=self.quiet_seconds))[0]:

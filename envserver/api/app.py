@@ -257,11 +257,7 @@ async def _expire_leases(store: GroupStore, atropos: AtroposService) -> None:
 
 
 def _logins(tokens_file: Path) -> Logins:
-    """Reads the access tokens and the key of the page's logins.
-
-    Raises:
-        ConfigError: a file cannot be read, is malformed, or there is no token.
-    """
+    """Reads the access tokens and the key of the page's logins."""
     tokens = AccessTokens(tokens_file)
     return Logins(tokens, Sessions(tokens, session_key(tokens_file)), Strangers())
 

@@ -80,11 +80,7 @@ class Certificates:
                 last_problem = str(error)
 
     def _changed(self) -> ssl.SSLContext | None:
-        """Returns a new context if the files have changed, else None.
-
-        Raises:
-            ConfigError: the files cannot be used.
-        """
+        """Returns a new context if the files have changed, else None."""
         try:
             if self._look() == self._in_use:
                 return None

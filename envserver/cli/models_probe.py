@@ -51,12 +51,7 @@ async def _run(settings: ProbeSettings) -> int:
 
 
 async def _probe(url: str, settings: ProbeSettings) -> ProbedEngine:
-    """Probes one address.
-
-    Raises:
-        EngineError: it does not answer, or refuses access.
-        ConfigError: the wanted mode is not possible, or `tokens.tokenizer` lacks something.
-    """
+    """Probes one address."""
     config = settings.openai.model_copy(update={"base_url": url})
     async with OpenAIEngine(config, tries=_TRIES) as engine:
         model = await engine.model_name()

@@ -50,11 +50,7 @@ def run(argv: list[str]) -> int:
 
 
 def _named_record(flags: Sequence[Given]) -> Record:
-    """Reads the rollout before the environment and its settings are known.
-
-    Raises:
-        UsageError: none is given, or there is no such rollout.
-    """
+    """Reads the rollout before the environment and its settings are known."""
     sources = [str(item) for one in flags if one.path == "source" for item in as_list(one.value)]
     if not sources:
         raise UsageError(

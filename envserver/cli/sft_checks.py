@@ -56,10 +56,7 @@ def scored_right(
 
 
 def _fault(scored: dict[str, object]) -> str | None:
-    """
-    Raises:
-        ConfigError: the environment cannot score on this machine.
-    """
+    """"""
     error, reward = scored["error"], scored["reward"]
     if isinstance(error, str):
         kind, _, message = error.partition(": ")

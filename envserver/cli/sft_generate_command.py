@@ -88,11 +88,7 @@ def run_code(argv: list[str]) -> int:
 
 
 def _solve(command: CommandSpec[SolutionSettings], argv: list[str]) -> int:
-    """Samples solutions and exports the right ones; returns 130 if it was stopped early.
-
-    Raises:
-        EnvserverError: it cannot be run, or every group failed.
-    """
+    """Samples solutions and exports the right ones; returns 130 if it was stopped early."""
     from . import export_command
 
     settings = _read(command, argv, _TRIES)
@@ -119,9 +115,6 @@ def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, An
 def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
     """Makes each of several teachers, `A,B@http://host:8000/v1`, an agent; the first one has the
     run's own engine.
-
-    Raises:
-        ConfigError: a teacher has no name.
     """
     found = [re.fullmatch(r"\s*(.+?)(?:@(https?://.+?))?\s*", part) for part in
              settings.openai.model_name.split(",")]  # fmt: skip
@@ -146,11 +139,7 @@ def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
 
 
 def _generate(settings: GenerateSettings) -> GroupRun:
-    """Asks the teacher; returns the run, which has ended or was stopped.
-
-    Raises:
-        EnvserverError: it cannot be run, or every group failed.
-    """
+    """Asks the teacher; returns the run, which has ended or was stopped."""
     name = str(settings.environment)
     spec = RunSpec(settings, name, find(name))
     environment = spec.make_environment()
@@ -185,11 +174,7 @@ def _generate(settings: GenerateSettings) -> GroupRun:
 
 
 def _write_plans(settings: RouterGenerateSettings) -> int:
-    """Writes rows.jsonl and summary.json, and prints what became rows; returns their number.
-
-    Raises:
-        StoreError: they cannot be written; earlier ones are unchanged.
-    """
+    """Writes rows.jsonl and summary.json, and prints what became rows; returns their number."""
     from envserver_factory.sft_building.folder import write_summary
     from envserver_factory.sft_building.generated import Selection, write_plans
 

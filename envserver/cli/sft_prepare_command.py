@@ -50,10 +50,6 @@ def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]
 
     Args:
         example_of: settings -> function that converts a row.
-
-    Raises:
-        UsageError: a setting or the input is wrong, or no row is usable.
-        StoreError: the folder cannot be written.
     """
     from envserver_factory.sft_building.data_rows import rows_of
     from envserver_factory.sft_building.examples import template_of

@@ -311,11 +311,7 @@ def _group(line: Json, columns: _Line, facts: _Facts, place: str) -> StoredGroup
 
 
 def _check_columns(columns: _Line, facts: _Facts) -> None:
-    """Checks that rows and rollouts belong together.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Checks that rows and rollouts belong together."""
     number = len(columns.tokens)
     lists = (columns.masks, columns.scores, columns.inference_logprobs, columns.messages)
     if any(one is not None and len(one) != number for one in lists):
@@ -385,23 +381,14 @@ def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
 
 
 def _images(columns: _Line, facts: _Facts, row: int) -> list[RowImage]:
-    """Returns the images of a row; none where only a foreign program knows their form.
-
-    Raises:
-        ValueError: see `told_images`.
-    """
+    """Returns the images of a row; none where only a foreign program knows their form."""
     if not facts.images or not columns.images:
         return []
     return told_images(columns.images, row, facts.images, len(columns.tokens[row]))
 
 
 def _row(columns: _Line, facts: _Facts, row: int, told: _Rollout, number: int) -> StoredRow:
-    """Returns one row.
-
-    Raises:
-        ValueError: its arrays differ in length, or hold something other than numbers; or its images
-            or routed experts do not fit.
-    """
+    """Returns one row."""
     tokens = _integers(columns.tokens[row], row, "tokens")
     masks = _integers(columns.masks[row], row, "masks")
     if len(masks) != len(tokens):

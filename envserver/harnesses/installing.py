@@ -102,11 +102,7 @@ def _install_npm(package: Package, version: str, place: Path) -> None:
 
 
 def _node() -> str:
-    """Returns the real path of a Node.js that is new enough.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the real path of a Node.js that is new enough."""
     hint = f"Install Node.js {LEAST_NODE} or newer: https://nodejs.org"
     found = shutil.which("node")
     if found is None:
@@ -125,10 +121,7 @@ def _install_pypi(package: Package, version: str, place: Path) -> None:
 
 
 def _ran(command: list[str], place: Path) -> None:
-    """
-    Raises:
-        ConfigError: it failed.
-    """
+    """"""
     try:
         done = subprocess.run(
             command,

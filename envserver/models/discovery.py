@@ -81,11 +81,7 @@ class _Source:
 
 
 async def _whole_list(path: Path) -> Listed:
-    """Returns what `read_list` does, if two reads agree: a file may be read while half is written.
-
-    Raises:
-        InputError: the file has just changed, or `read_list` raised it.
-    """
+    """Returns what `read_list` does, if two reads agree: a file may be read while half is written."""
     listed = await asyncio.to_thread(read_list, path)
     await asyncio.sleep(_BETWEEN_READS_SECONDS)
     if await asyncio.to_thread(read_list, path) != listed:

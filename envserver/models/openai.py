@@ -316,13 +316,7 @@ class OpenAIEngine:
     async def _chunks(
         self, replica: Replica, response: Response, deadline: float, form: type | None
     ) -> AsyncGenerator[Json]:
-        """Reads the chunks of a stream to its end.
-
-        Raises:
-            RetryableError: the connection broke, or closed before `[DONE]`.
-                EngineError: a chunk is malformed.
-            TimeoutError: the deadline passed.
-        """
+        """Reads the chunks of a stream to its end."""
         parser = SseParser()
         ended = False
         with read_by(deadline, response), typed(replica):

@@ -127,10 +127,7 @@ class PlayedEngine:
         yield chunks()
 
     async def _answer(self, path: str, body: dict[str, Any], rollout_id: str) -> Message:
-        """
-        Raises:
-            EngineRefused: nobody plays this rollout, or a player cannot answer such a request.
-        """
+        """"""
         rollout, _, agent = rollout_id.partition("/")
         player = self._players.get(rollout)
         if player is None:
@@ -154,11 +151,7 @@ class PlayedEngine:
 
 
 def _messages(path: str, body: dict[str, Any]) -> list[Message]:
-    """Returns the conversation of a request.
-
-    Raises:
-        EngineRefused: it has none.
-    """
+    """Returns the conversation of a request."""
     if path == _CHAT:
         return list(body.get("messages") or [])
     prompt = body.get("prompt")

@@ -146,11 +146,7 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeRe
 async def _best(
     ask: ProbeClient, chat: ChatProbe, wanted: Mode
 ) -> tuple[EngineMode, TokensMode, dict[str, str]]:
-    """Returns the mode, what trying it showed, and why better ones are not possible.
-
-    Raises:
-        ConfigError: the requested mode is not possible.
-    """
+    """Returns the mode, what trying it showed, and why better ones are not possible."""
     reasons: dict[str, str] = {}
     for mode in _BETTER:
         if wanted not in ("auto", mode):
@@ -169,11 +165,7 @@ async def _best(
 
 
 async def _tried(ask: ProbeClient, chat: ChatProbe, mode: EngineMode) -> TokensMode:
-    """Tries one mode.
-
-    Raises:
-        NotSupported: it is not possible.
-    """
+    """Tries one mode."""
     if mode == "tokens":
         return await try_tokens(ask, chat)
     if mode == "completions":

@@ -80,12 +80,7 @@ class Retrying:
 async def _try(
     once: Callable[[ReplicaRequest], Awaitable[T]], request: ReplicaRequest, deadline: float
 ) -> T:
-    """Runs `once` until `deadline` and tells the replica how it went.
-
-    Raises:
-        RetryableError: a retry may succeed.
-        EngineError: a retry will not.
-    """
+    """Runs `once` until `deadline` and tells the replica how it went."""
     try:
         async with asyncio.timeout_at(deadline) as request.scope:
             try:

@@ -259,11 +259,7 @@ class CallTask:
     async def _wait_for_version(
         self, missing_version: MissingVersion, error: EngineRefused
     ) -> None:
-        """Waits until a call that was refused for its version may be sent again.
-
-        Raises:
-            EngineError: it was refused for another reason, or the version did not appear.
-        """
+        """Waits until a call that was refused for its version may be sent again."""
         if VERSION_PLACEHOLDER not in self._route.model or self._first_at is not None:
             raise error
         asked = self._body.body["model"]

@@ -151,11 +151,7 @@ def _schemas(fields: dict[str, Any], tools: list[dict[str, Any]]) -> Iterator[tu
 
 
 def _patterns(schema: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Yields the regular expressions of a schema with their places.
-
-    Raises:
-        InputError: something else in it is too hard for the engine.
-    """
+    """Yields the regular expressions of a schema with their places."""
     for name, value in schema.items() if isinstance(schema, dict) else ():
         at = f"{place}.{name[:80]}"
         if name in _COUNTS and isinstance(value, int | float) and value > _LARGEST_COUNT:

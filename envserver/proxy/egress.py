@@ -205,11 +205,7 @@ class Egress:
             await _tell(writer, _STATUS[request.end], "The host did not answer.")
 
     def _admit(self, use: EgressUse, request: EgressRequest) -> None:
-        """Counts and records a request that may be carried out.
-
-        Raises:
-            EgressRefused: it may not; the first of these are recorded, too.
-        """
+        """Counts and records a request that may be carried out."""
         try:
             self._rules.check(request.host, request.port)
             if use.made >= self._max_requests:
@@ -285,10 +281,7 @@ class _Exchange:
         self._idle = asyncio.timeout(_IDLE_SECONDS)
 
     async def run(self, rules: EgressRules) -> None:
-        """
-        Raises:
-            EgressRefused, OSError, TimeoutError, BadHead: it ended early.
-        """
+        """"""
         async with asyncio.timeout(_CONNECT_SECONDS):
             addresses = await rules.addresses(self._head.host, self._head.port)
         host_reader, host_writer = await _connected(addresses, self._head.port)
@@ -322,11 +315,7 @@ class _Exchange:
             await asyncio.gather(sending, receiving, return_exceptions=True)
 
     async def _greet(self, host_writer: asyncio.StreamWriter) -> None:
-        """Passes on the first message of a tunnel, once it is known to ask for this very host.
-
-        Raises:
-            EgressRefused: it is not TLS, or names another host.
-        """
+        """Passes on the first message of a tunnel, once it is known to ask for this very host."""
         first = b""
         name = None
         try:
@@ -398,11 +387,7 @@ class _Exchange:
 async def _connected(
     addresses: list[str], port: int
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connects to the first address that answers: to the address itself, never to a name.
-
-    Raises:
-        EgressRefused: none does.
-    """
+    """Connects to the first address that answers: to the address itself, never to a name."""
     for address in addresses[:_MOST_ADDRESSES]:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_CONNECT_SECONDS):

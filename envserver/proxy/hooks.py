@@ -186,12 +186,7 @@ class Hooks:
             raise _bug(attempt, name, error) from error
 
     async def _caller(self, attempt: ProxyAttempt, stack: AsyncExitStack) -> Caller:
-        """Returns what the hook sees of the attempt, until `stack` is left.
-
-        Raises:
-            ServiceError: its state could not be made.
-            ConflictError: the attempt is sealed.
-        """
+        """Returns what the hook sees of the attempt, until `stack` is left."""
         try:
             return await stack.enter_async_context(self._services.caller(attempt))
         except (ServiceError, ConflictError):
@@ -208,10 +203,7 @@ class Hooks:
 
 
 def _changed_request(request: ModelRequest, call: ModelCall, tokens: TokensConfig) -> ModelRequest:
-    """
-    Raises:
-        InputError: what the hook gave is not what an agent could have sent.
-    """
+    """"""
     changes = copy.deepcopy(call.changes)
     if "messages" in changes:
         changes["messages"] = _shared(chat_messages(changes), request.messages)
@@ -230,10 +222,7 @@ def _shared(messages: list[Message], given: list[Message]) -> list[Message]:
 
 
 def _changed_answer(call: ModelCall) -> Message:
-    """
-    Raises:
-        InputError: what the hook gave is not an assistant message.
-    """
+    """"""
     (message,) = chat_messages({"messages": [copy.deepcopy(call.changes["answer"])]})
     text = message.get("content")
     if message.get("role") != "assistant" or not (text is None or isinstance(text, str)):

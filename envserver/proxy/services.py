@@ -168,11 +168,7 @@ async def _asked(
     arguments: dict[str, Any],
     opened: AbstractAsyncContextManager[Caller],
 ) -> bytes:
-    """
-    Raises:
-        UsageError, LimitReached: the request is at fault.
-        ServiceError: the service, or the state that it needs, is at fault.
-    """
+    """"""
     try:
         async with opened as caller:
             body = orjson.dumps(await service(arguments, caller))
@@ -194,11 +190,7 @@ def _keep(
     body: bytes = b"null",
     refused: str = "",
 ) -> None:
-    """Records the call, if that is wanted.
-
-    Raises:
-        LimitReached, OverBound: the record is full.
-    """
+    """Records the call, if that is wanted."""
     if attempt.spec.keep_services and not attempt.sealed:
         answer = orjson.loads(body)
         with attempt.recording():

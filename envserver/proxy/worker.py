@@ -228,11 +228,7 @@ def _without_key(attempt: ProxyAttempt, body: bytes) -> bytes:
 
 
 def _read_result(body: bytes) -> _Result:
-    """Reads a result. One that is nested too deeply has no output.
-
-    Raises:
-        msgspec.DecodeError: it is not a result.
-    """
+    """Reads a result. One that is nested too deeply has no output."""
     try:
         return _result.decode(body)
     except RecursionError:
@@ -242,11 +238,7 @@ def _read_result(body: bytes) -> _Result:
 
 
 def _read_broken_text(body: bytes, error: Exception) -> _Result:
-    """Reads a result whose texts are not valid Unicode, which Python's parser accepts.
-
-    Raises:
-        msgspec.DecodeError: something else is wrong, too.
-    """
+    """Reads a result whose texts are not valid Unicode, which Python's parser accepts."""
     try:
         value = json.loads(body.decode(errors="replace"), parse_constant=_no_constant)
     except RecursionError:

@@ -187,12 +187,7 @@ def _load_path(path: Path, class_name: str, reference: str) -> type[Environment]
 
 
 def _checked(environment: type[Environment], reference: str) -> type[Environment]:
-    """Returns `environment`, with plain tasks, if it is complete.
-
-    Raises:
-        ConfigError: a method is missing, its isolation is unknown, or its Config is not derived
-            from `Environment.Config`, or has a type that pydantic does not know.
-    """
+    """Returns `environment`, with plain tasks, if it is complete."""
     missing = ", ".join(sorted(environment.__abstractmethods__))
     levels = get_args(Isolation)
     if missing:

@@ -82,9 +82,6 @@ class HostedEnvironment(Environment):
         """Returns the settings as the environment's own Config made them: it may derive some.
 
         Those of agents stay: they hold keys, which its interpreter does not get.
-
-        Raises:
-            ConfigError: a setting is not allowed there.
         """
         # An integration of a newer envserver may have settings that the description does not.
         known = self.Config.model_fields
@@ -179,11 +176,7 @@ class _Host:
         self._pool: ProcessPool | None = None
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a function of `host`; one that died is run again in a new process.
-
-        Raises:
-            ConfigError: the environment raised, or its process died twice.
-        """
+        """Runs a function of `host`; one that died is run again in a new process."""
         request = pickle.dumps((function, arguments))
         for attempt in itertools.count(1):
             try:

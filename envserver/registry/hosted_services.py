@@ -139,11 +139,7 @@ class HostedServices:
         return shown
 
     async def _current(self) -> _HostProcess:
-        """Returns the process, started if there is none that lives.
-
-        Raises:
-            ConfigError: it cannot be started.
-        """
+        """Returns the process, started if there is none that lives."""
         async with self._starting:
             if self._process is None or self._process.ended:
                 if self._process is not None:
@@ -168,11 +164,7 @@ class HostedServices:
     async def _asked(
         self, process: _HostProcess, flag: Callable[[str], object], what: str, *arguments: Any
     ) -> Answer:
-        """
-        Raises:
-            ServiceError: the process died.
-            EnvserverError: the environment raised it.
-        """
+        """"""
         answer = await process.ask(flag, what, arguments)
         self._counts = answer.counts
         if answer.failure is not None:
@@ -221,10 +213,7 @@ class _HostProcess:
     async def start(
         cls, interpreter: Interpreter, reference: str, config: dict[str, Any]
     ) -> _HostProcess:
-        """
-        Raises:
-            ConfigError: the environment cannot be made, or its services cannot be entered.
-        """
+        """"""
         ours, theirs = socket.socketpair()
         with theirs:
             process = InterpreterContext(interpreter).Process(
@@ -248,11 +237,7 @@ class _HostProcess:
     async def ask(
         self, flag: Callable[[str], object], what: str, arguments: tuple[Any, ...]
     ) -> Answer:
-        """Returns the answer to a request, which ends if this call is cancelled.
-
-        Raises:
-            ServiceError: the process died.
-        """
+        """Returns the answer to a request, which ends if this call is cancelled."""
         if self.ended:
             raise self._died()
         number = next(self._numbers)

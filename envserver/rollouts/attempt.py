@@ -303,10 +303,7 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
 
 
 def _raise_bug(attempt: ProxyAttempt) -> None:
-    """
-    Raises:
-        HookError: a hook of the environment raised, whatever the agent made of it.
-    """
+    """"""
     failure = attempt.service_failure
     if failure is not None and failure.kind == HookError.kind:
         raise as_error(failure)

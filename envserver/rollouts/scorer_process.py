@@ -287,12 +287,7 @@ def _environment() -> Environment:
 
 
 def _score_of(environment: Environment, task: Task, result: Result) -> Score:
-    """Returns the environment's score of one rollout, checked, with the rollout's turn rewards.
-
-    Raises:
-        SandboxError, JudgeError: a sandbox or the judge failed meanwhile; the scorer may have
-            blamed the model for it.
-    """
+    """Returns the environment's score of one rollout, checked, with the rollout's turn rewards."""
     with _nothing_failed_meanwhile():
         score = _awaited(environment.score(task, result))
     rules = rules_of_rewards(environment)

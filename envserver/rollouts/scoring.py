@@ -236,9 +236,6 @@ class ScorerPool:
 
         Args:
             without_text: the arguments with an empty answer.
-
-        Raises:
-            ScorerDied: it died otherwise, or an empty answer takes as long.
         """
         try:
             score: Score = await self._ask(function, args, spent)
@@ -304,12 +301,7 @@ class _Scorer:
     async def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], limits: ScoreLimits
     ) -> ScorerAnswer:
-        """Runs `function` in the process; one call at a time.
-
-        Raises:
-            ScorerDied: the process died, or was killed at a limit.
-            ScorerError: it cannot be started, or the arguments cannot be sent.
-        """
+        """Runs `function` in the process; one call at a time."""
         try:
             request = pickle.dumps((function, args))
         except Exception as error:

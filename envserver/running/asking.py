@@ -153,12 +153,7 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
 
 
 async def _named_task(asking: Asking) -> Task:
-    """Returns the task that the settings name, read in this thread if it is debugged.
-
-    Raises:
-        NotFoundError: there is no such task.
-        EnvironmentRaised: `tasks` raised while it was debugged.
-    """
+    """Returns the task that the settings name, read in this thread if it is debugged."""
     spec, environment = asking.spec, asking.environment
     address = getattr(getattr(environment, "sandboxes", None), "address", None)
     config = environment.config.model_dump(mode="json")

@@ -283,11 +283,7 @@ async def rollout_context(
 def _egress(
     config: WorkersConfig, environment: Environment, addresses: Mapping[str, str] | None
 ) -> Egress | None:
-    """Returns what carries agents' requests to hosts outside; None if there are no such hosts.
-
-    Raises:
-        ConfigError: the environment's list is malformed.
-    """
+    """Returns what carries agents' requests to hosts outside; None if there are no such hosts."""
     if not environment.egress:
         return None
     rules = EgressRules(environment.egress, addresses_for_tests=addresses)
@@ -307,11 +303,7 @@ def _worker_sandbox(
     port: int,
     harness: ChosenHarness | None,
 ) -> WorkerSandbox | None:
-    """Returns the sandbox of the workers, if they need one.
-
-    Raises:
-        ConfigError: workers cannot run in this sandbox backend.
-    """
+    """Returns the sandbox of the workers, if they need one."""
     if isolation != "sandboxed" or service is None:
         return None
     if service.backend == "docker":

@@ -126,10 +126,6 @@ async def _scored(
 
     Args:
         in_thread: run a plain `def score` in a thread, so that the event loop goes on.
-
-    Raises:
-        EnvironmentRaised: `score` raised.
-        ScorerError, RewardError: its score is not valid.
     """
     try:
         if in_thread and not inspect.iscoroutinefunction(environment.score):

@@ -184,11 +184,7 @@ def newest_version(data: bytes) -> int:
 
 
 def _decode(data: bytes) -> _Line:
-    """Decodes a line.
-
-    Raises:
-        ValueError: the line is not a group; the message says why.
-    """
+    """Decodes a line."""
     try:
         return msgspec.json.decode(data, type=_Line)
     except msgspec.ValidationError as error:
@@ -311,11 +307,7 @@ class _Reader:
         )
 
     def _images(self, number: int) -> list[RowImage]:
-        """Returns the images of a row.
-
-        Raises:
-            ValueError: they cannot be read.
-        """
+        """Returns the images of a row."""
         if not self._line.images or self._line.envserver is None:
             return []
         size = len(self._line.tokens[number])

@@ -94,10 +94,7 @@ def addresses_of(settings: Settings, openai: OpenAIConfig) -> EngineAddresses:
 
 
 def _check_named(openai: OpenAIConfig) -> None:
-    """
-    Raises:
-        ConfigError: there is no engine to ask for the name of its model.
-    """
+    """"""
     if not openai.base_urls and openai.model_name == "default":
         raise ConfigError(
             "openai.base_url is none, so no engine can be asked for its model's name.",

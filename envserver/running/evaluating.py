@@ -181,11 +181,7 @@ class _Part:
     begun: bool = False
 
     def begin(self, choice: Choice) -> None:
-        """Claims the folder, once; with `overwrite`, facts of the evaluation before are removed.
-
-        Raises:
-            ConfigError, InputError, StoreError: it cannot be written, or is of another run.
-        """
+        """Claims the folder, once; with `overwrite`, facts of the evaluation before are removed."""
         if self.begun:
             return
         claim(self.folder, self.noted, resume=choice.resume, overwrite=choice.overwrite)
@@ -330,11 +326,7 @@ def _new_folder(members: Sequence[Member[Any]]) -> Path:
 
 
 def _claimed(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> list[_Part]:
-    """Claims the folders of all parts and returns the parts.
-
-    Raises:
-        ConfigError, InputError, StoreError: one cannot be made, or a folder is of another run.
-    """
+    """Claims the folders of all parts and returns the parts."""
     if choice.resume and choice.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
     if choice.resume and choice.folder is None:

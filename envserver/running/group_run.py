@@ -314,11 +314,7 @@ class GroupRun:
     async def _open_file(
         self, path: Path, parts: Sequence[Part], stack: contextlib.AsyncExitStack
     ) -> GroupFiles:
-        """Opens the file at `path` for the groups of `parts`.
-
-        Raises:
-            ConfigError: the environments write their groups in different formats.
-        """
+        """Opens the file at `path` for the groups of `parts`."""
         configs = [part.environment.config for part in parts]
         names = [part.environment.name for part in parts]
         first = configs[0]

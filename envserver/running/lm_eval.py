@@ -264,11 +264,7 @@ async def _endpoint(engine: CountingEngine) -> AsyncIterator[str]:
 
 
 async def _run(words: Sequence[str], log: Path, tell: Callable[[str], object]) -> None:
-    """Runs a command whose output goes to `log`; stops it if this process stops.
-
-    Raises:
-        ConfigError: it ended with an error.
-    """
+    """Runs a command whose output goes to `log`; stops it if this process stops."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OPENAI_API_KEY": "none"}
     tell(f"The harness writes to {log}")

@@ -82,11 +82,7 @@ def _order(settings: LmEvalSettings, folder: Path) -> Order:
 
 
 def _check_folder(order: Order, settings: LmEvalSettings) -> None:
-    """Checks that no task is run twice by mistake.
-
-    Raises:
-        ConfigError: the folder already has these tasks.
-    """
+    """Checks that no task is run twice by mistake."""
     if settings.resume and settings.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
     if order.harness.exists() and not (settings.resume or settings.overwrite):

@@ -183,9 +183,6 @@ async def _tend(
 
     Args:
         room: returns how many runners the nodes of now have room for.
-
-    Raises:
-        RunnerFailed: runners cannot start.
     """
     while True:
         load = Load(dealer.open_groups, per_runner, dealer.engine_waits)

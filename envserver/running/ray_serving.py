@@ -207,11 +207,7 @@ class RayServing:
 
 
 def _part(member: Member[MixSettings], most: int) -> _Part:
-    """Returns an environment with its bounds; a runner makes at least one group.
-
-    Raises:
-        ConfigError: a number of groups cannot be divided among a changing number of runners.
-    """
+    """Returns an environment with its bounds; a runner makes at least one group."""
     config, steps = member.spec.settings.ray, member.environment.config.total_steps
     if steps is not None and config.runners is None:
         raise ConfigError(

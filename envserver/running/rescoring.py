@@ -301,11 +301,7 @@ class _Rescoring:
         return result
 
     async def _scores(self, task: Task, results: list[Result]) -> list[Score]:
-        """Scores the results of a task's rollouts.
-
-        Raises:
-            ScorerError, SandboxError, JudgeError: scoring failed twice.
-        """
+        """Scores the results of a task's rollouts."""
         scores = list(await asyncio.gather(*(self._score(task, each) for each in results)))
         final = await self.scorers.score_group(task, results, scores)
         return [self.scorers.delivered(score) for score in final]
@@ -374,11 +370,7 @@ def _output(
 
 
 def _already(file: IO[bytes], path: Path, tally: Tally) -> set[str]:
-    """Counts the groups that are in `file` and returns their ids.
-
-    Raises:
-        ConfigError: it holds something that this command did not write.
-    """
+    """Counts the groups that are in `file` and returns their ids."""
     done = set()
     file.seek(0)
     for number, data in enumerate(file, 1):

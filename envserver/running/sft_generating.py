@@ -91,11 +91,7 @@ def _sink(settings: SftSettings, *, pm1: bool) -> SftSink:
 
 
 def _decoder(tokenizer: str | None) -> Decode:
-    """Returns the decoder of the model's tokens.
-
-    Raises:
-        ConfigError: none is given, or it is not found.
-    """
+    """Returns the decoder of the model's tokens."""
     from ..tokens.vocabulary import Vocabulary
 
     if tokenizer is None:

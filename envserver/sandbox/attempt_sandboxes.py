@@ -195,13 +195,7 @@ class AttemptSandboxes:
         return _not_lost(result)
 
     async def _open(self, attempt: ProxyAttempt, state: _AttemptState, asked: Open) -> Opened:
-        """Opens a sandbox for the attempt.
-
-        Raises:
-            InputError, LimitReached: the request is at fault.
-            SandboxError: no sandbox can be made.
-            ConflictError: the attempt has ended.
-        """
+        """Opens a sandbox for the attempt."""
         spec = self._most if asked.spec is None else self._allowed(attempt, asked.spec)
         attempt.check_time()
         if state.sealed:
@@ -315,32 +309,20 @@ class _Tenant:
 
     @property
     def sandbox(self) -> TalkingSandbox:
-        """Returns the open sandbox.
-
-        Raises:
-            InputError: it is not open yet.
-        """
+        """Returns the open sandbox."""
         if not self.opened.done():
             raise InputError("The sandbox is not open yet.")
         return self.opened.result()
 
     @property
     def program(self) -> TalkingProgram:
-        """Returns the program that was started.
-
-        Raises:
-            InputError: there is none.
-        """
+        """Returns the program that was started."""
         if self._program is None:
             raise InputError("No program was started in this sandbox.")
         return self._program
 
     async def start(self, asked: Start, seconds: float) -> None:
-        """Starts the program that the worker talks to.
-
-        Raises:
-            InputError: one was started before.
-        """
+        """Starts the program that the worker talks to."""
         if self._program is not None:
             raise InputError("A program was started in this sandbox before.")
         if not asked.argv:
@@ -359,11 +341,7 @@ class _Tenant:
             living.exception()  # its requests have raised it
 
     async def perform(self, operation: Coroutine[Any, Any, T]) -> T:
-        """Returns the operation's result. It is cancelled when the caller or the sandbox ends.
-
-        Raises:
-            InputError: the sandbox was closed meanwhile.
-        """
+        """Returns the operation's result. It is cancelled when the caller or the sandbox ends."""
         work = asyncio.create_task(operation)
         self._working.add(work)
         work.add_done_callback(self._working.discard)

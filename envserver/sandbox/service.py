@@ -107,11 +107,7 @@ class SandboxService:
             raise
 
     def _use_engine(self) -> None:
-        """Finds a container engine, and removes what killed servers left in it.
-
-        Raises:
-            OSError: none answers and has the image.
-        """
+        """Finds a container engine, and removes what killed servers left in it."""
         wanted = self._config
         self._engine = find_engine(wanted.docker_image, wanted.docker_pull)
         self._rules = PoolRules(

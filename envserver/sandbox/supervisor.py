@@ -304,11 +304,7 @@ class Supervisor:
             theirs.close()
 
     def _zygote(self, preload: tuple[str, ...]) -> _Zygote:
-        """Returns the zygote of a preload list; starts it if needed.
-
-        Raises:
-            OSError: the machine cannot start another process or make another directory.
-        """
+        """Returns the zygote of a preload list; starts it if needed."""
         zygote = self._zygotes.get(preload)
         if zygote is None:
             if len(self._zygotes) >= MAX_ZYGOTES:

@@ -88,11 +88,7 @@ class _WatchedSandbox:
 
 
 async def _not_lost(request: Coroutine[Any, Any, T]) -> T:
-    """Awaits `request`.
-
-    Raises:
-        SandboxLost: the sandbox lost the program, so its result says nothing about the program.
-    """
+    """Awaits `request`."""
     result = await request
     if isinstance(result, ExecResult) and result.killed_by == "lost":
         raise SandboxLost("The sandbox lost the program that ran in it.")

@@ -176,11 +176,7 @@ class Leadership:
             log.warning("no_leader", former=before.url)
 
     async def _look(self) -> _Look | None:
-        """Returns None if the database does not answer.
-
-        Raises:
-            StoreError, ConfigError: it answers with an error, and never answered otherwise.
-        """
+        """Returns None if the database does not answer."""
         try:
             connection = await self._connected()
             holder = await connection.scalar(HOLDER)

@@ -267,11 +267,7 @@ async def find(tx: Transaction, lease_id: str) -> KnownLease:
 
 
 async def _resume(tx: Transaction, known: KnownLease) -> list[GroupRow]:
-    """Returns the groups of a lease that is open, or expired with its claim on all of them.
-
-    Raises:
-        ConflictError: the lease has ended, or some of its groups were leased again or dropped.
-    """
+    """Returns the groups of a lease that is open, or expired with its claim on all of them."""
     if known.state != "open":
         check_lease(known.lease_id, known.state, "open", "resume")
     rows = await rows_of(tx.connection, known.group_ids, known.queue)

@@ -231,11 +231,7 @@ class _Search:
         return accepted
 
     def _continue(self, at: int, match: Match) -> PromptPlan:
-        """Continues the request's prompt from the answer at `at`.
-
-        Raises:
-            Refused: it cannot be continued exactly.
-        """
+        """Continues the request's prompt from the answer at `at`."""
         request, path = self._request, match.parent.path()
         if _lost_its_answer(match.parent.call.engine_message, request.messages[at]):
             self._flag("reasoning_dropped_answer_lost")
@@ -273,11 +269,7 @@ class _Search:
         )
 
     def _folded(self, call: Call) -> Tokens:
-        """Returns the prompt of `call` as it is sent again: with one token for each image.
-
-        Raises:
-            Refused: image_places: it has images, and where their tokens are is unknown.
-        """
+        """Returns the prompt of `call` as it is sent again: with one token for each image."""
         if not urls_of(call.messages):
             return call.prompt_ids
         if not call.images or self._format.image_token is None:

@@ -81,11 +81,7 @@ def _of_gif(read: Read, head: bytes) -> Size | None:
 
 
 def _after_parts(read: Read, at: int) -> int:
-    """Returns where a GIF's block ends whose parts begin at `at`.
-
-    Raises:
-        IndexError: it does not end, or has too many parts: millions of one byte would take seconds.
-    """
+    """Returns where a GIF's block ends whose parts begin at `at`."""
     for _ in range(_MOST_STEPS):
         length = read(at, 1)[0]
         at += 1 + length

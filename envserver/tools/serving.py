@@ -131,12 +131,7 @@ class SharedServer:
 
 
 async def _serve(tool: TypedTool, arguments: dict[str, Any], caller: Caller) -> str:
-    """Runs a tool for a rollout; a plain function runs in a thread.
-
-    Raises:
-        InputError: the arguments are wrong, or the tool raised ToolError; the model reads it.
-        ServiceError: a bug of the tool, told without the exception's message: it may hold keys.
-    """
+    """Runs a tool for a rollout; a plain function runs in a thread."""
     try:
         values = tool.checked(arguments)
         if CALLER in inspect.signature(tool.original).parameters:

@@ -197,9 +197,6 @@ class WorkerAttempt:
 
         Args:
             also: a status of an error that is a good answer, too.
-
-        Raises:
-            RequestFailed, TimeoutError: no answer, or not a good one.
         """
         headers = {"content-type": "application/json"} if body is not None else {}
         for tries_left in reversed(range(HTTP_TRIES)):

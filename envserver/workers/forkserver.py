@@ -384,11 +384,7 @@ class Forkserver:
 
 
 def _load(function: str, lean: LeanParent | None) -> None:
-    """Imports the module of companions: in the lean parent, or here for agents that fork them.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Imports the module of companions: in the lean parent, or here for agents that fork them."""
     error = load(function)[1] if lean is None else lean.load(function)
     if error:
         raise ConfigError(f"The companion {function!r} cannot be imported: {error}")
@@ -399,9 +395,6 @@ def _preload(references: list[str]) -> set[str]:
 
     Returns:
         The functions of companions that sandboxed environments name.
-
-    Raises:
-        EnvserverError: an environment cannot be found or imported.
     """
     for name in ("uvloop", "encodings.idna"):  # the second at the first connection
         importlib.import_module(name)

@@ -230,11 +230,7 @@ class LocalPool:
 
     @asynccontextmanager
     async def _waiting_until(self, deadline: float) -> AsyncIterator[None]:
-        """Limits the wait in its body.
-
-        Raises:
-            WorkerDied: the deadline came, or the pool was closed, before the wait was over.
-        """
+        """Limits the wait in its body."""
         try:
             if self._closing:
                 raise TimeoutError

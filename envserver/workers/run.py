@@ -329,12 +329,7 @@ class AttemptRun:
     async def _post(
         self, url: str, body: bytes, headers: Mapping[str, str], *, more_seconds: float = 0.0
     ) -> Answer:
-        """Asks the server, until `more_seconds` after the deadline.
-
-        Raises:
-            LimitReached: there was no answer in time.
-            RequestFailed: there is none.
-        """
+        """Asks the server, until `more_seconds` after the deadline."""
         seconds = max(self.seconds_left + more_seconds, 0.001)
         try:
             return await self._http.request("POST", url, body, headers=headers, seconds=seconds)
@@ -342,11 +337,7 @@ class AttemptRun:
             raise _is_over() from None
 
     def _wait(self, request: Coroutine[Any, Any, Any]) -> Any:
-        """Runs `request` on the loop while its thread waits.
-
-        Raises:
-            LimitReached: the rollout is over.
-        """
+        """Runs `request` on the loop while its thread waits."""
         asked = asyncio.run_coroutine_threadsafe(request, self._loop)
         self._asked_from_threads.add(asked)
         try:

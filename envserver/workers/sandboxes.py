@@ -154,12 +154,7 @@ def open_blocking(post: Post, spec: SandboxSpec | None, wait: Wait) -> Iterator[
 
 
 async def _answer(post: Post, path: str, body: Any, kind: type[T]) -> T:
-    """Sends one request and decodes its answer as `kind`.
-
-    Raises:
-        SandboxLost: the answer has another form.
-        Exception: whatever `post` raises.
-    """
+    """Sends one request and decodes its answer as `kind`."""
     answer = await post(path, msgspec.msgpack.encode(body))
     try:
         return msgspec.msgpack.decode(answer, type=kind)

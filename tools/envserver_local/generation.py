@@ -247,11 +247,7 @@ def _pass_rows(lengths: np.ndarray, known: Sequence[int]) -> int:
 
 
 def _windows(config: Any) -> dict[str, int | None]:
-    """Returns the kinds of the model's layers with their window; None: the whole sequence.
-
-    Raises:
-        ConfigError: a layer's attention is neither full nor over the last tokens.
-    """
+    """Returns the kinds of the model's layers with their window; None: the whole sequence."""
     # A setting in the model's file that its architecture does not know is not used by it.
     declared = hasattr(type(config), "sliding_window")
     window = config.sliding_window if declared else None

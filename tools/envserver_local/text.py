@@ -180,11 +180,7 @@ def _held(text: str, stops: Sequence[str]) -> int:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message as templates expect it: contents as text, arguments of calls as objects.
-
-    Raises:
-        EngineRefused: it has no role, or a part of its content is not text.
-    """
+    """Returns a message as templates expect it: contents as text, arguments of calls as objects."""
     if not isinstance(message.get("role"), str):
         raise EngineRefused("A message has no role.", status=400, param="messages")
     content = message.get("content")

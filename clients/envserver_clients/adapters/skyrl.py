@@ -243,12 +243,7 @@ def _opened_processor(source: str) -> Any:
 def _pixels(
     rows: Sequence[Completion], processor: Any
 ) -> tuple[list[Any], list[Any]] | tuple[None, None]:
-    """Returns a tensor of pixels and one of grids for each row; None where no row has images.
-
-    Raises:
-        InputError: some rows have no images, which SkyRL's TensorList has no place for; or the
-            processor makes another grid of an image than the engine's.
-    """
+    """Returns a tensor of pixels and one of grids for each row; None where no row has images."""
     if not any(row.images for row in rows):
         return None, None
     if processor is None or not all(row.images for row in rows):
@@ -273,9 +268,6 @@ def _pixels(
 def _experts(rows: Sequence[Completion]) -> list[Any] | None:
     """Returns routed experts of all tokens of each row, as SkyRL's generator does: zeros for the
     last token, which its engine never computed; None: not recorded.
-
-    Raises:
-        InputError: some rows have them and some do not: SkyRL would replay zeros there.
     """
     found = [row.experts for row in rows if row.experts is not None]
     if not found:

@@ -88,11 +88,7 @@ class TrlEnvironment:
         return None if score.error is not None else score.reward
 
     def _use(self, tools: Tools, name: str, arguments: dict[str, Any]) -> str:
-        """Calls a tool; returns its result as text.
-
-        Raises:
-            ToolError: the call is invalid; TRL shows the error to the model.
-        """
+        """Calls a tool; returns its result as text."""
         given = {key: value for key, value in arguments.items() if value is not None}
         try:
             tool, valid = checked_arguments(tools, name, given)

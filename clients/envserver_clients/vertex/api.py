@@ -158,11 +158,7 @@ class TuningJobs:
         raise self._gave_up(f"answer about {path}")
 
     def _once(self, method: str, path: str, **more: Any) -> Job | None:
-        """Returns the answer; None if a later try may help.
-
-        Raises:
-            EngineRefused: no later try will help.
-        """
+        """Returns the answer; None if a later try may help."""
         url = f"{self._base}/{path}"
         for anew in (False, True):
             headers = {"Authorization": f"Bearer {self._tokens.current(anew=anew)}"}

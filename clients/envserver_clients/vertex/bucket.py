@@ -61,11 +61,7 @@ def download(url: str, folder: Path) -> list[str]:
 
 
 def _below(place: str, file: str) -> str:
-    """Returns the file's name relative to `place`.
-
-    Raises:
-        EnvserverError: the storage named a file outside.
-    """
+    """Returns the file's name relative to `place`."""
     name = file.removeprefix(place).lstrip("/")
     if ".." in Path(name).parts:
         raise EnvserverError(f"{file} is not below {place}.")
@@ -73,11 +69,7 @@ def _below(place: str, file: str) -> str:
 
 
 def _place(url: str) -> tuple[Any, str]:
-    """Returns the file system of a URL, and the path there.
-
-    Raises:
-        ConfigError: fsspec, or its library for such URLs, is missing.
-    """
+    """Returns the file system of a URL, and the path there."""
     try:
         system, place = importlib.import_module("fsspec.core").url_to_fs(url)
     except (ImportError, ValueError) as error:

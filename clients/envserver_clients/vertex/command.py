@@ -176,12 +176,7 @@ def _watch(jobs: TuningJobs, name: str, seconds: float, console: Console) -> Job
 
 
 def _finish(settings: VertexSettings, state: TuningState, job: Job, console: Console) -> None:
-    """Writes result.json, and fetches the adapter.
-
-    Raises:
-        EngineError: the job did not succeed.
-        EnvserverError: the adapter could not be fetched.
-    """
+    """Writes result.json, and fetches the adapter."""
     write_json(settings.output / "result.json", job)
     ended = str(job.get("state", "")).removeprefix("JOB_STATE_")
     if not ended.endswith("SUCCEEDED"):

@@ -121,12 +121,7 @@ class _Full(FolderPush):
             return mended
 
     def _reach(self, engine: EngineControl) -> None:
-        """Checks that the engine answers and can load weights.
-
-        Raises:
-            EngineUnavailable: it does not answer.
-            EngineRefused: it was started without a required option.
-        """
+        """Checks that the engine answers and can load weights."""
         engine.weights()
         if self.probe:
             engine.must_know(self.probe)
@@ -142,11 +137,7 @@ class _Full(FolderPush):
             raise
 
     def _stand_still(self, phases: Phases) -> None:
-        """Stops calls at the server and pauses the engines.
-
-        Raises:
-            EngineError: one could not be paused; calls continue if nothing was changed before.
-        """
+        """Stops calls at the server and pauses the engines."""
         with phases.phase("drain"):
             self._hold_calls(self._in_flight)
         with phases.phase("pause"):

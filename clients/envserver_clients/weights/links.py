@@ -140,11 +140,7 @@ def _has_failed(running: Future[Any]) -> bool:
 
 
 def _finished(wait: Any) -> Any:
-    """Returns what `wait` returns.
-
-    Raises:
-        EngineUnavailable: the connection broke.
-    """
+    """Returns what `wait` returns."""
     try:
         return wait()
     except EngineError:

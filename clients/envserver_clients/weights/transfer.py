@@ -311,11 +311,7 @@ class _Survivors:
         self.failed: dict[str, EngineError] = {}
 
     def each(self, phase: str, step: Callable[[EngineControl], T]) -> dict[str, T]:
-        """Runs `step` for those that are left; returns the results by url.
-
-        Raises:
-            EngineError: none is left.
-        """
+        """Runs `step` for those that are left; returns the results by url."""
         done, failed = attempt(self.left, step)
         self.failed |= failed
         self.left = [engine for engine in self.left if engine.url in done]

@@ -265,9 +265,6 @@ def _column(
     Args:
         array: its rows, parsed.
         places: where its key occurs in `raw`.
-
-    Raises:
-        _Unsure: it is not rows of numbers, all with a decimal point or all without.
     """
     if len(places) != 1:  # also in a message
         raise _Unsure

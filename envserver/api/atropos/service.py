@@ -164,11 +164,7 @@ class AtroposService:
             return None
 
     async def _deliver_again(self, known: LeaseFacts, leased: bool) -> Batch:
-        """Returns the batch of a lease that was made for the same request.
-
-        Raises:
-            NotFoundError, DamagedBodies, BrokenBody: its groups can no longer be read.
-        """
+        """Returns the batch of a lease that was made for the same request."""
         rows = await self._store.rows(known.group_ids)
         bodies = await self._encoded.get([as_waiting(row) for row in rows])
         if not leased:

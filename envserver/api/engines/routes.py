@@ -201,10 +201,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
 
 
 async def _checked_url(fleet: Fleet, url: str) -> str:
-    """
-    Raises:
-        InputError: there may be no engine at this address.
-    """
+    """"""
     try:
         check_url(url)
         known = fleet.at(url)
@@ -218,10 +215,7 @@ async def _checked_url(fleet: Fleet, url: str) -> str:
 
 
 async def _check_model(fleet: Fleet, model: str | None) -> None:
-    """
-    Raises:
-        ConflictError: the engines serve another model.
-    """
+    """"""
     if model is not None and model != (served := await fleet.model_name()):
         raise ConflictError(
             f"This server's engines serve {served!r}, not {model[:100]!r}.", model=served

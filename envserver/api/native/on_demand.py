@@ -143,12 +143,7 @@ def add_on_demand_routes(
 
 
 def _order_of(wanted: RolloutsRequest, key: str, orders: Orders) -> GroupsOrder:
-    """Builds the order.
-
-    Raises:
-        NotFoundError: there is no such environment.
-        InputError: the request exceeds a limit.
-    """
+    """Builds the order."""
     split = wanted.split or orders.environment(wanted.environment).config.split
     order = GroupsOrder(
         key=key,

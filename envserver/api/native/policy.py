@@ -71,10 +71,7 @@ class PolicyVersion:
 
 
 async def _no_engines(named: Sequence[str], version: int) -> None:
-    """
-    Raises:
-        NotFoundError: always; this server calls no engine.
-    """
+    """"""
     raise NotFoundError(f"This server has no engine {named[0][:100]!r}.")
 
 

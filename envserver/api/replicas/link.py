@@ -201,11 +201,7 @@ def is_disconnect(message: Message) -> bool:
 
 
 def _tls(settings: ServerConfig) -> ssl.SSLContext:
-    """Returns what a follower checks the leader's certificate by, and shows it.
-
-    Raises:
-        ConfigError: a file cannot be used.
-    """
+    """Returns what a follower checks the leader's certificate by, and shows it."""
     try:
         context = ssl.create_default_context(cafile=settings.advertise_ca_certs)
         if settings.ssl_cert_reqs != "none" and settings.ssl_certfile is not None:

@@ -65,11 +65,7 @@ class _Exchange:
         self._begun = False
 
     async def run(self, link: LeaderLink) -> None:
-        """Sends the request and passes the answer back, until the client leaves.
-
-        Raises:
-            NoLeader, LeaderGone: see `LeaderLink.sent`.
-        """
+        """Sends the request and passes the answer back, until the client leaves."""
         leader = link.leader_for(self._scope)
         watching: asyncio.Task[None] | None = None
         try:

@@ -189,11 +189,7 @@ class _Starter:
         self._spec = spec
 
     async def up(self, launch: Launch) -> _Child:
-        """A process that answers.
-
-        Raises:
-            EngineUnavailable: it ended, or took too long; the message has its last output.
-        """
+        """A process that answers."""
         log = self._spec.log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as words:
@@ -252,11 +248,7 @@ async def _spawned(launch: Launch, words: IO[bytes]) -> _Child:
 
 
 def _free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0.
-
-    Raises:
-        ConfigError: somebody listens there.
-    """
+    """`port`, or a free one for 0."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

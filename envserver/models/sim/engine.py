@@ -175,11 +175,7 @@ def _now() -> float:
 
 
 async def _until(deadline: float, seconds: float) -> None:
-    """Waits `seconds`, and yields to the event loop in any case.
-
-    Raises:
-        EngineTimeout: the deadline comes first; raised when it is reached.
-    """
+    """Waits `seconds`, and yields to the event loop in any case."""
     left = deadline - _now()
     await asyncio.sleep(max(0.0, min(seconds, left)))
     if seconds > left:

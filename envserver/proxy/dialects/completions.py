@@ -97,11 +97,7 @@ class CompletionsWriter:
 
 
 def _prompts(prompt: Any) -> list[Any]:
-    """Returns the prompts in field `prompt`: texts or lists of ids.
-
-    Raises:
-        InputError: it holds something else, or too many.
-    """
+    """Returns the prompts in field `prompt`: texts or lists of ids."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:

@@ -97,11 +97,7 @@ def data_url(url: Any, kind: str, place: str) -> str:
 
 
 def _audio(given: Any, place: str) -> dict[str, str]:
-    """Returns the content of field `input_audio`.
-
-    Raises:
-        InputError: it is not {"data": base64, "format": "wav"}.
-    """
+    """Returns the content of field `input_audio`."""
     if not isinstance(given, dict) or not isinstance(given.get("data"), str):
         raise bad(place, "must hold data: the bytes in base64")
     form = given.get("format")

@@ -226,11 +226,7 @@ class CompletionsClient:
         return answer_fields(choice, ids, logprobs)
 
     def _logprobs(self, choice: dict[str, Any], body: ChatBody, where: str) -> dict[str, Any]:
-        """Converts a completion's logprobs, whose tokens are given by id, to those of a chat.
-
-        Raises:
-            EngineGarbage: they are missing or malformed, or those of other tokens.
-        """
+        """Converts a completion's logprobs, whose tokens are given by id, to those of a chat."""
         held = require(choice, "logprobs", dict, where)
         try:
             read = msgspec.convert(held, _Logprobs)

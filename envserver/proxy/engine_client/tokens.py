@@ -177,11 +177,7 @@ class TokensClient:
         return await (render() if digests else self._prompts.get(body, render))
 
     def _folded(self, rendered: ChatAnswer) -> list[int]:
-        """Returns the rendered prompt with one token for each image.
-
-        Raises:
-            EngineGarbage: the rendering does not say where its images are.
-        """
+        """Returns the rendered prompt with one token for each image."""
         ids: list[int] = rendered["token_ids"]
         features = rendered.get("features")
         if self._image_token is None or not isinstance(features, dict):

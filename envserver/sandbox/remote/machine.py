@@ -213,11 +213,7 @@ class _Conversation:
             _log.warning("sandbox_client_refused", reason=str(error))
 
     async def _requests(self) -> AsyncIterator[tuple[int, str, bytes]]:
-        """Yields what comes.
-
-        Raises:
-            ValueError: the client breaks the protocol.
-        """
+        """Yields what comes."""
         async for body in self._link.bodies():
             try:
                 number, word, raw = msgspec.msgpack.decode(body, type=Request)
@@ -266,11 +262,7 @@ class _Conversation:
             await self._end_work()
 
     def _spec(self, word: str, raw: bytes) -> SandboxSpec:
-        """Returns the spec of the sandbox.
-
-        Raises:
-            InputError: it is malformed, or above this machine's limits.
-        """
+        """Returns the spec of the sandbox."""
         if word != "open":
             raise InputError("A connection must begin with `open`.")
         spec: SandboxSpec = _decoded(word, raw)

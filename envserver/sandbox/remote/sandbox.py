@@ -184,10 +184,6 @@ class MachineSandbox:
         """Sends one request and returns its answer.
 
         A cancelled request is cancelled on the machine, and its end waited for.
-
-        Raises:
-            InputError, SandboxError: as the machine says.
-            SandboxLost: the sandbox is closed, or its machine is gone.
         """
         if self._closed:
             raise SandboxLost("The sandbox is closed.")

@@ -153,11 +153,7 @@ def _model(folder: Path, weight: float, method: Method) -> dict[str, Any]:
 
 
 def _run(program: str, config: Mapping[str, Any], folder: Path) -> str:
-    """Runs the program; returns mergekit's version, as far as known.
-
-    Raises:
-        EnvserverError: it failed.
-    """
+    """Runs the program; returns mergekit's version, as far as known."""
     path = folder.with_name(CONFIG)
     path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
     done = subprocess.run([program, str(path), str(folder)], stdout=_STDERR, check=False)

@@ -136,9 +136,6 @@ async def make_from_experts(
 async def _experts(mode: str, folder: Path, plan: TinyPlan, view: TinyView) -> Path:
     """Returns the JSONL file of a separate `process` run in which the simulated engine plays the
     expert.
-
-    Raises:
-        EnvserverError: it failed; the message has the end of its output.
     """
     output, log = folder / f"{mode}.jsonl", folder / f"{mode}.log"
     recipe = RECIPES[plan.tasks]

@@ -167,11 +167,7 @@ class Fetcher:
 
 
 async def _bounded(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
-    """Returns the body, inflated; None if it exceeds `most` bytes, packed or inflated.
-
-    Raises:
-        ValueError: it is not compressed as declared.
-    """
+    """Returns the body, inflated; None if it exceeds `most` bytes, packed or inflated."""
     encoding = answer.headers.get("content-encoding", "").strip().lower()
     inflater = None
     if encoding in ("gzip", "x-gzip", "deflate"):
