@@ -56,7 +56,6 @@ def scored_right(
 
 
 def _fault(scored: dict[str, object]) -> str | None:
-    """"""
     error, reward = scored["error"], scored["reward"]
     if isinstance(error, str):
         kind, _, message = error.partition(": ")

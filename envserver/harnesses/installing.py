@@ -121,7 +121,6 @@ def _install_pypi(package: Package, version: str, place: Path) -> None:
 
 
 def _ran(command: list[str], place: Path) -> None:
-    """"""
     try:
         done = subprocess.run(
             command,

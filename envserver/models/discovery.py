@@ -81,7 +81,7 @@ class _Source:
 
 
 async def _whole_list(path: Path) -> Listed:
-    """Returns what `read_list` does, if two reads agree: a file may be read while half is written."""
+    """Reads the list twice and raises if the reads differ: it may be half written."""
     listed = await asyncio.to_thread(read_list, path)
     await asyncio.sleep(_BETWEEN_READS_SECONDS)
     if await asyncio.to_thread(read_list, path) != listed:

@@ -127,7 +127,6 @@ class PlayedEngine:
         yield chunks()
 
     async def _answer(self, path: str, body: dict[str, Any], rollout_id: str) -> Message:
-        """"""
         rollout, _, agent = rollout_id.partition("/")
         player = self._players.get(rollout)
         if player is None:

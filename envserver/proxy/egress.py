@@ -281,7 +281,6 @@ class _Exchange:
         self._idle = asyncio.timeout(_IDLE_SECONDS)
 
     async def run(self, rules: EgressRules) -> None:
-        """"""
         async with asyncio.timeout(_CONNECT_SECONDS):
             addresses = await rules.addresses(self._head.host, self._head.port)
         host_reader, host_writer = await _connected(addresses, self._head.port)

@@ -203,7 +203,6 @@ class Hooks:
 
 
 def _changed_request(request: ModelRequest, call: ModelCall, tokens: TokensConfig) -> ModelRequest:
-    """"""
     changes = copy.deepcopy(call.changes)
     if "messages" in changes:
         changes["messages"] = _shared(chat_messages(changes), request.messages)
@@ -222,7 +221,6 @@ def _shared(messages: list[Message], given: list[Message]) -> list[Message]:
 
 
 def _changed_answer(call: ModelCall) -> Message:
-    """"""
     (message,) = chat_messages({"messages": [copy.deepcopy(call.changes["answer"])]})
     text = message.get("content")
     if message.get("role") != "assistant" or not (text is None or isinstance(text, str)):

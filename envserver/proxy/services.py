@@ -168,7 +168,6 @@ async def _asked(
     arguments: dict[str, Any],
     opened: AbstractAsyncContextManager[Caller],
 ) -> bytes:
-    """"""
     try:
         async with opened as caller:
             body = orjson.dumps(await service(arguments, caller))

@@ -164,7 +164,6 @@ class HostedServices:
     async def _asked(
         self, process: _HostProcess, flag: Callable[[str], object], what: str, *arguments: Any
     ) -> Answer:
-        """"""
         answer = await process.ask(flag, what, arguments)
         self._counts = answer.counts
         if answer.failure is not None:
@@ -213,7 +212,6 @@ class _HostProcess:
     async def start(
         cls, interpreter: Interpreter, reference: str, config: dict[str, Any]
     ) -> _HostProcess:
-        """"""
         ours, theirs = socket.socketpair()
         with theirs:
             process = InterpreterContext(interpreter).Process(

@@ -303,7 +303,6 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
 
 
 def _raise_bug(attempt: ProxyAttempt) -> None:
-    """"""
     failure = attempt.service_failure
     if failure is not None and failure.kind == HookError.kind:
         raise as_error(failure)

@@ -94,7 +94,6 @@ def addresses_of(settings: Settings, openai: OpenAIConfig) -> EngineAddresses:
 
 
 def _check_named(openai: OpenAIConfig) -> None:
-    """"""
     if not openai.base_urls and openai.model_name == "default":
         raise ConfigError(
             "openai.base_url is none, so no engine can be asked for its model's name.",

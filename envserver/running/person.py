@@ -91,7 +91,6 @@ class PersonEngine(SimEngine):
             yield chunks
 
     async def _ask(self, body: dict[str, Any], rollout_id: str) -> None:
-        """"""
         asked = Asked(rollout_id, body.get("messages") or [], body.get("tools") or [])
         async with self._one_at_a_time:
             message = await _in_daemon_thread(lambda: self._answer(asked))

@@ -201,7 +201,6 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
 
 
 async def _checked_url(fleet: Fleet, url: str) -> str:
-    """"""
     try:
         check_url(url)
         known = fleet.at(url)
@@ -215,7 +214,6 @@ async def _checked_url(fleet: Fleet, url: str) -> str:
 
 
 async def _check_model(fleet: Fleet, model: str | None) -> None:
-    """"""
     if model is not None and model != (served := await fleet.model_name()):
         raise ConflictError(
             f"This server's engines serve {served!r}, not {model[:100]!r}.", model=served

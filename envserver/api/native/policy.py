@@ -71,7 +71,6 @@ class PolicyVersion:
 
 
 async def _no_engines(named: Sequence[str], version: int) -> None:
-    """"""
     raise NotFoundError(f"This server has no engine {named[0][:100]!r}.")
 
 
