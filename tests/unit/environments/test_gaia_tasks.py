@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +13,7 @@ from envserver_environments.gaia.agents import AgentOptions
 from envserver_environments.gaia.download import ANNOTATED, RAW, fetch, main, summary
 from envserver_environments.gaia.env import Gaia
 from envserver_environments.gaia.loading import GaiaQuestion, Refusal, copy_items, is_official
+from support.hub import DataSetHub, serving
 
 from envserver import Caller, ConfigError, NotFoundError, PublicTask
 
@@ -110,80 +105,6 @@ def test_tasks_of_ones_own_need_no_folder_for_splits(tmp_path: Path) -> None:
         list(copy_items(tmp_path / "none", "train"))
 
 
-COMMIT = "5" * 40
-
-
-class Hub:
-    """A hub of one data set that counts what it gives.
-
-    Args:
-        refuses: the error code with which every request is refused.
-    """
-
-    def __init__(self, files: dict[str, bytes], refuses: str = "") -> None:
-        self.files, self.refuses, self.url = files, refuses, ""
-        self.breaks: set[str] = set()
-        self.given: Counter[str] = Counter()
-
-    def answer(self, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
-        path, _, _ = path.partition("?")
-        if self.refuses:
-            return 403, {"X-Error-Code": self.refuses}, b"{}"
-        _, found, name = path.partition("/resolve/")
-        if found:
-            name = name.partition("/")[2]
-            self.given[name] += method == "GET"
-            if method == "GET" and name in self.breaks:
-                return 500, {}, b""
-            headers = {"ETag": f'"{self.facts(name)["digest"]}"', "X-Repo-Commit": COMMIT}
-            return 200, headers, self.files[name]
-        if "/tree/" in path:
-            body: Any = [{"type": "file", "path": name, **self.facts(name)} for name in self.files]
-        else:
-            siblings = [{"rfilename": name, **self.facts(name)} for name in self.files]
-            body = {"id": "x/y", "sha": COMMIT, "private": False, "siblings": siblings, "tags": []}
-        return 200, {}, json.dumps(body).encode()
-
-    def facts(self, name: str) -> dict[str, Any]:
-        """What the hub says of a file, and its digest; large are tables."""
-        data = self.files[name]
-        facts: dict[str, Any] = {"size": len(data), "blobId": "0" * 40, "oid": "0" * 40}
-        if name.endswith(".parquet"):
-            digest = hashlib.sha256(data).hexdigest()
-            facts["lfs"] = {"sha256": digest, "oid": digest, "size": len(data), "pointerSize": 130}
-        else:
-            header = f"blob {len(data)}\0".encode()
-            digest = hashlib.sha1(header + data, usedforsecurity=False).hexdigest()
-        return {**facts, "digest": digest}
-
-
-@contextmanager
-def serving(hub: Hub) -> Iterator[Hub]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def reply(self) -> None:
-            status, headers, body = hub.answer(self.command, self.path)
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        do_GET = do_HEAD = reply
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(1) as thread:
-        thread.submit(server.serve_forever)
-        hub.url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, bytes]:
     """What the hub holds: a copy of ROWS in today's layout."""
@@ -202,7 +123,7 @@ def test_a_copy_is_fetched_once_checked_mended_and_continued(
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     folder, table = tmp_path / "copy", "2023/validation/metadata.parquet"
-    with serving(Hub(files)) as hub:
+    with serving(DataSetHub(files)) as hub:
         hub.breaks = {"2023/validation/b.txt"}
         with pytest.raises(ConfigError, match="run it again to continue"):
             fetch(RAW, folder, endpoint=hub.url)
@@ -210,7 +131,7 @@ def test_a_copy_is_fetched_once_checked_mended_and_continued(
         assert fetch(RAW, folder, endpoint=hub.url) == 3
         assert hub.given[table] == 1
         assert "2 tasks" in summary(folder)
-    with serving(Hub(files)) as hub:
+    with serving(DataSetHub(files)) as hub:
         arguments = ["--use-raw", "--output-dir", str(tmp_path / "new"), "--endpoint", hub.url]
         assert main(arguments) == 0
         said = capsys.readouterr().out
@@ -229,7 +150,7 @@ def test_without_access_it_is_told_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("huggingface_hub", reason="huggingface_hub (extra gaia) is not installed")
-    with serving(Hub({}, refuses="GatedRepo")) as hub:
+    with serving(DataSetHub({}, refuses="GatedRepo")) as hub:
         assert main(["--output-dir", str(tmp_path), "--endpoint", hub.url]) == 1
     told = capsys.readouterr().err
     assert f"Agree to its terms at https://huggingface.co/datasets/{ANNOTATED.repo}" in told
