@@ -50,6 +50,7 @@ from .scoring import References, ScoringRules, score_rollout
 DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humaneval_plus", "pairs"]
 
 
+_HINT = """Name its fields: --env.columns '{"instruction": "...", "tests": "..."}'."""
 _logger = logging.getLogger(__name__)
 
 
@@ -63,9 +64,13 @@ class Code(Environment):
         """Selects the tasks, the way of solving them, and the scoring."""
 
         data_set: DataSetName = "sample"
-        """Data set. sample: 40 built-in tasks; pairs: inputs and outputs in data_path."""
+        """Data set. sample: 40 built-in tasks; pairs: rows of any kind in data_path."""
         data_path: Path | None = None
-        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
+        """Rows: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, also .gz or .zst), a folder
+        with splits, a glob, or hub:owner/name."""
+        columns: dict[str, str] = {}
+        """Fields of rows by what they are (instruction, tests, entry_point, code, ...), where their
+        names are unknown: '{"instruction": "task", "tests": "checks"}'."""
         mode: Mode = "single"
         """single: one answer; tools: run_tests, python and submit."""
         show_tests: ShowTests = "0"
@@ -105,15 +110,13 @@ class Code(Environment):
         return copied(Path(__file__).parent / "data", folder, {"data_path": "sample.jsonl"})
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        name = self.config.data_set
         self.tests_left_out = 0
-        found = self.rows.tasks(name, self._read_tasks(split))
-        if name != "sample" and self.config.check_references:
+        found = self.rows.tasks(self._name, self._read_tasks(split))
+        if self._name != "sample" and self.config.check_references:
             found = self._with_good_references(found)
-        hint = "Do data_set and data_path fit together?"
-        yield from self.rows.reported(name, found, hint=hint)
+        yield from self.rows.reported(self._name, found, hint=_HINT)
         if self.tests_left_out:
-            _logger.warning("%s: %d tests left out", name, self.tests_left_out)
+            _logger.warning("%s: %d tests left out", self._name, self.tests_left_out)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         return await solve(task, run, self.config.mode, self.config.show_tests)
@@ -140,7 +143,7 @@ class Code(Environment):
         return known_results(task, partial_credit=self.config.partial_credit)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        return _task(id_of(row), read_problem(row))
+        return _task(id_of(row), read_problem(row, columns=self.config.columns))
 
     def task_from_question(self, asked: Question) -> Task:
         name = hashlib.sha256(asked.question.encode()).hexdigest()[:12]
@@ -156,14 +159,20 @@ class Code(Environment):
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         return Result(output={"code": None, "text": response}, messages=messages)
 
+    @property
+    def _name(self) -> str:
+        """The data set that the rows are of."""
+        config = self.config
+        return "rows" if config.data_path and config.data_set == "sample" else config.data_set
+
     def _read_tasks(self, split: Split) -> Iterator[tuple[str, Task | str]]:
         """The tasks of rows that can be judged and have not been there before, with their places;
         why there is none, for the others."""
-        name = self.config.data_set
-        seen: set[bytes] = set()
-        for one in DATA.rows(name, self.config.data_path, split, self.config.seed):
+        config, seen = self.config, set[bytes]()
+        columns = config.columns if config.data_path else {}
+        for one in DATA.rows(config.data_set, config.data_path, split, config.seed):
             try:
-                problem = _usable(one, None if name == "sample" else name)
+                problem = _usable(one, self._name, columns)
                 key = hashlib.blake2b(
                     normalised(problem.instruction).encode(), digest_size=8
                 ).digest()
@@ -174,7 +183,7 @@ class Code(Environment):
                 continue
             seen.add(key)
             self.tests_left_out += problem.left_out
-            yield one.place, _task(one.task_id(name), problem)
+            yield one.place, _task(one.task_id(self._name), problem)
 
     def _with_good_references(self, tasks: Iterator[Task]) -> Iterator[Task]:
         if not hasattr(self, "sandboxes"):
@@ -186,7 +195,7 @@ class Code(Environment):
             if reason is None:
                 yield task
             else:
-                self.rows.drop(self.config.data_set, reason, task.id)
+                self.rows.drop(self._name, reason, task.id)
 
 
 def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
@@ -212,7 +221,7 @@ def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
     return tests
 
 
-def _usable(one: NumberedRow, data_set: str | None) -> Problem:
+def _usable(one: NumberedRow, data_set: str, columns: Mapping[str, str]) -> Problem:
     """The problem in a row of a data set.
 
     Raises:
@@ -220,7 +229,7 @@ def _usable(one: NumberedRow, data_set: str | None) -> Problem:
     """
     if one.row is None:
         raise InputError(one.problem)
-    problem = read_problem(one.row, data_set)
+    problem = read_problem(one.row, data_set, columns)
     if len(problem.instruction) > MAX_INSTRUCTION_CHARACTERS:
         raise InputError("The instruction is too long.")
     if len(problem.tests) < 2:

@@ -227,7 +227,7 @@ class _Unroller(ast.NodeTransformer):
         if len(items) > MAX_UNROLLED:
             raise NotHoistable("its loop over calls is too long")
         written = [
-            _Filler(_bindings(loop.target, item)).visit(copy.deepcopy(element)) for item in items
+            Filler(_bindings(loop.target, item)).visit(copy.deepcopy(element)) for item in items
         ]
         return ast.List([self.visit(part) for part in written], ast.Load())
 
@@ -256,11 +256,11 @@ def _literal(value: Any) -> ast.expr:
     raise NotHoistable("its loop over calls is not over plain values")
 
 
-class _Filler(ast.NodeTransformer):
-    """Puts literals in the place of names."""
+class Filler(ast.NodeTransformer):
+    """Puts expressions in the place of names."""
 
-    def __init__(self, literals: dict[str, ast.expr]) -> None:
-        self._literals = literals
+    def __init__(self, values: Mapping[str, ast.expr]) -> None:
+        self._values = values
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        return copy.deepcopy(self._literals.get(node.id, node))
+        return copy.deepcopy(self._values.get(node.id, node))

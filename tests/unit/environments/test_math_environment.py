@@ -94,7 +94,7 @@ def test_rows_of_published_layouts_are_read_and_their_answers_paid(name: str) ->
 
 
 def test_unknown_fields_are_named_with_what_is_missing() -> None:
-    with pytest.raises(InputError, match=r"as its answer or solution .*: puzzle, problem"):
+    with pytest.raises(InputError, match=r"has its answer or solution .*: puzzle, problem"):
         read_problem({"puzzle": "1", "problem": "p"})
     with pytest.raises(InputError, match="no field 'clue'"):
         read_problem({"question": "q", "answer": "1"}, columns={"question": "clue"})
