@@ -50,6 +50,11 @@ class NumberedRow(NamedTuple):
         return f"{name}-{self.number}" if own is None else str(own)
 
 
+def name_of(data_set: str, path: Path | None) -> str:
+    """The name of the rows in use: "rows" where a path is given and no data set is named."""
+    return "rows" if path is not None and data_set == "sample" else data_set
+
+
 def id_of(row: Row) -> str:
     """An id of the row's content."""
     text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import NumberedRow, id_of
+from envserver_environments.rows import NumberedRow, id_of, name_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
 from pydantic import Field, field_validator
@@ -161,9 +161,7 @@ class Code(Environment):
 
     @property
     def _name(self) -> str:
-        """The data set that the rows are of."""
-        config = self.config
-        return "rows" if config.data_path and config.data_set == "sample" else config.data_set
+        return name_of(self.config.data_set, self.config.data_path)
 
     def _read_tasks(self, split: Split) -> Iterator[tuple[str, Task | str]]:
         """The tasks of rows that can be judged and have not been there before, with their places;

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
-from envserver_environments.rows import NumberedRow, id_of
+from envserver_environments.rows import NumberedRow, id_of, name_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts, mixed
 from envserver_tools.visible import visible_text
@@ -172,8 +172,8 @@ class Math(Environment):
             return
         path = self.config.data_path
         columns = self.config.columns if path else {}
-        rows = DATA.rows(name, path, split, seed)
-        read = ((one.place, _task_of(name, columns, one)) for one in rows)
+        rows, named = DATA.rows(name, path, split, seed), name_of(name, path)
+        read = ((one.place, _task_of(named, columns, one)) for one in rows)
         hint = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
         yield from self.rows.usable(path.name if path else name, read, hint=hint)
 

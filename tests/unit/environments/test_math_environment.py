@@ -27,7 +27,7 @@ from support.scripted_run import ScriptedRun, call, calls, says
 from envserver import ConfigError, InputError, Message, NotFoundError, Result, Split, Task
 
 ROWS = cases_of(__file__)
-PUBLISHED = ROWS.pop("published")
+PUBLISHED, REFUSED = ROWS.pop("published"), ROWS.pop("refused")
 
 
 def math_of(data_set: str | list[str], **settings: Any) -> Math:
@@ -54,6 +54,12 @@ SVAMP = {"Body": "b", "Question": "q", "Answer": "1"}
 def test_rows_without_a_shape_or_an_answer_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Math().task_from_row(row)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_of_published_sets_without_an_answer_say_why(name: str) -> None:
+    with pytest.raises(InputError, match=f"^{REFUSED[name]['reason']}$"):
+        read_problem(REFUSED[name]["row"])
 
 
 def test_unusable_rows_are_dropped_and_data_that_does_not_fit_is_a_clear_error(
@@ -104,7 +110,7 @@ def test_several_data_sets_are_mixed(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(ROWS["svamp"]["row"]) + "\n")
     assert math_of("sample,svamp", data_path=None).config.data_set == ["sample", "svamp"]
     both = math_of(["svamp", "sample"], data_path=tmp_path)
-    assert {task.id.split("-")[0] for task in both.tasks("train")} == {"svamp", "sample"}
+    assert {task.id.split("-")[0] for task in both.tasks("train")} == {"svamp", "rows"}
 
 
 def put_folder(
