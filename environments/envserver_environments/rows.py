@@ -153,9 +153,8 @@ def file_rows(
         ConfigError: it cannot be read.
     """
     # As a path, `hub:owner/name` is still what the user wrote, but for an empty part.
-    source = Source(str(path))
-    division = None if source.has_splits else division
-    return _shuffled(source.open(split), f"file-{seed}-{split}", split, division)
+    rows = Source(str(path)).open(split)
+    return _shuffled(rows, f"file-{seed}-{split}", split, None if rows.has_splits else division)
 
 
 def hub_rows(

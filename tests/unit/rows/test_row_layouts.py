@@ -95,6 +95,31 @@ def test_every_kind_of_file_is_read_also_packed(tmp_path: Path, kind: str, packe
             answers(path)
 
 
+@pytest.mark.parametrize(
+    ("held", "split", "found"),
+    [
+        ({"train": ROWS[:2], "dev": ROWS[2:5]}, "train", [1, 2]),
+        ({"train": ROWS[:2], "dev": ROWS[2:5]}, "validation", [3, 4, 5]),
+        ({"Train": {"a": ROWS[3]}, "Test": {"b": ROWS[4]}}, "test", [5]),
+        ({"a": ROWS[0], "b": ROWS[1]}, "train", [1, 2]),
+        ({"question": {"0": "q", "1": "r"}, "answer": {"0": "7", "1": "8"}}, "train", [7, 8]),
+        ({"version": 1, "data": ROWS[:2]}, "train", [1, 2]),
+        (ROWS[0], "train", [1]),
+    ],
+)
+def test_json_holds_rows_by_split_by_id_or_under_a_key(
+    tmp_path: Path, held: Any, split: str, found: list[int]
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(held))
+    assert answers(path, split) == found
+    if "dev" in held:
+        with pytest.raises(NotFoundError, match="no rows of the split 'test'") as missing:
+            answers(path, "test")
+        assert missing.value.hint == "It has train, dev."
+        assert Source(str(path)).open(split).has_splits
+
+
 def _put_table(path: Path, separator: str) -> None:
     lines = [ROWS[0].keys(), *(row.values() for row in ROWS)]
     path.write_text("".join(separator.join(line) + "\n" for line in lines))
