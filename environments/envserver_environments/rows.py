@@ -11,7 +11,6 @@ division.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import random
 from array import array
@@ -20,13 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envserver_records.extras import install_command
-
 from envserver import ConfigError, InputError, Split
-from envserver.rows.sources import Rows, Source, on_the_hub
-
-SHUFFLE_BUFFER_ROWS = 10_000
-"""Rows among which a streamed data set is shuffled."""
+from envserver.rows.sources import Rows, Source, on_the_hub, streamed
 
 Row = dict[str, Any]
 
@@ -181,7 +175,8 @@ def _hub_rows(
     named, first = hub.splits[split], 0
     for config in hub.configs:
         if hub.streaming:
-            yield from _streamed(hub, config, named, seed)
+            for number, row in enumerate(streamed(hub.path, config, named, seed)):
+                yield NumberedRow(number, row, f"{hub.path}, split {named}: row {number}")
             continue
         rows = on_the_hub(hub.path, config, named, **hub.arguments)
         for one in _shuffled(rows, f"hub-{seed}-{named}-{config}", split, division):
@@ -200,17 +195,3 @@ def _shuffled(
             yield NumberedRow(number, rows.read(number), place)
         except InputError as error:
             yield NumberedRow(number, None, place, error.message)
-
-
-def _streamed(hub: Hub, config: str | None, split: str, seed: int) -> Iterator[NumberedRow]:
-    try:
-        datasets = importlib.import_module("datasets")
-        data = datasets.load_dataset(hub.path, config, split=split, streaming=True)
-    except Exception as error:
-        raise ConfigError(
-            f"{hub.path} cannot be loaded: {type(error).__name__}: {str(error)[:300]}",
-            hint=f"{install_command('data')}, or set data_path to a local copy.",
-        ) from error
-    shuffled = data.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
-    for number, row in enumerate(shuffled):
-        yield NumberedRow(number, dict(row), f"{hub.path}, split {split}: row {number}")

@@ -27,7 +27,7 @@ import shutil
 import tempfile
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +44,8 @@ HUB = "hub:"
 _HUB_NAME = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<subset>[^/@]+))?(?:@(?P<revision>.+))?"
 )
+SHUFFLE_BUFFER_ROWS = 10_000
+"""Rows among which a streamed data set is shuffled."""
 _LONGEST_REASON = 200
 _LONGEST_VALUE = 1 << 30
 """Characters of one value of a table: Python's own limit is 131,072."""
@@ -332,17 +334,35 @@ def on_the_hub(name: str, subset: str | None, split: str, **arguments: Any) -> R
     Raises:
         ConfigError: it cannot be loaded, or `datasets` is not installed.
     """
-    library = _library("datasets", name)
-    try:
-        data = library.load_dataset(name, subset, split=split, **arguments)
-    except Exception as error:  # noqa: BLE001 - the library's, whatever it is
-        _unreadable(name, error)
+    data = _loaded(name, subset, split, **arguments)
     return Rows(
         len(data),
         lambda number: f"{name}, split {split}: row {number}",
         lambda number: _checked(data[number]),
         has_splits=True,
     )
+
+
+def streamed(
+    name: str, subset: str | None, split: str, shuffle: int | None = None
+) -> Iterator[Row]:
+    """The rows of a data set on the hub, as they arrive: without numbers. Raises like `on_the_hub`.
+
+    Args:
+        shuffle: seed of a shuffle among SHUFFLE_BUFFER_ROWS rows; None: in order.
+    """
+    data = _loaded(name, subset, split, streaming=True)
+    if shuffle is not None:
+        data = data.shuffle(seed=shuffle, buffer_size=SHUFFLE_BUFFER_ROWS)
+    yield from map(dict, data)
+
+
+def _loaded(name: str, subset: str | None, split: str, **arguments: Any) -> Any:
+    library = _library("datasets", name)
+    try:
+        return library.load_dataset(name, subset, split=split, **arguments)
+    except Exception as error:  # noqa: BLE001 - the library's, whatever it is
+        _unreadable(name, error)
 
 
 def _library(module: str, source: str) -> ModuleType:
