@@ -13,10 +13,7 @@ import re
 from collections.abc import Iterator
 
 from .extraction import parsed
-from .hoisting import Filler
-
-MAX_ITEMS = 1000
-Values = dict[str, ast.expr]
+from .hoisting import Filler, Values, bound, turns
 
 
 def asserts_of(source: str, name: str) -> Iterator[str]:
@@ -49,7 +46,7 @@ def _parameters(function: ast.FunctionDef, values: Values) -> Iterator[Values]:
             tree = parsed(re.sub("['\"]", "", ast.unparse(names)))
             match tree.body if tree else []:
                 case [ast.Expr(value=target)]:
-                    yield from (_bound(target, row) for row in _items(_filled(rows, values)))
+                    yield from turns(target, _filled(rows, values)) or [{}]
         case _:
             yield {}
 
@@ -58,24 +55,30 @@ def _asserts(body: list[ast.stmt], values: Values) -> Iterator[str]:
     """The asserts of a block; `values` are the names that it knows, and changes."""
     for statement in body:
         match statement:
-            case ast.Assign(targets=[target], value=value) if bound := _bound(
+            case ast.Assign(targets=[target], value=value) if names := bound(
                 target, _filled(value, values)
             ):
-                values.update(bound)
+                values.update(names)
             case ast.Assert(test=test):
                 yield f"assert {ast.unparse(_filled(test, values))}"
             case ast.Expr(ast.Call(func=ast.Name(id="assertion"), args=[given, wanted, *near])):
                 pair = f"{_text(given, values)}, {_text(wanted, values)}"
                 yield f"assert close({pair}, max(1e-06, {_text(near[0], values) if near else 0}))"
             case ast.For(target=target, iter=items, body=inner):
-                for item in _items(_filled(items, values)):
-                    yield from _asserts(inner, {**values, **_bound(target, item)})
+                for turn in turns(target, _filled(items, values)) or [{}]:
+                    yield from _asserts(inner, {**values, **turn})
+                _forget(statement, values)
             case ast.FunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom():
                 continue
-            case _:  # it may change what it mentions
-                for node in ast.walk(statement):
-                    if isinstance(node, ast.Name):
-                        values.pop(node.id, None)
+            case _:
+                _forget(statement, values)
+
+
+def _forget(statement: ast.stmt, values: Values) -> None:
+    """Drops what a statement mentions and may change, but for the function itself."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and not isinstance(values.get(node.id), ast.Name):
+            values.pop(node.id, None)
 
 
 def _filled(node: ast.expr, values: Values) -> ast.expr:
@@ -98,37 +101,3 @@ class _Filler(Filler):
 
 def _text(node: ast.expr, values: Values) -> str:
     return ast.unparse(_filled(node, values))
-
-
-def _items(node: ast.expr) -> list[ast.expr]:
-    """The turns of a loop over literals; none where they are not known."""
-    match node:
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return items[:MAX_ITEMS]
-        case ast.Call(func=ast.Name(id="zip"), args=columns):
-            rows = zip(*map(_items, columns), strict=False)
-            return [ast.Tuple(list(row), ast.Load()) for row in rows]
-        case ast.Call(func=ast.Name(id="enumerate"), args=[items]):
-            numbered = enumerate(_items(items))
-            return [ast.Tuple([ast.Constant(n), item], ast.Load()) for n, item in numbered]
-        case ast.Call(func=ast.Name(id="range"), args=[*before, ast.Constant(value=int(end))]):
-            match before:
-                case []:
-                    return [ast.Constant(number) for number in range(min(end, MAX_ITEMS))]
-                case [ast.Constant(value=int(start))]:
-                    end = min(end, start + MAX_ITEMS)
-                    return [ast.Constant(number) for number in range(start, end)]
-    return []
-
-
-def _bound(target: ast.expr, item: ast.expr) -> Values:
-    match target, item:
-        case ast.Name(id=name), _:
-            return {name: item}
-        case (
-            (ast.Tuple(elts=names) | ast.List(elts=names)),
-            (ast.Tuple(elts=items) | ast.List(elts=items)),
-        ) if len(names) == len(items):
-            pairs = zip(names, items, strict=True)
-            return {name: value for part in pairs for name, value in _bound(*part).items()}
-    return {}
