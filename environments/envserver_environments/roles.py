@@ -16,6 +16,7 @@ from envserver import InputError
 
 Table = Mapping[str, tuple[str, ...]]
 FIELDS_NAMED = 20
+COLUMNS_HINT = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
 
 
 def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -> dict[str, Any]:

@@ -19,10 +19,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envserver import ConfigError, InputError, Split
+from envserver import ConfigError, Environment, InputError, Split
 from envserver.rows.sources import Rows, Source, on_the_hub, streamed
 
 Row = dict[str, Any]
+
+
+class RowsConfig(Environment.Config):
+    """Where an environment's rows are, and what their fields mean."""
+
+    data_path: Path | None = None
+    """Rows: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, also .gz or .zst), a folder
+    with splits, a glob, or hub:owner/name."""
+    columns: dict[str, str] = {}
+    """Fields of rows by what they are, where their names are unknown: '{"question": "input",
+    "answer": "target"}'. A row that lacks something says what."""
 
 
 class NumberedRow(NamedTuple):

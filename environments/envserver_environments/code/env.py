@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import NumberedRow, id_of, name_of
+from envserver_environments.roles import COLUMNS_HINT
+from envserver_environments.rows import NumberedRow, RowsConfig, id_of, name_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
 from pydantic import Field, field_validator
@@ -50,7 +51,6 @@ from .scoring import References, ScoringRules, score_rollout
 DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humaneval_plus", "pairs"]
 
 
-_HINT = """Name its fields: --env.columns '{"instruction": "...", "tests": "..."}'."""
 _logger = logging.getLogger(__name__)
 
 
@@ -60,17 +60,11 @@ class Code(Environment):
     name = "code"
     sandbox = SPEC
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the tasks, the way of solving them, and the scoring."""
 
         data_set: DataSetName = "sample"
         """Data set. sample: 40 built-in tasks; pairs: rows of any kind in data_path."""
-        data_path: Path | None = None
-        """Rows: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, also .gz or .zst), a folder
-        with splits, a glob, or hub:owner/name."""
-        columns: dict[str, str] = {}
-        """Fields of rows by what they are (instruction, tests, entry_point, code, ...), where their
-        names are unknown: '{"instruction": "task", "tests": "checks"}'."""
         mode: Mode = "single"
         """single: one answer; tools: run_tests, python and submit."""
         show_tests: ShowTests = "0"
@@ -114,7 +108,7 @@ class Code(Environment):
         found = self.rows.tasks(self._name, self._read_tasks(split))
         if self._name != "sample" and self.config.check_references:
             found = self._with_good_references(found)
-        yield from self.rows.reported(self._name, found, hint=_HINT)
+        yield from self.rows.reported(self._name, found, hint=COLUMNS_HINT)
         if self.tests_left_out:
             _logger.warning("%s: %d tests left out", self._name, self.tests_left_out)
 
@@ -167,10 +161,9 @@ class Code(Environment):
         """The tasks of rows that can be judged and have not been there before, with their places;
         why there is none, for the others."""
         config, seen = self.config, set[bytes]()
-        columns = config.columns if config.data_path else {}
         for one in DATA.rows(config.data_set, config.data_path, split, config.seed):
             try:
-                problem = _usable(one, self._name, columns)
+                problem = _usable(one, self._name, config.columns)
                 key = hashlib.blake2b(
                     normalised(problem.instruction).encode(), digest_size=8
                 ).digest()

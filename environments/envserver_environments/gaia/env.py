@@ -16,7 +16,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import id_of
+from envserver_environments.roles import COLUMNS_HINT
+from envserver_environments.rows import RowsConfig, id_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
 from envserver_tools.documents import document_tools, preload
@@ -72,16 +73,13 @@ class Gaia(Environment):
     preload = ()  # its agents speak HTTP themselves
     companion = COMPANION
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the tasks, the agent, its tools, and the scoring."""
 
         data_set: Literal["sample", "gaia"] = "sample"
         """Data set. sample: 30 built-in tasks; gaia: the local copy in data/gaia or data_path."""
         data_path: Path | None = None
         """Folder of GAIA, or of tasks in its format (metadata.jsonl or .parquet, and files)."""
-        columns: dict[str, str] = {}
-        """Fields of rows by what they are (question, answer, level, file), where their names are
-        unknown: '{"question": "input", "answer": "target"}'."""
         levels: list[int] = list(LEVELS)
         """Difficulty levels to use: 1, 2, 3."""
         text_only: bool = False
@@ -189,8 +187,7 @@ class Gaia(Environment):
 
     def tasks(self, split: Split) -> Iterator[Task]:
         read = ((place, self._read(item)) for place, item in self._items(split))
-        hint = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
-        return self.rows.usable("gaia", read, hint=hint)
+        return self.rows.usable("gaia", read, hint=COLUMNS_HINT)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config, folder = self.config, Path.cwd()

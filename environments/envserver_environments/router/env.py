@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from envserver_environments.code.running import SPEC
-from envserver_environments.roles import missing
-from envserver_environments.rows import NumberedRow, id_of
+from envserver_environments.roles import COLUMNS_HINT, missing
+from envserver_environments.rows import NumberedRow, RowsConfig, id_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
 from pydantic import BeforeValidator, Field
@@ -66,18 +66,12 @@ class Router(Environment):
 
     name = "router"
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the queries, the form of the plans, and whether plans are executed."""
 
         data_set: DataSetName = "sample"
         """Data set. sample: 40 built-in tasks; coursegpt: CourseGPT's router data; queries: a file
         of queries (`data_path`) for which a teacher writes plans: each valid one gets 1."""
-        data_path: Path | None = None
-        """Rows: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, also .gz or .zst), a folder
-        with splits, a glob, or hub:owner/name."""
-        columns: dict[str, str] = {}
-        """Fields of rows by what they are (query, plan, documents, answer), where their names are
-        unknown: '{"query": "ask", "plan": "route"}'."""
         profile: Profile | None = None
         """Plan format. graph: steps and handoffs; coursegpt: ten keys; unset: as the row says, and
         coursegpt for queries."""
@@ -127,8 +121,7 @@ class Router(Environment):
         shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" else []
         rows = DATA.rows(name, self.config.data_path, split, self.config.seed)
         read = ((one.place, self._task_or_reason(one, shared)) for one in rows)
-        hint = """Name its fields: --env.columns '{"query": "...", "plan": "..."}'."""
-        return self.rows.usable(name, read, hint=hint)
+        return self.rows.usable(name, read, hint=COLUMNS_HINT)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         routers = self._routers()

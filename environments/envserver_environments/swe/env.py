@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from envserver_environments.rows import NumberedRow, file_rows, hub_rows, id_of, name_of
+from envserver_environments.rows import NumberedRow, RowsConfig, file_rows, hub_rows, id_of, name_of
 from envserver_environments.usable import RowCounts
 from envserver_records.extras import install_command
 from envserver_tools.visible import visible_text
@@ -74,17 +74,11 @@ class Swe(Environment):
     sandbox_images = True
     score_timeout_seconds = 700.0
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the repositories, the agent, and the limits of the tests."""
 
         data_set: DataSetName = "sample"
         """Data set. sample: 20 built-in tasks."""
-        data_path: Path | None = None
-        """Rows: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, also .gz or .zst), a folder
-        with splits, a glob, hub:owner/name, or task folders."""
-        columns: dict[str, str] = {}
-        """Fields of rows by their names in SWE-bench (problem_statement, patch, FAIL_TO_PASS, ...),
-        where they have others: '{"problem_statement": "issue_text"}'."""
         mirror: Path | None = None
         """Folder with the git repositories of a data set: owner__name, or owner__name.git."""
         image_name: str = ""

@@ -37,28 +37,9 @@ def math_of(data_set: str | list[str], **settings: Any) -> Math:
 # Where rows come from.
 
 
-SVAMP = {"Body": "b", "Question": "q", "Answer": "1"}
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {}, {"question": "q", "answer": "notfound"},
-        *({"problem": "p", "solution": text} for text in ("no box", r"\boxed{1")),
-        *({"problem": "p", "answer": answer} for answer in (None, "9" * 301)),
-        *({**SVAMP, "Answer": text} for text in ("NaN", "1e999999999")),
-        {"question": "q", "options": ["A)1", "B)2"], "correct": "E"},
-        {"Problem": "p", "options": "['a ) 1'", "correct": "a"},
-    ],
-)  # fmt: skip
-def test_rows_without_a_shape_or_an_answer_are_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(InputError):
-        Math().task_from_row(row)
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_rows_of_published_sets_without_an_answer_say_why(name: str) -> None:
-    with pytest.raises(InputError, match=f"^{REFUSED[name]['reason']}$"):
+def test_rows_without_a_question_or_an_answer_say_why(name: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(REFUSED[name]['reason'])}"):
         read_problem(REFUSED[name]["row"])
 
 

@@ -140,18 +140,7 @@ def test_likeness_is_that_of_the_best_of_all_maps(one: Plan, other: Plan) -> Non
     assert found.score == pytest.approx(form * (0.25 + 0.75 * same))
 
 
-@pytest.mark.parametrize(
-    ("tool", "right", "given", "share"),
-    [
-        ("math.calculate", "0.17 * 2350", "2350 * 17 / 100", 1.0),
-        ("math.calculate", "12 * 48 - 35", "12 * 48 + 35", 0.0),
-        ("math.calculate", "12 * 48 - 35", "0", 0.0),
-        ("math.calculate", "12 * POPULATION", "12 * (the population)", 1.0),
-        ("search.query", "population of Veldhaven in 1990", "Veldhaven population 1990", 1.0),
-        ("search.query", "population of Veldhaven in 1990", "What is asked", 0.0),
-        ("search.query", "population of Veldhaven in 1990", "history of Veldhaven", 0.67),
-    ],
-)
+@pytest.mark.parametrize(("tool", "right", "given", "share"), CASES["arguments"])
 def test_arguments_count(tool: str, right: str, given: str, share: float) -> None:
     def with_argument(text: str) -> Plan:
         (step,) = plan(tool).steps

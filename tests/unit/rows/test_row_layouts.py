@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from envserver_records.errors import ConfigError, NotFoundError
+from support.cases import cases_of
 
 from envserver.rows.sources import Source
 
+CASES = cases_of(__file__)
 ROWS = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(25)]
 
 
@@ -95,29 +97,15 @@ def test_every_kind_of_file_is_read_also_packed(tmp_path: Path, kind: str, packe
             answers(path)
 
 
-@pytest.mark.parametrize(
-    ("held", "split", "found"),
-    [
-        ({"train": ROWS[:2], "dev": ROWS[2:5]}, "train", [1, 2]),
-        ({"train": ROWS[:2], "dev": ROWS[2:5]}, "validation", [3, 4, 5]),
-        ({"Train": {"a": ROWS[3]}, "Test": {"b": ROWS[4]}}, "test", [5]),
-        ({"a": ROWS[0], "b": ROWS[1]}, "train", [1, 2]),
-        ({"question": {"0": "q", "1": "r"}, "answer": {"0": "7", "1": "8"}}, "train", [7, 8]),
-        ({"version": 1, "data": ROWS[:2]}, "train", [1, 2]),
-        (ROWS[0], "train", [1]),
-    ],
-)
-def test_json_holds_rows_by_split_by_id_or_under_a_key(
-    tmp_path: Path, held: Any, split: str, found: list[int]
-) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(held))
-    assert answers(path, split) == found
-    if "dev" in held:
-        with pytest.raises(NotFoundError, match="no rows of the split 'test'") as missing:
-            answers(path, "test")
-        assert missing.value.hint == "It has train, dev."
-        assert Source(str(path)).open(split).has_splits
+@pytest.mark.parametrize("name", CASES)
+def test_json_holds_rows_by_split_by_id_or_under_a_key(tmp_path: Path, name: str) -> None:
+    case, path = CASES[name], tmp_path / "rows.json"
+    path.write_text(case["held"])
+    if "missing" in case:
+        with pytest.raises(NotFoundError, match=case["missing"]):
+            answers(path, case["split"])
+    else:
+        assert answers(path, case["split"]) == case["answers"]
 
 
 def _put_table(path: Path, separator: str) -> None:
