@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from support.cases import cases_of
 from envserver.rows.sources import Source
 
 CASES = cases_of(__file__)
-ROWS = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(25)]
+ROWS = [{"question": f'{number} +\n1, "so"?', "answer": str(number + 1)} for number in range(25)]
 
 
 def put_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -109,8 +110,10 @@ def test_json_holds_rows_by_split_by_id_or_under_a_key(tmp_path: Path, name: str
 
 
 def _put_table(path: Path, separator: str) -> None:
-    lines = [ROWS[0].keys(), *(row.values() for row in ROWS)]
-    path.write_text("".join(separator.join(line) + "\n" for line in lines))
+    with path.open("w", newline="") as file:
+        csv.writer(file, delimiter=separator).writerows(
+            [ROWS[0].keys(), *(row.values() for row in ROWS)]
+        )
 
 
 def _put_arrow(path: Path) -> None:
