@@ -64,7 +64,9 @@ class RowTests:
         """The tests of the function `name` ("": of a program); None: it cannot be judged."""
         if not name:
             return [{"input": _lines(i), "output": _lines(o)} for i, o in self.pairs]
-        sources = [source for script in self.scripts for source in asserts_of(script, name)]
+        sources: list[str | None] = []
+        for script in self.scripts:
+            sources += asserts_of(script, name)
         sources += [_assert(given, wanted, name) for given, wanted in self._calls()]
         return [source if _is_hoistable(source, name) else None for source in sources]
 
