@@ -105,8 +105,10 @@ class Code(Environment):
 
     def tasks(self, split: Split) -> Iterator[Task]:
         self.tests_left_out = 0
-        found = self.rows.tasks(self._name, self._read_tasks(split))
-        if self._name != "sample" and self.config.check_references:
+        config = self.config
+        rows = DATA.rows(config.data_set, config.data_path, split, config.seed)
+        found = self.rows.tasks(self._name, self._read_tasks(rows))
+        if self._name != "sample" and config.check_references:
             found = self._with_good_references(found)
         yield from self.rows.reported(self._name, found, hint=COLUMNS_HINT)
         if self.tests_left_out:
@@ -157,13 +159,13 @@ class Code(Environment):
     def _name(self) -> str:
         return name_of(self.config.data_set, self.config.data_path)
 
-    def _read_tasks(self, split: Split) -> Iterator[tuple[str, Task | str]]:
+    def _read_tasks(self, rows: Iterator[NumberedRow]) -> Iterator[tuple[str, Task | str]]:
         """The tasks of rows that can be judged and have not been there before, with their places;
         why there is none, for the others."""
-        config, seen = self.config, set[bytes]()
-        for one in DATA.rows(config.data_set, config.data_path, split, config.seed):
+        seen: set[bytes] = set()
+        for one in rows:
             try:
-                problem = _usable(one, self._name, config.columns)
+                problem = _usable(one, self._name, self.config.columns)
                 key = hashlib.blake2b(
                     normalised(problem.instruction).encode(), digest_size=8
                 ).digest()
