@@ -89,11 +89,13 @@ def decoded(value: Any) -> Any:
 
 def last_message(value: Any) -> Any:
     """What the user says last in a conversation; anything else unchanged."""
-    value = decoded(value)
-    if not isinstance(value, list):
+    messages = decoded(value)
+    if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
         return value
-    users = [one for one in value if isinstance(one, Mapping) and one.get("role") == "user"]
-    return users[-1].get("content") if users else None
+    said = [one.get("content") for one in messages if one.get("role") == "user"][-1:]
+    if said and isinstance(said[0], list):  # in parts
+        return "".join(str(part.get("text", "")) for part in said[0] if isinstance(part, Mapping))
+    return said[0] if said else None
 
 
 def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:

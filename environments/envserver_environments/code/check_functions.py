@@ -59,8 +59,16 @@ def _asserts(body: list[ast.stmt], values: Values) -> Iterator[str]:
                 target, _filled(value, values)
             ):
                 values.update(names)
+            case ast.Assert(
+                test=ast.Compare(
+                    left=given,
+                    ops=[ast.Eq()],
+                    comparators=[ast.Call(func=ast.Attribute(attr="approx"), args=[wanted])],
+                )
+            ):
+                yield f"assert close({_text(given, values)}, {_text(wanted, values)})"
             case ast.Assert(test=test):
-                yield f"assert {ast.unparse(_filled(test, values))}"
+                yield f"assert {_text(test, values)}"
             case ast.Expr(ast.Call(func=ast.Name(id="assertion"), args=[given, wanted, *near])):
                 pair = f"{_text(given, values)}, {_text(wanted, values)}"
                 yield f"assert close({pair}, max(1e-06, {_text(near[0], values) if near else 0}))"

@@ -84,7 +84,7 @@ def read_problem(
         if {"inputs", "outputs"} - row.keys():
             raise missing(row, ["tests"])
         found["tests"] = row
-    if "checker" in found:
+    if "checker" in found or row.get("input_mode") == "file":
         raise InputError("Its outputs need a checker, or files, of their own.")
     hidden = [read_tests(found[role]) for role in ("tests", "more_tests") if role in found]
     public = _public(found.get("public_tests"))
