@@ -111,6 +111,21 @@ class Source:
         return _joined([_file(one, name) for one in found])
 
 
+def every_row(path: Path) -> Iterator[Row]:
+    """Yields the rows of a file, in order.
+
+    Raises:
+        NotFoundError, ConfigError: it cannot be read.
+        InputError: something in it is not a row; the message has its place.
+    """
+    rows = Source(str(path)).open("train")
+    for number in range(rows.count):
+        try:
+            yield rows.read(number)
+        except InputError as error:
+            raise InputError(f"{rows.place(number)}: {error.message}.") from error
+
+
 def is_data(reference: str) -> bool:
     """Returns whether `reference` names rows: a file or glob by its suffix, a folder with splits,
     the hub."""

@@ -8,7 +8,6 @@ CourseGPT router data (`user_query`, `route_plan` and the other keys), its form 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from envserver_environments.roles import decoded, missing, roles_of
 from envserver_environments.rows import DataSets, Division, Hub, Row
 
 from envserver import InputError
+from envserver.rows.sources import every_row
 
 from .course import chain_of, course_of, plan_of_course, target_of
 from .plans import Plan, PlanError, as_json, plan_of
@@ -140,20 +140,14 @@ def read_documents(path: Path) -> list[dict[str, str]]:
     """The documents in a file: JSON or JSONL with objects of `title` and `text`, else one text.
 
     Raises:
-        InputError: it cannot be read, or holds something else.
+        NotFoundError, ConfigError, InputError: it cannot be read, or holds something else.
     """
+    if path.suffix in (".jsonl", ".json"):
+        return checked_documents([*every_row(path)], str(path))
     try:
-        content = path.read_text(encoding="utf-8")
-        match path.suffix:
-            case ".jsonl":
-                found = [json.loads(line) for line in content.splitlines() if line.strip()]
-            case ".json":
-                found = json.loads(content)
-            case _:
-                found = [{"title": path.name, "text": content}]
-    except (OSError, ValueError) as error:
+        return [{"title": path.name, "text": path.read_text(encoding="utf-8")}]
+    except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    return checked_documents(found, str(path))
 
 
 def checked_documents(found: Any, where: str) -> list[dict[str, str]]:

@@ -140,7 +140,7 @@ async def test_a_question_may_bring_documents_and_an_answer(tmp_path: Path) -> N
     unknown = env.task_from_question(Router.Question(question="How many wells?"))
     assert (await env.score(unknown, result)).reward is None
     path.write_text("[1]\n")
-    with pytest.raises(InputError, match="no documents"):
+    with pytest.raises(InputError, match=r"notes.jsonl:1"):
         env.task_from_question(asked)
 
 
