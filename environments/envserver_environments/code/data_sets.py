@@ -151,7 +151,7 @@ def _entry_point(found: Mapping[str, Any], tests: list[RowTests], starter: str, 
     called = Counter(
         node.func.id
         for script in scripts
-        for source in asserts_of(script, "candidate")
+        for source in asserts_of(script, "len")  # a name that does not count
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         and (node.func.id in known if known else node.func.id not in FUNCTIONS)

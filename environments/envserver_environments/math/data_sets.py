@@ -167,7 +167,7 @@ def _question(row: Row, found: Mapping[str, Any]) -> str:
 def _gold(row: Row, found: Mapping[str, Any]) -> tuple[str, Kind]:
     value = found.get("answer")
     held = decoded(value)
-    if isinstance(held, Mapping) or (isinstance(held, list) and isinstance(held[0], str)):
+    if isinstance(held, Mapping) or (isinstance(held, list) and isinstance([*held, ""][0], str)):
         value = held  # [0, 1] in a text is an interval
     if isinstance(value, list):
         parts = [_unwrapped(_text(part)) for part in value]
@@ -253,7 +253,8 @@ def _options(row: Row, value: Any) -> list[str]:
     if isinstance(value, str):
         value = re.split(r"\s*,\s*(?=[a-jA-J]\s*\))", value)
     elif isinstance(value, Mapping):
-        value = [value[name] for name in sorted(value)] if set(value) <= set(_LETTERS) else None
+        given = [text for _, text in sorted(value.items()) if text is not None]
+        value = given if set(value) <= set(_LETTERS) else None
     if value is None:
         value = [row[name] for name in _LETTERS[:10] if name in row]
     texts = [str(option).strip() for option in value if isinstance(option, str | int | float)]
@@ -271,11 +272,13 @@ def _options(row: Row, value: Any) -> list[str]:
 def _with_wrong(row: Row, found: dict[str, Any]) -> list[str]:
     """The right option among the wrong ones, of sets that have them apart, in an order that only
     their texts decide; the answer becomes its letter."""
-    wrong = found.get("wrong") or [row[name] for name in row if _WRONG.fullmatch(str(name))]
+    wrong = decoded(found.get("wrong"))
+    if not isinstance(wrong, list):
+        wrong = [row[name] for name in row if _WRONG.fullmatch(str(name))]
     right = _text(found.get("answer"))
     if not wrong or not right:
         return []
-    texts = {right, *map(_text, decoded(wrong))}
+    texts = {right, *map(_text, wrong)} - {""}
     options = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
     found["answer"] = _LETTERS[options.index(right)]
     return options
