@@ -80,14 +80,7 @@ def read_problem(
     text = _instruction(found)
     if not text:
         raise missing(row, ["instruction"])
-    if not {"tests", "more_tests", "public_tests"} & found.keys():
-        if {"inputs", "outputs"} - row.keys():
-            raise missing(row, ["tests"])
-        found["tests"] = row
-    if "checker" in found or row.get("input_mode") == "file":
-        raise InputError("Its outputs need a checker, or files, of their own.")
-    hidden = [read_tests(found[role]) for role in ("tests", "more_tests") if role in found]
-    public = _public(found.get("public_tests"))
+    public, hidden = _tests(row, found)
     starter = str(found.get("starter", "")).strip()
     code = _reference(found.get("code"))
     name = _entry_point(found, [*public, *hidden], starter, code or "")
@@ -130,12 +123,20 @@ def _instruction(found: Mapping[str, Any]) -> str:
     return text
 
 
-def _public(value: Any) -> list[RowTests]:
-    """The tests that the row calls public, if these are tests."""
+def _tests(row: Row, found: Mapping[str, Any]) -> tuple[list[RowTests], list[RowTests]]:
+    """The tests that the row calls public, and the others."""
+    if "checker" in found or row.get("input_mode") == "file":
+        raise InputError("Its outputs need a checker, or files, of their own.")
+    hidden = [read_tests(found[role]) for role in ("tests", "more_tests") if role in found]
     try:
-        return [] if value is None else [read_tests(value)]
-    except InputError:
-        return []
+        public = [read_tests(found["public_tests"])] if "public_tests" in found else []
+    except InputError:  # examples in prose
+        public = []
+    if hidden or public:
+        return public, hidden
+    if {"inputs", "outputs"} - row.keys():
+        raise missing(row, ["tests"])
+    return [], [read_tests(row)]
 
 
 def _entry_point(found: Mapping[str, Any], tests: list[RowTests], starter: str, code: str) -> str:
