@@ -7,6 +7,7 @@ fields decide, never the name of a set. A name with dots reaches into objects an
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from envserver import InputError
 
 Table = Mapping[str, tuple[str, ...]]
 FIELDS_NAMED = 20
+COLUMNS_HINT = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
 
 
 def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def missing(row: Mapping[str, Any], roles: Iterable[str]) -> InputError:
     """The error for a row in which these roles were not found."""
     wanted = list(roles)
     return InputError(
-        f"No field of the row is known as its {' or '.join(wanted)} ({fields_of(row)}).",
+        f"No known field of the row has its {' or '.join(wanted)} ({fields_of(row)}).",
         hint=f"""Name it: --env.columns '{{"{wanted[0]}": "FIELD"}}'.""",
     )
 
@@ -57,25 +59,43 @@ def fields_of(row: Mapping[str, Any]) -> str:
 def value_at(row: Any, path: str) -> Any:
     """The value at a path such as `answer.value`, None where there is none or an empty one.
 
-    Of a list, each object is asked, and the values are listed. Text that holds JSON counts as
-    what it holds, as tables have nested fields.
+    Of a list, each object is asked, and the values are listed.
     """
     if isinstance(row, Mapping) and path in row:
         value = row[path]
-        return None if value in ("", [], {}) else value
+        is_blank = isinstance(value, str) and not value.strip()
+        return None if is_blank or value in ([], {}) or value != value else value
     name, _, rest = path.partition(".")
     if not rest:
         return None
-    inner = row.get(name) if isinstance(row, Mapping) else None
-    if isinstance(inner, str) and inner.lstrip().startswith(("{", "[")):
-        try:
-            inner = json.loads(inner)
-        except ValueError:
-            return None
+    inner = decoded(row.get(name)) if isinstance(row, Mapping) else None
     if isinstance(inner, list):
         values = [value_at(one, rest) for one in inner]
         return values if values and all(value is not None for value in values) else None
     return value_at(inner, rest)
+
+
+def decoded(value: Any) -> Any:
+    """What a text holds that is a list or an object in JSON or Python, as tables have nested
+    fields; else `value`."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        for read in (json.loads, ast.literal_eval):
+            try:
+                return read(value.strip())
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                continue
+    return value
+
+
+def last_message(value: Any) -> Any:
+    """What the user says last in a conversation; anything else unchanged."""
+    messages = decoded(value)
+    if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
+        return value
+    said = [one.get("content") for one in messages if one.get("role") == "user"][-1:]
+    if said and isinstance(said[0], list):  # in parts
+        return "".join(str(part.get("text", "")) for part in said[0] if isinstance(part, Mapping))
+    return said[0] if said else None
 
 
 def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:

@@ -11,7 +11,6 @@ division.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import random
 from array import array
@@ -20,15 +19,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envserver_records.extras import install_command
-
-from envserver import ConfigError, InputError, Split
-from envserver.rows.sources import Rows, Source, on_the_hub
-
-SHUFFLE_BUFFER_ROWS = 10_000
-"""Rows among which a streamed data set is shuffled."""
+from envserver import ConfigError, Environment, InputError, Split
+from envserver.rows.sources import Rows, Source, on_the_hub, streamed
 
 Row = dict[str, Any]
+
+
+class RowsConfig(Environment.Config):
+    """Where an environment's rows are, and what their fields mean."""
+
+    data_path: Path | None = None
+    """Rows: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, also .gz or .zst), a folder
+    with splits, a glob, or hub:owner/name."""
+    columns: dict[str, str] = {}
+    """Fields of rows by what they are, where their names are unknown: '{"question": "input",
+    "answer": "target"}'. A row that lacks something says what."""
 
 
 class NumberedRow(NamedTuple):
@@ -48,6 +53,11 @@ class NumberedRow(NamedTuple):
         """The id in a row of the sample, else one made of the row's number."""
         own = (self.row or {}).get("id") if name == "sample" else None
         return f"{name}-{self.number}" if own is None else str(own)
+
+
+def name_of(data_set: str, path: Path | None) -> str:
+    """The name of the rows in use: "rows" where a path is given and no data set is named."""
+    return "rows" if path is not None and data_set == "sample" else data_set
 
 
 def id_of(row: Row) -> str:
@@ -148,9 +158,8 @@ def file_rows(
         ConfigError: it cannot be read.
     """
     # As a path, `hub:owner/name` is still what the user wrote, but for an empty part.
-    source = Source(str(path))
-    division = None if source.has_splits else division
-    return _shuffled(source.open(split), f"file-{seed}-{split}", split, division)
+    rows = Source(str(path)).open(split)
+    return _shuffled(rows, f"file-{seed}-{split}", split, None if rows.has_splits else division)
 
 
 def hub_rows(
@@ -177,7 +186,8 @@ def _hub_rows(
     named, first = hub.splits[split], 0
     for config in hub.configs:
         if hub.streaming:
-            yield from _streamed(hub, config, named, seed)
+            for number, row in enumerate(streamed(hub.path, config, named, seed)):
+                yield NumberedRow(number, row, f"{hub.path}, split {named}: row {number}")
             continue
         rows = on_the_hub(hub.path, config, named, **hub.arguments)
         for one in _shuffled(rows, f"hub-{seed}-{named}-{config}", split, division):
@@ -196,17 +206,3 @@ def _shuffled(
             yield NumberedRow(number, rows.read(number), place)
         except InputError as error:
             yield NumberedRow(number, None, place, error.message)
-
-
-def _streamed(hub: Hub, config: str | None, split: str, seed: int) -> Iterator[NumberedRow]:
-    try:
-        datasets = importlib.import_module("datasets")
-        data = datasets.load_dataset(hub.path, config, split=split, streaming=True)
-    except Exception as error:
-        raise ConfigError(
-            f"{hub.path} cannot be loaded: {type(error).__name__}: {str(error)[:300]}",
-            hint=f"{install_command('data')}, or set data_path to a local copy.",
-        ) from error
-    shuffled = data.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
-    for number, row in enumerate(shuffled):
-        yield NumberedRow(number, dict(row), f"{hub.path}, split {split}: row {number}")

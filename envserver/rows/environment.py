@@ -118,7 +118,7 @@ class RowsEnvironment(Environment):
         own = self.config
         source = replace(self.source, subset=own.subset, splits=own.splits)
         rows = source.open(split)
-        good = self._good(rows, split, held_out=0.0 if source.has_splits else own.held_out)
+        good = self._good(rows, split, held_out=0.0 if rows.has_splits else own.held_out)
         if own.shuffle:
             random.Random(f"rows-{own.seed}-{split}").shuffle(good)
         for number in good:

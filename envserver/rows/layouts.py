@@ -47,6 +47,17 @@ def natural(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=key)
 
 
+def same_split(split: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that mean `split`."""
+    wanted = _SPLITS.get(split, split)
+    return [name for name in names if _SPLITS.get(name.lower(), name) == wanted]
+
+
+def are_splits(names: Iterable[str]) -> bool:
+    """Returns whether all names are those of splits."""
+    return all(name.lower() in _SPLITS for name in names)
+
+
 @dataclass
 class Layout:
     """The files of a folder.
@@ -75,8 +86,7 @@ class Layout:
             ConfigError: there are several configurations and none is chosen.
         """
         splits = self._configuration(subset)
-        wanted = _SPLITS.get(split, split)
-        same = [name for name in splits if _SPLITS.get(name, name) == wanted]
+        same = same_split(split, splits)
         every = [path for paths in splits.values() for path in paths]
         found = splits.get(split) or [path for name in same for path in splits[name]]
         found = [path for path in every if _set_of(path) == split] or found

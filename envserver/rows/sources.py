@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import csv
+import functools
 import glob
 import gzip
 import importlib
@@ -26,8 +27,8 @@ import shutil
 import tempfile
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -35,7 +36,7 @@ from typing import Any, NoReturn
 from envserver_records.errors import ConfigError, InputError, NotFoundError
 from envserver_records.extras import install_command
 
-from .layouts import PACKED, SUFFIXES, kind_of, layout_of, natural
+from .layouts import PACKED, SUFFIXES, are_splits, kind_of, layout_of, natural, same_split
 
 Row = dict[str, Any]
 HUB = "hub:"
@@ -43,6 +44,8 @@ HUB = "hub:"
 _HUB_NAME = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<subset>[^/@]+))?(?:@(?P<revision>.+))?"
 )
+SHUFFLE_BUFFER_ROWS = 10_000
+"""Rows among which a streamed data set is shuffled."""
 _LONGEST_REASON = 200
 _LONGEST_VALUE = 1 << 30
 """Characters of one value of a table: Python's own limit is 131,072."""
@@ -57,11 +60,13 @@ class Rows:
         place: returns where the row of a number is.
         read: returns the row of a number, from 0.
             Raises InputError: it is not a row; the message has no place.
+        has_splits: each split of the source has rows of its own.
     """
 
     count: int
     place: Callable[[int], str]
     read: Callable[[int], Row]
+    has_splits: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,15 +85,6 @@ class Source:
     splits: Mapping[str, str] = field(default_factory=dict)
     listed: Sequence[Mapping[str, Any]] | None = None
 
-    @property
-    def has_splits(self) -> bool:
-        """Whether each split has rows of its own."""
-        if self.listed is not None or is_glob(self.data):
-            return False
-        path = Path(self.data)
-        is_parted = path.is_dir() and (bool(self.splits) or layout_of(path).has_splits)
-        return self.data.startswith(HUB) or is_parted
-
     def open(self, split: str) -> Rows:
         """Opens the rows of `split`.
 
@@ -104,13 +100,30 @@ class Source:
             return _hub(self.data.removeprefix(HUB), self.subset, name)
         path = Path(self.data)
         if path.is_dir():
-            return _joined([_file(one) for one in layout_of(path).files(name, self.subset)])
+            layout = layout_of(path)
+            rows = _joined([_file(one, name) for one in layout.files(name, self.subset)])
+            return replace(rows, has_splits=bool(self.splits) or layout.has_splits)
         if not is_glob(self.data):
-            return _file(path)
+            return _file(path, name)
         found = natural(map(Path, glob.glob(self.data, recursive=True)))  # noqa: PTH207 - Path takes no absolute one
         if not found:
             raise NotFoundError(f"No file matches {self.data!r}.")
-        return _joined([_file(one) for one in found])
+        return _joined([_file(one, name) for one in found])
+
+
+def every_row(path: Path) -> Iterator[Row]:
+    """Yields the rows of a file, in order.
+
+    Raises:
+        NotFoundError, ConfigError: it cannot be read.
+        InputError: something in it is not a row; the message has its place.
+    """
+    rows = Source(str(path)).open("train")
+    for number in range(rows.count):
+        try:
+            yield rows.read(number)
+        except InputError as error:
+            raise InputError(f"{rows.place(number)}: {error.message}.") from error
 
 
 def is_data(reference: str) -> bool:
@@ -148,13 +161,13 @@ def _joined(parts: Sequence[Rows]) -> Rows:
     return Rows(starts[-1], place, read)
 
 
-def _file(path: Path) -> Rows:
+def _file(path: Path, split: str) -> Rows:
     if not path.is_file():
         raise NotFoundError(f"There is no data file {str(path)!r}.")
     readers: dict[str | None, Callable[[Path, str], Rows]] = {
         **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
         **dict.fromkeys((".csv", ".tsv"), _csv),
-        ".json": _json,
+        ".json": functools.partial(_json, split=split),
         ".parquet": _parquet,
         ".arrow": _arrow,
     }
@@ -165,7 +178,7 @@ def _file(path: Path) -> Rows:
     unpacked = _unpacked(path, kind)
     rows = readers[kind](Path(unpacked.name), str(path))
     # Whoever reads rows holds the file, which goes with the last of them.
-    return Rows(rows.count, rows.place, lambda number: (unpacked, rows.read(number))[1])
+    return replace(rows, read=lambda number: (unpacked, rows.read(number))[1])
 
 
 def _unpacked(path: Path, kind: str) -> Any:
@@ -214,23 +227,46 @@ def _parsed(text: bytes) -> Any:
         raise InputError(f"it is not JSON: {str(error)[:_LONGEST_REASON]}") from error
 
 
-def _json(path: Path, name: str) -> Rows:
+def _json(path: Path, name: str, split: str) -> Rows:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         if str(error).startswith("Extra data"):  # lines of JSON, as some call .json
             return _json_lines(path, name)
         raise ConfigError(f"{name}: it is not JSON: {str(error)[:_LONGEST_REASON]}") from error
-    if isinstance(value, dict):  # with the rows under some key, or a row
-        lists = [part for part in value.values() if isinstance(part, list) and part]
-        of_objects = [part for part in lists if all(isinstance(one, dict) for one in part)]
-        value = max(of_objects, key=len, default=[value])
+    is_parted = isinstance(value, dict) and bool(value) and are_splits(value)
+    if is_parted:
+        wanted = same_split(split, value)
+        if not wanted:
+            raise NotFoundError(
+                f"{name} has no rows of the split {split!r}.", hint=f"It has {', '.join(value)}."
+            )
+        value = value[wanted[0]]
+    if isinstance(value, dict):
+        value = _rows_in(value)
     if not isinstance(value, list):
         raise ConfigError(f"{name} holds no list of rows.")
     rows: list[Any] = value
     return Rows(
-        len(rows), lambda number: f"{name}[{number}]", lambda number: _checked(rows[number])
+        len(rows),
+        lambda number: f"{name}[{number}]",
+        lambda number: _checked(rows[number]),
+        has_splits=is_parted,
     )
+
+
+def _rows_in(value: dict[str, Any]) -> list[Any]:
+    """The rows of an object: by their ids, column by column (as pandas writes a table), under some
+    key, or the object itself."""
+    parts = [part for part in value.values() if isinstance(part, dict)]
+    if len(parts) == len(value):
+        if all(name.isdigit() for part in parts for name in part):
+            columns = zip(*(part.values() for part in parts), strict=False)
+            return [dict(zip(value, row, strict=True)) for row in columns]
+        return [{"id": name, **part} for name, part in value.items()]
+    lists = [part for part in value.values() if isinstance(part, list) and part]
+    of_objects = [part for part in lists if all(isinstance(one, dict) for one in part)]
+    return max(of_objects, key=len, default=[value])
 
 
 def _csv(path: Path, name: str) -> Rows:
@@ -313,16 +349,35 @@ def on_the_hub(name: str, subset: str | None, split: str, **arguments: Any) -> R
     Raises:
         ConfigError: it cannot be loaded, or `datasets` is not installed.
     """
-    library = _library("datasets", name)
-    try:
-        data = library.load_dataset(name, subset, split=split, **arguments)
-    except Exception as error:  # noqa: BLE001 - the library's, whatever it is
-        _unreadable(name, error)
+    data = _loaded(name, subset, split, **arguments)
     return Rows(
         len(data),
         lambda number: f"{name}, split {split}: row {number}",
         lambda number: _checked(data[number]),
+        has_splits=True,
     )
+
+
+def streamed(
+    name: str, subset: str | None, split: str, shuffle: int | None = None
+) -> Iterator[Row]:
+    """The rows of a data set on the hub, as they arrive: without numbers. Raises like `on_the_hub`.
+
+    Args:
+        shuffle: seed of a shuffle among SHUFFLE_BUFFER_ROWS rows; None: in order.
+    """
+    data = _loaded(name, subset, split, streaming=True)
+    if shuffle is not None:
+        data = data.shuffle(seed=shuffle, buffer_size=SHUFFLE_BUFFER_ROWS)
+    yield from map(dict, data)
+
+
+def _loaded(name: str, subset: str | None, split: str, **arguments: Any) -> Any:
+    library = _library("datasets", name)
+    try:
+        return library.load_dataset(name, subset, split=split, **arguments)
+    except Exception as error:  # noqa: BLE001 - the library's, whatever it is
+        _unreadable(name, error)
 
 
 def _library(module: str, source: str) -> ModuleType:

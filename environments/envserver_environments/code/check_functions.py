@@ -1,97 +1,111 @@
-"""Asserts out of test functions: HumanEval's `check(candidate)`, EvalPlus's lists of inputs. Pure.
+"""Asserts out of Python: scripts, `check(candidate)` of HumanEval, pytest's tests. Pure.
 
-From `check` it takes the top-level asserts, with the function's own name instead of the parameter,
-and with the values of names that were set to literals before. EvalPlus runs over `inputs` and
-`results`; each pair becomes an assert with its comparison: equal, or close for floats.
+Names that were set before, loops over literals and pytest's parameters are written out, so that
+each assert stands for itself. Comparisons of EvalPlus, `assertion(given, wanted, tolerance)`, are
+asserts that take near decimals.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import re
 from collections.abc import Iterator
 
 from .extraction import parsed
-
-MAX_PAIRS = 1000
-
-
-def tests_of_check(source: str, entry_point: str) -> Iterator[str]:
-    """The asserts of the last function `check` in `source`."""
-    tree = parsed(source, limit=None)
-    for statement in reversed(tree.body if tree else []):
-        if isinstance(statement, ast.FunctionDef) and statement.name == "check":
-            parameters = statement.args.args
-            name = parameters[0].arg if parameters else "candidate"
-            yield from _tests_of(statement.body, name, entry_point)
-            return
+from .hoisting import Filler, Values, bound, turns
 
 
-def tests_of_script(source: str, entry_point: str) -> Iterator[str]:
-    """The asserts that a script of EvalPlus makes."""
-    tree = parsed(source, limit=None)
-    yield from _tests_of(tree.body if tree else [], entry_point, entry_point)
+def asserts_of(source: str, name: str) -> Iterator[str]:
+    """The asserts in `source` about the function `name`; some may need more than its calls."""
+    tree = parsed(source.strip(), limit=None)
+    body = tree.body if tree else []
+    values: Values = {}
+    yield from _asserts(body, values)
+    for function in _functions(body):
+        first = [argument.arg for argument in function.args.args[:1]]
+        if function.name == "check":
+            yield from _asserts(function.body, {**values, **dict.fromkeys(first, ast.Name(name))})
+        elif function.name.startswith("test"):
+            for parameters in _parameters(function, values):
+                yield from _asserts(function.body, {**values, **parameters})
 
 
-def _tests_of(body: list[ast.stmt], name: str, entry_point: str) -> Iterator[str]:
-    literals: dict[str, ast.expr] = {}
+def _functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef):
+            yield statement
+        elif isinstance(statement, ast.ClassDef):
+            yield from _functions(statement.body)
+
+
+def _parameters(function: ast.FunctionDef, values: Values) -> Iterator[Values]:
+    """The parameters of each of pytest's runs of a test."""
+    match function.decorator_list:
+        case [ast.Call(func=ast.Attribute(attr="parametrize"), args=[names, rows])]:
+            tree = parsed(re.sub("['\"]", "", ast.unparse(names)))
+            match tree.body if tree else []:
+                case [ast.Expr(value=target)]:
+                    yield from turns(target, _filled(rows, values)) or [{}]
+        case _:
+            yield {}
+
+
+def _asserts(body: list[ast.stmt], values: Values) -> Iterator[str]:
+    """The asserts of a block; `values` are the names that it knows, and changes."""
     for statement in body:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=target)], value=value):
-                literals.pop(target, None)
-                if _is_literal(value):
-                    literals[target] = value
+            case ast.Assign(targets=[target], value=value) if names := bound(
+                target, _filled(value, values)
+            ):
+                values.update(names)
+            case ast.Assert(
+                test=ast.Compare(
+                    left=given,
+                    ops=[ast.Eq()],
+                    comparators=[ast.Call(func=ast.Attribute(attr="approx"), args=[wanted])],
+                )
+            ):
+                yield f"assert close({_text(given, values)}, {_text(wanted, values)})"
             case ast.Assert(test=test):
-                renamed = _Renamer(name, entry_point, literals).visit(copy.deepcopy(test))
-                yield f"assert {ast.unparse(renamed)}"
-            case ast.For() if _is_over_pairs(statement):
-                yield from _pairs(literals, entry_point, _tolerance(statement))
+                yield f"assert {_text(test, values)}"
+            case ast.Expr(ast.Call(func=ast.Name(id="assertion"), args=[given, wanted, *near])):
+                pair = f"{_text(given, values)}, {_text(wanted, values)}"
+                yield f"assert close({pair}, max(1e-06, {_text(near[0], values) if near else 0}))"
+            case ast.For(target=target, iter=items, body=inner):
+                for turn in turns(target, _filled(items, values)) or [{}]:
+                    yield from _asserts(inner, {**values, **turn})
+                _forget(statement, values)
+            case ast.FunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom():
+                continue
+            case _:
+                _forget(statement, values)
 
 
-class _Renamer(ast.NodeTransformer):
-    def __init__(self, old: str, new: str, literals: dict[str, ast.expr]) -> None:
-        self._old = old
-        self._new = new
-        self._literals = literals
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id == self._old:
-            return ast.Name(self._new, ast.Load())
-        return copy.deepcopy(self._literals.get(node.id, node))
+def _forget(statement: ast.stmt, values: Values) -> None:
+    """Drops what a statement mentions and may change, but for the function itself."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and not isinstance(values.get(node.id), ast.Name):
+            values.pop(node.id, None)
 
 
-def _is_over_pairs(loop: ast.For) -> bool:
-    names = {node.id for node in ast.walk(loop.iter) if isinstance(node, ast.Name)}
-    return {"inputs", "results"} <= names and any(
-        isinstance(node, ast.Name) and node.id == "assertion" for node in ast.walk(loop)
-    )
+def _filled(node: ast.expr, values: Values) -> ast.expr:
+    filled: ast.expr = _Filler(values).visit(copy.deepcopy(node))
+    return filled
 
 
-def _tolerance(loop: ast.For) -> float:
-    """Returns the third argument of `assertion(out, wanted, tolerance)`."""
-    for node in ast.walk(loop):
-        match node:
-            case ast.Call(func=ast.Name(id="assertion"), args=[_, _, ast.Constant(value=number)]):
-                return float(number) if isinstance(number, int | float) else 0.0
-    return 0.0
+class _Filler(Filler):
+    """Also calls a method of a class Solution, or of the module that is tested, by its name."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        filled = self.generic_visit(node)
+        match filled:
+            case ast.Attribute(
+                value=ast.Name(id="solution") | ast.Call(func=ast.Name(id="Solution")), attr=name
+            ):
+                return ast.Name(name, ast.Load())
+        return filled
 
 
-def _pairs(literals: dict[str, ast.expr], entry_point: str, tolerance: float) -> Iterator[str]:
-    match literals.get("inputs"), literals.get("results"):
-        case ast.List(elts=inputs), ast.List(elts=results) if len(inputs) == len(results):
-            for arguments, wanted in list(zip(inputs, results, strict=True))[:MAX_PAIRS]:
-                call = f"{entry_point}(*{ast.unparse(arguments)})"
-                yield f"assert close({call}, {ast.unparse(wanted)}, {max(tolerance, 1e-6)!r})"
-
-
-def _is_literal(node: ast.expr) -> bool:
-    """Made of constants alone, or `float('inf')` and `set()`, which Python has no literals for."""
-    return all(
-        isinstance(
-            part,
-            ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.UnaryOp | ast.unaryop
-            | ast.expr_context | ast.BinOp | ast.operator | ast.Call,
-        )
-        or (isinstance(part, ast.Name) and part.id in ("float", "set", "inf", "nan"))
-        for part in ast.walk(node)
-    )  # fmt: skip
+def _text(node: ast.expr, values: Values) -> str:
+    return ast.unparse(_filled(node, values))

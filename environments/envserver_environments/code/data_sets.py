@@ -1,193 +1,170 @@
-"""Converts the rows of each data set to `Problem`. Pure; loads and runs nothing.
+"""Converts rows of data sets to `Problem`, by what their fields are. Pure; runs nothing.
 
-    opc             instruction, entry_point, testcase (asserts), code, output
-    mbpp            text or prompt, test_list (asserts), code
-    humaneval       prompt, entry_point, test (a function `check`), canonical_solution
-    humaneval_plus  the same, with EvalPlus's tests: lists of inputs and results
-    mbpp_plus       MBPP's fields, and EvalPlus's tests in `test`
-    pairs           inputs and outputs, of a program or of a function (see `pair_rows`)
-
-A row names its data set by a key `data_set`, else its fields show it. All tests of opc and MBPP
-must be separable into calls and claims; of the others, tests that are not are left out.
+The tests decide what is to be written: a function that they name or call, else a program that reads
+and prints. Tests that cannot be split into calls and claims are left out.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+from envserver_environments.roles import decoded, last_message, missing, roles_of
 from envserver_environments.rows import Row
 
 from envserver import InputError
 
-from .check_functions import tests_of_check, tests_of_script
-from .extraction import defined_names, parsed
-from .hoisting import NotHoistable, hoisted
-from .pair_rows import SOURCES, TEXTS, read_pairs
-from .problem import Problem, text_of
+from .check_functions import asserts_of
+from .extraction import defined_names, extract_code, parsed
+from .hoisting import hoisted
+from .problem import Problem
+from .row_tests import NAMES, RowTests, kept, read_tests
+from .vocabulary import FUNCTIONS
 
-MAX_TESTS = 100
-MAX_TESTS_CHARACTERS = 200_000
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "instruction": (
+        *("instruction", "question_content", "problem_description", "question", "description"),
+        *("problem", "text", "problem_statement", "extra_info.question", "prompt", "query"),
+        *("input", "messages"),
+    ),
+    "entry_point": ("entry_point", *NAMES, "test_info.function_name"),
+    "tests": (
+        *("test", "testcase", "official_tests", "input_output", "tests", "test_cases", "testcases"),
+        *("verification_info.test_cases", "private_test_cases", "private_tests", "unit_tests"),
+        *("test_list", "reward_model.ground_truth", "ground_truth", "extra_info.ground_truth"),
+    ),
+    "more_tests": ("generated_tests",),
+    "public_tests": ("public_test_cases", "public_tests", "examples"),
+    "starter": ("starter_code",),
+    "code": (
+        *("code", "solution", "canonical_solution", "gold_standard_solution", "solutions"),
+        *("completion", "reference_solution", "extra_info.solution", "output", "response"),
+    ),
+    "input_format": ("input_format",),
+    "output_format": ("output_format",),
+    "time_limit": ("time_limit", "time_limit_seconds"),
+    "checker": ("generated_checker", "checker", "interaction_format", "input_file", "output_file"),
+}
+"""Names of each role in published sets, after their cards."""
+IMPORTS = """\
+from typing import *
+from collections import *
+from functools import *
+from itertools import *
+from math import *
+import bisect, collections, functools, heapq, itertools, math, re, string
+from bisect import *
+from heapq import *
+"""
+"""Imports that programs with a `class Solution` rely on."""
+PYTHON3 = 3
+"""CodeContests' number for the language of a solution."""
 
 
-def read_problem(row: Row, data_set: str | None = None) -> Problem:
+def read_problem(
+    row: Row, data_set: str = "rows", columns: Mapping[str, str] | None = None
+) -> Problem:
     """The problem in `row`.
 
     Args:
-        data_set: whose shape it has; unset: found from the row.
+        data_set: a name for rows that do not have one.
+        columns: the row's fields by role (`ROLES`), where its names are unknown.
 
     Raises:
-        InputError: it has no known shape, or no tests that can be judged.
+        InputError: the instruction is missing, or tests that can be judged.
     """
-    name = data_set or _shape_of(row)
-    missing = [field for field in _FIELDS[name] if not any(f in row for f in field.split("|"))]
-    if missing:
-        raise InputError(f"A row of {name} must have {', '.join(missing)}.")
-    problem = _READERS[name](row)
-    is_program = name == "pairs" and not problem.entry_point
-    if not is_program and not problem.entry_point.isidentifier():
+    found = roles_of(row, ROLES, columns or {})
+    text = _instruction(found)
+    if not text:
+        raise missing(row, ["instruction"])
+    public, hidden = _tests(row, found)
+    starter = str(found.get("starter", "")).strip()
+    code = _reference(found.get("code"))
+    name = _entry_point(found, [*public, *hidden], starter, code or "")
+    if name and not name.isidentifier():
         raise InputError("The entry point is not a name.")
-    if not problem.instruction:
-        raise InputError("The row has no instruction.")
-    return problem
-
-
-def _shape_of(row: Row) -> str:
-    named = row.get("data_set")
-    for name in (named, *_FIELDS) if isinstance(named, str) and named in _FIELDS else _FIELDS:
-        if all(any(f in row for f in field.split("|")) for field in _FIELDS[name]):
-            return name
-    raise InputError(
-        f"The fields {', '.join(map(str, list(row)[:12])) or '(none)'} are those of no data set.",
-        hint=f"Known: {', '.join(_FIELDS)}; a key data_set says which one is meant.",
-    )
-
-
-def _opc(row: Row) -> Problem:
-    entry_point = text_of(row, "entry_point")
-    tests = _all_hoistable(_texts(row["testcase"]), entry_point)
-    visible = row.get("visible")
+    judged = [[test for tests in part for test in tests.made(name)] for part in (public, hidden)]
+    tests, visible, left_out = kept(*judged, is_program=not name)
+    is_stub = bool(name) and name in defined_names(text)
+    if is_stub:
+        if code and name not in defined_names(code):
+            code = text + code
+        asked = f"Complete this function.\n\n```python\n{text.strip()}\n```"
+    else:
+        asked = text.strip()
+        if starter and name:
+            asked += f"\n\nBegin with:\n\n```python\n{starter}\n```"
+    in_class = "class Solution" in starter or "Solution()" in str(found.get("entry_point"))
+    given, answer = row.get("visible"), row.get("output")
     return Problem(
-        "opc",
-        text_of(row, "instruction"),
-        entry_point,
+        str(row.get("data_set") or data_set),
+        asked,
+        name,
         tests,
-        visible if isinstance(visible, int) and 0 <= visible <= len(tests) else len(tests) // 2,
-        _code(row, "code"),
-        _code(row, "output"),
+        given if isinstance(given, int) and 0 <= given <= len(tests) else visible,
+        code,
+        answer if isinstance(answer, str) and "```" in answer else None,
+        preamble=IMPORTS if in_class else _preamble(text, name) if is_stub else "",
+        left_out=left_out,
+        seconds=_seconds(found.get("time_limit")),
     )
 
 
-def _mbpp(row: Row) -> Problem:
-    sources = _texts(row["test_list"])
-    entry_point = _called(sources, text_of(row, "code"))
-    _refuse_setup(row)
-    tests = _all_hoistable(sources, entry_point)
-    return Problem(
-        "mbpp",
-        text_of(row, "text", "prompt"),
-        entry_point,
-        tests,
-        len(tests) // 2,
-        _code(row, "code"),
-    )
+def _instruction(found: Mapping[str, Any]) -> str:
+    text = last_message(found.get("instruction"))
+    if not isinstance(text, str):
+        return ""
+    for role in ("input_format", "output_format"):  # Codeforces has them apart
+        if (part := str(found.get(role, "")).strip()) not in text:
+            text = f"{text.rstrip()}\n\n{role.removesuffix('_format').capitalize()}: {part}"
+    return text
 
 
-def _mbpp_plus(row: Row) -> Problem:
-    entry_point = _called(_texts(row["test_list"]), text_of(row, "code"))
-    sources = list(tests_of_script(text_of(row, "test"), entry_point))
-    tests = _some_hoistable(sources, entry_point)
-    return Problem(
-        "mbpp_plus",
-        text_of(row, "prompt", "text"),
-        entry_point,
-        tests,
-        len(tests) // 2,
-        _code(row, "code"),
-        left_out=len(sources) - len(tests),
-    )
-
-
-def _human_eval(row: Row) -> Problem:
-    entry_point = text_of(row, "entry_point")
-    prompt = row["prompt"] if isinstance(row["prompt"], str) else ""
-    sources = list(tests_of_check(text_of(row, "test"), entry_point))
-    tests = _some_hoistable(sources, entry_point)
-    solution = row.get("canonical_solution")
-    return Problem(
-        "humaneval",
-        f"Complete this function.\n\n```python\n{prompt.strip()}\n```" if prompt.strip() else "",
-        entry_point,
-        tests,
-        len(tests) // 2,
-        prompt + solution if isinstance(solution, str) and solution.strip() else None,
-        preamble=_preamble(prompt, entry_point),
-        left_out=len(sources) - len(tests),
-    )
-
-
-def _all_hoistable(sources: list[str], entry_point: str) -> tuple[str, ...]:
-    for source in sources:
-        try:
-            hoisted(source, entry_point)
-        except NotHoistable as error:
-            raise InputError(f"A test cannot be judged outside of the program: {error}.") from error
-    return _bounded(iter(sources))
-
-
-def _some_hoistable(sources: list[str], entry_point: str) -> tuple[str, ...]:
-    return _bounded(source for source in sources if _is_hoistable(source, entry_point))
-
-
-def _is_hoistable(source: str, entry_point: str) -> bool:
+def _tests(row: Row, found: Mapping[str, Any]) -> tuple[list[RowTests], list[RowTests]]:
+    """The tests that the row calls public, and the others."""
+    if "checker" in found or row.get("input_mode") == "file":
+        raise InputError("Its outputs need a checker, or files, of their own.")
+    hidden = [read_tests(found[role]) for role in ("tests", "more_tests") if role in found]
     try:
-        return bool(hoisted(source, entry_point))
-    except NotHoistable:
-        return False
+        public = [read_tests(found["public_tests"])] if "public_tests" in found else []
+    except InputError:  # examples in prose
+        public = []
+    if hidden or public:
+        return public, hidden
+    if {"inputs", "outputs"} - row.keys():
+        raise missing(row, ["tests"])
+    return [], [read_tests(row)]
 
 
-def _bounded(sources: Iterator[str]) -> tuple[str, ...]:
-    tests: list[str] = []
-    left = MAX_TESTS_CHARACTERS
-    for source in sources:
-        left -= len(source)
-        if left < 0 or len(tests) == MAX_TESTS:
-            break
-        tests.append(source.strip())
-    if not tests:
-        raise InputError("The row has no test that can be judged.")
-    return tuple(tests)
+def _entry_point(found: Mapping[str, Any], tests: list[RowTests], starter: str, code: str) -> str:
+    """The function that the tests call; "": they are of a program."""
+    name = found.get("entry_point") or next((one.name for one in tests if one.name), "")
+    if isinstance(name, str) and name:
+        return name.strip().rpartition(".")[2]
+    scripts = [script for one in tests for script in one.scripts]
+    begun = re.findall(r"def (\w+)", starter)
+    if not scripts:
+        return begun[0] if len(begun) == 1 and begun != ["main"] else ""
+    known = defined_names(code) or {*begun}
+    called = Counter(
+        node.func.id
+        for script in scripts
+        for source in asserts_of(script, "len")  # a name that does not count
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        and (node.func.id in known if known else node.func.id not in FUNCTIONS)
+    )  # fmt: skip
+    if not called:
+        raise InputError("The tests call no function.")
+    return called.most_common(1)[0][0]
 
 
-def _called(sources: list[str], code: str) -> str:
-    """The function that the asserts are about: of those that `code` defines, the one they call."""
-    defined = defined_names(code)
-    names: list[str] = []
-    for source in sources:
-        tree = parsed(source)
-        names += [
-            node.func.id
-            for node in (ast.walk(tree) if tree else ())
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-            and (node.func.id in defined or not code)
-        ]  # fmt: skip
-    if not names:
-        raise InputError("The tests call no function of the reference.")
-    return max(names, key=names.count)
-
-
-def _refuse_setup(row: Row) -> None:
-    """Imports the calls get by themselves; whatever else a set-up does, they would lack."""
-    tree = parsed(text_of(row, "test_setup_code"))
-    if tree is None or any(not isinstance(s, ast.Import | ast.ImportFrom) for s in tree.body):
-        raise InputError("A test cannot be judged outside of the program: it needs a set-up.")
-
-
-def _preamble(prompt: str, entry_point: str) -> str:
-    """Returns the definitions in a prompt before the function itself."""
-    tree = parsed(prompt)
+def _preamble(stub: str, entry_point: str) -> str:
+    """Returns the definitions in a stub before the function itself."""
+    tree = parsed(stub)
     before = [
         statement
         for statement in (tree.body if tree else [])
@@ -196,21 +173,24 @@ def _preamble(prompt: str, entry_point: str) -> str:
     return "\n".join(ast.unparse(statement) for statement in before)
 
 
-def _code(row: Row, key: str) -> str | None:
-    value = row.get(key)
-    return value if isinstance(value, str) and value.strip() else None
+def _reference(value: Any) -> str | None:
+    """The first solution in Python."""
+    value = decoded(value)
+    if isinstance(value, Mapping):  # CodeContests
+        pairs = zip(value.get("language") or (), value.get("solution") or (), strict=False)
+        value = [text for language, text in pairs if language in (PYTHON3, "PYTHON3")]
+    first = value[0] if isinstance(value, list) and value else value
+    if not isinstance(first, str) or not first.strip():
+        return None
+    return extract_code(first, "") if "```" in first else first
 
 
-def _texts(value: Any) -> list[str]:
-    """A list of texts, which some files hold as one text."""
-    if isinstance(value, str):
-        try:
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            value = value.splitlines()
-    if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
-        raise InputError("The tests are not a list of asserts.")
-    return [part for part in value if part.strip()]
+def _seconds(limit: Any) -> float | None:
+    """A limit of time as a number, in words ("6.0 seconds"), or as CodeContests writes it."""
+    if isinstance(limit, Mapping):
+        return float(limit.get("seconds") or 0) + float(limit.get("nanos") or 0) / 1e9 or None
+    said = re.match(r"\s*(\d+(?:\.\d+)?)\s*(m(?:illi)?s)?", str(limit))
+    return float(said[1]) / (1000 if said[2] else 1) or None if said else None
 
 
 CONSTANTS: tuple[Any, ...] = (True, False, None, 0, 1, -1, "", [], {}, ())
@@ -231,21 +211,3 @@ def a_constant_passes(problem: Problem) -> bool:
 def normalised(instruction: str) -> str:
     """Normalises case, spaces and punctuation."""
     return " ".join(re.findall(r"\w+", instruction.lower()))
-
-
-_READERS: dict[str, Callable[[Row], Problem]] = {
-    "opc": _opc,
-    "mbpp_plus": _mbpp_plus,
-    "mbpp": _mbpp,
-    "humaneval": _human_eval,
-    "humaneval_plus": _human_eval,
-    "pairs": read_pairs,
-}
-_FIELDS: dict[str, tuple[str, ...]] = {
-    "opc": ("instruction", "entry_point", "testcase"),
-    "mbpp_plus": ("text|prompt", "code", "test_list", "test"),
-    "mbpp": ("text|prompt", "test_list"),
-    "humaneval": ("prompt", "entry_point", "test"),
-    "humaneval_plus": ("prompt", "entry_point", "test"),
-    "pairs": ("|".join(TEXTS), "|".join(SOURCES)),
-}

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import NumberedRow, id_of
+from envserver_environments.roles import COLUMNS_HINT
+from envserver_environments.rows import NumberedRow, RowsConfig, id_of, name_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
 from pydantic import Field, field_validator
@@ -59,13 +60,11 @@ class Code(Environment):
     name = "code"
     sandbox = SPEC
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the tasks, the way of solving them, and the scoring."""
 
         data_set: DataSetName = "sample"
-        """Data set. sample: 40 built-in tasks; pairs: inputs and outputs in data_path."""
-        data_path: Path | None = None
-        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
+        """Data set. sample: 40 built-in tasks; pairs: rows of any kind in data_path."""
         mode: Mode = "single"
         """single: one answer; tools: run_tests, python and submit."""
         show_tests: ShowTests = "0"
@@ -105,15 +104,15 @@ class Code(Environment):
         return copied(Path(__file__).parent / "data", folder, {"data_path": "sample.jsonl"})
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        name = self.config.data_set
         self.tests_left_out = 0
-        found = self.rows.tasks(name, self._read_tasks(split))
-        if name != "sample" and self.config.check_references:
+        config = self.config
+        rows = DATA.rows(config.data_set, config.data_path, split, config.seed)
+        found = self.rows.tasks(self._name, self._read_tasks(rows))
+        if self._name != "sample" and config.check_references:
             found = self._with_good_references(found)
-        hint = "Do data_set and data_path fit together?"
-        yield from self.rows.reported(name, found, hint=hint)
+        yield from self.rows.reported(self._name, found, hint=COLUMNS_HINT)
         if self.tests_left_out:
-            _logger.warning("%s: %d tests left out", name, self.tests_left_out)
+            _logger.warning("%s: %d tests left out", self._name, self.tests_left_out)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         return await solve(task, run, self.config.mode, self.config.show_tests)
@@ -140,7 +139,7 @@ class Code(Environment):
         return known_results(task, partial_credit=self.config.partial_credit)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        return _task(id_of(row), read_problem(row))
+        return _task(id_of(row), read_problem(row, columns=self.config.columns))
 
     def task_from_question(self, asked: Question) -> Task:
         name = hashlib.sha256(asked.question.encode()).hexdigest()[:12]
@@ -156,14 +155,17 @@ class Code(Environment):
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         return Result(output={"code": None, "text": response}, messages=messages)
 
-    def _read_tasks(self, split: Split) -> Iterator[tuple[str, Task | str]]:
+    @property
+    def _name(self) -> str:
+        return name_of(self.config.data_set, self.config.data_path)
+
+    def _read_tasks(self, rows: Iterator[NumberedRow]) -> Iterator[tuple[str, Task | str]]:
         """The tasks of rows that can be judged and have not been there before, with their places;
         why there is none, for the others."""
-        name = self.config.data_set
         seen: set[bytes] = set()
-        for one in DATA.rows(name, self.config.data_path, split, self.config.seed):
+        for one in rows:
             try:
-                problem = _usable(one, None if name == "sample" else name)
+                problem = _usable(one, self._name, self.config.columns)
                 key = hashlib.blake2b(
                     normalised(problem.instruction).encode(), digest_size=8
                 ).digest()
@@ -174,7 +176,7 @@ class Code(Environment):
                 continue
             seen.add(key)
             self.tests_left_out += problem.left_out
-            yield one.place, _task(one.task_id(name), problem)
+            yield one.place, _task(one.task_id(self._name), problem)
 
     def _with_good_references(self, tasks: Iterator[Task]) -> Iterator[Task]:
         if not hasattr(self, "sandboxes"):
@@ -186,7 +188,7 @@ class Code(Environment):
             if reason is None:
                 yield task
             else:
-                self.rows.drop(self.config.data_set, reason, task.id)
+                self.rows.drop(self._name, reason, task.id)
 
 
 def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
@@ -212,7 +214,7 @@ def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
     return tests
 
 
-def _usable(one: NumberedRow, data_set: str | None) -> Problem:
+def _usable(one: NumberedRow, data_set: str, columns: Mapping[str, str]) -> Problem:
     """The problem in a row of a data set.
 
     Raises:
@@ -220,7 +222,7 @@ def _usable(one: NumberedRow, data_set: str | None) -> Problem:
     """
     if one.row is None:
         raise InputError(one.problem)
-    problem = read_problem(one.row, data_set)
+    problem = read_problem(one.row, data_set, columns)
     if len(problem.instruction) > MAX_INSTRUCTION_CHARACTERS:
         raise InputError("The instruction is too long.")
     if len(problem.tests) < 2:

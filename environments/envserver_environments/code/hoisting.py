@@ -21,11 +21,12 @@ from typing import Any
 
 from .expressions import evaluate, why_unsupported
 from .extraction import parsed
-from .vocabulary import Unevaluable
 
 MAX_TEST_CHARACTERS = 20_000
 MAX_UNROLLED = 100
 """Turns of a loop over calls in one assert."""
+MAX_TURNS = 1000
+Values = dict[str, ast.expr]
 
 _FOR_CALLS = frozenset(name for name in dir(builtins) if not name.startswith("_")) - {
     "open", "exec", "eval", "compile", "input", "exit", "quit", "globals", "locals", "vars",
@@ -218,49 +219,62 @@ class _Unroller(ast.NodeTransformer):
             return self.generic_visit(node)
         if len(node.generators) > 1 or loop.ifs or _calls_of(loop.iter, self._entry_point):
             raise NotHoistable("its loop over calls is not simple")
-        if why_unsupported(loop.iter, set()):
+        found = turns(loop.target, loop.iter)
+        if found is None:
             raise NotHoistable("its loop over calls is not over plain values")
-        try:
-            items = list(evaluate(loop.iter, {}))
-        except (Unevaluable, ArithmeticError, TypeError, ValueError, LookupError) as error:
-            raise NotHoistable("its loop over calls is not over plain values") from error
-        if len(items) > MAX_UNROLLED:
+        if len(found) > MAX_UNROLLED:
             raise NotHoistable("its loop over calls is too long")
-        written = [
-            _Filler(_bindings(loop.target, item)).visit(copy.deepcopy(element)) for item in items
-        ]
+        written = [Filler(values).visit(copy.deepcopy(element)) for values in found]
         return ast.List([self.visit(part) for part in written], ast.Load())
 
 
-def _bindings(target: ast.expr, item: Any) -> dict[str, ast.expr]:
-    """The loop's names, with the values of one turn as literals."""
-    match target:
-        case ast.Name(id=name):
-            return {name: _literal(item)}
-        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+def turns(target: ast.expr, items: ast.expr) -> list[Values] | None:
+    """What a loop binds in each of its first MAX_TURNS turns; None if they are not literals."""
+    found = _items(items)
+    return None if found is None else [bound(target, item) for item in found]
+
+
+def bound(target: ast.expr, item: ast.expr) -> Values:
+    """The names that an assignment sets; none where it is not to names."""
+    match target, item:
+        case ast.Name(id=name), _:
+            return {name: item}
+        case (
+            (ast.Tuple(elts=names) | ast.List(elts=names)),
+            (ast.Tuple(elts=items) | ast.List(elts=items)),
+        ) if len(names) == len(items):
+            pairs = zip(names, items, strict=True)
+            return {name: value for part in pairs for name, value in bound(*part).items()}
+    return {}
+
+
+def _items(node: ast.expr) -> list[ast.expr] | None:
+    match node:
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return items[:MAX_TURNS]
+        case ast.Constant(value=str(text)):
+            return [ast.Constant(character) for character in text[:MAX_TURNS]]
+        case ast.Call(func=ast.Name(id="zip" | "enumerate" as name), args=args):
+            columns = [column for column in map(_items, args) if column is not None]
+            if len(columns) < len(args):
+                return None
+            if name == "enumerate":
+                columns.insert(0, [ast.Constant(number) for number in range(MAX_TURNS)])
+            return [ast.Tuple(list(row), ast.Load()) for row in zip(*columns, strict=False)]
+        case ast.Call(func=ast.Name(id="range"), args=ends):
             try:
-                pairs = list(zip(parts, item, strict=True))
-            except (TypeError, ValueError) as error:
-                raise NotHoistable("its loop over calls does not fit its values") from error
-            return {k: v for part, value in pairs for k, v in _bindings(part, value).items()}
-    raise NotHoistable("its loop over calls binds more than names")
+                numbers = range(*map(ast.literal_eval, ends))
+            except (ValueError, TypeError):
+                return None
+            return [ast.Constant(number) for number in numbers[:MAX_TURNS]]
+    return None
 
 
-def _literal(value: Any) -> ast.expr:
-    try:
-        expression = ast.parse(repr(value), mode="eval").body
-        if ast.literal_eval(expression) == value:
-            return expression
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        pass
-    raise NotHoistable("its loop over calls is not over plain values")
+class Filler(ast.NodeTransformer):
+    """Puts expressions in the place of names."""
 
-
-class _Filler(ast.NodeTransformer):
-    """Puts literals in the place of names."""
-
-    def __init__(self, literals: dict[str, ast.expr]) -> None:
-        self._literals = literals
+    def __init__(self, values: Mapping[str, ast.expr]) -> None:
+        self._values = values
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        return copy.deepcopy(self._literals.get(node.id, node))
+        return copy.deepcopy(self._values.get(node.id, node))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 MAX_INSTRUCTION_CHARACTERS = 4000
 Pair = dict[str, str]
@@ -37,9 +36,3 @@ class Problem:
     preamble: str = ""
     left_out: int = 0
     seconds: float | None = None
-
-
-def text_of(row: dict[str, Any], *keys: str) -> str:
-    """The first of the row's fields that is there, "" where it is not text."""
-    value = next((row[key] for key in keys if key in row), "")
-    return value.strip() if isinstance(value, str) else ""

@@ -44,7 +44,7 @@ async def why_wrong(task: Task, sandboxes: Sandboxes) -> str | None:
     """Returns the fault of the reference of `task`, or None if it passes all tests."""
     code = task.hidden.get("code")
     if not code:
-        return "no reference"
+        return "it has no reference solution (--env.check_references false keeps it)"
     if task.public["entry_point"]:
         verdicts = await _judged_function(task, code, sandboxes)
     else:

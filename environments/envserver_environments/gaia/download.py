@@ -22,7 +22,7 @@ from envserver_records.extras import install_command
 
 from envserver import ConfigError, EnvserverError
 
-from .loading import DEFAULT_COPY, YEAR, GaiaQuestion, copy_items
+from .loading import DEFAULT_COPY, YEAR, GaiaQuestion, read_copy
 
 PATTERNS = (f"{YEAR}/*",)
 
@@ -151,12 +151,12 @@ def summary(folder: Path) -> str:
     levels: Counter[int] = Counter()
     refused: Counter[str] = Counter()
     attachments = 0
-    for found in copy_items(folder, "validation"):
+    for _, found in read_copy(folder, "validation"):
         if isinstance(found, GaiaQuestion):
             levels[found.level] += 1
             attachments += found.attachment is not None
         else:
-            refused[found.reason] += 1
+            refused[found] += 1
     if not levels:
         raise ConfigError(f"{folder} has no task with an answer: {dict(refused)}.")
     parts = ", ".join(f"{levels[level]} of level {level}" for level in sorted(levels))

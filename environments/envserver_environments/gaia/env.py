@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import logging
-import random
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import id_of
+from envserver_environments.roles import COLUMNS_HINT
+from envserver_environments.rows import RowsConfig, id_of
 from envserver_environments.sample_files import copied
+from envserver_environments.usable import RowCounts
 from envserver_tools.documents import document_tools, preload
 from envserver_tools.folder import folder_tools
 from envserver_tools.web import WebSettings, remote_tools, services_of
@@ -53,10 +52,8 @@ from .loading import (
     LEVELS,
     OWN,
     GaiaQuestion,
-    Refusal,
-    copy_items,
     is_official,
-    own_items,
+    read_copy,
     read_row,
 )
 from .rubric import Weights
@@ -64,8 +61,6 @@ from .verdict import Contaminated, Terms, Unfinished, judge
 
 _MB = 2**20
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
-
-_logger = logging.getLogger(__name__)
 
 preload()  # a worker without internet access needs it in advance
 
@@ -78,7 +73,7 @@ class Gaia(Environment):
     preload = ()  # its agents speak HTTP themselves
     companion = COMPANION
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the tasks, the agent, its tools, and the scoring."""
 
         data_set: Literal["sample", "gaia"] = "sample"
@@ -184,30 +179,15 @@ class Gaia(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.dropped: Counter[str] = Counter()
-        """Number of rows that `tasks` dropped, by reason."""
+        self.rows = RowCounts()
 
     @classmethod
     def write_sample(cls, folder: Path) -> Mapping[str, Any]:
         return copied(Path(__file__).parent / "data", folder, {"data_path": ""})
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        items = list(self._items(split))
-        random.Random(f"gaia-{self.config.seed}-{split}").shuffle(items)
-        used = 0
-        for item in items:
-            try:
-                task = _task(item, int(self.config.max_file_mb * _MB))
-            except InputError as error:
-                self.dropped[error.message] += 1
-                continue
-            used += 1
-            yield task
-        reasons = ", ".join(f"{count} x {why}" for why, count in self.dropped.most_common())
-        if reasons:
-            _logger.warning("gaia: rows left out: %s", reasons)
-        if not used:
-            raise ConfigError(f"There is no usable task: {reasons or 'no row is of these levels'}.")
+        read = ((place, self._read(item)) for place, item in self._items(split))
+        return self.rows.usable("gaia", read, hint=COLUMNS_HINT)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config, folder = self.config, Path.cwd()
@@ -270,7 +250,7 @@ class Gaia(Environment):
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         plain = {**row, "file_name": "", "task_id": id_of(row)}
-        item = read_row({"Level": "1", "Question": "?", **plain}, OWN, OWN)
+        item = read_row({"Level": "1", "Question": "?", **plain}, OWN, OWN, self.config.columns)
         return _task(item, 0)
 
     def task_from_question(self, asked: Question) -> Task:
@@ -302,23 +282,26 @@ class Gaia(Environment):
             contaminated=config.contaminated,
         )
 
-    def _items(self, split: Split) -> Iterator[GaiaQuestion]:
-        """Returns the usable rows of the selected levels."""
-        for item in self._rows(split):
-            if isinstance(item, Refusal):
-                self.dropped[item.reason] += 1
-            elif item.level in self.config.levels and not (
-                self.config.text_only and item.attachment is not None
-            ):
-                yield item
+    def _read(self, item: GaiaQuestion | str) -> Task | str:
+        """The task of a row, or why it is not used."""
+        if isinstance(item, str):
+            return item
+        if item.level not in self.config.levels:
+            return "its level is not among --env.levels"
+        if self.config.text_only and item.attachment is not None:
+            return "it has a file (--env.text_only)"
+        try:
+            return _task(item, int(self.config.max_file_mb * _MB))
+        except InputError as error:
+            return error.message
 
-    def _rows(self, split: Split) -> Iterator[GaiaQuestion | Refusal]:
-        path = self.config.data_path
+    def _items(self, split: Split) -> Iterator[tuple[str, GaiaQuestion | str]]:
+        path, seed = self.config.data_path, self.config.seed
         if path is None and self.config.data_set == "sample":
-            return own_items()
+            return read_copy(OWN, split, seed)
         copy = path or DEFAULT_COPY
         if not is_official(copy):
-            return copy_items(copy, split)
+            return read_copy(copy, split, seed, self.config.columns)
         if split == "test":
             raise ConfigError(
                 "The answers of GAIA's test split are not public: it cannot be scored.",
@@ -330,7 +313,7 @@ class Gaia(Environment):
                 hint="--env.split validation evaluates; --env.train_on_gaia true trains all the "
                 "same; data_set sample, or tasks of your own in data_path, are for training.",
             )
-        return copy_items(copy, "validation")
+        return read_copy(copy, "validation", seed, self.config.columns)
 
 
 def _task(item: GaiaQuestion, most_bytes: int) -> Task:

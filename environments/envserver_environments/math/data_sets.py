@@ -11,7 +11,7 @@ The answer ("gold") is the row's answer, else what its solution boxes or ends wi
 
 from __future__ import annotations
 
-import ast
+import hashlib
 import re
 import string
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
-from envserver_environments.roles import missing, roles_of, value_at
+from envserver_environments.roles import decoded, last_message, missing, roles_of, value_at
 from envserver_environments.rows import Row
 
 from envserver import InputError
@@ -32,33 +32,28 @@ Kind = Literal["number", "expression", "letter"]
 MAX_ANSWER_CHARACTERS = 300
 ROLES: Mapping[str, tuple[str, ...]] = {
     "question": (
-        *("extra_info.question", "question", "Question", "problem", "Problem", "query", "input"),
-        *("prompt", "instruction", "problem_statement", "question_text", "messages"),
+        *("extra_info.question", "question.stem", "question", "Question", "problem", "Problem"),
+        *("query", "input", "prompt", "instruction", "problem_statement", "question_text"),
+        "messages",
     ),
     "setting": ("Body", "body", "context", "passage"),
     "answer": (
-        *(
-            "reward_model.ground_truth",
-            "final_answer",
-            "expected_answer",
-            "answer_number",
-            "answer",
-        ),
-        *("Answer", "final_ans", "golden", "Correct Answer"),
-        *("correct", "answerKey", "correct_answer", "correct_option", "target", "result", "gold"),
-        *("ground_truth", "gt", "label", "reference_answer", "answer_index"),
+        *("reward_model.ground_truth", "final_answer", "expected_answer", "answer_number"),
+        *("answer", "Answer", "final_ans", "golden", "Correct Answer", "correct", "answerKey"),
+        *("correct_answer", "correct_option", "target", "result", "gold", "ground_truth", "gt"),
+        *("label", "reference_answer", "verification_info.ground_truth"),
+        *("extra_info.ground_truth", "extra_info.answer", "answer_index"),
     ),
     "solution": (
-        "solution",
-        "Solution",
-        "generated_solution",
-        "rationale",
-        "gt_cot",
-        "output",
-        "response",
+        *("solution", "Solution", "generated_solution", "gold_standard_solution", "rationale"),
+        *("gt_cot", "output", "response"),
     ),
-    "options": ("options", "choices.text", "choices", "candidates"),
-    "labels": ("choices.label",),
+    "options": (
+        *("options.text", "options.value", "options.content", "options", "choices.text"),
+        *("choices", "question.choices.text", "candidates"),
+    ),
+    "wrong": ("incorrect_answers", "wrong_answers", "distractors"),
+    "labels": ("choices.label", "question.choices.label", "options.key", "options.label"),
     "expression": ("expression", "Equation", "equation", "formula"),
 }
 """Names of each role in published sets: their cards, and the rows of those with open ones."""
@@ -66,14 +61,23 @@ _LETTERS = string.ascii_uppercase
 _NO_ANSWERS = ("proof", "notfound", "n/a", "none", "nan")
 _LABEL = re.compile(r"^\s*(?:\(\s*([A-Za-z])\s*\)|([A-Za-z])\s*[).:])\s*")
 _MARKED = re.compile(r"####\s*(\S[^\n]*?)\s*\Z")
+_LETTER = re.compile(r"\(?([A-J])[).:]?(?:\\?\s.*)?")
+_TEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_INSIDE = re.compile(
+    r"(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*|(?<=[\s$}])|^)"
+    r"(?:\(([A-J])\)|([A-J])[.):](?=[\s}$\\]))(?:[\\\s]*\})?\s*"
+)
+_WRONG = re.compile(r"(?i)(?:incorrect|wrong)[ _]answer[ _]?\d+|distractor[ _]?\d+")
+_SAID = re.compile(r"(?i)the (?:final )?answer is:?\s*(\S[^\n]*?)\.?\s*\Z")
 _PROSE = re.compile(r"(?:(?<![\\A-Za-z{])[A-Za-z']+[,;:.]?\s+){5}[A-Za-z]")
 """Six words one after the other: a sentence, which no answer would equal."""
 _ABOUT_THE_ANSWER = re.compile(
     r"\A\s*Solve the following math problem step by step\. The last line of your response should"
     r"[^\n]*\n+|\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z"
     r"|\s*Let's think step by step and output the final answer (?:after|within)[^\n]*\Z"
+    r"|[ \n]*[^\n.?!]*\b(?:answer|response)\b[^\n]*\\boxed\{[^{}]*\}[^\n\w]*\Z"
 )
-"""Instructions that DAPO and verl add to a question; our prompts have their own."""
+"""Instructions that published sets add to a question; our prompts have their own."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +114,18 @@ def read_problem(
     """
     found = roles_of(row, ROLES, columns or {})
     question = _question(row, found)
-    options = _options(row, found.get("options"))
-    if "options" in found and not options:
-        raise InputError("The row's options cannot be read.")
     if "answer" not in found and "solution" not in found:
         raise missing(row, ["answer", "solution"])
+    options = _with_wrong(row, found) or _options(row, found.get("options"))
+    if "options" in found and not options:
+        raise InputError("The row's options cannot be read.")
     answer, kind = _choice(found, options) if options else _gold(row, found)
+    if not options and (letter := _LETTER.fullmatch(_TEX.sub(r"\1", answer))):
+        asked, inside = _options_inside(question)
+        if letter[1] in _LETTERS[: len(inside)]:
+            question, options, answer, kind = asked, inside, letter[1], "letter"
     if not answer or answer.lower() in _NO_ANSWERS:
-        raise InputError("The row has no answer.")
+        raise InputError(f"The row has no answer{answer and f': {answer.lower()}'}.")
     if _PROSE.search(answer):
         raise InputError("The answer is a sentence; --env.columns names another field.")
     if len(answer) > MAX_ANSWER_CHARACTERS:
@@ -141,11 +149,7 @@ def why_unusable(problem: Problem) -> str | None:
 
 
 def _question(row: Row, found: Mapping[str, Any]) -> str:
-    value = found.get("question")
-    if isinstance(value, list):  # a conversation: what the user says last
-        said = [one for one in value if isinstance(one, Mapping) and one.get("role") == "user"]
-        value = said[-1].get("content") if said else None
-    question = _ABOUT_THE_ANSWER.sub("", _text(value)).strip()
+    question = _ABOUT_THE_ANSWER.sub("", _text(last_message(found.get("question")))).strip()
     if not question:
         raise missing(row, ["question"])
     setting = _text(found.get("setting"))
@@ -162,6 +166,9 @@ def _question(row: Row, found: Mapping[str, Any]) -> str:
 
 def _gold(row: Row, found: Mapping[str, Any]) -> tuple[str, Kind]:
     value = found.get("answer")
+    held = decoded(value)
+    if isinstance(held, Mapping) or (isinstance(held, list) and isinstance([*held, ""][0], str)):
+        value = held  # [0, 1] in a text is an interval
     if isinstance(value, list):
         parts = [_unwrapped(_text(part)) for part in value]
         return ", ".join(parts) if all(parts) else "", "expression"
@@ -170,7 +177,9 @@ def _gold(row: Row, found: Mapping[str, Any]) -> tuple[str, Kind]:
     if (marked := _MARKED.search(source)) and marked[1][:1] not in "([{\\":
         return marked[1].replace(",", ""), "number"
     if not text:
-        return _unwrapped(f"\\boxed{{{last_boxed(source) or ''}}}"), "expression"
+        said = _SAID.search(source)
+        text = last_boxed(source) or (said[1] if said else "")
+        return _unwrapped(f"\\boxed{{{text}}}"), "expression"
     answer = _unwrapped(text)
     if "result" in row:
         answer = answer.replace("_", "")  # MAWPS: 12_000
@@ -240,22 +249,19 @@ def _expression(row: Row, found: Mapping[str, Any]) -> str | None:
 def _options(row: Row, value: Any) -> list[str]:
     """The texts of the options: a list, or one string in either of MathQA's two spellings, or
     columns A, B, C, ..."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError):
-            value = []
-    elif isinstance(value, str):
+    value = decoded(value)
+    if isinstance(value, str):
         value = re.split(r"\s*,\s*(?=[a-jA-J]\s*\))", value)
     elif isinstance(value, Mapping):
-        value = [value[name] for name in sorted(value)] if set(value) <= set(_LETTERS) else None
+        given = [text for _, text in sorted(value.items()) if text is not None]
+        value = given if set(value) <= set(_LETTERS) else None
     if value is None:
         value = [row[name] for name in _LETTERS[:10] if name in row]
     texts = [str(option).strip() for option in value if isinstance(option, str | int | float)]
     if len(texts) != len(value) or len(texts) > len(_LETTERS):
         return []
     labels = [_LABEL.match(text) for text in texts]
-    named = "".join((label[1] or label[2]).upper() for label in labels if label)
+    named = "".join(_name(label) for label in labels if label)
     if texts and named == _LETTERS[: len(texts)]:
         texts = [
             text[label.end() :].strip() for text, label in zip(texts, labels, strict=True) if label
@@ -263,8 +269,46 @@ def _options(row: Row, value: Any) -> list[str]:
     return texts if len(texts) > 1 else []
 
 
+def _with_wrong(row: Row, found: dict[str, Any]) -> list[str]:
+    """The right option among the wrong ones, of sets that have them apart, in an order that only
+    their texts decide; the answer becomes its letter."""
+    wrong = decoded(found.get("wrong"))
+    if not isinstance(wrong, list):
+        wrong = [row[name] for name in row if _WRONG.fullmatch(str(name))]
+    right = _text(found.get("answer"))
+    if not wrong or not right:
+        return []
+    texts = {right, *map(_text, wrong)} - {""}
+    options = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+    found["answer"] = _LETTERS[options.index(right)]
+    return options
+
+
+def _options_inside(question: str) -> tuple[str, list[str]]:
+    """Takes the options out of a question that ends with them: "... (A) 3 (B) 4", "A. 3\nB. 4"."""
+    labels = list(_INSIDE.finditer(question))
+    starts = [place for place, label in enumerate(labels) if _name(label) == "A"]
+    run = labels[starts[-1] :] if starts else []
+    if len(run) < 2 or "".join(map(_name, run)) != _LETTERS[: len(run)]:
+        return question, []
+    ends = [*(label.start() for label in run[1:]), len(question)]
+    texts = [question[label.end() : end] for label, end in zip(run, ends, strict=True)]
+    return question[: run[0].start()].strip(" \n$"), [_untied(text) for text in texts]
+
+
+def _untied(option: str) -> str:
+    r"""Without what TeX sets between options, as in `\ 4 \qquad`, and a lone `$`."""
+    text = re.sub(r"^(?:\\[ ,;])+|(?:\\q?quad|\\\\|\\[ ,;]|[\s~;,])+$", "", option.strip()).strip()
+    return text.strip("$ ") if text.count("$") % 2 else text
+
+
+def _name(label: re.Match[str]) -> str:
+    return (label[1] or label[2]).upper()
+
+
 def _choice(found: Mapping[str, Any], options: list[str]) -> tuple[str, Kind]:
-    answer, labels = found.get("answer"), found.get("labels")
+    labels = found.get("labels")
+    answer = found.get("answer", last_boxed(_text(_one(found.get("solution")))))
     if isinstance(labels, list) and labels.count(answer) == 1 and len(labels) == len(options):
         return _LETTERS[labels.index(answer)], "letter"
     return _letter(answer, options), "letter"
@@ -278,14 +322,14 @@ def _letter(value: Any, options: list[str]) -> str:
         value = int(value)
     if isinstance(value, int):
         return _LETTERS[value] if 0 <= value < len(options) else ""
-    text, letters = _text(value), _LETTERS[: len(options)]
+    text, letters = _TEX.sub(r"\1", _text(value)), _LETTERS[: len(options)]
     if len(text) == 1 and text.upper() in letters:
         return text.upper()
     same = [number for number, option in enumerate(options) if option == text]
     if len(same) == 1:
         return letters[same[0]]
     if found := _LABEL.match(text):
-        letter, rest = (found[1] or found[2]).upper(), text[found.end() :].strip()
+        letter, rest = _name(found), text[found.end() :].strip()
         fits = letter in letters and rest in ("", options[letters.index(letter)])
         return letter if fits else ""
     return letters[int(text)] if re.fullmatch(r"\d", text) and int(text) < len(options) else ""

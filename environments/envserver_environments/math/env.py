@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
-from envserver_environments.rows import NumberedRow, id_of
+from envserver_environments.roles import COLUMNS_HINT
+from envserver_environments.rows import NumberedRow, RowsConfig, id_of, name_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts, mixed
 from envserver_tools.visible import visible_text
@@ -53,17 +54,11 @@ class Math(Environment):
 
     name = "math"
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the problems, the way of solving them, and the scoring."""
 
         data_set: DataSetName | list[DataSetName] = "sample"
         """Data sets (repeat the flag, or separate with commas). sample: 48 built-in tasks."""
-        data_path: Path | None = None
-        """Rows: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, also .gz or .zst), a folder
-        with splits, a glob, or hub:owner/name."""
-        columns: dict[str, str] = {}
-        """Fields of rows by what they are (question, answer, solution, options, setting,
-        expression), where their names are unknown: '{"question": "input", "answer": "target"}'."""
         mode: Mode = "tools"
         """tools: calculator and finish; single: one answer, no tools; seed0: fenced commands."""
         literal: Literal["auto"] | bool = "auto"
@@ -171,11 +166,10 @@ class Math(Environment):
                 yield _task(task_id, problem)
             return
         path = self.config.data_path
-        columns = self.config.columns if path else {}
-        rows = DATA.rows(name, path, split, seed)
-        read = ((one.place, _task_of(name, columns, one)) for one in rows)
-        hint = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
-        yield from self.rows.usable(path.name if path else name, read, hint=hint)
+        columns = self.config.columns
+        rows, named = DATA.rows(name, path, split, seed), name_of(name, path)
+        read = ((one.place, _task_of(named, columns, one)) for one in rows)
+        yield from self.rows.usable(path.name if path else name, read, hint=COLUMNS_HINT)
 
 
 def _task_of(name: str, columns: dict[str, str], one: NumberedRow) -> Task | str:

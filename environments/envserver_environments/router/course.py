@@ -18,6 +18,7 @@ from .schemas import COURSE, COURSE_KEYS, TOOLS
 COMMANDS = {"math": "/math", "code": "/code", "search": "/general-search"}
 """The command of each agent."""
 
+_IN_PYTHON = ", using Python"
 _COMMAND = re.compile(r"(/[a-z-]+)\((.*)\)", re.DOTALL)
 _QUERY = re.compile(r'query\s*=\s*"((?:[^"\\]|\\.)*)"', re.DOTALL)
 _MODE = re.compile(r"\bmode\s*=\s*[\"']?(?:web|rag|both)\b")
@@ -111,10 +112,10 @@ def _step(name: str, command: str, before: list[Step]) -> Step:
 
 
 def _said(agent: str, inside: str) -> str:
-    """Returns the request in a command: all its text, or a search's query."""
+    """Returns the request in a command: all its text but for the language, or a search's query."""
     query = _QUERY.search(inside) if agent == "search" else None
     if query is None:
-        return inside
+        return inside.removesuffix(_IN_PYTHON)
     return query[1].replace('\\"', '"').replace("\\\\", "\\")
 
 
@@ -125,7 +126,7 @@ def _command(step: Step) -> str:
                 f"/general-search(query={json.dumps(_brief(step), ensure_ascii=False)}, mode=rag)"
             )
         case "code":
-            return f"/code({_brief(step)}, using Python)"
+            return f"/code({_brief(step)}{_IN_PYTHON})"
     return f"{COMMANDS[step.agent]}({_brief(step)})"
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from envserver_environments.code.running import SPEC
-from envserver_environments.rows import NumberedRow, id_of
+from envserver_environments.roles import COLUMNS_HINT, missing
+from envserver_environments.rows import NumberedRow, RowsConfig, id_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
 from pydantic import BeforeValidator, Field
@@ -65,14 +66,12 @@ class Router(Environment):
 
     name = "router"
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the queries, the form of the plans, and whether plans are executed."""
 
         data_set: DataSetName = "sample"
         """Data set. sample: 40 built-in tasks; coursegpt: CourseGPT's router data; queries: a file
         of queries (`data_path`) for which a teacher writes plans: each valid one gets 1."""
-        data_path: Path | None = None
-        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
         profile: Profile | None = None
         """Plan format. graph: steps and handoffs; coursegpt: ten keys; unset: as the row says, and
         coursegpt for queries."""
@@ -120,9 +119,9 @@ class Router(Environment):
             path, skip_bad = self.config.data_path, self.config.skip_bad
             return query_tasks(path, profile, skip_bad=skip_bad)
         shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" else []
-        read = ((one.place, self._task_or_reason(one, shared)) for one in self._rows(split))
-        hint = "Do data_set and data_path fit together?"
-        return self.rows.usable(name, read, hint=hint)
+        rows = DATA.rows(name, self.config.data_path, split, self.config.seed)
+        read = ((one.place, self._task_or_reason(one, shared)) for one in rows)
+        return self.rows.usable(name, read, hint=COLUMNS_HINT)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         routers = self._routers()
@@ -146,7 +145,7 @@ class Router(Environment):
         return known_answers(task, execute=self.config.execute)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        return self._task(id_of(row), read_problem(row))
+        return self._task(id_of(row), read_problem(row, self.config.columns))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         said = {"plan": response, "repaired": last_plan(messages).repaired}
@@ -172,9 +171,9 @@ class Router(Environment):
         if one.row is None:
             return one.problem
         try:
-            problem = read_problem(one.row)
+            problem = read_problem(one.row, self.config.columns)
             if not problem.query:
-                return "The row has no query."
+                raise missing(one.row, ["query"])
             if not problem.documents:
                 problem = dataclasses.replace(problem, documents=list(shared))
             return self._task(one.task_id(self.config.data_set), problem)
@@ -184,7 +183,3 @@ class Router(Environment):
     def _task(self, task_id: str, problem: Problem) -> Task:
         profile = self.config.profile or problem.profile
         return Task(task_id, public_part(problem, profile), hidden_part(problem, profile))
-
-    def _rows(self, split: Split) -> Iterator[NumberedRow]:
-        config = self.config
-        return DATA.rows(config.data_set, config.data_path, split, config.seed)

@@ -7,6 +7,7 @@ all agents, JSON that a lenient reader would take.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,9 +16,9 @@ from envserver import KnownResult, Result, Task
 
 from .course import course_of
 from .demonstrations import right_answer
-from .matching import likeness
+from .matching import FORM_SHARE, likeness
 from .plans import Plan, Step, as_json, plan_of
-from .schemas import MAX_STEPS
+from .schemas import MAX_STEPS, TOOLS
 from .scoring import PLAN_SHARE, REPAIR_FACTOR
 
 ALMOST = 0.96
@@ -135,9 +136,16 @@ def _other_plans(task: Task) -> Iterator[KnownResult]:
             yield _known(f"{name}, where that is right", text, 1.0)
         else:
             yield _between(name, text, ALMOST)
+    empty = [dataclasses.replace(step, args={_argument(step): "0"}) for step in gold.steps]
+    text = _in_profile(_plan(empty, gold.final_step), task)
+    yield _between("gold, with the same argument everywhere", text, FORM_SHARE)
     if len(gold.steps) <= MAX_STEPS - 3:
         padded = _padded(gold)
         yield _between("gold, behind all other agents", _in_profile(padded, task), ALMOST)
+
+
+def _argument(step: Step) -> str:
+    return str(TOOLS[step.agent][step.tool]["required"][0])
 
 
 def chain(agents: tuple[str, ...]) -> Plan:

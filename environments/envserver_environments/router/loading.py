@@ -8,14 +8,16 @@ CourseGPT router data (`user_query`, `route_plan` and the other keys), its form 
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import DataSets, Division, Hub
+from envserver_environments.roles import decoded, missing, roles_of
+from envserver_environments.rows import DataSets, Division, Hub, Row
 
 from envserver import InputError
+from envserver.rows.sources import every_row
 
 from .course import chain_of, course_of, plan_of_course, target_of
 from .plans import Plan, PlanError, as_json, plan_of
@@ -36,8 +38,12 @@ HUBS: dict[str, Hub] = {
 DATA = DataSets(SAMPLE, HUBS, dict.fromkeys(HUBS, Division()))
 """The hub's set has only one split."""
 
-_QUERY_KEYS = ("query", "user_query", "question", "task")
-_GOLD_KEYS = ("plan", "gold", "gold_plan", "completion")
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "query": ("query", "user_query", "question", "task", "prompt"),
+    "plan": ("plan", "gold", "gold_plan", "completion"),
+    "documents": ("documents",),
+    "answer": ("answer",),
+}
 _QUERY_MARK = "User query:\n"
 
 
@@ -80,37 +86,44 @@ class Problem:
             raise InputError(f"The row's plan is not valid: {error.kind}.") from error
 
 
-def read_problem(row: dict[str, Any]) -> Problem:
-    """Reads the problem in a row.
+def read_problem(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
+    """Reads the problem in a row; without a query if it has none.
+
+    Args:
+        columns: the row's fields by role (`ROLES`), where its names are unknown.
 
     Raises:
         InputError: the row has an unknown format, or its plan is invalid.
     """
-    query = _query(row)
-    gold = _gold(row)
+    problem = read_query(row, columns)
+    gold = decoded(roles_of(row, ROLES, columns or {}).get("plan", row))
+    if not isinstance(gold, dict) or not gold.keys() & {"steps", "route_plan"}:
+        raise missing(row, ["plan"])
     try:
         if "route_plan" in gold:
             target = target_of(gold)
             if target is None:
                 raise InputError("The row lacks keys of its plan.")
-            return Problem(query, "coursegpt", plan_of_course(target), target)
+            return Problem(problem.query, "coursegpt", plan_of_course(target), target)
         plan = plan_of(gold)
     except PlanError as error:
         raise InputError(f"The row's plan is not valid: {error.kind}.") from error
-    return dataclasses.replace(read_query(row), plan=plan, results=row.get("results") or {})
+    return dataclasses.replace(problem, plan=plan, results=row.get("results") or {})
 
 
-def read_query(row: dict[str, Any]) -> Problem:
+def read_query(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
     """Reads the query in a row, with what running a plan for it needs; the plan is left out.
 
     Raises:
         InputError: its documents or its answer are of no known form.
     """
+    found = roles_of(row, ROLES, columns or {})
+    query = found.get("query")
     return Problem(
-        _query(row),
+        query.rpartition(_QUERY_MARK)[2].strip() if isinstance(query, str) else "",
         "graph",
-        documents=checked_documents(row.get("documents") or [], "The row"),
-        answer=_answer(row.get("answer")),
+        documents=checked_documents(found.get("documents") or [], "The row"),
+        answer=_answer(found.get("answer")),
     )
 
 
@@ -127,20 +140,14 @@ def read_documents(path: Path) -> list[dict[str, str]]:
     """The documents in a file: JSON or JSONL with objects of `title` and `text`, else one text.
 
     Raises:
-        InputError: it cannot be read, or holds something else.
+        NotFoundError, ConfigError, InputError: it cannot be read, or holds something else.
     """
+    if path.suffix in (".jsonl", ".json"):
+        return checked_documents([*every_row(path)], str(path))
     try:
-        content = path.read_text(encoding="utf-8")
-        match path.suffix:
-            case ".jsonl":
-                found = [json.loads(line) for line in content.splitlines() if line.strip()]
-            case ".json":
-                found = json.loads(content)
-            case _:
-                found = [{"title": path.name, "text": content}]
-    except (OSError, ValueError) as error:
+        return [{"title": path.name, "text": path.read_text(encoding="utf-8")}]
+    except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    return checked_documents(found, str(path))
 
 
 def checked_documents(found: Any, where: str) -> list[dict[str, str]]:
@@ -188,26 +195,6 @@ def _results(problem: Problem, profile: Profile) -> dict[str, str]:
     steps = enumerate(chain_of(problem.plan), 1)
     known = problem.results
     return {f"s{number}": known[step.id] for number, step in steps if step.id in known}
-
-
-def _query(row: dict[str, Any]) -> str:
-    prompt = row.get("prompt")
-    if isinstance(prompt, str) and "completion" in row:
-        return prompt.rpartition(_QUERY_MARK)[2].strip()
-    return next((row[key].strip() for key in _QUERY_KEYS if isinstance(row.get(key), str)), "")
-
-
-def _gold(row: dict[str, Any]) -> dict[str, Any]:
-    """The right plan of a row, in either profile."""
-    gold: Any = next((row[key] for key in _GOLD_KEYS if row.get(key)), row)
-    if isinstance(gold, str):
-        try:
-            gold = json.loads(gold)
-        except ValueError as error:
-            raise InputError("The row's plan is not JSON.") from error
-    if not isinstance(gold, dict) or not gold.keys() & {"steps", "route_plan"}:
-        raise InputError("The row has neither `steps` nor `route_plan`.")
-    return gold
 
 
 def _answer(value: Any) -> dict[str, Any] | None:

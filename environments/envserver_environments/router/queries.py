@@ -45,25 +45,8 @@ def query_tasks(path: Path | None, profile: Profile, *, skip_bad: bool) -> Itera
         raise ConfigError(f"{path} is neither .jsonl nor .txt.", hint="One query on each line.")
     if not path.is_file():
         raise NotFoundError(f"There is no file of queries {str(path)!r}.")
-    _check(path, skip_bad=skip_bad)
-    seen: set[bytes] = set()
-    for _, problem in _problems(path):
-        if isinstance(problem, Problem):
-            key = _key(problem)
-            if key not in seen:
-                seen.add(key)
-                hidden = hidden_part(problem, profile)
-                yield Task(
-                    f"query-{key.hex()}",
-                    public_part(problem, profile),
-                    {**hidden, "any_plan": True},
-                )
-
-
-def _check(path: Path, *, skip_bad: bool) -> None:
-    """Reads all lines once."""
     dropped: Counter[str] = Counter()
-    seen: set[bytes] = set()
+    seen: dict[bytes, Problem] = {}
     bad: list[str] = []
     for line, problem in _problems(path):
         if isinstance(problem, str):
@@ -73,7 +56,7 @@ def _check(path: Path, *, skip_bad: bool) -> None:
         elif (key := _key(problem)) in seen:
             dropped[DUPLICATE] += 1
         else:
-            seen.add(key)
+            seen[key] = problem
     faults = dropped.total() - dropped[DUPLICATE]
     named = "; ".join(bad) + ("; ..." if faults > NAMED else "")
     if faults and not skip_bad:
@@ -88,6 +71,9 @@ def _check(path: Path, *, skip_bad: bool) -> None:
         _logger.warning("%s: left out: %s%s", path, causes, where)
     if not seen:
         raise ConfigError(f"{path} has no query.")
+    for key, problem in seen.items():
+        hidden = {**hidden_part(problem, profile), "any_plan": True}
+        yield Task(f"query-{key.hex()}", public_part(problem, profile), hidden)
 
 
 def _problems(path: Path) -> Iterator[tuple[int, Problem | str]]:

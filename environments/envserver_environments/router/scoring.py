@@ -137,6 +137,7 @@ def _components(alike: Likeness | None, *, valid: float) -> dict[str, float]:
         "valid": valid,
         "node_f1": alike.node_f1,
         "edge_f1": alike.edge_f1,
+        "arguments": alike.arguments,
         "plan": alike.score,
     }
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from envserver_environments.rows import NumberedRow, file_rows, hub_rows, id_of
+from envserver_environments.rows import NumberedRow, RowsConfig, file_rows, hub_rows, id_of, name_of
 from envserver_environments.usable import RowCounts
 from envserver_records.extras import install_command
 from envserver_tools.visible import visible_text
@@ -48,7 +48,7 @@ from .cheats import known_results, result_of
 from .demonstrations import demonstrate
 from .grading import Container, Verdict, grade
 from .images import ImageFiles, ImageRules, Images, image_of
-from .loading import HUBS, read_row
+from .loading import HUBS, named, read_row
 from .local_tasks import folder_rows, task_folders
 from .prompts import task_prompt
 from .repositories import SPEC, base_tree, limits_of, workspace
@@ -74,13 +74,11 @@ class Swe(Environment):
     sandbox_images = True
     score_timeout_seconds = 700.0
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the repositories, the agent, and the limits of the tests."""
 
         data_set: DataSetName = "sample"
         """Data set. sample: 20 built-in tasks."""
-        data_path: Path | None = None
-        """Local .jsonl, .json or .parquet file, folder with one file per split, or task folders."""
         mirror: Path | None = None
         """Folder with the git repositories of a data set: owner__name, or owner__name.git."""
         image_name: str = ""
@@ -145,8 +143,9 @@ class Swe(Environment):
             random.Random(f"sample-{self.config.seed}-{split}").shuffle(own)
             yield from (task.task() for task in own)
             return
-        hint = "Do data_set, data_path and mirror fit together?"
-        yield from self.rows.usable(self.config.data_set, self._row_tasks(split), hint=hint)
+        hint = "Do data_set, data_path and mirror fit together? --env.columns names fields."
+        name = name_of(self.config.data_set, self.config.data_path)
+        yield from self.rows.usable(name, self._row_tasks(split), hint=hint)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         rules = AgentOptions(
@@ -237,6 +236,7 @@ class Swe(Environment):
         Raises:
             InputError, SandboxError: the row cannot be run here.
         """
+        row = named(row, self.config.columns)
         elsewhere = self.config.mirror is not None or row.get("repo_archive")
         image = "" if elsewhere else image_of(row, self.config.image_name)
         files = self._files_now(image)
@@ -260,14 +260,16 @@ class Swe(Environment):
             return thread.submit(lambda: asyncio.run(work())).result()
 
     def _row_tasks(self, split: Split) -> Iterator[tuple[str, Task | str]]:
-        name, seed = self.config.data_set, self.config.seed
-        if self.config.data_path is not None:
-            rows = _file_rows(self.config.data_path, split, seed)
+        config = self.config
+        name, seed = name_of(config.data_set, config.data_path), config.seed
+        id_field = config.columns.get("instance_id", "instance_id")
+        if config.data_path is not None:
+            rows = _file_rows(config.data_path, split, seed)
         else:
             rows = hub_rows(HUBS[name], split, seed)
         seen: set[str] = set()
         for one in rows:
-            task_id = str((one.row or {}).get("instance_id") or name)
+            task_id = str((one.row or {}).get(id_field) or name)
             if task_id in seen or task_id == name:
                 task_id = f"{task_id}-{one.number}"
             seen.add(task_id)

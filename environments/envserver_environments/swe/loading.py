@@ -15,12 +15,13 @@ The formats differ in what is the problem and what the solution:
 from __future__ import annotations
 
 import ast
-import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.rows import Hub
+from envserver_environments.roles import decoded, missing, roles_of
+from envserver_environments.rows import Hub, Row
 
 from envserver import InputError, Task
 
@@ -41,14 +42,37 @@ HUBS: dict[str, Hub] = {
     "r2e": Hub("R2E-Gym/R2E-Gym-Subset", {"train": "train"}),
 }
 
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "instance_id": ("instance_id",),
+    "problem_statement": ("problem_statement", "issue", "prompt"),
+    "repo": ("repo", "repo_name", "repository"),
+    "base_commit": ("base_commit",),
+    "patch": ("patch", "gold_patch"),
+    "test_patch": ("test_patch",),
+    "FAIL_TO_PASS": ("FAIL_TO_PASS", "fail_to_pass"),
+    "PASS_TO_PASS": ("PASS_TO_PASS", "pass_to_pass"),
+    "commit_hash": ("commit_hash",),
+}
+"""Names of each role in published sets, after their cards."""
+
 _ID = re.compile(r"[^:\s]+\.py::\S.*")
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _SMITH_REPOSITORY = re.compile(r"(?:.*/)?(.+?)\.([0-9a-f]{7,40})")
 _MOST_BYTES = SPEC.limits.disk_mb * 2**20 // 4
 
 
+def named(row: Row, columns: Mapping[str, str]) -> Row:
+    """The row with the names of SWE-bench, as far as it has such values.
+
+    Args:
+        columns: the row's fields by role (`ROLES`), where its names are unknown.
+    """
+    there = {name: value for name, value in row.items() if value is not None}
+    return there | roles_of(row, ROLES, columns)
+
+
 def read_row(
-    row: dict[str, Any],
+    row: Row,
     task_id: str,
     mirror: Path | None,
     plugins: tuple[str, ...] = (),
@@ -62,9 +86,8 @@ def read_row(
     Raises:
         InputError: the row has an unknown format, or cannot be run here.
     """
-    problem = str(row.get("problem_statement") or "").strip()
-    if not problem:
-        raise InputError("There is no problem statement.")
+    _need(row, "problem_statement")
+    problem = str(row["problem_statement"]).strip()
     if row.get(FOLDER):
         mirror = Path(str(row[FOLDER]))
     if in_image is not None:
@@ -75,12 +98,10 @@ def read_row(
         task = _local(row, task_id, mirror)
     elif "expected_output_json" in row:
         task = _r2e(row, task_id, mirror)
-    elif "test_patch" in row and row.get("base_commit"):
+    elif row.get("test_patch") and row.get("base_commit"):
         task = _bench(row, task_id, mirror)
-    elif "FAIL_TO_PASS" in row and "patch" in row and "repo" in row:
-        task = _smith(row, task_id, mirror)
     else:
-        raise InputError("The row has an unknown format.")
+        task = _smith(row, task_id, mirror)
     task.public["problem"] = problem
     task.hidden["plugins"] = list(plugins)
     return task
@@ -92,17 +113,23 @@ def _from_image(row: dict[str, Any], task_id: str, image: str, tree: Tree) -> Ta
     public = {"image": image}
     if "expected_output_json" in row:
         raise InputError("Images of R2E-Gym hold their Python in the repository: use a mirror.")
-    if row.get("test_patch"):
-        task = _bench_task(row, task_id, tree, public)
-    elif "FAIL_TO_PASS" in row and "patch" in row:
-        task = _smith_task(row, task_id, tree, public)
-    else:
-        raise InputError("The row has an unknown format.")
+    make = _bench_task if row.get("test_patch") else _smith_task
+    task = make(row, task_id, tree, public)
     task.hidden["python"] = python_of(row)
     return task
 
 
+def _need(row: Row, *roles: str) -> None:
+    """
+    Raises:
+        InputError: the row lacks one of them.
+    """
+    if lacking := [role for role in roles if not row.get(role)]:
+        raise missing(row, lacking[:1])
+
+
 def _bench(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
+    _need(row, "repo")
     repository = _repository(mirror, str(row["repo"]))
     commit = _commit(repository, str(row["base_commit"]))
     public = {"mirror": str(repository), "commit": commit}
@@ -110,11 +137,10 @@ def _bench(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
 
 
 def _bench_task(row: dict[str, Any], task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
+    _need(row, "patch", "FAIL_TO_PASS")
     tested = _applied(tree, str(row["test_patch"]), "test patch")
     _applied(tree, str(row["patch"]), "gold patch")
     fail, keep = _ids(row, "FAIL_TO_PASS", tested), _ids(row, "PASS_TO_PASS", tested)
-    if not fail:
-        raise InputError("FAIL_TO_PASS is empty.")
     hidden = {
         "tests": _texts({p: e for p, e in tested.items() if tree.get(p) != e}),
         "deleted": [path for path in tree if path not in tested],
@@ -127,11 +153,10 @@ def _bench_task(row: dict[str, Any], task_id: str, tree: Tree, public: dict[str,
 
 def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
     """A task in files: a tar of the repository, and a folder with its hidden tests."""
+    _need(row, "patch", "FAIL_TO_PASS")
     archive, tree, files = read_folder(row, folder)
     _applied(_bounded(tree), str(row["patch"]), "gold patch")
     fail = _ids(row, "FAIL_TO_PASS", tree | files)
-    if not fail:
-        raise InputError("FAIL_TO_PASS is empty.")
     hidden = {
         "tests": _texts(files),
         "fail_to_pass": fail,
@@ -143,6 +168,7 @@ def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
 
 
 def _smith(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
+    _need(row, "repo")
     match = _SMITH_REPOSITORY.fullmatch(str(row["repo"]))
     name, wanted = (match[1], match[2]) if match else (str(row["repo"]), "HEAD")
     repository = _repository(mirror, name)
@@ -152,11 +178,10 @@ def _smith(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
 
 
 def _smith_task(row: dict[str, Any], task_id: str, clean: Tree, public: dict[str, Any]) -> Task:
+    _need(row, "patch", "FAIL_TO_PASS")
     bug = str(row["patch"])
     broken = _applied(clean, bug, "patch")
     fail, keep = _ids(row, "FAIL_TO_PASS", clean), _ids(row, "PASS_TO_PASS", clean)
-    if not fail:
-        raise InputError("FAIL_TO_PASS is empty.")
     # The tests that show the bug are taken away from the agent, and come back for grading.
     shown = sorted({name.split("::")[0] for name in fail})
     hidden = {
@@ -169,7 +194,8 @@ def _smith_task(row: dict[str, Any], task_id: str, clean: Tree, public: dict[str
 
 
 def _r2e(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
-    repository = _repository(mirror, str(row.get("repo_name") or row.get("repo")))
+    _need(row, "repo", "commit_hash")
+    repository = _repository(mirror, str(row["repo"]))
     solved = _commit(repository, str(row["commit_hash"]))
     content = _object(row.get("parsed_commit_content"))
     commit = _commit(repository, str(content.get("old_commit_hash") or f"{solved}^"))
@@ -220,27 +246,22 @@ def _located(name: str, tests: dict[str, str]) -> str:
 
 def _object(value: object) -> dict[str, Any]:
     """A JSON object, or the text of one; {} where it is neither."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return {}
+    value = decoded(value)
     return value if isinstance(value, dict) else {}
 
 
-def _ids(row: dict[str, Any], field: str, tree: Tree) -> list[str]:
+def _ids(row: Row, field: str, tree: Tree) -> list[str]:
     """Ids of tests, from a list or the text of one."""
-    value = row.get(field)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise InputError(f"{field} is not a JSON list.") from error
-    ids = list(dict.fromkeys(value)) if isinstance(value, list) else []
-    if not all(isinstance(name, str) and _ID.fullmatch(name) for name in ids):
+    value = decoded(row.get(field) or [])
+    if not isinstance(value, list):
+        raise InputError(f"{field} is not a list.")
+    if not all(isinstance(name, str) and _ID.fullmatch(name) for name in value):
         raise InputError("Its tests have no ids of pytest.")
+    ids = list(dict.fromkeys(value))
     if any(name.split("::")[0] not in tree for name in ids):
         raise InputError("A file of its tests is not there.")
+    if field == "FAIL_TO_PASS" and not ids:
+        raise InputError("FAIL_TO_PASS is empty.")
     return ids
 
 

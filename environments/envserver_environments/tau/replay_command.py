@@ -9,13 +9,13 @@ if anything differs, with 2 if the vectors or the data cannot be read.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from envserver import EnvserverError, InputError
+from envserver.rows.sources import every_row
 
 from .domains.kinds import tau2_domain
 from .evaluation import EvaluationError
@@ -35,41 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", help="replay only vectors with this text in their id")
     options = parser.parse_args(arguments)
     try:
-        vectors = [v for v in read_vectors(options.file) if (options.only or "") in _name(v)]
+        vectors = [v for v in every_row(options.file) if (options.only or "") in _name(v)]
         return _replay_all(vectors, options.tau2_data)
     except EnvserverError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-
-
-def read_vectors(path: Path) -> list[Mapping[str, Any]]:
-    """Returns the vectors of a file.
-
-    Raises:
-        InputError: there is no such file, or it holds no vectors.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    try:
-        content = json.loads(text)
-    except ValueError:
-        content = list(_json_lines(path, text))
-    if isinstance(content, dict):
-        content = content.get("vectors", [content])
-    if not isinstance(content, list) or not all(isinstance(v, dict) for v in content):
-        raise InputError(f"{path} holds no list of vectors.")
-    return content
-
-
-def _json_lines(path: Path, text: str) -> Iterator[Any]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            if line.strip():
-                yield json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path}:{number} is not JSON: {error}") from error
 
 
 def _replay_all(vectors: Sequence[Mapping[str, Any]], data: Path | None) -> int:

@@ -15,9 +15,10 @@ from typing import Any
 from envserver import InputError
 
 from .domains.world import Domain
-from .episodes import Episode, EpisodeRules
+from .episodes import Episode
 from .evaluation import Evaluation, evaluate
 from .evaluation.rewards import expected_world
+from .rows import read_recorded_task
 from .tasks import TauMessage, read_task
 
 
@@ -62,25 +63,19 @@ def replay(domain: Domain, vector: Mapping[str, Any]) -> Replay:
         InputError: the domain has no such task, or a script ends before the conversation.
         MissingVerdicts, EvaluationError: see `evaluate`.
     """
-    task_id = str(vector["task_id"])
-    if task_id not in domain.tasks:
-        raise InputError(f"The domain {domain.name!r} has no task {task_id!r}.")
-    rules = EpisodeRules(
-        max_steps=vector.get("max_steps", 100),
-        max_errors=vector.get("max_errors", 10),
-        validate=vector.get("validate_communication", False),
-        agent_may_stop=vector.get("agent_may_stop", False),
-    )
-    task = read_task(domain.tasks[task_id])
-    episode = Episode(domain, task, rules)
+    recorded = read_recorded_task({"domain": domain.name, **vector})
+    if recorded.task_id not in domain.tasks:
+        raise InputError(f"The domain {domain.name!r} has no task {recorded.task_id!r}.")
+    task = read_task(domain.tasks[recorded.task_id])
+    episode = Episode(domain, task, recorded.rules)
     play(episode, vector["agent_script"], vector["user_script"])
     evaluation = evaluate(
         domain,
         task,
         episode.messages,
         str(episode.ending),
-        evaluation_type=vector.get("evaluation_type", "all"),
-        nl_verdicts=vector.get("nl_verdicts"),
+        evaluation_type=recorded.evaluation_type,
+        nl_verdicts=recorded.nl_verdicts,
     )
     return Replay(episode, evaluation)
 

@@ -10,7 +10,6 @@ are computed, and whether and why the conversation ended.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from envserver import InputError
 from .domains.world import Domain
 from .episodes import GREETING, Episode, EpisodeRules
 from .evaluation import EvaluationType
-from .tasks import TauMessage, TauTask
+from .tasks import TauMessage, TauTask, message_of_row
 
 
 class RecordedTask(BaseModel):
@@ -125,57 +124,3 @@ def _check_result(place: str, recorded: Mapping[str, Any], result: TauMessage) -
         same = content is None or content == result["content"]
     if not same:
         raise InputError(f"{place}: the call returns {result['content'][:300]!r}.")
-
-
-def message_of_row(message: Mapping[str, Any], number: int) -> TauMessage:
-    """A message of either shape in tau2-bench's.
-
-    Raises:
-        InputError: it has neither shape.
-    """
-    role = message.get("role")
-    if role not in ("assistant", "user", "tool", "system"):
-        raise InputError(f"message {number}: the role {role!r} is unknown.")
-    content = _text(message.get("content"))
-    if role == "tool":
-        known = {k: message[k] for k in ("content_sha256", "error", "requestor") if k in message}
-        return {
-            "requestor": "assistant",
-            "error": False,
-            **known,
-            "role": "tool",
-            "id": str(message.get("id") or message.get("tool_call_id") or ""),
-            "content": content,
-        }
-    said: TauMessage = {"role": role, "content": content}
-    if message.get("tool_calls"):
-        said["tool_calls"] = [_call(call, number, role) for call in message["tool_calls"]]
-    return said
-
-
-def _call(call: Any, number: int, role: str) -> dict[str, Any]:
-    try:
-        function = call.get("function", call)
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments)
-        name = str(function["name"])
-        return {
-            "id": str(call.get("id") or ""), "name": name, "arguments": arguments, "requestor": role
-        }  # fmt: skip
-    except (AttributeError, KeyError, TypeError) as error:
-        raise InputError(f"message {number}: a call has no name or no arguments.") from error
-
-
-def _parsed(arguments: str) -> Any:
-    """Parses a model's arguments; text that is not JSON stays text (an error of the call)."""
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def _text(content: Any) -> str | None:
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else None

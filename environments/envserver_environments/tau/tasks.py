@@ -5,6 +5,7 @@ Fields that only upstream's tooling reads (annotations, issues, ...) are kept no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -90,7 +91,7 @@ class TauTask(BaseModel):
     def history(self) -> list[TauMessage]:
         """The messages that were exchanged before the start."""
         messages = self.initial_state.message_history if self.initial_state else None
-        return [complete_message(message) for message in messages or []]
+        return [message_of_row(message, number) for number, message in enumerate(messages or [])]
 
 
 def read_task(row: Mapping[str, Any]) -> TauTask:
@@ -107,29 +108,58 @@ def read_task(row: Mapping[str, Any]) -> TauTask:
         ) from error
 
 
-def complete_message(message: Mapping[str, Any]) -> TauMessage:
-    """A message with all fields that have defaults in tau2-bench's files."""
-    role = message["role"]
+def message_of_row(message: Mapping[str, Any], number: int) -> TauMessage:
+    """A message of either shape in tau2-bench's.
+
+    Raises:
+        InputError: it has neither shape.
+    """
+    role = message.get("role")
+    if role not in ("assistant", "user", "tool", "system"):
+        raise InputError(f"message {number}: the role {role!r} is unknown.")
+    content = _text(message.get("content"))
     if role == "tool":
+        known = {k: message[k] for k in ("content_sha256", "error", "requestor") if k in message}
         return {
+            "requestor": "assistant",
+            "error": False,
+            **known,
             "role": "tool",
-            "id": message.get("id", ""),
-            "requestor": message.get("requestor", "assistant"),
-            "content": message.get("content"),
-            "error": bool(message.get("error", False)),
+            "id": str(message.get("id") or message.get("tool_call_id") or ""),
+            "content": content,
         }
-    complete: TauMessage = {"role": role, "content": message.get("content")}
+    said: TauMessage = {"role": role, "content": content}
     if message.get("tool_calls"):
-        complete["tool_calls"] = [
-            {
-                "id": call.get("id", ""),
-                "name": call["name"],
-                "arguments": call["arguments"],
-                "requestor": call.get("requestor", role),
-            }
-            for call in message["tool_calls"]
-        ]
-    return complete
+        said["tool_calls"] = [_call(call, number, role) for call in message["tool_calls"]]
+    return said
+
+
+def _call(call: Any, number: int, role: str) -> dict[str, Any]:
+    try:
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments)
+        name = str(function["name"])
+        return {
+            "id": str(call.get("id") or ""), "name": name, "arguments": arguments, "requestor": role
+        }  # fmt: skip
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(f"message {number}: a call has no name or no arguments.") from error
+
+
+def _parsed(arguments: str) -> Any:
+    """Parses a model's arguments; text that is not JSON stays text (an error of the call)."""
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _text(content: Any) -> str | None:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else None
 
 
 def has_text(message: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ def calls_of(tool_calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def as_openai(message: TauMessage) -> Message:
     """Converts a message to OpenAI's form, with the requestor of a result added.
 
-    `rows.message_of_row` reads it back unchanged.
+    `tasks.message_of_row` reads it back unchanged.
     """
     if message["role"] == "tool":
         told = {"role": "tool", "tool_call_id": message["id"], "content": message["content"]}

@@ -9,7 +9,6 @@ is retried and never scored; an action that it refuses is told to the model.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -22,7 +21,6 @@ from pydantic import Field, SecretStr, field_validator
 from envserver import (
     ConfigError,
     Environment,
-    InputError,
     LimitReached,
     Message,
     PublicTask,
@@ -33,6 +31,7 @@ from envserver import (
     Split,
     Task,
 )
+from envserver.rows.sources import every_row
 
 from .actions import filled
 from .playing import Player
@@ -67,7 +66,7 @@ class OpenEnv(Environment):
         reset: dict[str, Any] = {}
         """Arguments of every reset, beside the seed."""
         rows: Path | None = None
-        """JSONL file with the reset arguments of each task; unset: tasks are seeds."""
+        """File (.jsonl, .json, .csv, ...) with the reset arguments of each task; unset: seeds."""
         seeds: int | None = Field(default=None, ge=1)
         """Number of tasks that are seeds; unset: endless."""
         reward: Literal["sum", "last"] = "sum"
@@ -106,7 +105,7 @@ class OpenEnv(Environment):
     def tasks(self, split: Split) -> Iterator[Task]:
         given = self.config.reset
         if self.config.rows is not None:
-            for number, row in enumerate(_rows(self.config.rows)):
+            for number, row in enumerate(every_row(self.config.rows)):
                 yield Task(f"row-{number}", {"reset": {**given, **row}})
             return
         first = _TEST_SEEDS[split] + self.config.seed
@@ -162,22 +161,3 @@ def openenv_environment(address: str) -> type[Environment]:
     address = address.rstrip("/")
     doc = OpenEnv.__doc__
     return type("OpenEnv", (OpenEnv,), {"address": address, "name": name, "__doc__": doc})
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """
-    Raises:
-        InputError: the file cannot be read, or a line is not a JSON object.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"--env.rows {path} cannot be read: {error}.") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path}:{number} is not JSON: {error}.") from error
-        if not isinstance(row, dict):
-            raise InputError(f"{path}:{number} is not a JSON object.")
-        yield row

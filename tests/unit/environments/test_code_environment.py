@@ -83,7 +83,10 @@ async def test_rows_that_are_no_good_are_dropped_and_counted(
     assert task.hidden["code"] == OPC["code"]
     assert env.rows.dropped.total() == len(rows) - 1
     assert env.rows.dropped["the reference fails its own tests"] == 3
-    assert env.rows.dropped["no reference"] == 1
+    assert (
+        env.rows.dropped["it has no reference solution (--env.check_references false keeps it)"]
+        == 1
+    )
     unchecked = Code(Code.Config(data_set="opc", data_path=tmp_path, check_references=False))
     assert len(list(unchecked.tasks("train"))) == 5
 

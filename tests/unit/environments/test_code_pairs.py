@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import pickle
+import re
 import tomllib
 import zlib
 from fractions import Fraction
@@ -14,10 +15,10 @@ from typing import Any
 
 import pytest
 from envserver_environments.code.agent import Workbench
+from envserver_environments.code.data_sets import read_problem
 from envserver_environments.code.demonstrations import fenced
 from envserver_environments.code.env import Code
 from envserver_environments.code.extraction import extract_code
-from envserver_environments.code.pair_rows import read_pairs
 from envserver_environments.code.programs import same_lines
 from envserver_environments.code.prompts import question
 from envserver_environments.code.running import SPEC
@@ -28,7 +29,7 @@ from support.waiting import PATIENCE
 from envserver import InputError, Result, Sandboxes
 
 CASES = cases_of(__file__)
-ROWS, FUNCTIONS = CASES["programs"], CASES["functions"]
+ROWS, FUNCTIONS, PUBLISHED = CASES["programs"], CASES["functions"], CASES["published"]
 TESTS = ROWS["tests"]
 SUM, PAIRS, TEXT = TESTS["code"], TESTS["tests"], TESTS["instruction"]
 SUMS = tomllib.loads(Path(__file__).with_name("test_code_scoring.toml").read_text())["sums"]
@@ -71,6 +72,29 @@ async def test_rows_that_name_a_function_are_calls(rooms: Sandboxes, name: str) 
         assert "class Solution" in question(task.public, "single", "0")
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rows_of_published_layouts_are_read_or_refused_with_a_reason(name: str) -> None:
+    case = PUBLISHED[name]
+    if "refused" in case:
+        with pytest.raises(InputError, match=re.escape(case["refused"])):
+            read_problem(case["row"])
+        return
+    found = read_problem(case["row"])
+    assert (found.entry_point, found.tests[-1]) == (case["entry_point"], case["last"])
+    assert [found.visible, len(found.tests)] == case["tests"]
+    assert (found.code is not None) == case["has_code"]
+
+
+def test_columns_name_unknown_fields() -> None:
+    row = {"task": "Add.", "checks": PAIRS, "answer_key": SUM}
+    columns = {"instruction": "task", "tests": "checks", "code": "answer_key"}
+    found = read_problem(row, columns=columns)
+    assert (found.instruction, found.code, len(found.tests)) == ("Add.", SUM, 4)
+    with pytest.raises(InputError, match=r"instruction .*task, checks") as refused:
+        read_problem(row)
+    assert "--env.columns" in (refused.value.hint or "")
+
+
 def test_rows_that_are_no_pairs_are_refused_and_packed_tests_run_no_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
@@ -87,18 +111,18 @@ def test_rows_that_are_no_pairs_are_refused_and_packed_tests_run_no_code(tmp_pat
     for content in (pickle.dumps(Evil()), pickle.dumps([1]), b"no pickle", b""):
         text = base64.b64encode(zlib.compress(content)).decode()
         with pytest.raises(InputError):
-            read_pairs({**ROWS["cases"], "private_test_cases": text})
+            read_problem({**ROWS["cases"], "private_test_cases": text})
     assert not (tmp_path / "never").exists()
 
 
 def test_tests_are_bounded_and_each_is_there_once() -> None:
     large = [{"input": str(n) * 10_000, "output": "x"} for n in range(100)]
-    found = read_pairs(
+    found = read_problem(
         {**TESTS, "tests": [*PAIRS, *PAIRS, *large, {"input": "9" * 2**21, "output": ""}]}
     )
     assert (len(found.tests), found.visible, found.left_out) == (40, 20, 69)
-    assert read_pairs(ROWS["contests"]).seconds == 2.5
-    assert read_pairs({**TESTS, "time_limit": 3}).seconds == 3.0
+    assert read_problem(ROWS["contests"]).seconds == 2.5
+    assert read_problem({**TESTS, "time_limit": 3}).seconds == 3.0
 
 
 def test_lines_are_compared_but_for_blanks_at_ends() -> None:

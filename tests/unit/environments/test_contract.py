@@ -155,7 +155,8 @@ def test_sample_files_are_read_by_their_environment(
         assert "come from no file" in capsys.readouterr().err
         assert not (tmp_path / name).exists()
         return
-    more = {"check_gold": False} if name == "swe" else {}  # needs a sandbox
+    needs_a_sandbox = {"swe": "check_gold", "code": "check_references"}
+    more = {needs_a_sandbox[name]: False} if name in needs_a_sandbox else {}
     gone, folder = tmp_path / "gone", tmp_path / "here"
     for place in (gone, folder):
         place.mkdir()

@@ -96,7 +96,7 @@ def test_rows_of_the_router_data_are_divided_and_bad_ones_dropped(tmp_path: Path
     parts = {split: {task.id for task in env.tasks(split)} for split in ("train", "validation")}
     assert parts["train"].isdisjoint(parts["validation"])
     assert len(parts["train"]) > 30 and 3 <= len(parts["validation"]) <= 4
-    assert all("The row" in reason for reason in env.rows.dropped)
+    assert all("row" in reason for reason in env.rows.dropped)
     task = next(iter(env.tasks("train")))
     assert task.public["profile"] == "coursegpt" and len(task.hidden["target"]) == 10
     as_graph = router(data_set="coursegpt", data_path=path, profile="graph")
@@ -140,7 +140,7 @@ async def test_a_question_may_bring_documents_and_an_answer(tmp_path: Path) -> N
     unknown = env.task_from_question(Router.Question(question="How many wells?"))
     assert (await env.score(unknown, result)).reward is None
     path.write_text("[1]\n")
-    with pytest.raises(InputError, match="no documents"):
+    with pytest.raises(InputError, match=r"notes.jsonl:1"):
         env.task_from_question(asked)
 
 

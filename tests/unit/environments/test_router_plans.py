@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -107,10 +108,10 @@ def plans(draw: st.DrawFn, most: int = 4) -> Plan:
     return plan(*steps, edges=" ".join(f"{a}{b}" for a, b in sorted(edges)))
 
 
-def best_by_trying(one: Plan, other: Plan) -> tuple[float, int]:
-    """Sum of weights and hits of the best of all maps."""
+def best_by_trying(one: Plan, other: Plan) -> tuple[float, int, int]:
+    """Sum of weights, hits and pairs of the best of all maps."""
     edges = {(a, b) for a, b in other.payloads}
-    best = (0.0, 0)
+    best = (0.0, 0, 0)
     targets = [*other.steps, *[None] * len(one.steps)]
     for chosen in itertools.permutations(targets, len(one.steps)):
         pairs = {
@@ -122,19 +123,32 @@ def best_by_trying(one: Plan, other: Plan) -> tuple[float, int]:
             a in pairs and b in pairs and (pairs[a][0], pairs[b][0]) in edges
             for a, b in one.payloads
         )
-        best = max(best, (sum(weight for _, weight in pairs.values()), hits))
+        best = max(best, (sum(weight for _, weight in pairs.values()), hits, len(pairs)))
     return best
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(one=plans(3), other=plans())
 def test_likeness_is_that_of_the_best_of_all_maps(one: Plan, other: Plan) -> None:
-    weight, hits = best_by_trying(one, other)
+    weight, hits, pairs = best_by_trying(one, other)
     edges = len(one.payloads) + len(other.payloads)
     found = likeness(one, other)
     assert found.node_f1 == pytest.approx(2 * weight / (len(one.steps) + len(other.steps)))
     assert found.edge_f1 == pytest.approx(2 * hits / edges if edges else 1.0)
-    assert found.score == pytest.approx(0.6 * found.node_f1 + 0.4 * found.edge_f1)
+    form = 0.6 * found.node_f1 + 0.4 * found.edge_f1
+    same = 2 * pairs / (len(one.steps) + len(other.steps))
+    assert found.score == pytest.approx(form * (0.25 + 0.75 * same))
+
+
+@pytest.mark.parametrize(("tool", "right", "given", "share"), CASES["arguments"])
+def test_arguments_count(tool: str, right: str, given: str, share: float) -> None:
+    def with_argument(text: str) -> Plan:
+        (step,) = plan(tool).steps
+        step = dataclasses.replace(step, args=dict.fromkeys(step.args, text))
+        return dataclasses.replace(plan(tool), steps=(step,))
+
+    found = likeness(with_argument(given), with_argument(right))
+    assert found.arguments == pytest.approx(share, abs=0.15)
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -156,19 +156,42 @@ async def test_rows_that_cannot_be_run_are_counted(
         "the gold patch does not pass its tests": mirror.bench(
             FAIL_TO_PASS=["tests/test_core.py::test_x"]
         ),
-        "The row has an unknown format.": {"question": "2 + 2?", "problem_statement": "x"},
+        "No known field of the row has its repo (its fields: problem_statement).": {
+            "problem_statement": "x"
+        },
+        "No known field of the row has its patch (its fields: repo, problem_statement).": {
+            "repo": "acme/tool",
+            "problem_statement": "x",
+        },
         "it is not an object with named columns": "no object",
     }
     path = write_rows(tmp_path / "rows.jsonl", mirror.bench(), *bad.values())
     swe = swe_of(rooms, path, mirror=mirror.path)
     assert [task.id for task in swe.tasks("train")] in (["acme__tool-1"], ["acme__tool-1-0"])
     assert dict(swe.rows.dropped) == dict.fromkeys(bad, 1)
+    list(swe.tasks("train"))
+    assert swe.rows.dropped.total() == len(bad)  # not twice as many
     # Without a mirror it says so.
     write_rows(path, mirror.bench())
     with pytest.raises(ConfigError, match="mirror"):
         list(swe_of(None, path).tasks("train"))
     with pytest.raises(InputError, match="mirror"):
         Swe().task_from_row(mirror.bench())
+
+
+async def test_rows_may_have_other_names_and_lists_as_texts(
+    rooms: Sandboxes, mirror: Mirror, tmp_path: Path
+) -> None:
+    row = mirror.bench()
+    fail, keep = json.loads(row.pop("FAIL_TO_PASS")), row.pop("PASS_TO_PASS")
+    row = {**row, "fail_to_pass": str(fail), "pass_to_pass": json.dumps(keep), "hints_text": None}
+    row["issue_text"], row["number"] = row.pop("problem_statement"), row.pop("instance_id")
+    path = write_rows(tmp_path / "rows.jsonl", row)
+    columns = {"problem_statement": "issue_text", "instance_id": "number"}
+    swe = swe_of(rooms, path, mirror=mirror.path, columns=columns)
+    (task,) = swe.tasks("train")
+    assert (task.id, task.public["problem"]) == ("acme__tool-1", "double(7) is 10.")
+    assert (task.hidden["fail_to_pass"], task.hidden["pass_to_pass"]) == (fail, keep)
 
 
 # Images.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 from envserver_records.errors import ConfigError, NotFoundError
+from support.cases import cases_of
 
 from envserver.rows.sources import Source
 
-ROWS = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(25)]
+CASES = cases_of(__file__)
+ROWS = [{"question": f'{number} +\n1, "so"?', "answer": str(number + 1)} for number in range(25)]
 
 
 def put_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -95,9 +98,22 @@ def test_every_kind_of_file_is_read_also_packed(tmp_path: Path, kind: str, packe
             answers(path)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_json_holds_rows_by_split_by_id_or_under_a_key(tmp_path: Path, name: str) -> None:
+    case, path = CASES[name], tmp_path / "rows.json"
+    path.write_text(case["held"])
+    if "missing" in case:
+        with pytest.raises(NotFoundError, match=case["missing"]):
+            answers(path, case["split"])
+    else:
+        assert answers(path, case["split"]) == case["answers"]
+
+
 def _put_table(path: Path, separator: str) -> None:
-    lines = [ROWS[0].keys(), *(row.values() for row in ROWS)]
-    path.write_text("".join(separator.join(line) + "\n" for line in lines))
+    with path.open("w", newline="") as file:
+        csv.writer(file, delimiter=separator).writerows(
+            [ROWS[0].keys(), *(row.values() for row in ROWS)]
+        )
 
 
 def _put_arrow(path: Path) -> None:

@@ -6,17 +6,15 @@ Yields a dict for each row, and None for a line that is not one. Rows of the hub
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from envserver_records.errors import ConfigError, InputError
-from envserver_records.extras import install_command
+from envserver_records.errors import InputError
 
-from envserver.rows.sources import Source
+from envserver.rows.sources import Source, streamed
 
 Row = dict[str, Any]
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
@@ -36,7 +34,9 @@ def rows_of(source: str, *, limit: int | None = None, split: str = "train") -> I
             have it.
     """
     is_hub = _HUB_NAME.fullmatch(source) and not Path(source).exists()
-    return itertools.islice(_hub_rows(source, split) if is_hub else _rows(source, split), limit)
+    name, _, config = source.partition(":")
+    rows = streamed(name, config or None, split) if is_hub else _rows(source, split)
+    return itertools.islice(rows, limit)
 
 
 def _rows(source: str, split: str) -> Iterator[Row | None]:
@@ -46,16 +46,3 @@ def _rows(source: str, split: str) -> Iterator[Row | None]:
             yield rows.read(number)
         except InputError:
             yield None
-
-
-def _hub_rows(source: str, split: str) -> Iterator[Row | None]:
-    name, _, config = source.partition(":")
-    try:
-        datasets = importlib.import_module("datasets")
-        data = datasets.load_dataset(name, config or None, split=split, streaming=True)
-    except Exception as error:
-        raise ConfigError(
-            f"{source} cannot be loaded: {type(error).__name__}: {str(error)[:300]}",
-            hint=f"{install_command('data')}, or name a local copy: a .jsonl or .parquet file.",
-        ) from error
-    yield from (dict(row) for row in data)
