@@ -22,6 +22,7 @@ from envserver_environments import math
 from envserver_environments.answers import choice_index
 from envserver_environments.math import verification
 from envserver_environments.math.env import Math
+from envserver_environments.math.latex import quantity, readable
 from envserver_environments.math.literals import is_number_literal, plain_number
 from envserver_environments.math.sizes import is_huge
 from hypothesis import example, given, settings
@@ -73,15 +74,17 @@ def test_the_answer_is_the_last_visible_box() -> None:
 def test_numbers_are_told_from_expressions_and_plain_ones_from_others() -> None:
     assert [text for text in CASES["literals"] if not is_number_literal(text)] == []
     assert [text for text in CASES["expressions"] if is_number_literal(text)] == []
-    assert [text for text in CASES["plain"] if plain_number(text) is None] == []
-    assert [text for text in CASES["not_plain"] if plain_number(text) is not None] == []
+    for name, plain in (("plain", True), ("not_plain", False)):
+        values = {text: plain_number(quantity(readable(text))[0]) for text in CASES[name]}
+        assert [text for text, value in values.items() if (value is not None) != plain] == []
 
 
 def test_plain_numbers_are_compared_as_math_verify_compares_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for gold, answer in itertools.product(CASES["plain"], repeat=2):
-        asked = verification._verdict(verification._parsed_gold(gold), answer, lenient=False)
+        wanted, given = (quantity(readable(text))[0] for text in (gold, answer))
+        asked = verification._verdict(verification._parsed_gold(wanted), given, lenient=False)
         assert verification.compare(gold, answer) is asked, (gold, answer)
     # They need no process.
     monkeypatch.setattr(verification, "_in_child", lambda compute: pytest.fail("a process"))
