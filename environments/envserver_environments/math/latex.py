@@ -49,7 +49,7 @@ _OUTSIDE = r"(?![A-Za-z]|[^{}]*[^\\{}]\})"
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|(?<=[^.\s])[.,;])\s*\Z", ""),
+        (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|(?<=[^.\s\\])[.,;])\s*\Z", ""),
         (rf"{_SPACE}+\Z", ""),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\degree(?![A-Za-z])|(?<=\d)\^\{?o\}?\Z|\^\{\s*\\circ\s*\}", r"^\\circ "),
@@ -61,6 +61,7 @@ _SPELLINGS = [
             rf"{_TEXT}\{{[\s,]*and\s*\}}|\\wedge(?![A-Za-z])|(?<![A-Za-z\\])and{_OUTSIDE}",
             r"\\land ",
         ),
+        (rf"(?<=\d){_SPACE}*(?:{_TEXT}\{{\s*percent\s*\}}|percent\b)", r"\\%"),
         (r",\s*(?=\\l(?:or|and)(?![A-Za-z]))", ""),
         (r"_\{\s*(\w)\s*\}", r"_\1"),
         (r"(?<!\\)~", " "),
@@ -83,10 +84,10 @@ _SPELLINGS = [
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _GROUPS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _WORDS_BEHIND = re.compile(
-    rf"([-+]?(?:\d[\d,.:]*|\.\d+)(?:\s*/\s*\d+)?)({_SPACE}*)([A-Za-z][A-Za-z ./^0-9{{}}]*)"
+    rf"([-+]?(?:\d[\d,.:]*|\.\d+)(?:\s*/\s*\d+)?)({_SPACE}*)([A-Za-z€£¥¢][A-Za-z ./^0-9{{}}]*)"
 )
 _UNIT = re.compile(
-    rf"(?P<value>.*?[\w)}}\]!%|]){_SPACE}*(?P<unit>(?:(?:{_SPACE}|\\cdot|[/*])*"
+    rf"(?P<value>.*?[\w)}}\]!%|])(?P<unit>(?:(?:{_SPACE}|\\cdot|[/*])*+"
     r"(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{[^{}]*\}|\^\\circ(?:\s*[CF](?![A-Za-z]))?)"
     r"(?:\s*\^(?:\{\s*-?\d\s*\}|\d))?)+)\s*"
 )
@@ -117,11 +118,10 @@ _ASSIGNED = re.compile(rf"\s*({_VARIABLE})\s*=([^=<>]*)")
 _NAMED_TUPLE = re.compile(rf"\s*\(((?:{_VARIABLE}|[,\s])*)\)\s*=\s*(?=\()")
 _DIRECTIONS = {"<": "<", "\\lt": "<", ">": ">", "\\gt": ">"}
 _BASE = re.compile(
-    rf"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*)\)?_(?:(\w)|\{{\s*(?:{_TEXT}\{{)?\s*(\w+)\s*\}}?\s*\}})"
+    rf"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{{2,}})\)?_(?:(\w)|\{{\s*(?:{_TEXT}\{{)?\s*(\w+)\s*\}}?\s*\}})"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_ARTICLE = re.compile(r"\A\W*(?:an?|the)\s+")
-_LETTERS = re.compile(r"[^\W_]+|,")
+_ARTICLE = re.compile(r"\A\W*(?:an?|the)\s+(?=\w\w)")
 _PHRASE = re.compile(rf"{_TEXT}\{{[\s('\"]*[A-Za-z][A-Za-z\s.,'()-]*\}}")
 _PLAIN_PHRASE = re.compile(
     r"(?:\\(?:triangle|angle)\s*)?[A-Z]{2,}|[A-Z][a-z]{2,}|[A-Z]?[a-z]+\.?(?: [A-Za-z]+\.?)+"
@@ -146,8 +146,9 @@ def readable(latex: str) -> str:
         plain = f"{found[1]}\\text{{ {found[3]}}}"
     plain = _SCALE.sub(_power_of_ten, with_braces(_REPEATING.sub(_fraction, plain)))
     if price := _PRICE.fullmatch(plain):
+        value, unit = quantity(price[4])
         currency = (price[2] or price[3]).strip("\\")
-        plain = f"{price[1]}{price[4]}\\text{{ {currency}}}"
+        plain = f"{price[1]}{value}\\text{{ {currency} {unit}}}"
     return plain
 
 
@@ -213,7 +214,10 @@ def same_words(gold: str, answer: str) -> bool | None:
     if not (_PHRASE.fullmatch(gold) or _PLAIN_PHRASE.fullmatch(gold)):
         return None
     wanted, given = (
-        "".join(_LETTERS.findall(_ARTICLE.sub("", _COMMAND.sub("", text).casefold())))
+        sorted(
+            re.sub(r"[\W_]", "", _ARTICLE.sub("", item))
+            for item in re.split(r",|\band\b", _COMMAND.sub("", text).casefold())
+        )
         for text in (gold, answer)
     )
     return wanted == given
@@ -261,8 +265,8 @@ def _raised(found: re.Match[str]) -> str:
 def _are_words(blank: str, words: str) -> bool:
     """Returns whether letters behind a number are words, and not factors."""
     if measure(words) is not None:
-        return len(words) > 1
-    return bool(blank) and re.fullmatch(r"(?:[A-Za-z]{3,}\s*)+", words) is not None
+        return len(words) > 1 or not words.isascii()
+    return bool(blank) and re.fullmatch(r"[A-Za-z]{3,}(?:\s+[A-Za-z]{3,})*\s*", words) is not None
 
 
 def _base(text: str) -> str:

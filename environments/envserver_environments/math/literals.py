@@ -35,7 +35,7 @@ _LITERAL = re.compile(
 
 _PLAIN = re.compile(
     r"(?P<sign>[-+]?)(?:(?P<decimal>(?:\d{1,30}|\d{1,3}(?:,\d{3}){1,9})(?:\.\d{1,30})?|\.\d{1,30})"
-    r"(?:\s*(?:\\times|\\cdot)\s*10\^\{?\s*(?P<exponent>[-+]?\d{1,3})\s*\}?)?"
+    r"(?:\s*(?:\\times|\\cdot|\*)\s*10\^\{?\s*(?P<exponent>[-+]?\d{1,3})\s*\}?)?"
     r"|\\[dt]?frac\{(?P<top>-?\d{1,9})\}\{(?P<bottom>-?\d{1,9})\}"
     r"|(?P<over>\d{1,9})/(?P<under>\d{1,9}))",
     re.ASCII,

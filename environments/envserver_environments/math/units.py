@@ -46,7 +46,7 @@ _WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 def measure(unit: str) -> Measure | None:
     """Returns what `unit` measures; None if a word of it is not a known unit."""
     size, dimensions, sign, at = Fraction(1), Counter[str](), 1, 0
-    unit = unit.strip()
+    unit = re.sub(r"\bdegrees?\s+(?=[CFcf])", "", unit.strip())
     while at < len(unit):
         piece = _PIECE.match(unit, at)
         known = _known(piece["name"].replace(" ", "")) if piece else None

@@ -152,7 +152,7 @@ def _library() -> _Library:
     """Loads math-verify when an answer first needs it: 0.8 s of CPU, which most runs can save."""
     try:
         math_verify = importlib.import_module("math_verify")
-        normalization = importlib.import_module("latex2sympy2_extended").NormalizationConfig
+        latex = importlib.import_module("latex2sympy2_extended.latex2sympy2")
     except ImportError as error:
         raise ConfigError(
             f"Scoring mathematics needs math-verify, which cannot be imported: {error}.",
@@ -160,10 +160,14 @@ def _library() -> _Library:
         ) from error
     # A timeout is an ordinary verdict here, not worth a line on stderr each.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    # By default R is r, and R^2-r^2 is 0.
+    math_verify.parser.latex2sympy = functools.partial(
+        latex.latex2sympy, conversion_config=latex.ConversionConfig(lowercase_symbols=False)
+    )
     strict = math_verify.LatexExtractionConfig(
         boxed_match_priority=0,
         try_extract_without_anchor=False,
-        normalization_config=normalization(
+        normalization_config=latex.NormalizationConfig(
             basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="all"
         ),
     )
