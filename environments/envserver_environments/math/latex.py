@@ -49,7 +49,7 @@ _OUTSIDE = r"(?![A-Za-z]|[^{}]*[^\\{}]\})"
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|(?<=[^.\s\\])[.,;])\s*\Z", ""),
+        (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|\s*(?<![.,;\\])[.,;]{1,2})\s*\Z", ""),
         (rf"{_SPACE}+\Z", ""),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\degree(?![A-Za-z])|(?<=\d)\^\{?o\}?\Z|\^\{\s*\\circ\s*\}", r"^\\circ "),
@@ -217,6 +217,7 @@ def same_words(gold: str, answer: str) -> bool | None:
         sorted(
             re.sub(r"[\W_]", "", _ARTICLE.sub("", item))
             for item in re.split(r",|\band\b", _COMMAND.sub("", text).casefold())
+            if item.strip()
         )
         for text in (gold, answer)
     )

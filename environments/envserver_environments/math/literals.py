@@ -9,28 +9,17 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from .latex import readable
+from .latex import quantity, readable
 from .units import measure
 
-_SPACE = r"(?:\\[,;:!> ]|~|\s)*+"
-_SIGN = rf"(?:[-+−]{_SPACE})?"
-_DIGITS = r"(?:\d+(?:(?:,|\{,\}|,\\!)\d+)*(?:\.\d*)?|\.\d+)"
-_INTEGER = r"[-+−]?\d+"
+_INTEGER = r"[-+]?\d+"
 _EXPONENT = rf"10\^(?:\{{\s*{_INTEGER}\s*\}}|\d+)"
-_UNIT = (
-    rf"{_SPACE}(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{{(?P<unit>[^{{}}\\]*)\}}"
-    r"(?:\^(?:\{\s*-?\d+\s*\}|\d))?"
-    r"|\^(?:\{\s*\\circ\s*\}|\\circ)|°|\\degree)"
-)
-_NUMBER = rf"(?:\\?\${_SPACE}{_SIGN})?{_DIGITS}(?:{_SPACE}(?:\\times|\\cdot|×){_SPACE}{_EXPONENT})?"
+_NUMBER = rf"(?:\d+(?:,\d+)*(?:\.\d*)?|\.\d+)(?:\s*(?:\\times|\\cdot|\*)\s*{_EXPONENT})?"
 _FRACTION = (
-    rf"(?:\d+{_SPACE})?\\[dtc]?frac\s*\{{\s*{_INTEGER}\s*\}}\s*\{{\s*{_INTEGER}\s*\}}"
-    rf"|(?:\d+\s+)?\d+\s*/\s*\d+"
+    rf"(?:\d+\s*)?\\[dtc]?frac\s*\{{\s*{_INTEGER}\s*\}}\s*\{{\s*{_INTEGER}\s*\}}|\d+\s*/\s*\d+"
 )
 _LITERAL = re.compile(
-    rf"{_SPACE}(?:[A-Za-z]\s*=\s*)?{_SPACE}"
-    rf"{_SIGN}(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})"
-    rf"(?:{_SPACE}\\?%)?(?:{_UNIT})?{_SPACE}"
+    rf"(?:[A-Za-z]\s*=)?\s*(?:[-+]\s*)?(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})(?:\s*\\?%)?\s*"
 )
 
 _PLAIN = re.compile(
@@ -78,17 +67,10 @@ def is_number_literal(answer: str) -> bool:
     or a number times one; each with an optional sign, dollar sign, percent sign, `\text{unit}` or
     degree sign, and an optional `x =` before it.
     """
-    found = _literal(answer)
-    return found is not None and not changes_number(found["unit"] or "")
+    value, unit = quantity(readable(answer) if len(answer) <= 300 else "")
+    return _LITERAL.fullmatch(value) is not None and not changes_number(unit)
 
 
 def changes_number(unit: str) -> bool:
     r"""Returns whether a text behind a number changes it, as in `12\text{ or 13}`."""
     return _NO_UNIT.search(unit) is not None and measure(unit) is None
-
-
-def _literal(answer: str) -> re.Match[str] | None:
-    plain = answer.strip()
-    if len(plain) > 2 and plain[0] == plain[-1] == "$":
-        plain = plain[1:-1]
-    return _LITERAL.fullmatch(readable(plain)) if len(plain) <= 300 else None
