@@ -213,6 +213,7 @@ SIZES = st.recursive(
 """Products and powers, and their decimal logarithms."""
 
 
+@settings(max_examples=extent.examples(100), deadline=None)
 @given(SIZES, st.integers(1, 10**7))
 def test_what_is_small_is_never_too_large_and_what_is_huge_always_is(
     formula: tuple[str, float], exponent: int
