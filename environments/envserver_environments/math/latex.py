@@ -17,7 +17,7 @@ _TOKEN = re.compile(r"\\sqrt\s*\[[^\[\]]*\]|\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
 _TWO_ARGUMENTS = ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac")
 _CURRENCY = r"(?:\\pounds(?![A-Za-z])|\\euro(?![A-Za-z])|\\?\$|[£€¥])"
 _NUMBER_IN_TEXT = re.compile(
-    rf"{_TEXT}\{{(\s*{_CURRENCY}?\s*[-+]?\s*(?:\d[\d,.]*|\.\d+)\s*(?:\\?%)?\s*)\}}"
+    rf"{_TEXT}\{{(\s*+{_CURRENCY}?\s*+[-+]?\s*+(?:\d[\d,.]*|\.\d+)\s*(?:\\?%)?\s*)\}}"
 )
 _SCALE = re.compile(
     rf"(?<=\d){_SPACE}*+{_TEXT}\{{\s*(hundred|thousand|[kK]|million|billion|trillion)\b([^{{}}]*)\}}$"
@@ -122,7 +122,7 @@ _BASE = re.compile(
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _ARTICLE = re.compile(r"\A\W*(?:an?|the)\s+(?=\w\w)")
-_PHRASE = re.compile(rf"{_TEXT}\{{[\s('\"]*[A-Za-z][A-Za-z\s.,'()-]*\}}")
+_PHRASE = re.compile(rf"{_TEXT}\{{[\s('\"]*[A-Za-z][A-Za-z0-9\s.,'()-]*\}}")
 _PLAIN_PHRASE = re.compile(
     r"(?:\\(?:triangle|angle)\s*)?[A-Z]{2,}|[A-Z][a-z]{2,}|[A-Z]?[a-z]+\.?(?: [A-Za-z]+\.?)+"
     r"|yes|no|true|false|even|odd|none"
