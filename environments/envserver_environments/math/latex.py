@@ -36,12 +36,12 @@ _PRICE = re.compile(
 )
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
 _REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*\{\s*(\d{1,20})\s*\}")
-_UNICODE = {
+_UNICODE = str.maketrans({
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ",
     "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "°": "^\\circ ",
     "θ": "\\theta ", "±": "\\pm ", "≈": "\\approx ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}",
     "\u00a0": "\\,", "\u2009": "\\,", "\u202f": "\\,",
-}  # fmt: skip
+})  # fmt: skip
 _SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _OUTSIDE = r"(?![A-Za-z]|[^{}]*[^\\{}]\})"
@@ -131,8 +131,7 @@ _PLAIN_PHRASE = re.compile(
 
 def readable(latex: str) -> str:
     """Returns `latex` in a form that math-verify reads as TeX does."""
-    plain = _SUPERSCRIPT.sub(_raised, without_marks(latex))
-    plain = "".join(_UNICODE.get(sign, sign) for sign in plain)
+    plain = _SUPERSCRIPT.sub(_raised, without_marks(latex)).translate(_UNICODE)
     if number := _NUMBER_IN_TEXT.fullmatch(plain) or _IN_BRACES.fullmatch(plain):
         plain = number[1].strip()
     for pattern, replacement in _SPELLINGS:

@@ -229,6 +229,8 @@ def _agree(wanted: Any, given: Any) -> bool:
 
     It compares sets without repetitions, and rounds to six decimals.
     """
+    if _kind(wanted) == _kind(given) == "Equality" and wanted.lhs != given.lhs:
+        return True
     wanted, given = (
         value.rhs if _kind(value) == "Equality" else value for value in (wanted, given)
     )
@@ -264,7 +266,9 @@ def _parts(value: Any) -> list[Any]:
 
 def _are_near(wanted: Any, given: Any) -> bool:
     """Compares the coefficients of two expressions, or their values if they have different ones."""
-    if wanted == given or not all(hasattr(value, "expand") for value in (wanted, given)):
+    if wanted == given or not all(
+        hasattr(value, "as_coefficients_dict") for value in (wanted, given)
+    ):
         return True
     one, other = (value.doit().expand().as_coefficients_dict() for value in (wanted, given))
     if one.keys() == other.keys():
@@ -274,7 +278,7 @@ def _are_near(wanted: Any, given: Any) -> bool:
         for at, name in enumerate(sorted(wanted.free_symbols | given.free_symbols, key=str))
     }
     values = [value.doit().subs(point).evalf() for value in (wanted, given)]
-    return not all(value.is_number for value in values) or all(
+    return not all(value.is_number and value.is_finite for value in values) or all(
         map(_near, *(value.as_real_imag() for value in values))
     )
 
