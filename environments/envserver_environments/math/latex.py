@@ -302,8 +302,8 @@ def _listed(latex: str) -> str:
     r"""Returns `3, 5` for `x=3 \lor x=5`, and `(3,4)` for `y=4, x=3` and `(x,y)=(3,4)`."""
     text = re.sub(r"\\l(?:and|or)(?![A-Za-z])", ", ", latex)
     if tuple_ := _NAMED_TUPLE.match(text):
-        names = re.findall(_VARIABLE, tuple_[1])
-        return text[tuple_.end() :] if names == sorted(names) else text
+        variables = re.findall(_VARIABLE, tuple_[1])
+        return text[tuple_.end() :] if variables == sorted(variables) else text
     items = _items(text)
     pairs = sorted((found[1], found[2]) for item in items if (found := _ASSIGNED.fullmatch(item)))
     names = {name for name, _ in pairs}
