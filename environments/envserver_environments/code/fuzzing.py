@@ -9,11 +9,12 @@ text already has).
 from __future__ import annotations
 
 import ast
-import math
 import random
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
+
+from .vocabulary import close
 
 _TRIES = 6
 
@@ -43,22 +44,9 @@ def agreement(program: Mapping[int, Any], reference: Mapping[int, Any]) -> float
     """
     if not reference:
         return None
-    same = sum(number in program and alike(program[number], reference[number])
+    same = sum(number in program and close(program[number], reference[number], 1e-9)
                for number in reference)  # fmt: skip
     return same / len(reference)
-
-
-def alike(value: Any, wanted: Any) -> bool:
-    """Returns whether a test for `wanted` would accept `value`: floats may differ a little."""
-    if isinstance(wanted, float) and isinstance(value, float | int):
-        both_nan = math.isnan(wanted) and math.isnan(value)
-        try:
-            return both_nan or math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
-        except OverflowError:  # an integer beyond all floats
-            return False
-    if isinstance(wanted, list | tuple) and type(value) is type(wanted):
-        return len(value) == len(wanted) and all(map(alike, value, wanted))
-    return bool(value == wanted)
 
 
 def _read(call: str) -> tuple[str, list[Any]] | None:

@@ -19,8 +19,8 @@ from envserver import ExecResult, Sandbox, SandboxError, SandboxLimits
 from .problem import Pair
 from .running import NOT_THE_PROGRAM, SPEC, Verdict, cause
 
-_DECIMAL = re.compile(rb"[-+]?(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?")
-_A_NUMBER = re.compile(rb"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
+_NUMBER = re.compile(rb"(?<![\w.:])([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?)(?![\w:]|\.\w)")
+_DECIMAL = re.compile(rb"[-+]?(?:\d*\.(\d*)|[1-9]\d*(?=[eE])).*")
 MOST_SECONDS = 30.0
 """CPU seconds of a program at most, whatever limit its row has."""
 LEAST_SECONDS = 1.0
@@ -68,21 +68,25 @@ def same_lines(printed: bytes, wanted: str) -> bool:
     """Returns whether a program printed the expected lines.
 
     Where a decimal is expected, a number may differ by 1e-6, absolute or relative, as on the sites
-    that such tasks come from; all else is the same.
+    that such tasks come from, or by half of the last of at least four decimals that are expected.
+    All else is the same.
     """
     given, right = _lines(printed), _lines(wanted.encode("utf-8", "surrogatepass"))
     return given == right or (len(given) == len(right) and all(map(_same_line, given, right)))
 
 
 def _same_line(given: bytes, right: bytes) -> bool:
-    words, wanted = (re.split(rb"(\s+)", line) for line in (given, right))  # blanks are words, too
-    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+    parts, wanted = _NUMBER.split(given), _NUMBER.split(right)  # every second one is a number
+    return len(parts) == len(wanted) and all(map(_same_part, parts, wanted))
 
 
-def _same_word(given: bytes, right: bytes) -> bool:
-    if given == right or not _DECIMAL.fullmatch(right) or not _A_NUMBER.fullmatch(given):
+def _same_part(given: bytes, right: bytes) -> bool:
+    decimal = _DECIMAL.fullmatch(right)
+    if given == right or not (decimal and _NUMBER.fullmatch(right) and _NUMBER.fullmatch(given)):
         return given == right
-    return math.isclose(float(given), float(right), rel_tol=1e-6, abs_tol=1e-6)
+    digits = len(decimal[1] or b"")
+    nearest = 0.500001 * 10**-digits if digits >= 4 else 1e-6
+    return math.isclose(float(given), float(right), rel_tol=1e-6, abs_tol=max(1e-6, nearest))
 
 
 def _lines(text: bytes) -> list[bytes]:

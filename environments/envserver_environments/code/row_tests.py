@@ -191,7 +191,8 @@ def _assert(arguments: Any, wanted: Any, name: str) -> str | None:
 
 
 def _has_decimals(value: Any) -> bool:
-    inside = isinstance(value, list | tuple) and any(map(_has_decimals, value))
+    items = value.values() if isinstance(value, dict) else value
+    inside = isinstance(value, list | tuple | dict) and any(map(_has_decimals, items))
     return isinstance(value, float) or inside
 
 

@@ -8,8 +8,10 @@ checked first or left out. Pure.
 from __future__ import annotations
 
 import ast
+import cmath
 import math
 import operator
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -170,14 +172,24 @@ def _type(value: Any) -> Any:
 
 def close(value: Any, wanted: Any, tolerance: float = 1e-6) -> bool:
     """Compares values; floats may differ a little, at any depth."""
-    if isinstance(value, float | int) and isinstance(wanted, float):
-        return value == wanted or math.isclose(value, wanted, rel_tol=1e-7, abs_tol=tolerance)
-    if isinstance(wanted, list | tuple) and isinstance(value, list | tuple):
-        same = len(value) == len(wanted)
-        return same and all(close(*pair, tolerance) for pair in zip(value, wanted, strict=True))
+    match value, wanted:
+        case int() | float() | complex(), float() | complex():
+            if value == wanted or (value != value and wanted != wanted):  # nan
+                return True
+            return abs(value) <= _LARGEST and cmath.isclose(
+                value, wanted, rel_tol=1e-7, abs_tol=tolerance
+            )
+        case dict(), dict() if value.keys() == wanted.keys():
+            return all(close(value[key], wanted[key], tolerance) for key in wanted)
+        case set() | frozenset(), set() | frozenset():
+            return close(sorted(value, key=repr), sorted(wanted, key=repr), tolerance)
+        case list() | tuple(), list() | tuple():
+            same = len(value) == len(wanted)
+            return same and all(close(*pair, tolerance) for pair in zip(value, wanted, strict=True))
     return bool(value == wanted)
 
 
+_LARGEST = sys.float_info.max
 _SIZED = (str, bytes, list, tuple, set, frozenset, dict, deque)
 
 FUNCTIONS: dict[str, Any] = {

@@ -1,51 +1,98 @@
 r"""Reads LaTeX as TeX does, and finds answers whose form the gold excludes. Pure.
 
 In: a gold or an answer without `\boxed`. Out: the same mathematics in a form that math-verify
-understands: braces around the arguments of `\frac` and `\sqrt`, plain numbers out of `\text{12}`
-and `\pounds 12`, and `12 \times 10^{6}` for `12\text{ million}`.
+understands: braces around the arguments of `\frac` and `\sqrt`, plain numbers out of `\text{12}`,
+`12 \times 10^{6}` for `12\text{ million}`, and units as `\text{...}` behind their number.
 """
 
 from __future__ import annotations
 
 import re
 
+from .units import measure
+
 _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|fbox)\s*"
+_SPACE = r"(?:\\[,;:!> ]|\\q?quad(?![A-Za-z])|~|\s)"
 _TOKEN = re.compile(r"\\sqrt\s*\[[^\[\]]*\]|\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
 _TWO_ARGUMENTS = ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac")
-_CURRENCY = r"(?:\\pounds(?![A-Za-z])|\\euro(?![A-Za-z])|[£€¥])"
+_CURRENCY = r"(?:\\pounds(?![A-Za-z])|\\euro(?![A-Za-z])|\\?\$|[£€¥])"
 _NUMBER_IN_TEXT = re.compile(
-    rf"{_TEXT}\{{(\s*(?:\\?\$|{_CURRENCY})?\s*[-+−]?\s*(?:\d[\d,.]*|\.\d+)\s*(?:\\?%)?\s*)\}}"
+    rf"{_TEXT}\{{(\s*+{_CURRENCY}?\s*+[-+]?\s*+(?:\d[\d,.]*|\.\d+)\s*(?:\\?%)?\s*)\}}"
 )
 _SCALE = re.compile(
-    rf"(?<=\d)(?:\\[,;:!> ]|~|\s)*+{_TEXT}\{{\s*(hundred|thousand|million|billion|trillion)\b"
-    r"([^{}]*)\}$"
+    rf"(?<=\d){_SPACE}*+{_TEXT}\{{\s*(hundred|thousand|[kK]|million|billion|trillion)\b([^{{}}]*)\}}$"
 )
-_IN_WORDS = re.compile(rf"\A(\d+)\s*{_TEXT}\{{\s*\(([a-z]+)\)\s*\}}\Z")
+_IN_WORDS = re.compile(rf"\A(\d+){_SPACE}*(?:{_TEXT}\{{)?\s*\(([a-z]+)\)\s*\}}?\Z")
 _WORDS = (  # noqa: SIM905 - read as a line
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
     " sixteen seventeen eighteen nineteen twenty"
 ).split()
-_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_POWERS = {
+    "hundred": 2, "thousand": 3, "k": 3, "K": 3, "million": 6, "billion": 9, "trillion": 12,
+}  # fmt: skip
 
-_PRICE = re.compile(rf"([-+−]?)\s*(?:{_CURRENCY}|{_TEXT}\{{\s*{_CURRENCY}\s*\}})\s*(?=[\d.])")
-_IN_BRACES = re.compile(r"\{([^{}]*)\}")
-_POINT_AT_THE_END = re.compile(r"(?<=\d)\.$")
-_REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*\{\s*(\d{1,20})\s*\}")
-_SPELLINGS = (
-    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
-    (re.compile(r"\\degree(?![A-Za-z])|(?<=\d)\s*°"), r"^\\circ"),
-    (re.compile(rf"{_TEXT}\{{\s*(?:or|and)\s*\}}"), ", "),
-    (re.compile(r"_\{\s*(\w)\s*\}"), r"_\1"),
-    (re.compile(r"(?<!\\)~"), " "),
-    (re.compile(r"(?<=\d)(?:\\[,;:!> ]|\\thinspace|[\u00a0\u2009\u202f])\s*(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"\A\s*(?:\\(?:approx|simeq|thickapprox)(?![A-Za-z])|≈)\s*"), ""),
-    (re.compile(r"\A([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})\Z"), r"\1 \\times 10^{\2}"),
-    (re.compile(r"√\s*(\d+|[A-Za-z])"), r"\\sqrt{\1}"),
-    (re.compile(r"√\s*(?=[({])"), r"\\sqrt"),
-    (re.compile(r"(?<=\S)[,;]\s*\Z"), ""),
-    (re.compile(rf"\A{_TEXT}\{{\s*([-+]?\d[\d,.]*)(\s[^{{}}\d]*)\}}\Z"), r"\1\\text{\2}"),
+_PRICE = re.compile(
+    rf"([-+]?)\s*(?:({_CURRENCY})|{_TEXT}\{{\s*({_CURRENCY})\s*\}}){_SPACE}*([-+]?[\d.].*)"
 )
+_IN_BRACES = re.compile(r"\{([^{}]*)\}")
+_REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*\{\s*(\d{1,20})\s*\}")
+_UNICODE = str.maketrans({
+    "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ",
+    "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "°": "^\\circ ",
+    "θ": "\\theta ", "±": "\\pm ", "≈": "\\approx ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}",
+    "\u00a0": "\\,", "\u2009": "\\,", "\u202f": "\\,",
+})  # fmt: skip
+_SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+_OUTSIDE = r"(?![A-Za-z]|[^{}]*[^\\{}]\})"
+"""Behind a plain word that is not in braces."""
+_SPELLINGS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|\s*(?<![.,;\\])[.,;]{1,2})\s*\Z", ""),
+        (rf"{_SPACE}+\Z", ""),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\degree(?![A-Za-z])|(?<=\d)\^\{?o\}?\Z|\^\{\s*\\circ\s*\}", r"^\\circ "),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
+        (rf"{_TEXT}\{{\s*([ie])\s*\}}|\\math(?:bf|it)\{{(\w)\}}", r"\1\2"),
+        (rf"{_TEXT}\{{[\s,]*or\s*\}}|\\vee(?![A-Za-z])|(?<![A-Za-z\\])or{_OUTSIDE}", r"\\lor "),
+        (
+            rf"{_TEXT}\{{[\s,]*and\s*\}}|\\wedge(?![A-Za-z])|(?<![A-Za-z\\])and{_OUTSIDE}",
+            r"\\land ",
+        ),
+        (rf"(?<=\d){_SPACE}*(?:{_TEXT}\{{\s*percent\s*\}}|percent\b)", r"\\%"),
+        (r",\s*(?=\\l(?:or|and)(?![A-Za-z]))", ""),
+        (r"_\{\s*(\w)\s*\}", r"_\1"),
+        (r"(?<!\\)~", " "),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\\(?:left|right)(?![A-Za-z])", ""),
+        (r"(?<=\d)(?:\\!)?(?:\{,\}|,(?=\\!))(?:\\!)?(?=\d{3})", ","),
+        (r"(?<=\d)(?:\\[,;:!> ]|\\thinspace)\s*(?=\d{3}(?!\d))", ""),
+        (r"\A\s*\\(?:approx|simeq|thickapprox|sim)(?![A-Za-z])", ""),
+        (
+            r"\A([-+]?\d+(?:\.\d+)?)(?:[eE]|x\s*10\^(?=[-+\d]))([-+]?\d{1,4})\Z",
+            r"\1 \\times 10^{\2}",
+        ),
+        (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})", r"\\sqrt{\1\2\3}"),
+        (rf"\A{_TEXT}\{{\s*([-+]?\d[\d,.]*)(\s[^{{}}\d]*)\}}\Z", r"\1\\text{\2}"),
+        (r"\A([-+]?\d+)\s+(\d+)/(\d+)\Z", r"\1\\frac{\2}{\3}"),
+    )
+]
 """Patterns that math-verify cannot read, with equivalents that it can."""
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_GROUPS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_WORDS_BEHIND = re.compile(
+    rf"([-+]?(?:\d[\d,.:]*|\.\d+)(?:\s*/\s*\d+)?)({_SPACE}*)([A-Za-z€£¥¢][A-Za-z ./^0-9{{}}]*)"
+)
+_UNIT = re.compile(
+    rf"(?P<value>.*?[\w)}}\]!%|])(?P<unit>(?:(?:{_SPACE}|\\cdot|[/*])*+"
+    r"(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{[^{}]*\}|\^\\circ(?:\s*[CF](?![A-Za-z]))?)"
+    r"(?:\s*\^(?:\{\s*-?\d\s*\}|\d))?)+)\s*"
+)
+_LETTER = re.compile(rf"([-+]?[\d.,]*\d){_SPACE}*([A-Za-z])")
+_NOT_OF_UNITS = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*(?=\s*\{)|[{}]|\\[A-Za-z]+|\\.|~")
 
 _EQUAL = re.compile(r"(?<![<>!:])=")
 _ORDER = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|leqslant|geqslant)(?![A-Za-z])")
@@ -54,27 +101,74 @@ _NAME = re.compile(
     r"\s*(?:[A-Za-z]|\\[A-Za-z]+(?:\{[^{}]*\})?)(?:_(?:\w|\{[^{}]*\}))?'*\s*(?:\([^()]*\))?\s*"
 )
 _NUMBER = re.compile(r"\s*-?[\d.,]+\s*")
-_UNKNOWN = re.compile(r"\s*[A-Za-df-hj-z]\s*")
-_SET = re.compile(r"\s*(?:\\left)?\\\{(?:(?!\\mid|[|:()]).)*\\\}\s*", re.DOTALL)
-_TUPLE = re.compile(r"\s*(?:\\left)?\([^()]*,[^()]*\)\s*")
-_BOUNDED = re.compile(
-    r"(?P<name>\s*[A-Za-z]\s*\\in\s*)?(?:\\left)?[\[(][^,()\[\]]*,[^,()\[\]]*[\])]\s*"
+_VARIABLE = r"(?:[A-Za-df-hj-z]|\\(?!pi\b|infty\b|[lg]eq?\b)[a-z]+)(?![A-Za-z])(?:_\w)?"
+_UNKNOWN = re.compile(rf"\s*({_VARIABLE})\s*")
+_SET = re.compile(r"\s*\\\{(?:(?!\\mid|[|:()]).)*\\\}\s*", re.DOTALL)
+_TUPLE = re.compile(r"\s*\([^()]*,[^()]*\)\s*")
+_BUILDER = re.compile(
+    rf"\s*\\\{{\s*{_VARIABLE}\s*(?:\\in\s*\\mathbb\{{R\}}|\\in\s*R)?\s*(?:\\mid|\||:)(.*)\\\}}\s*"
 )
+_IN = re.compile(rf"\s*({_VARIABLE})\s*\\in(?![A-Za-z])\s*(?=[\[(])")
+_ENDS = re.compile(r"\s*([\[(])([^,()\[\]]*),([^,()\[\]]*)([\])])\s*")
+_EXCEPT = re.compile(rf"\A\s*({_VARIABLE})\s*\\neq?(?![A-Za-z])([^,]*)\Z")
+_UNION = re.compile(r"\\(?:cup|lor)(?![A-Za-z])")
+_LEAST, _MOST = "-\\infty", "\\infty"
+_DOTS = re.compile(r"\\[lc]?dots|\.\.\.")
+_ASSIGNED = re.compile(rf"\s*({_VARIABLE})\s*=([^=<>]*)")
+_NAMED_TUPLE = re.compile(rf"\s*\(((?:{_VARIABLE}|[,\s])*)\)\s*=\s*(?=\()")
 _DIRECTIONS = {"<": "<", "\\lt": "<", ">": ">", "\\gt": ">"}
-_BASE = re.compile(r".*\d_(?:(?=\d\s*$)|\{\s*)(\d+)\s*\}?\s*", re.DOTALL)
+_BASE = re.compile(
+    rf"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{{2,}})\)?_(?:(\w)|\{{\s*(?:{_TEXT}\{{)?\s*(\w+)\s*\}}?\s*\}})"
+)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_ARTICLE = re.compile(r"\A\W*(?:an?|the)\s+(?=\w\w)")
+_PHRASE = re.compile(rf"{_TEXT}\{{[\s('\"]*[A-Za-z][A-Za-z0-9\s.,'()-]*\}}")
+_PLAIN_PHRASE = re.compile(
+    r"(?:\\(?:triangle|angle)\s*)?[A-Z]{2,}|[A-Z][a-z]{2,}|[A-Z]?[a-z]+\.?(?: [A-Za-z]+\.?)+"
+    r"|yes|no|true|false|even|odd|none"
+)
 
 
 def readable(latex: str) -> str:
     """Returns `latex` in a form that math-verify reads as TeX does."""
-    plain = latex.strip()
+    plain = _SUPERSCRIPT.sub(_raised, without_marks(latex)).translate(_UNICODE)
     if number := _NUMBER_IN_TEXT.fullmatch(plain) or _IN_BRACES.fullmatch(plain):
         plain = number[1].strip()
-    if (said := _IN_WORDS.match(plain)) and said[2] in _WORDS[int(said[1]) : int(said[1]) + 1]:
-        return said[1]
-    plain = _POINT_AT_THE_END.sub("", _PRICE.sub(r"\1", plain, count=1))
     for pattern, replacement in _SPELLINGS:
         plain = pattern.sub(replacement, plain)
-    return _SCALE.sub(_power_of_ten, with_braces(_REPEATING.sub(_fraction, plain)))
+    plain = plain.strip()
+    if (said := _IN_WORDS.match(plain)) and said[2] in _WORDS[int(said[1]) : int(said[1]) + 1]:
+        return said[1]
+    if _GROUPS.fullmatch(plain):
+        plain = plain.replace(" ", "")
+    if (found := _WORDS_BEHIND.fullmatch(plain)) and _are_words(found[2], found[3]):
+        plain = f"{found[1]}\\text{{ {found[3]}}}"
+    plain = _SCALE.sub(_power_of_ten, with_braces(_REPEATING.sub(_fraction, plain)))
+    if price := _PRICE.fullmatch(plain):
+        value, unit = quantity(price[4])
+        currency = (price[2] or price[3]).strip("\\")
+        plain = f"{price[1]}{value}\\text{{ {currency} {unit}}}"
+    return plain
+
+
+def without_marks(latex: str) -> str:
+    r"""Returns `latex` without the `$`, `\(` and `\[` of formulas."""
+    paired = latex.count("$") % 2 == 0 and "\\$" not in latex
+    return re.sub(rf"(?<!\\)\\[()\[\]]{'|[$]' if paired else ''}", "", latex).strip()
+
+
+def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
+    """Splits a readable text into its value and its unit, which may be empty.
+
+    Args:
+        letters: `12 m` is metres, and not algebra.
+    """
+    if letters and (found := _LETTER.fullmatch(latex)) and measure(found[2]):
+        return found[1], found[2]
+    if (found := _UNIT.fullmatch(latex)) is None:
+        return latex, ""
+    unit = found["unit"].replace("^\\circ", "°").replace("\\cdot", " ")
+    return found["value"], _NOT_OF_UNITS.sub("", unit).strip()
 
 
 def with_braces(latex: str) -> str:
@@ -102,27 +196,49 @@ def with_braces(latex: str) -> str:
     return "".join(parts)
 
 
-def as_asked(gold: str, answer: str) -> tuple[str, str]:
-    """Returns both as intervals if one is an interval and the other an inequality.
+def as_asked(gold: str, answer: str) -> tuple[str, str] | None:
+    r"""Returns both in one form: sets of numbers as intervals, solutions without their names.
 
-    A gold such as `(0,3)` may be a point: it stays one, but with an infinite end.
+    None if they are about different unknowns, such as `x>1` and `y>1`.
     """
-    interval = _BOUNDED.fullmatch(gold)
-    if interval and (interval["name"] or re.search(r"[\[\]]|\\infty", gold)):
-        return gold, _interval_of(answer) or answer
-    if _BOUNDED.fullmatch(answer) and (as_interval := _interval_of(gold)):
-        return as_interval, answer
-    return gold, answer
+    wanted, given = _region(gold), _region(answer)
+    if wanted is None or given is None:
+        return _listed(gold), _listed(answer)
+    same = not (wanted[0] and given[0]) or wanted[0] == given[0]
+    return (wanted[1], given[1]) if same else None
+
+
+def same_words(gold: str, answer: str) -> bool | None:
+    """Returns whether `answer` has the letters of a word, a name or a choice; None for formulas."""
+    if not (_PHRASE.fullmatch(gold) or _PLAIN_PHRASE.fullmatch(gold)):
+        return None
+    wanted, given = (
+        sorted(
+            re.sub(r"[\W_]", "", _ARTICLE.sub("", item))
+            for item in re.split(r",|\band\b", _COMMAND.sub("", text).casefold())
+            if item.strip()
+        )
+        for text in (gold, answer)
+    )
+    return wanted == given
+
+
+def same_in_base(gold: str, answer: str) -> bool | None:
+    """Compares numbers with a base, such as `101_2`; None if neither has one."""
+    wanted, given = (
+        found and (found[1].lstrip("0").casefold(), _base(found[2] or found[3]))
+        for found in (_BASE.fullmatch(gold), _BASE.fullmatch(answer))
+    )
+    return None if wanted is None and given is None else wanted == given
 
 
 def forms_differ(gold: str, answer: str) -> bool:
     """Returns whether `answer` has a form that cannot equal `gold`, though math-verify says so.
 
-    It takes the right side of any equation, and the ends of an interval, for the whole; it drops
-    the base of a number, and takes pairs for sets.
+    It takes the right side of any equation, and the ends of an interval, for the whole; it takes
+    pairs for sets, and overlooks dots.
     """
-    bases = _BASE.fullmatch(gold), _BASE.fullmatch(answer)
-    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+    if "," in gold and bool(_DOTS.search(gold)) != bool(_DOTS.search(answer)):
         return True
     if _ORDER.search(gold):
         return not (_ORDER.search(answer) or _INTERVAL.search(answer))
@@ -141,6 +257,22 @@ def forms_differ(gold: str, answer: str) -> bool:
     return len(sides) == 2 and all(map(_NUMBER.fullmatch, sides)) and sides[0] != sides[1]
 
 
+def _raised(found: re.Match[str]) -> str:
+    digits = found[0].translate(_SUPERSCRIPTS)
+    return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
+
+
+def _are_words(blank: str, words: str) -> bool:
+    """Returns whether letters behind a number are words, and not factors."""
+    if measure(words) is not None:
+        return len(words) > 1 or not words.isascii()
+    return bool(blank) and re.fullmatch(r"[A-Za-z]{3,}(?:\s+[A-Za-z]{3,})*\s*", words) is not None
+
+
+def _base(text: str) -> str:
+    return str(_WORDS.index(text)) if text in _WORDS else text
+
+
 def _power_of_ten(found: re.Match[str]) -> str:
     unit = f"\\text{{{found[2]}}}" if found[2].strip() else ""
     return f" \\times 10^{{{_POWERS[found[1]]}}}{unit}"
@@ -154,8 +286,69 @@ def _fraction(found: re.Match[str]) -> str:
     return f"\\frac{{{after - before}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
 
 
-def _interval_of(inequality: str) -> str | None:
-    r"""Returns `[a,b)` for `a \le x < b`, `(-\infty,b]` for `x \le b`; None for anything else."""
+def _items(latex: str) -> list[str]:
+    """The parts between the commas that are in no brackets."""
+    items, depth = [""], 0
+    for sign in _THOUSANDS.sub("", latex):
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign in ",;" and not depth:
+            items.append("")
+        else:
+            items[-1] += sign
+    return [item for item in items if item.strip()]
+
+
+def _listed(latex: str) -> str:
+    r"""Returns `3, 5` for `x=3 \lor x=5`, and `(3,4)` for `y=4, x=3` and `(x,y)=(3,4)`."""
+    text = re.sub(r"\\l(?:and|or)(?![A-Za-z])", ", ", latex)
+    if tuple_ := _NAMED_TUPLE.match(text):
+        variables = re.findall(_VARIABLE, tuple_[1])
+        return text[tuple_.end() :] if variables == sorted(variables) else text
+    items = _items(text)
+    pairs = sorted((found[1], found[2]) for item in items if (found := _ASSIGNED.fullmatch(item)))
+    names = {name for name, _ in pairs}
+    if len(items) < 2 or not pairs:
+        return text
+    if len(names) == len(items) and not any("_" in name for name in names):
+        return f"({', '.join(value for _, value in pairs)})"
+    if len({name.partition("_")[0] for name in names}) == 1:
+        return ", ".join(_ASSIGNED.sub(r"\2", item) for item in items)
+    return text
+
+
+def _region(latex: str) -> tuple[str, str] | None:
+    r"""Returns the name of the unknown, if any, and the intervals of `x<1 \lor x>2` or `[1,2)`."""
+    builder = _BUILDER.fullmatch(latex)
+    text = _EXCEPT.sub(r"\1<\2 \\lor \1>\2", builder[1] if builder else latex)
+    if not _ORDER.search(text) and len(_items(text)) > 1:
+        return None
+    parts = [part for one in _UNION.split(text) for part in _items(one)]
+    found = [_interval(part) for part in parts]
+    names = {one[0] for one in found if one and one[0]}
+    if not all(found) or len(names) > 1:
+        return None
+    return "".join(names), "\\cup ".join("".join(one[1:]) for one in found if one)
+
+
+_Interval = tuple[str, str, str, str, str, str]
+"""The unknown, a bracket, an end, a comma, the other end and its bracket."""
+
+
+def _interval(latex: str) -> _Interval | None:
+    r"""Reads `x\in[a,b)`, `a \le x < b`, `x \le b`, or `x \ge a \land x < b`."""
+    name = _IN.match(latex)
+    text = latex[name.end() :] if name else latex
+    if ends := _ENDS.fullmatch(text):
+        return name[1] if name else "", ends[1], ends[2], ",", ends[3], ends[4]
+    halves = [_of_order(half) for half in re.split(r"\\land(?![A-Za-z])", latex)]
+    if len(halves) == 2 and halves[0] and halves[1] and halves[0][0] == halves[1][0]:
+        low, high = sorted(halves, key=lambda half: half is not None and half[2] == _LEAST)
+        if low and high and (low[4], high[2]) == (_MOST, _LEAST):
+            return (*low[:4], *high[4:])
+    return halves[0] if len(halves) == 1 else None
+
+
+def _of_order(inequality: str) -> _Interval | None:
     parts = _ORDER.split(inequality)
     signs = [_DIRECTIONS.get(sign, sign) for sign in _ORDER.findall(inequality)]
     strict = [sign in ("<", ">") for sign in signs]
@@ -165,14 +358,15 @@ def _interval_of(inequality: str) -> str | None:
     if not rising[0]:
         parts.reverse()
         strict.reverse()
-    named = [bool(_UNKNOWN.fullmatch(part)) for part in parts]
-    match named:
+    named = [_UNKNOWN.fullmatch(part) for part in parts]
+    match [bool(name) for name in named]:
         case [False, True, False]:
             low, high = parts[0], parts[2]
         case [True, False]:
-            low, high, strict = "-\\infty", parts[1], [True, *strict]
+            low, high, strict = _LEAST, parts[1], [True, *strict]
         case [False, True]:
-            low, high, strict = parts[0], "\\infty", [*strict, True]
+            low, high, strict = parts[0], _MOST, [*strict, True]
         case _:
             return None
-    return f"{'(' if strict[0] else '['}{low.strip()},{high.strip()}{')' if strict[1] else ']'}"
+    name = next(name[1] for name in named if name)
+    return name, "[("[strict[0]], low.strip(), ",", high.strip(), "])"[strict[1]]

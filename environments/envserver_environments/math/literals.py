@@ -9,47 +9,30 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from .latex import readable
+from .latex import quantity, readable
+from .units import measure
 
-_SPACE = r"(?:\\[,;:!> ]|~|\s)*+"
-_SIGN = rf"(?:[-+−]{_SPACE})?"
-_DIGITS = r"(?:\d+(?:(?:,|\{,\}|,\\!)\d+)*(?:\.\d*)?|\.\d+)"
-_INTEGER = r"[-+−]?\d+"
+_INTEGER = r"[-+]?\d+"
 _EXPONENT = rf"10\^(?:\{{\s*{_INTEGER}\s*\}}|\d+)"
-_UNIT = (
-    rf"{_SPACE}(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{{(?P<unit>[^{{}}\\]*)\}}"
-    r"(?:\^(?:\{\s*-?\d+\s*\}|\d))?"
-    r"|\^(?:\{\s*\\circ\s*\}|\\circ)|°|\\degree)"
-)
-_NUMBER = rf"(?:\\?\${_SPACE}{_SIGN})?{_DIGITS}(?:{_SPACE}(?:\\times|\\cdot|×){_SPACE}{_EXPONENT})?"
+_NUMBER = rf"(?:\d+(?:,\d+)*(?:\.\d*)?|\.\d+)(?:\s*(?:\\times|\\cdot|\*)\s*{_EXPONENT})?"
 _FRACTION = (
-    rf"(?:\d+{_SPACE})?\\[dtc]?frac\s*\{{\s*{_INTEGER}\s*\}}\s*\{{\s*{_INTEGER}\s*\}}"
-    rf"|(?:\d+\s+)?\d+\s*/\s*\d+"
+    rf"(?:\d+\s*)?\\[dtc]?frac\s*\{{\s*{_INTEGER}\s*\}}\s*\{{\s*{_INTEGER}\s*\}}|\d+\s*/\s*\d+"
 )
 _LITERAL = re.compile(
-    rf"{_SPACE}(?:[A-Za-z]\s*=\s*)?{_SPACE}"
-    rf"{_SIGN}(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})"
-    rf"(?:{_SPACE}\\?%)?(?:{_UNIT})?{_SPACE}"
+    rf"(?:[A-Za-z]\s*=)?\s*(?:[-+]\s*)?(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})(?:\s*\\?%)?\s*"
 )
 
-_WHOLE = r"(?:\d{1,9}|\d{1,3}(?:,\d{3}){1,2}|\d{1,3}(?:\{,\}\d{3}){1,2})"
 _PLAIN = re.compile(
-    rf"(?:(?P<sign>[-+]?)(?:(?P<decimal>{_WHOLE}(?:\.\d{{1,20}})?|\.\d{{1,20}})"
+    r"(?P<sign>[-+]?)(?:(?P<decimal>(?:\d{1,30}|\d{1,3}(?:,\d{3}){1,9})(?:\.\d{1,30})?|\.\d{1,30})"
+    r"(?:\s*(?:\\times|\\cdot|\*)\s*10\^\{?\s*(?P<exponent>[-+]?\d{1,3})\s*\}?)?"
     r"|\\[dt]?frac\{(?P<top>-?\d{1,9})\}\{(?P<bottom>-?\d{1,9})\}"
-    r"|(?P<over>\d{1,9})/(?P<under>\d{1,9}))"
-    r"|\\\$(?P<price>\d{1,9}))",
-    re.ASCII,
-)
-
-_SCIENTIFIC = re.compile(
-    r"(?P<sign>[-+]?)\s*(?P<decimal>\d{1,20}(?:\.\d{1,20})?)"
-    r"(?:\s*(?:\\times|\\cdot|×)\s*10\^\{?\s*(?P<exponent>[-+]?\d{1,3})\s*\}?)",
+    r"|(?P<over>\d{1,9})/(?P<under>\d{1,9}))",
     re.ASCII,
 )
 
 _NO_UNIT = re.compile(
     r"\b(?:or|and|to|is|isn|not|no|than|plus|minus|times|mod|squared|cubed|factorial|dozens?"
-    r"|hundreds?|thousands?|(?:m|b|tr)illions?|one|two|three|four|five|six|seven|eight|nine|ten"
+    r"|(?:ten|hundred|thousand|million)ths?|k|hundreds?|thousands?|(?:m|b|tr)illions?|one|two|three|four|five|six|seven|eight|nine|ten"
     r"|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
     r"|half|halves)\b|(?<![a-z])\d",
     re.IGNORECASE,
@@ -58,31 +41,22 @@ _NO_UNIT = re.compile(
 
 
 def plain_number(latex: str) -> Fraction | None:
-    r"""Returns the number that `latex` is; None if it is not plain.
+    r"""Returns the number that a readable text is; None if it is not plain.
 
-    Plain are an integer or a decimal (also with thousands commas), `a/b`, `\frac{a}{b}`, `\$12`
-    and `1.2 \times 10^{-5}`, of so few digits that math-verify, which rounds, compares them as
-    fractions are compared.
+    Plain are an integer or a decimal (also with thousands commas), `a/b`, `\frac{a}{b}` and
+    `1.2 \times 10^{-5}`, of so few digits that they are compared at once.
     """
     found = _PLAIN.fullmatch(latex)
     if found is None:
-        return _scientific(readable(latex))
-    whole = found["decimal"] or found["price"]
+        return None
     top, bottom = found["top"] or found["over"], found["bottom"] or found["under"]
-    if whole is not None:
-        number = Fraction(whole.replace("{,}", "").replace(",", ""))
+    if found["decimal"]:
+        decimal = Fraction(found["decimal"].replace(",", ""))
+        number = decimal * Fraction(10) ** int(found["exponent"] or 0)
     elif int(bottom) == 0:
         return None
     else:
         number = Fraction(int(top), int(bottom))
-    return -number if found["sign"] == "-" else number
-
-
-def _scientific(latex: str) -> Fraction | None:
-    found = _SCIENTIFIC.fullmatch(latex)
-    if found is None:
-        return None
-    number = Fraction(found["decimal"]) * Fraction(10) ** int(found["exponent"])
     return -number if found["sign"] == "-" else number
 
 
@@ -93,18 +67,10 @@ def is_number_literal(answer: str) -> bool:
     or a number times one; each with an optional sign, dollar sign, percent sign, `\text{unit}` or
     degree sign, and an optional `x =` before it.
     """
-    found = _literal(answer)
-    return found is not None and not _NO_UNIT.search(found["unit"] or "")
+    value, unit = quantity(readable(answer) if len(answer) <= 300 else "")
+    return _LITERAL.fullmatch(value) is not None and not changes_number(unit)
 
 
-def has_false_unit(answer: str) -> bool:
-    r"""Returns whether `answer` is a number and a text that changes it, as `12\text{ or 13}`."""
-    found = _literal(answer)
-    return found is not None and bool(_NO_UNIT.search(found["unit"] or ""))
-
-
-def _literal(answer: str) -> re.Match[str] | None:
-    plain = answer.strip()
-    if len(plain) > 2 and plain[0] == plain[-1] == "$":
-        plain = plain[1:-1]
-    return _LITERAL.fullmatch(readable(plain)) if len(plain) <= 300 else None
+def changes_number(unit: str) -> bool:
+    r"""Returns whether a text behind a number changes it, as in `12\text{ or 13}`."""
+    return _NO_UNIT.search(unit) is not None and measure(unit) is None

@@ -14,8 +14,9 @@ _MOST_DIGITS = 1_000_000
 _MOST_CHOSEN = 20_000
 """A binomial coefficient is multiplied together in so many steps."""
 _DEEPEST = 50
-_TOKEN = re.compile(r"\d[\d,]*|\*\*|\\[A-Za-z]+|[^\s\\]")
+_TOKEN = re.compile(r"\d[\d,]*(?:\.\d+)?|\*\*|\\[A-Za-z]+|!!?|[^\s\\]")
 _OPENING = {"{": "}", "(": ")", "[": "]"}
+_POWERS = ("^", "**")
 _BINOMIALS = ("\\binom", "\\dbinom", "\\tbinom")
 
 
@@ -40,40 +41,55 @@ class _Reader:
         return size
 
     def _sequence(self, until: str, depth: int) -> float:
-        """Reads up to the token `until`; a sum is not larger than its parts multiplied."""
-        size = 0.0
+        """Reads up to the token `until`, a sum of products."""
+        terms = [0.0]
         while (token := self._next()) not in ("", until):
-            size += self._part(token, depth)
-        return size
+            if token in ("+", "-"):
+                terms.append(0.0)
+            else:
+                terms[-1] += self._part(token, depth)
+        return max(terms) + math.log10(len(terms))
 
     def _part(self, token: str, depth: int) -> float:
         size = self._atom(token, depth)
-        while self._peek() in ("^", "**", "!"):
-            if self._next() == "!":
-                size = _factorial(size)
-            else:
-                exponent = self._argument(depth)
-                size = size * _value(exponent) if size else 0.0
+        while (sign := self._peek()) in (*_POWERS, "!", "!!"):
+            self._next()
+            size = _factorial(size) if sign[0] == "!" else self._power(size, depth)
         return size
 
+    def _power(self, base: float, depth: int) -> float:
+        exponent = self._argument(depth)
+        if depth < _DEEPEST and self._peek() in _POWERS:
+            self._next()
+            exponent = self._power(exponent, depth + 1)
+        return base * _value(exponent) if base else 0.0
+
     def _argument(self, depth: int) -> float:
-        """Reads what a power or a binomial coefficient applies to."""
+        """Reads what a power, an index or a binomial coefficient applies to: in TeX one token."""
         if depth >= _DEEPEST:
             return 0.0
         token = self._next()
-        if token == "-":
+        if token in ("+", "-"):
             token = self._next()
-        return self._part(token, depth + 1) if token else 0.0
+        return self._atom(token, depth + 1) if token else 0.0
 
     def _atom(self, token: str, depth: int) -> float:
         if token in _OPENING:
             return self._sequence(_OPENING[token], depth + 1) if depth < _DEEPEST else 0.0
-        if token[0].isdigit():
-            digits = token.replace(",", "").lstrip("0")
-            return len(digits) - 1 + math.log10(int(digits[0])) if digits else 0.0
+        if token[0].isdecimal():
+            whole, _, decimals = token.replace(",", "").partition(".")
+            digits = whole.lstrip("0")
+            first = float(f"{digits[:15] or 0}.{decimals[:15]}")
+            return max(0, len(digits) - 15) + max(0.0, math.log10(first or 1))
         if token in _BINOMIALS:
             upper, lower = self._argument(depth), self._argument(depth)
             return math.inf if min(_value(upper), _value(lower)) > _MOST_CHOSEN else upper
+        if token == "_":  # an index, or the limits of a sum
+            limits = [self._argument(depth)]
+            if self._peek() == "^":
+                self._next()
+                limits.append(self._argument(depth))
+            return max(limits)
         return 0.0
 
     def _next(self) -> str:

@@ -23,7 +23,7 @@ import re
 import resource
 import select
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -33,9 +33,18 @@ from envserver_records.extras import install_command
 
 from envserver import ConfigError
 
-from .latex import as_asked, forms_differ, readable
-from .literals import has_false_unit, plain_number
+from .latex import (
+    as_asked,
+    forms_differ,
+    quantity,
+    readable,
+    same_in_base,
+    same_words,
+    without_marks,
+)
+from .literals import changes_number, plain_number
 from .sizes import is_huge
+from .units import conversion
 
 CPU_SECONDS = 0.8
 """CPU time of the process that compares one answer; one that never ends takes all of it. The
@@ -90,33 +99,50 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
     Raises:
         ConfigError: math-verify is not installed.
     """
-    if _words(answer) == _words(gold):
-        return Verdict.EQUAL
-    if has_false_unit(answer) or forms_differ(gold, answer):
+    decided = _decided(gold, answer)
+    if decided is not None:
+        return Verdict.EQUAL if decided else Verdict.DIFFERENT
+    wanted, unit = quantity(readable(gold))
+    given, own = quantity(readable(answer), letters=bool(unit) or plain_number(wanted) is not None)
+    ratio = conversion(own, unit)
+    if ratio is None or changes_number(own):
         return Verdict.DIFFERENT
-    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
-        # Most answers by far, and what math-verify says of them: 25 times less work.
-        return Verdict.EQUAL if int(gold) == int(answer) else Verdict.DIFFERENT
-    wanted, given = plain_number(gold), plain_number(answer)
-    if wanted is not None and given is not None:
+    asked = as_asked(wanted, given)
+    if asked is None or forms_differ(*asked):
+        return Verdict.DIFFERENT
+    wanted, given = asked
+    one, other = plain_number(wanted), plain_number(given)
+    if one is not None and other is not None:
         # Also what math-verify says. Between the two it rounds, and is asked.
-        if wanted == given:
+        if one == other * ratio:
             return Verdict.EQUAL
-        if abs(wanted - given) > _ROUNDED or not _near(wanted, given):
+        if abs(one - other * ratio) > _ROUNDED or not _near(one, other * ratio):
             return Verdict.DIFFERENT
-    if is_huge(answer):
+    if ratio != 1:
+        given = f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}} \\cdot ({given})"
+    if is_huge(given):
         return Verdict.KILLED
     # Parsed here and not in the child, so that the parser's caches help the next answer.
-    gold, asked = as_asked(gold, answer)
-    parsed_gold = _parsed_gold(gold)
-    return _in_child(lambda: _verdict(parsed_gold, asked, lenient))
+    parsed_gold = _parsed_gold(wanted)
+    return _in_child(lambda: _verdict(parsed_gold, given, lenient))
+
+
+def _decided(gold: str, answer: str) -> bool | None:
+    """Decides what needs no mathematics; None for all else."""
+    if _words(answer) == _words(gold):
+        return True
+    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
+        # Most answers by far, and what math-verify says of them: 25 times less work.
+        return int(gold) == int(answer)
+    gold, answer = without_marks(gold), without_marks(answer)
+    alike = same_words(gold, answer)
+    return same_in_base(gold, answer) if alike is None else alike
 
 
 @dataclass(frozen=True)
 class _Library:
     parse: Any
     verify: Any
-    gold: list[Any]
     strict: list[Any]
     lenient: list[Any]
 
@@ -126,7 +152,7 @@ def _library() -> _Library:
     """Loads math-verify when an answer first needs it: 0.8 s of CPU, which most runs can save."""
     try:
         math_verify = importlib.import_module("math_verify")
-        normalization = importlib.import_module("latex2sympy2_extended").NormalizationConfig
+        latex = importlib.import_module("latex2sympy2_extended.latex2sympy2")
     except ImportError as error:
         raise ConfigError(
             f"Scoring mathematics needs math-verify, which cannot be imported: {error}.",
@@ -134,16 +160,22 @@ def _library() -> _Library:
         ) from error
     # A timeout is an ordinary verdict here, not worth a line on stderr each.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    latex, expression = math_verify.LatexExtractionConfig, math_verify.ExprExtractionConfig
-    strict = latex(
+    # By default R is r, and R^2-r^2 is 0.
+    math_verify.parser.latex2sympy = functools.partial(
+        latex.latex2sympy, conversion_config=latex.ConversionConfig(lowercase_symbols=False)
+    )
+    strict = math_verify.LatexExtractionConfig(
         boxed_match_priority=0,
         try_extract_without_anchor=False,
-        normalization_config=normalization(
-            basic_latex=True, units=True, malformed_operators=True, nits=False, boxed="all"
+        normalization_config=latex.NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="all"
         ),
     )
     library = _Library(
-        math_verify.parse, math_verify.verify, [latex()], [strict], [expression(), latex()]
+        math_verify.parse,
+        math_verify.verify,
+        [strict],
+        [math_verify.ExprExtractionConfig(), strict],
     )
     _warm_up(library)
     return library
@@ -152,44 +184,36 @@ def _library() -> _Library:
 def _warm_up(library: _Library) -> None:
     """Runs comparisons of every kind: children inherit what the parser and sympy have loaded."""
     for gold, answer in _WARM_UP:
-        first = library.parse(f"\\boxed{{{gold}}}", library.gold)
+        first = library.parse(f"\\boxed{{{gold}}}", library.strict)
         library.verify(first, library.parse(f"\\boxed{{{answer}}}", library.strict))
 
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> tuple[Any, ...]:
     library = _library()
-    boxed = f"\\boxed{{{readable(_without_math_marks(gold))}}}"
+    boxed = f"\\boxed{{{gold}}}"
     return tuple(
         library.parse(
-            boxed, library.gold, extraction_mode="first_match", parsing_timeout=TIMEOUT_SECONDS
+            boxed, library.strict, extraction_mode="first_match", parsing_timeout=TIMEOUT_SECONDS
         )
     )
 
 
 def _words(latex: str) -> str:
-    return _BLANK.sub("", _without_math_marks(latex))
-
-
-def _without_math_marks(gold: str) -> str:
-    plain = gold.strip()
-    for start, end in (("$", "$"), ("\\(", "\\)")):
-        inside = plain[len(start) : -len(end)]
-        if len(plain) > len(start + end) and plain == f"{start}{inside}{end}":
-            return inside.strip()
-    return plain
+    return _BLANK.sub("", without_marks(latex))
 
 
 def _verdict(gold: tuple[Any, ...], answer: str, lenient: bool) -> Verdict:
     library = _library()
     parsed = library.parse(
-        f"\\boxed{{{readable(answer)}}}",
+        f"\\boxed{{{answer}}}",
         library.lenient if lenient else library.strict,
         extraction_mode="any_match" if lenient else "first_match",
         parsing_timeout=TIMEOUT_SECONDS,
     )
     if library.verify(list(gold), parsed, timeout_seconds=TIMEOUT_SECONDS):
-        return Verdict.EQUAL if _are_near(gold, parsed) else Verdict.DIFFERENT
+        agreed = not (gold and parsed) or _agree(gold[0], parsed[0])
+        return Verdict.EQUAL if agreed else Verdict.DIFFERENT
     # No gold is blamed for a wrong answer unless it fails its own comparison.
     fit = library.verify(list(gold), list(gold), timeout_seconds=TIMEOUT_SECONDS)
     return Verdict.DIFFERENT if fit else Verdict.BAD_GOLD
@@ -200,25 +224,63 @@ def _near(wanted: Any, given: Any) -> bool:
     return bool(abs(wanted) >= _SMALL or abs(wanted - given) <= _NEAR * abs(wanted))
 
 
-def _are_near(gold: Sequence[Any], parsed: Sequence[Any]) -> bool:
-    """Returns whether the numbers of an answer that math-verify calls equal are near the gold's."""
-    wanted, given = (_numbers(one[0]) if one else [] for one in (gold, parsed))
-    return len(wanted) != len(given) or all(map(_near, wanted, given))
+def _agree(wanted: Any, given: Any) -> bool:
+    """Returns whether values that math-verify calls equal have as many parts, each of them near.
+
+    It compares sets without repetitions, and rounds to six decimals.
+    """
+    if _kind(wanted) == _kind(given) == "Equality" and wanted.lhs != given.lhs:
+        return True
+    wanted, given = (
+        value.rhs if _kind(value) == "Equality" else value for value in (wanted, given)
+    )
+    one, other = _parts(wanted), _parts(given)
+    if _kind(wanted) == _kind(given) == "FiniteSet":
+        key = importlib.import_module("math_verify.grader").sort_key
+        one, other = sorted(one, key=key), sorted(other, key=key)
+    if [one, other] == [[wanted], [given]]:
+        return _are_near(wanted, given)
+    if len(one) != len(other):  # an interval may equal a union
+        return not {_kind(wanted), _kind(given)} & {"FiniteSet", "Tuple"}
+    verify = _library().verify
+    return all(
+        verify(*pair, timeout_seconds=TIMEOUT_SECONDS) and _agree(*pair)
+        for pair in zip(one, other, strict=True)
+    )
 
 
-def _numbers(value: Any) -> list[Any]:
-    """The real numbers in a value of sympy, sorted where it is a set."""
-    if getattr(value, "is_number", False):
-        return [value.evalf()] if value.is_real else []
-    if type(value).__name__ == "Equality":
-        return _numbers(value.rhs)
-    parts = getattr(value, "args", ()) if _is_collection(value) else ()
-    found = [number for part in parts for number in _numbers(part)]
-    return sorted(found) if type(value).__name__ == "FiniteSet" else found
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
-def _is_collection(value: Any) -> bool:
-    return type(value).__name__ in ("FiniteSet", "Tuple", "Interval", "Union")
+def _parts(value: Any) -> list[Any]:
+    match _kind(value):
+        case "FiniteSet":
+            return list(getattr(value, "_unsorted_args", value.args))
+        case "Interval":
+            return [value.start, value.end]
+        case "Tuple":
+            return list(value.args)
+    return list(value.flat()) if hasattr(value, "flat") else [value]
+
+
+def _are_near(wanted: Any, given: Any) -> bool:
+    """Compares the coefficients of two expressions, or their values if they have different ones."""
+    if wanted == given or not all(
+        hasattr(value, "as_coefficients_dict") for value in (wanted, given)
+    ):
+        return True
+    one, other = (value.doit().expand().as_coefficients_dict() for value in (wanted, given))
+    if one.keys() == other.keys():
+        return all(_near(one[term], other[term]) for term in one)
+    point = {
+        name: Fraction(7, 10 + at)
+        for at, name in enumerate(sorted(wanted.free_symbols | given.free_symbols, key=str))
+    }
+    values = [value.doit().subs(point).evalf() for value in (wanted, given)]
+    return not all(value.is_number and value.is_finite for value in values) or all(
+        map(_near, *(value.as_real_imag() for value in values))
+    )
 
 
 def _in_child(compute: Callable[[], Verdict]) -> Verdict:

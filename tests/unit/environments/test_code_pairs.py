@@ -125,10 +125,11 @@ def test_tests_are_bounded_and_each_is_there_once() -> None:
     assert read_problem({**TESTS, "time_limit": 3}).seconds == 3.0
 
 
-def test_lines_are_compared_but_for_blanks_at_ends() -> None:
-    assert same_lines(b"1 \r\n2", "1\n2\n \n") and same_lines(b"", "\n")
-    for pair in ((b"1\n\n2", "1\n2"), (b" 1", "1"), (b"YES", "Yes"), (b"\xff", "\xff")):
-        assert not same_lines(*pair)
+def test_lines_are_compared_but_for_blanks_at_ends_and_nearly_equal_decimals() -> None:
+    for name, same in (("same", True), ("other", False)):
+        for printed, wanted in CASES["lines"][name]:
+            assert same_lines(printed.encode(), wanted) == same, (printed, wanted)
+    assert not same_lines(b"\xff", "\xff")
 
 
 @pytest.mark.parametrize(

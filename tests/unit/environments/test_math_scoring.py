@@ -13,6 +13,7 @@ import itertools
 import resource
 from collections import Counter
 from collections.abc import Iterator
+from math import log10
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from envserver_environments import math
 from envserver_environments.answers import choice_index
 from envserver_environments.math import verification
 from envserver_environments.math.env import Math
+from envserver_environments.math.latex import quantity, readable
 from envserver_environments.math.literals import is_number_literal, plain_number
 from envserver_environments.math.sizes import is_huge
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support import extent
 from support.cases import cases_of
@@ -73,15 +75,17 @@ def test_the_answer_is_the_last_visible_box() -> None:
 def test_numbers_are_told_from_expressions_and_plain_ones_from_others() -> None:
     assert [text for text in CASES["literals"] if not is_number_literal(text)] == []
     assert [text for text in CASES["expressions"] if is_number_literal(text)] == []
-    assert [text for text in CASES["plain"] if plain_number(text) is None] == []
-    assert [text for text in CASES["not_plain"] if plain_number(text) is not None] == []
+    for name, plain in (("plain", True), ("not_plain", False)):
+        values = {text: plain_number(quantity(readable(text))[0]) for text in CASES[name]}
+        assert [text for text, value in values.items() if (value is not None) != plain] == []
 
 
 def test_plain_numbers_are_compared_as_math_verify_compares_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for gold, answer in itertools.product(CASES["plain"], repeat=2):
-        asked = verification._verdict(verification._parsed_gold(gold), answer, lenient=False)
+        wanted, given = (quantity(readable(text))[0] for text in (gold, answer))
+        asked = verification._verdict(verification._parsed_gold(wanted), given, lenient=False)
         assert verification.compare(gold, answer) is asked, (gold, answer)
     # They need no process.
     monkeypatch.setattr(verification, "_in_child", lambda compute: pytest.fail("a process"))
@@ -195,6 +199,29 @@ def test_the_size_of_a_formula_is_estimated() -> None:
     small += [line[2:] for line in PAIRS if line[:2] in ("= ", "+ ", "- ")]
     assert [text for text in huge if not is_huge(text)] == []
     assert [text for text in small if is_huge(text)] == []
+
+
+SIZES = st.recursive(
+    st.integers(1, 9).map(lambda n: (str(n), log10(n))),
+    lambda part: st.one_of(
+        st.tuples(part, part).map(lambda p: (f"({p[0][0]} \\cdot {p[1][0]})", p[0][1] + p[1][1])),
+        st.tuples(part, st.integers(1, 9)).map(
+            lambda p: (f"{{({p[0][0]})}}^{{{p[1]}}}", p[0][1] * p[1])
+        ),
+    ),
+)
+"""Products and powers, and their decimal logarithms."""
+
+
+@settings(max_examples=extent.examples(100), deadline=None)
+@given(SIZES, st.integers(1, 10**7))
+def test_what_is_small_is_never_too_large_and_what_is_huge_always_is(
+    formula: tuple[str, float], exponent: int
+) -> None:
+    text, size = formula
+    digits = size * exponent
+    assume(abs(digits - 1_000_000) > 1)
+    assert is_huge(f"{{{text}}}^{{{exponent}}}") == (digits > 1_000_000)
 
 
 def pairs(every: int) -> Iterator[tuple[str, str, str, bool]]:
