@@ -7,6 +7,8 @@ fields decide, never the name of a set. A name with dots reaches into objects an
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -66,16 +68,51 @@ def value_at(row: Any, path: str) -> Any:
     name, _, rest = path.partition(".")
     if not rest:
         return None
-    inner = row.get(name) if isinstance(row, Mapping) else None
-    if isinstance(inner, str) and inner.lstrip().startswith(("{", "[")):
-        try:
-            inner = json.loads(inner)
-        except ValueError:
-            return None
+    inner = decoded(row.get(name)) if isinstance(row, Mapping) else None
     if isinstance(inner, list):
         values = [value_at(one, rest) for one in inner]
         return values if values and all(value is not None for value in values) else None
     return value_at(inner, rest)
+
+
+def decoded(value: Any) -> Any:
+    """What a text of JSON or of a Python list holds, as tables have them; else the value itself."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    for parse in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return parse(value.strip())
+    return value
+
+
+def text_of(value: Any) -> str:
+    """A text or a number as text; "" for anything else."""
+    is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return str(value).strip() if is_text else ""
+
+
+def objects_of(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list, or of a table as columns: `{"title": [...], "text": [...]}`."""
+    value = decoded(value)
+    if isinstance(value, Mapping):
+        if not value or not all(isinstance(column, list) for column in value.values()):
+            return [dict(value)]
+        return [
+            dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=False)
+        ]
+    return [dict(one) for one in value or [] if isinstance(one, Mapping)]
+
+
+def rows_within(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    """The rows that a row holds at `path` (`paragraphs.qas`), each with the fields around it; the
+    row itself if it holds none there."""
+    name, _, rest = path.partition(".")
+    inner = objects_of(row[name]) if isinstance(row.get(name), list | dict) else []
+    if not inner or (rest and not any(rest in one for one in inner)):
+        return [dict(row)]
+    around = {key: value for key, value in row.items() if key != name}
+    parts = [{**around, **one} for one in inner]
+    return [one for part in parts for one in rows_within(part, rest)] if rest else parts
 
 
 def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:

@@ -224,13 +224,21 @@ def _json(path: Path, name: str) -> Rows:
     if isinstance(value, dict):  # with the rows under some key, or a row
         lists = [part for part in value.values() if isinstance(part, list) and part]
         of_objects = [part for part in lists if all(isinstance(one, dict) for one in part)]
-        value = max(of_objects, key=len, default=[value])
+        value = max(of_objects, key=len, default=_by_id(value))
     if not isinstance(value, list):
         raise ConfigError(f"{name} holds no list of rows.")
     rows: list[Any] = value
     return Rows(
         len(rows), lambda number: f"{name}[{number}]", lambda number: _checked(rows[number])
     )
+
+
+def _by_id(value: Row) -> list[Row]:
+    """The rows of an object with an object by each id; else the value as a row."""
+    parts = [set(part) if isinstance(part, dict) else set() for part in value.values()]
+    if len(parts) < 2 or not set.intersection(*parts):
+        return [value]
+    return [{"id": name, **part} for name, part in value.items()]
 
 
 def _csv(path: Path, name: str) -> Rows:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_environments.video.data_sets import VideoQuestion
 from envserver_environments.video.env import Video
 from envserver_environments.video.frames import confine, store
 from envserver_environments.video.frames.decoding import Request, moments
@@ -24,8 +25,8 @@ from envserver_environments.video.frames.store import (
     FrameLimits,
     FrameStore,
     Shown,
-    video_file,
 )
+from envserver_environments.video.loading import Folder, video_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -268,7 +269,7 @@ def test_rows_name_files_in_the_folder_and_others_are_dropped(folder: Path) -> N
     assert [task.id for task in only_text.tasks("train")] == ["captions-1"]
     for bad in ("a\0b", "x" * 5000, "/etc/passwd"):
         with pytest.raises(InputError):
-            video_file(folder, bad, "film")
+            video_file(Folder(folder), VideoQuestion("?", "", file=bad))
 
 
 def test_frames_need_a_folder_and_pyav(

@@ -163,25 +163,6 @@ def require_av() -> None:
         )
 
 
-def video_file(folder: Path, file: str, name: str) -> str:
-    """Returns the path of a row's video within `folder`.
-
-    Args:
-        file: path that the row names, "" if none.
-        name: name of the video, by which a file is looked for otherwise.
-
-    Raises:
-        InputError: there is no such file in the folder.
-    """
-    top = folder.resolve()
-    for path in [file] if file else [f"{name}{suffix}" for suffix in SUFFIXES]:
-        with contextlib.suppress(OSError, ValueError):  # no system knows such a name
-            place = (top / path).resolve()
-            if place.is_relative_to(top) and place.is_file():
-                return str(place.relative_to(top))
-    raise InputError("there is no video file of its video")
-
-
 @contextmanager
 def _opened(folder: Path, name: str, most: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yields a descriptor of a file, and what tells its content from another's.
