@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from envserver import InputError
 
 Table = Mapping[str, tuple[str, ...]]
 FIELDS_NAMED = 20
+_APART = re.compile(r"""(['"])\s+(['"])""")
+"""What stands between the texts of an array as numpy writes it."""
 
 
 def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -79,9 +82,10 @@ def decoded(value: Any) -> Any:
     """What a text of JSON or of a Python list holds, as tables have them; else the value itself."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
-    for parse in (json.loads, ast.literal_eval):
+    listed = _APART.sub(r"\1,\2", value.strip())
+    for parse, text in ((json.loads, value), (ast.literal_eval, listed)):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return parse(value.strip())
+            return parse(text)
     return value
 
 

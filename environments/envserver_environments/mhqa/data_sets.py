@@ -1,23 +1,27 @@
-"""Converts the rows of each data set to `MultiHopQuestion`. Pure; loads nothing.
+"""Converts rows of data sets to `MultiHopQuestion`s, by what their fields are. Pure; loads nothing.
 
-Five shapes of rows are known, each by the field names under which its data set is published, and
-the shape of our own sample. The fields of a row say which one it has, never the name of a set.
-
-    hotpotqa   `context` of titles and sentences, `supporting_facts`
-    2wiki      the same, and `evidences`
-    musique    `paragraphs` with `paragraph_text` and `is_supporting`
-    own        as hotpotqa, and `question_decomposition`; `context_titles` name paragraphs elsewhere
-    afm        a question and its answer or answers, without paragraphs
+The answers are all texts in the row's answer, whatever holds them, and its aliases; booleans are
+yes and no. Passages are objects, pairs or columns of titles and sentences or texts, or plain
+texts, in blocks; `context_titles` names passages elsewhere.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
+from envserver_environments.roles import (
+    decoded,
+    missing,
+    objects_of,
+    roles_of,
+    rows_within,
+    text_of,
+    value_at,
+)
 from envserver_environments.rows import Row
 from envserver_tools.retrieval import Passage
 
@@ -32,6 +36,39 @@ NO_ANSWER = "noanswer"
 NO_ANSWERS = (NO_ANSWER, "no answer", "unanswerable", "not answerable")
 
 MAX_ANSWER_CHARACTERS = 400
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "question": (
+        *("question.text", "question", "extra_info.question", "question_text", "Question"),
+        *("query", "input"),
+    ),
+    "answer": (
+        *("golds", "golden_answers", "answers", "answer", "Answer", "possible_answers"),
+        *("reward_model.ground_truth", "annotations", "output", "answers_spans", "final_decision"),
+        *("extra_info.answer", "ground_truth", "target"),
+    ),
+    "aliases": ("answer_aliases", "metadata.answer_aliases", "aliases", "o_aliases"),
+    "passages": (
+        *("paragraphs", "context", "contexts", "ctxs", "documents", "passages", "passage"),
+        *("positive_ctxs", "negative_ctxs", "hard_negative_ctxs", "retrieval_result"),
+        *("entity_pages", "search_results", "document.summary.text"),
+        *("metadata.context", "metadata.contexts", "metadata.paragraphs", "metadata.passages"),
+    ),
+    "supporting": ("supporting_facts", "metadata.supporting_facts"),
+    "evidences": ("evidences", "metadata.evidences"),
+    "decomposition": ("question_decomposition", "metadata.question_decomposition"),
+    "kind": ("type", "question_type", "metadata.type"),
+    "id": ("id", "_id"),
+    "hops": ("hops",),
+}
+"""Names of each role in published sets; passages are those of all names, one after the other."""
+_ANSWERS = (
+    *("target", "value", "text", "answer", "spans", "number", "short_answers", "aliases"),
+    *("normalized_aliases", "normalizedaliases"),
+)
+"""Fields of an answer that hold texts that are right."""
+_TEXTS = ("sentences", "text", "content", "wiki_context", "search_context", "contexts")
+_BOOLEANS = {"true": "yes", "false": "no"}
+_YES_NO = {"yes": "yes", "1": "yes", "no": "no", "0": "no"}
 
 Fact = tuple[str, int]
 """Title of a paragraph and number of a sentence, from 0."""
@@ -45,6 +82,8 @@ class MultiHopQuestion:
 
     Args:
         golds: the answer and its aliases.
+        data_set: whose measures it has: hotpotqa, 2wiki (with evidences), musique (whole passages
+            are judged); own: none.
         kind: the data set's name for it, such as bridge or comparison.
         hops: number of facts that must be found, or None if unknown.
         passages: passages of the question, among them those that answer it; may be empty.
@@ -67,33 +106,74 @@ class MultiHopQuestion:
     decomposition: tuple[tuple[str, str], ...] = ()
 
 
+def single_rows(row: Row) -> list[Row]:
+    """The rows of a row with several questions (SQuAD's and DROP's own files), else the row."""
+    inner = next((name for name in ("qas", "qa_pairs") if name in row), "paragraphs.qas")
+    return rows_within(row, inner)
+
+
 def read_item(
-    row: Row, data_set: str | None = None, corpus: Mapping[str, Passage] | None = None
+    row: Row,
+    corpus: Mapping[str, Passage] | None = None,
+    columns: Mapping[str, str] | None = None,
+    aliases: Mapping[str, Sequence[str]] | None = None,
 ) -> MultiHopQuestion:
     """The question in `row`.
 
     Args:
-        row: with the fields of its data set.
-        data_set: whose shape it has; unset: found from the row.
         corpus: passages by title, for rows that only name theirs.
+        columns: the row's fields by role (`ROLES`), where its names are unknown.
+        aliases: further right answers by `answer_id` (2Wiki).
 
     Raises:
-        InputError: the row has no known shape, or no question or answer.
+        InputError: the question or the answer is missing, or a field has another form.
     """
-    shape = data_set or shape_of(row)
-    question = _text(row.get("question")) or _text(_inside(row, "extra_info").get("question"))
-    golds = tuple(_golds(row))
-    if not question or not golds:
-        raise InputError(f"This {shape} row holds no {'answer' if question else 'question'}.")
-    answerable = row.get("answerable") is not False
-    facts = MultiHopQuestion(
+    columns = columns or {}
+    told = {name: _spelled(value) for name, value in row.items()}
+    found = roles_of(told, ROLES, columns)
+    if not (question := text_of(found.get("question"))):
+        raise missing(row, ["question"])
+    answerable = _is_answerable(row)
+    golds = dict.fromkeys(_answers(found.get("answer"), row))
+    golds |= dict.fromkeys(_answers(found.get("aliases"), row))
+    golds |= dict.fromkeys((aliases or {}).get(text_of(row.get("answer_id")), ()))
+    if len(golds) == 1 and (word := _BOOLEANS.get(next(iter(golds)).lower())):
+        golds = {word: None, **golds}
+    if answerable and not golds:
+        raise missing(row, ["answer"]) if "answer" not in found else InputError("It has no answer.")
+    named = (columns["passages"],) if "passages" in columns else ROLES["passages"]
+    values = [value for name in named if (value := value_at(row, name)) is not None]
+    passages = [
+        *_named(row, corpus or {}),
+        *(one for value in values for one in _passages(value, row)),
+    ]
+    judged = [text for text in objects_of(row.get("paragraphs")) if "is_supporting" in text]
+    supporting = tuple(_facts(decoded(found.get("supporting"))))
+    evidences = tuple(_evidences(decoded(found.get("evidences"))))
+    style = "2wiki" if evidences else "musique" if judged else "hotpotqa" if supporting else "own"
+    steps = [
+        (text_of(one.get("question")), text_of(one.get("answer")))
+        for one in objects_of(found.get("decomposition"))
+    ]
+    of_musique = re.match(r"(\d)hop", text_of(found.get("id")))
+    hops = found.get("hops") or (int(of_musique[1]) if of_musique else 0)
+    return MultiHopQuestion(
         question=question,
-        golds=golds if answerable else NO_ANSWERS,
-        data_set=shape,
-        kind=_text(row.get("type")) or "unknown",
+        golds=tuple(golds) if answerable else NO_ANSWERS,
+        data_set=style,
+        kind=text_of(found["id"]).partition("__")[0]
+        if of_musique
+        else text_of(found.get("kind")) or "unknown",
+        hops=hops or len({title for title, _ in supporting}) or len(steps) or None,
         answerable=answerable,
+        passages=tuple(passages),
+        supporting=supporting,
+        support=tuple(
+            Passage.from_data(one).key for one in judged if one["is_supporting"] and answerable
+        ),
+        evidences=evidences,
+        decomposition=tuple(steps),
     )
-    return SHAPES[shape](facts, row, corpus or {})
 
 
 def why_unusable(item: MultiHopQuestion) -> str | None:
@@ -105,208 +185,100 @@ def why_unusable(item: MultiHopQuestion) -> str | None:
     return None
 
 
-def shape_of(row: Row) -> str:
-    """The name of the shape of `row`, as its fields show it.
-
-    Raises:
-        InputError: it has no known shape.
-    """
-    for name in ("own", "musique", "2wiki", "hotpotqa", "afm"):
-        if _fits(name, row):
-            return name
-    raise InputError(
-        f"The fields {', '.join(map(str, list(row)[:12])) or '(none)'} are those of no data set.",
-        hint="A row needs at least a question and an answer (or golds, or golden_answers).",
-    )
+def _spelled(value: Any) -> Any:
+    return ("no", "yes")[value] if isinstance(value, bool) else value
 
 
-def _fits(shape: str, row: Row) -> bool:
-    match shape:
-        case "own":
-            return "context_titles" in row or {"context", "question_decomposition"} <= row.keys()
-        case "musique":
-            return "paragraphs" in row
-        case "2wiki":
-            return "evidences" in row
-        case "hotpotqa":
-            return "context" in row or "supporting_facts" in row
-    return "question" in row or "extra_info" in row
+def _is_answerable(row: Row) -> bool:
+    """False for the questions of MuSiQue and SQuAD 2 that their paragraphs do not answer."""
+    if (
+        str(row.get("answerable")).lower() == "false"
+        or str(row.get("is_impossible")).lower() == "true"
+    ):
+        return False
+    answers = decoded(row.get("answers"))
+    return not (isinstance(answers, Mapping) and answers.get("text") == [])
 
 
-def _hotpotqa(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
-    passages = tuple(_context(_decoded(row.get("context") or [])))
-    supporting = tuple(_facts(_decoded(row.get("supporting_facts") or [])))
-    hops = len(dict.fromkeys(title for title, _ in supporting)) or None
-    return _with(item, passages=passages, supporting=supporting, hops=hops)
+def _answers(value: Any, row: Row) -> Iterator[str]:
+    """The right answers in a value of any form; they may be empty."""
+    value = decoded(value)
+    if isinstance(value, list):
+        for one in value:
+            yield from _answers(one, row)
+    elif isinstance(value, Mapping):
+        fields = {str(name).lower(): part for name, part in value.items()}
+        if {"start_token", "end_token"} <= fields.keys() and "text" not in fields:
+            span = slice(fields["start_token"], fields["end_token"])
+            yield " ".join(text_of(row.get("document_text")).split(" ")[span])  # NQ
+        for name in _ANSWERS:
+            yield from _answers(fields.get(name), row)
+        several = fields.get("yes_no_answer")
+        for one in several if isinstance(several, list) else [several]:
+            yield from filter(None, [_YES_NO.get(str(one).lower())])
+    elif isinstance(value, bool):
+        yield from _answers(_spelled(value), row)
+    elif text := text_of(value):
+        yield text
 
 
-def _wiki2(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
-    evidences = tuple(_evidences(_decoded(row.get("evidences") or [])))
-    return _with(_hotpotqa(item, row, corpus), evidences=evidences)
+def _named(row: Row, corpus: Mapping[str, Passage]) -> Iterator[Passage]:
+    for title in row.get("context_titles") or []:
+        if title not in corpus:
+            raise InputError(f"There is no passage {title!r} in the corpus.")
+        yield corpus[title]
 
 
-def _musique(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
-    passages, support = [], []
-    for paragraph in _objects(row.get("paragraphs")):
-        passage = Passage.from_data(paragraph)
-        passages.append(passage)
-        if paragraph.get("is_supporting") is True and item.answerable:
-            support.append(passage.key)
-    decomposition = tuple(
-        (_text(step.get("question")), _text(step.get("answer")))
-        for step in _objects(row.get("question_decomposition"))
-    )
-    found = re.match(r"(\d)hop", _text(row.get("id")))
-    return _with(
-        item,
-        kind=_text(row.get("id")).partition("__")[0] or item.kind,
-        passages=tuple(passages),
-        support=tuple(support),
-        decomposition=decomposition,
-        hops=int(found[1]) if found else len(decomposition) or None,
-    )
+def _passages(value: Any, row: Row) -> Iterator[Passage]:
+    """Passages of any form: texts, objects, pairs of a title and sentences, or columns."""
+    value = decoded(value)
+    if isinstance(value, str):
+        blocks = filter(str.strip, re.split(r"\n\s*\n", value))
+        value = [{"title": text_of(row.get("title")), "text": block} for block in blocks]
+    elif isinstance(value, Mapping):
+        columns = [value[name] for name in _TEXTS if isinstance(value.get(name), list)]
+        titles = value.get("title") or []
+        if columns and isinstance(titles, list):
+            pairs = zip_longest(titles, columns[0], fillvalue="")
+            value = [[str(title), text] for title, text in pairs if text]
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, str):
+            one = {"title": "", "text": one}
+        elif isinstance(one, list | tuple):
+            if len(one) != 2 or not isinstance(one[0], str) or not isinstance(one[1], str | list):
+                raise InputError("The row's context is not a list of titles and sentences.")
+            name = "text" if isinstance(one[1], str) else "sentences"
+            one = {"title": one[0], name: one[1]}
+        elif isinstance(one, Mapping):
+            one = one.get("document") or one.get("doc") or one
+        yield Passage.from_data(one)
 
 
-def _own(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
-    item = _hotpotqa(item, row, corpus)
-    titles = row.get("context_titles")
-    passages = item.passages
-    if isinstance(titles, list):
-        unknown = [one for one in titles if not isinstance(one, str) or one not in corpus]
-        if unknown:
-            raise InputError(f"There is no passage {unknown[0]!r} in the corpus.")
-        passages = tuple(corpus[title] for title in titles)
-    decomposition = tuple(
-        (_text(step.get("question")), _text(step.get("answer")))
-        for step in _objects(row.get("question_decomposition"))
-    )
-    hops = row.get("hops")
-    return _with(
-        item,
-        passages=passages,
-        decomposition=decomposition,
-        hops=hops if isinstance(hops, int) else item.hops,
-    )
-
-
-def _afm(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
-    return item
-
-
-SHAPES: dict[str, Callable[[MultiHopQuestion, Row, Mapping[str, Passage]], MultiHopQuestion]] = {
-    "hotpotqa": _hotpotqa,
-    "2wiki": _wiki2,
-    "musique": _musique,
-    "own": _own,
-    "afm": _afm,
-}
-
-
-def _with(item: MultiHopQuestion, **facts: Any) -> MultiHopQuestion:
-    return MultiHopQuestion(**{**vars(item), **facts})
-
-
-def _golds(row: Row) -> Iterator[str]:
-    """The answers of any shape, each once; they may be empty, but must be texts or numbers."""
-    reward = _inside(row, "reward_model").get("ground_truth")
-    target = reward.get("target") if isinstance(reward, dict) else reward
-    sources = (
-        row.get("answer"), row.get("golds"), row.get("answers"), row.get("golden_answers"),
-        target, _inside(row, "extra_info").get("answer"),
-    )  # fmt: skip
-    first = next((source for source in sources if source is not None), None)
-    if isinstance(first, bool):
-        first = "yes" if first else "no"
-    if isinstance(first, dict):  # SQuAD, TriviaQA
-        first = [
-            *_several(first.get("value")),
-            *_several(first.get("text") or first.get("aliases")),
-        ]
-    aliases = [row.get("answer_aliases"), row.get("aliases")]
-    values = [value for source in (first, *aliases) for value in _several(source)]
-    yield from dict.fromkeys(_text(value) for value in values if _is_text(value))
-
-
-def _several(value: object) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool)
-
-
-def _text(value: object) -> str:
-    return str(value).strip() if _is_text(value) else ""
-
-
-def _inside(row: Row, key: str) -> dict[str, Any]:
-    value = row.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _decoded(value: object) -> object:
-    """`value`, which some copies of the data sets hold as JSON in a text."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise InputError(f"A field of the row is not JSON: {error}") from error
-
-
-def _objects(value: object) -> list[dict[str, Any]]:
-    return [one for one in _several(value) if isinstance(one, dict)]
-
-
-def _context(value: object) -> Iterator[Passage]:
-    """The paragraphs of `{"title": [...], "sentences": [[...]]}` or of `[[title, [...]], ...]`, or
-    of plain texts."""
-    if isinstance(value, str) or (value and all(isinstance(one, str) for one in _several(value))):
-        yield from (Passage.from_data({"title": "", "text": one}) for one in _several(value))
-        return
-    for title, sentences in _pairs(value, "title", "sentences", "content"):
-        if not isinstance(title, str) or not isinstance(sentences, list):
-            raise InputError("The row's context is not a list of titles and sentences.")
-        yield Passage.from_data({"title": title, "sentences": sentences})
-
-
-def _facts(value: object) -> Iterator[Fact]:
+def _facts(value: Any) -> Iterator[Fact]:
+    if isinstance(value, Mapping):
+        value = zip_longest(value.get("title") or [], value.get("sent_id") or [])
     facts: dict[Fact, None] = {}
-    for title, number in _pairs(value, "title", "sent_id"):
+    for pair in value or []:
+        title, number = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
         if not isinstance(title, str) or not isinstance(number, int):
             raise InputError("The row's supporting_facts are not titles and numbers.")
         facts[title.strip(), number] = None
     yield from facts
 
 
-def _pairs(value: object, first: str, *second: str) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        name = next((name for name in second if name in value), second[0])
-        columns = value.get(first), value.get(name)
-        if not all(isinstance(column, list) for column in columns):
-            raise InputError(f"The row has no {first} and {name} of the same length.")
-        value = list(zip(*columns, strict=False))  # type: ignore[arg-type]
-    for pair in _several(value):
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InputError(f"The row has something else than pairs of {first} and {second[0]}.")
-        yield pair[0], pair[1]
-
-
-def _evidences(value: object) -> Iterator[tuple[Triple, ...]]:
+def _evidences(value: Any) -> Iterator[tuple[Triple, ...]]:
     """Triples, or for each one a list of all its forms."""
     names = ("fact", "relation", "entity")
-    if isinstance(value, dict):
-        value = list(zip(*(_several(value.get(name)) for name in names), strict=False))
-    for entry in _several(value):
-        parts = _several([entry.get(name) for name in names] if isinstance(entry, dict) else entry)
+    if isinstance(value, Mapping):
+        value = list(zip(*(value.get(name) or [] for name in names), strict=False))
+    for entry in value or []:
+        parts = [entry.get(name) for name in names] if isinstance(entry, Mapping) else entry
         nested = bool(parts) and all(isinstance(part, list | tuple) for part in parts)
-        forms = parts if nested else [parts]
-        yield tuple(_triple(form) for form in forms)
+        yield tuple(_triple(form) for form in (parts if nested else [parts]))
 
 
 def _triple(parts: Sequence[object]) -> Triple:
-    if len(parts) != 3 or not all(map(_is_text, parts)):
+    texts = [text_of(part) for part in parts]
+    if len(texts) != 3 or not all(texts):
         raise InputError("The row's evidences are not triples.")
-    return _text(parts[0]), _text(parts[1]), _text(parts[2])
+    return texts[0], texts[1], texts[2]

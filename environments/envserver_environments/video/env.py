@@ -46,6 +46,7 @@ from .frames.store import FrameLimits, FrameStore, require_av
 from .known import known_answers
 from .loading import (
     DATA_SETS,
+    HUBS,
     SAMPLE_VIDEOS,
     Folder,
     Videos,
@@ -234,6 +235,12 @@ class Video(Environment):
             return Videos(config.captions_path, config.caption_fps)
         if config.data_set == "sample" and config.data_path is None:
             return Videos(SAMPLE_VIDEOS, config.caption_fps)
+        needed = not config.blind and config.frames == "off"
+        if config.data_set in HUBS and config.data_path is None and needed:
+            raise ConfigError(
+                f"The data set {config.data_set!r} has questions, but no captions.",
+                hint=_HOW_TO_GIVE,
+            )
         return None
 
     def _folder(self) -> Path | None:

@@ -43,7 +43,7 @@ class Passage:
     def from_data(cls, data: object) -> Passage:
         """Reads a passage with `title`, and `sentences` or `text` (or `contents`).
 
-        With `contents` alone, the first line is the title (Search-R1's corpora).
+        Without a title, the first of several lines is the title (Search-R1's corpora).
 
         Raises:
             InputError: the data has another form.
@@ -63,7 +63,7 @@ class Passage:
         if text is None:
             raise InputError("A passage must have sentences, a text or contents.")
         if not isinstance(title, str):
-            title, _, text = text.partition("\n")
+            title, _, text = text.partition("\n") if "\n" in text else ("", "", text)
             title = title.strip().strip('"')
         return cls(title.strip(), (text.strip(),))
 
