@@ -272,13 +272,14 @@ def _evidences(value: Any) -> Iterator[tuple[Triple, ...]]:
     if isinstance(value, Mapping):
         value = list(zip(*(value.get(name) or [] for name in names), strict=False))
     for entry in value or []:
-        parts = [entry.get(name) for name in names] if isinstance(entry, Mapping) else entry
-        nested = bool(parts) and all(isinstance(part, list | tuple) for part in parts)
+        parts: Any = [entry.get(name) for name in names] if isinstance(entry, Mapping) else entry
+        is_list = isinstance(parts, list | tuple) and bool(parts)
+        nested = is_list and all(isinstance(part, list | tuple) for part in parts)
         yield tuple(_triple(form) for form in (parts if nested else [parts]))
 
 
-def _triple(parts: Sequence[object]) -> Triple:
-    texts = [text_of(part) for part in parts]
+def _triple(parts: Any) -> Triple:
+    texts = [text_of(part) for part in parts] if isinstance(parts, list | tuple) else []
     if len(texts) != 3 or not all(texts):
         raise InputError("The row's evidences are not triples.")
     return texts[0], texts[1], texts[2]

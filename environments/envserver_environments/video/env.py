@@ -60,7 +60,7 @@ from .teams import FRAMES, ORGANIZER, Frames, Mode, TeamOptions, solve
 _HOW_TO_GIVE = (
     "Captions: --env.captions_path FOLDER with NAME.txt, .srt, .vtt or .json for each video, or"
     " one JSON file by name, or `context` in the rows. Frames: --env.frames all --env.videos_path"
-    " FOLDER with NAME.mp4. Neither: --env.blind true."
+    " FOLDER with NAME.mp4 or a folder NAME of pictures. Neither: --env.blind true."
 )
 
 
@@ -88,7 +88,9 @@ class Video(Environment):
         frames: Frames = "off"
         """Show the model frames of video files: all at once, or by its tool view_frames (tool)."""
         videos_path: Path | None = None
-        """Folder of the video files; unset: the folder of data_path."""
+        """Folder of the videos, as files or folders of frames; unset: the folder of data_path."""
+        folder_fps: float = Field(default=1.0, gt=0)
+        """Frames per second of a video, where they are pictures in a folder."""
         frame_count: int = Field(default=8, ge=1, le=64)
         """Frames of a video (all), or of each part of it that the model views (tool)."""
         frame_seconds: float | None = Field(default=None, gt=0)
@@ -155,6 +157,7 @@ class Video(Environment):
             max_pixels=config.max_megapixels * 1_000_000,
             cpu_seconds=config.decode_seconds,
             memory_mb=config.decode_memory_mb,
+            per_second=config.folder_fps,
         )
         store = FrameStore(
             folder, limits, file_mb=config.max_video_mb, kept_mb=config.frame_cache_mb

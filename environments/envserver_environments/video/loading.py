@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from envserver.rows.sources import Rows, Source
 
 from .context import MODALITIES, VideoContext, video_context
 from .data_sets import ROLES, VideoQuestion
-from .frames.store import SUFFIXES
+from .frames.store import SUFFIXES, pictures_in
 
 DATA = Path(__file__).parent / "data"
 SAMPLE = DATA / "questions.jsonl"
@@ -78,36 +78,40 @@ class Folder:
     def __init__(self, top: Path) -> None:
         self._top = top.resolve()
 
-    def find(self, wanted: Iterable[str]) -> Path | None:
+    def find(
+        self, wanted: Iterable[str], is_right: Callable[[Path], object] = Path.is_file
+    ) -> Path | None:
         """Returns the path in the folder of the first that is there; None if none is."""
         paths = list(wanted)
         for path in paths:
             with contextlib.suppress(OSError, ValueError):  # no system knows such a name
                 place = (self._top / path).resolve()
                 # A name comes from a data set: it stays in the folder.
-                if place.is_relative_to(self._top) and place.is_file():
+                if place.is_relative_to(self._top) and is_right(place):
                     return place.relative_to(self._top)
         for path in paths:
-            if len(same := self._by_name.get(path.rpartition("/")[2], [])) == 1:
+            same = self._by_name.get(path.rpartition("/")[2], [])
+            if len(same) == 1 and is_right(self._top / same[0]):
                 return same[0]
         return None
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[Path]]:
         files: dict[str, list[Path]] = {}
-        for folder, _, names in os.walk(self._top):
-            for name in names:
+        for folder, folders, names in os.walk(self._top):
+            for name in (*folders, *names):
                 files.setdefault(name, []).append((Path(folder) / name).relative_to(self._top))
         return files
 
 
 def video_file(videos: Folder, item: VideoQuestion) -> str:
-    """Returns the path of the video in the folder of videos.
+    """Returns the path of the video, or of a folder of its frames, in the folder of videos.
 
     Raises:
-        InputError: there is no such file in the folder.
+        InputError: there is neither in the folder.
     """
     found = videos.find([item.file, *(f"{name}{end}" for name in item.names for end in SUFFIXES)])
+    found = found or videos.find(item.names, pictures_in)
     if found is None:
         raise InputError("there is no video file of its video")
     return str(found)

@@ -37,6 +37,7 @@ from support.films import COLOURS, film
 import envserver
 from envserver import ConfigError, InputError, NotFoundError
 
+FORMS = ("jpg", "png", "webp")
 SMALL = FrameLimits(count=3, side=32, cpu_seconds=100)
 
 
@@ -87,6 +88,20 @@ async def test_frames_are_those_of_their_times_and_decoded_once(folder: Path) ->
         os.utime(folder / "film.mp4", (1, 1))  # another file of the same name is another video
     assert colours(await frames.frames("film.mp4", 0, None)) == ["red", "green", "blue"]
     assert frames.counts() == {"frames_decoded": 4.0}
+
+
+async def test_a_folder_of_frames_is_a_video(folder: Path) -> None:
+    (folder / "deep" / "v_still").mkdir(parents=True)
+    for number, (form, colour) in enumerate(zip(FORMS, COLOURS, strict=False), start=8):
+        picture = Image.new("RGB", (64, 48), COLOURS[colour])
+        picture.save(folder / "deep" / "v_still" / f"{number}.{form}")
+    name = video_file(Folder(folder), VideoQuestion("?", "still"))
+    limits = FrameLimits(count=3, side=32, cpu_seconds=100, per_second=0.5)
+    shown = await frames_of(folder, limits).frames(name, 0, None)
+    assert [time for time, _ in shown.frames] == [0.0, 2.0, 4.0] and shown.seconds == 6.0
+    assert colours(shown) == list(COLOURS)[:3]
+    part = await frames_of(folder, limits).frames(name, 4, None)
+    assert colours(part) == list(COLOURS)[2:3]
 
 
 @pytest.mark.thorough

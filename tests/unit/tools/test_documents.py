@@ -243,16 +243,15 @@ def test_a_pdf_tells_its_links_comments_and_fields() -> None:
     from pypdf.generic import DictionaryObject, NameObject, TextStringObject
 
     writer, out = pypdf.PdfWriter(clone_from=io.BytesIO(small_pdf("words"))), io.BytesIO()
-    field = {"/Subtype": NameObject("/Widget"), "/T": TextStringObject("name"),
-             "/V": TextStringObject("Ann")}  # fmt: skip
-    for one in (Link(rect=(0, 0, 9, 9), url="https://example.org"),
-                FreeText(text="said of it", rect=(0, 0, 9, 9)),
-                DictionaryObject({NameObject(name): value for name, value in field.items()})):  # fmt: skip
+    field = DictionaryObject({NameObject("/Subtype"): NameObject("/Widget")})
+    field |= {NameObject(name): TextStringObject(name[1:]) for name in ("/T", "/V")}
+    link, box = "https://example.org", (0, 0, 9, 9)
+    for one in (Link(rect=box, url=link), FreeText(text="said of it", rect=box), field):
         writer.add_annotation(0, one)
     writer.write(out)
     text = to_text(out.getvalue(), "a.pdf").text
     assert [line for line in text.splitlines() if ": " in line] == [
-        "Link: https://example.org", "Comment: said of it", "Field name: Ann"]  # fmt: skip
+        f"Link: {link}", "Comment: said of it", "Field T: V"]  # fmt: skip
 
 
 def small_pdf(words: str) -> bytes:

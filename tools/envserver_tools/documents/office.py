@@ -270,7 +270,7 @@ def _part(part: Any, address: str | None) -> str:
     if part.tag.endswith("}br"):
         return "\n"
     text = "".join(one.text or "" for one in part.iter("{*}t"))
-    style = next(part.iter("{*}rPr"), {})
+    style: Any = next(part.iter("{*}rPr"), {})
     raised = int(style.get("baseline") or 0)
     position = "superscript" if raised > 0 else "subscript" if raised < 0 else None
     text = marked(text, _mark(position, style.get("strike") not in (None, "noStrike")))
