@@ -39,12 +39,20 @@ MAX_ANSWER_CHARACTERS = 400
 ROLES: Mapping[str, tuple[str, ...]] = {
     "question": (
         *("question.text", "question", "extra_info.question", "question_text", "Question"),
-        *("query", "input"),
+        *("query", "input", "Prompt", "prompt", "problem"),
     ),
     "answer": (
-        *("golds", "golden_answers", "answers", "answer", "Answer", "possible_answers"),
-        *("reward_model.ground_truth", "annotations", "output", "answers_spans", "final_decision"),
-        *("extra_info.answer", "ground_truth", "target"),
+        *(
+            "golds",
+            "golden_answers",
+            "ground_truth",
+            "ground_truths",
+            "answers",
+            "answer",
+            "Answer",
+        ),
+        *("possible_answers", "short_answers", "reward_model.ground_truth", "annotations"),
+        *("output", "answers_spans", "final_decision", "extra_info.answer", "target"),
     ),
     "aliases": ("answer_aliases", "metadata.answer_aliases", "aliases", "o_aliases"),
     "passages": (
@@ -66,7 +74,11 @@ _ANSWERS = (
     *("normalized_aliases", "normalizedaliases"),
 )
 """Fields of an answer that hold texts that are right."""
-_TEXTS = ("sentences", "text", "content", "wiki_context", "search_context", "contexts")
+_TEXTS = (
+    *("sentences", "text", "content", "passage_text", "wiki_context", "search_context"),
+    "contexts",
+)
+"""Columns of passages."""
 _BOOLEANS = {"true": "yes", "false": "no"}
 _YES_NO = {"yes": "yes", "1": "yes", "no": "no", "0": "no"}
 

@@ -49,6 +49,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
         *("answer_id", "answer_number", "correct_idx", "answer_idx", "answer_index"),
         *("correct_choice", "correct_index"),
     ),
+    "aliases": ("additional_ref_answer",),
     "id": ("question_id", "qid", "id"),
     "type": ("type", "question_type", "task_type", "question_category", "area"),
     "context": ("context", "subtitles", "subtitle", "sub"),
@@ -62,8 +63,10 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 the part of the video that the question is about; captions: a file of them."""
 _LABEL = re.compile(r"\s*(?:option\s+)?\(?([a-z])\s*[).:]+\s*(\S.*)", re.DOTALL | re.IGNORECASE)
 _LETTER = re.compile(r"(?:option\s+)?\(?([a-z])\s*[).:]*", re.IGNORECASE)
-_INLINE = re.compile(r"(?:^|(?<=\s))\(?([A-Z])[).:]\s+")
+_INLINE = re.compile(r"(?:^|(?<=\s))(?:\([A-Za-z]\)|[A-Z][).:]|[a-z]\))\s+")
 _COLUMN = re.compile(r"(?:a|(?:option|choice|candidate)[ _]?)\d|(?:option[ _]?)?[A-H]")
+_STARTS = ("", "video", "v_", "vid")
+"""What files of videos begin with whose rows name only the rest (MSRVTT, ActivityNet, MSVD)."""
 _HEADING = re.compile(r"(?:options|choices|candidates)\s*:\s*\Z", re.IGNORECASE)
 _EMPTY = (None, "", "N/A")
 """What stands in the columns of options that a row does not have."""
@@ -99,7 +102,7 @@ class VideoQuestion:
     def names(self) -> list[str]:
         """The names under which published sets have the files of this video."""
         given = dict.fromkeys((self.video, self.file.rpartition("/")[2], self.file))
-        return [f"{start}{name}" for name in given if name for start in ("", "video", "v_")]
+        return [f"{start}{name}" for name in given if name for start in _STARTS]
 
 
 def single_rows(row: Row) -> list[Row]:
@@ -195,7 +198,7 @@ def _answered(
         place = option_place(answer if index is None else index, options) if options else None
         if place is not None:
             return stem, options, {"answer": place}
-        several = answer if isinstance(answer, list) else [answer]
+        several = [*(answer if isinstance(answer, list) else [answer]), found.get("aliases")]
         if not (golds := [text for text in map(_words, several) if text]):
             raise InputError("The row has no answer.")
         return question, [], {"golds": golds}
@@ -269,7 +272,7 @@ def _options(raw: Any) -> list[str]:
         raw = _split(raw)[1] or raw.splitlines()
     if isinstance(raw, dict):
         raw = [raw[name] for name in sorted(raw)]
-    while isinstance(raw, list) and len(raw) > 2 and raw[-1] in _EMPTY:
+    while isinstance(raw, list) and raw and raw[-1] in _EMPTY:
         raw = raw[:-1]
     if not isinstance(raw, list) or not all(isinstance(one, str | int | float) for one in raw):
         raise InputError("This row's options are not a list of texts.")
@@ -289,7 +292,7 @@ def _split(text: str) -> tuple[str, list[str]]:
     marks = list(_INLINE.finditer(text))
     for place in reversed(range(len(marks))):
         pairs = zip(marks[place:], string.ascii_uppercase, strict=False)
-        run = [mark for mark, _ in takewhile(lambda pair: pair[0][1] == pair[1], pairs)]
+        run = [mark for mark, _ in takewhile(lambda pair: pair[1] in pair[0][0].upper(), pairs)]
         if len(run) < 2:
             continue
         ends = [*(mark.start() for mark in run[1:]), len(text)]

@@ -58,7 +58,10 @@ class Passage:
             if len(parts) != len(sentences) or not isinstance(title, str):
                 raise InputError("A passage's title and its sentences must be texts.")
             return cls(title.strip(), tuple(parts))
-        names = ("text", "paragraph_text", "contents", "content")
+        names = (
+            *("text", "paragraph_text", "passage_text", "page_content", "contents", "content"),
+            *("passage", "paragraph", "context", "body", "snippet"),
+        )
         text = next((data[name] for name in names if isinstance(data.get(name), str)), None)
         if text is None:
             raise InputError("A passage must have sentences, a text or contents.")
