@@ -90,9 +90,9 @@ def decoded(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """A text or a number as text; "" for anything else."""
+    """A text or a number as text; "" for anything else, also NaN."""
     is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return str(value).strip() if is_text else ""
+    return str(value).strip() if is_text and value == value else ""
 
 
 def objects_of(value: Any) -> list[dict[str, Any]]:
@@ -104,7 +104,8 @@ def objects_of(value: Any) -> list[dict[str, Any]]:
         return [
             dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=False)
         ]
-    return [dict(one) for one in value or [] if isinstance(one, Mapping)]
+    several = value if isinstance(value, list) else ()
+    return [dict(one) for one in several if isinstance(one, Mapping)]
 
 
 def rows_within(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:

@@ -220,9 +220,9 @@ def _answers(value: Any, row: Row) -> Iterator[str]:
             yield from _answers(one, row)
     elif isinstance(value, Mapping):
         fields = {str(name).lower(): part for name, part in value.items()}
-        if {"start_token", "end_token"} <= fields.keys() and "text" not in fields:
-            span = slice(fields["start_token"], fields["end_token"])
-            yield " ".join(text_of(row.get("document_text")).split(" ")[span])  # NQ
+        start, end = fields.get("start_token"), fields.get("end_token")
+        if isinstance(start, int) and isinstance(end, int):  # NQ
+            yield " ".join(text_of(row.get("document_text")).split(" ")[start:end])
         for name in _ANSWERS:
             yield from _answers(fields.get(name), row)
         several = fields.get("yes_no_answer")
@@ -267,10 +267,8 @@ def _passages(value: Any, row: Row) -> Iterator[Passage]:
 
 
 def _facts(value: Any) -> Iterator[Fact]:
-    if isinstance(value, Mapping):
-        value = zip_longest(value.get("title") or [], value.get("sent_id") or [])
     facts: dict[Fact, None] = {}
-    for pair in value or []:
+    for pair in _tuples(value, ("title", "sent_id")):
         title, number = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
         if not isinstance(title, str) or not isinstance(number, int):
             raise InputError("The row's supporting_facts are not titles and numbers.")
@@ -280,14 +278,19 @@ def _facts(value: Any) -> Iterator[Fact]:
 
 def _evidences(value: Any) -> Iterator[tuple[Triple, ...]]:
     """Triples, or for each one a list of all its forms."""
-    names = ("fact", "relation", "entity")
-    if isinstance(value, Mapping):
-        value = list(zip(*(value.get(name) or [] for name in names), strict=False))
-    for entry in value or []:
-        parts: Any = [entry.get(name) for name in names] if isinstance(entry, Mapping) else entry
+    for parts in _tuples(value, ("fact", "relation", "entity")):
         is_list = isinstance(parts, list | tuple) and bool(parts)
         nested = is_list and all(isinstance(part, list | tuple) for part in parts)
         yield tuple(_triple(form) for form in (parts if nested else [parts]))
+
+
+def _tuples(value: Any, names: tuple[str, ...]) -> Iterator[Any]:
+    """The entries of a list, or of a table as columns."""
+    columns = [value.get(name) for name in names] if isinstance(value, Mapping) else []
+    if columns and all(isinstance(column, list) for column in columns):
+        value = list(zip_longest(*columns))
+    for entry in value if isinstance(value, list) else [] if value is None else [value]:
+        yield [entry.get(name) for name in names] if isinstance(entry, Mapping) else entry
 
 
 def _triple(parts: Any) -> Triple:

@@ -116,7 +116,7 @@ def single_rows(row: Row) -> list[Row]:
 
 def _judged(row: Row) -> list[Row]:
     marks, choices = value_at(row, "choices.answer"), value_at(row, "choices.choice")
-    if not marks or not choices or not set(marks) <= {"correct", "wrong"}:
+    if not choices or not marks or not all(mark in ("correct", "wrong") for mark in marks):
         return [row]
     if marks.count("correct") == 1:
         return [{**row, "answer_id": marks.index("correct")}]
