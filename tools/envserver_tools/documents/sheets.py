@@ -24,8 +24,8 @@ def sheets(data: bytes, most: int) -> str:
 
 def _book(book: Any) -> Iterator[str]:
     yield (
-        "Cells stand with their values alone: formulas, fills and pictures are not shown."
-        " The first column holds the row's number."
+        "Cells stand with their values alone: formulas, fills and pictures are not shown, nor"
+        " comments and links of xls and xlsb. The first column holds the row's number."
     )
     for one in book.sheets_metadata:
         sheet = book.get_sheet_by_name(one.name)
