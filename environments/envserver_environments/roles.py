@@ -90,9 +90,10 @@ def decoded(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """A text or a number as text; "" for anything else, also NaN."""
-    is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return str(value).strip() if is_text and value == value else ""
+    """A text or a number as text, a boolean as yes or no; "" for anything else, also NaN."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value).strip() if isinstance(value, str | int | float) and value == value else ""
 
 
 def objects_of(value: Any) -> list[dict[str, Any]]:

@@ -141,50 +141,38 @@ def read_item(
         InputError: the question or the answer is missing, or a field has another form.
     """
     columns = columns or {}
-    told = {name: _spelled(value) for name, value in row.items()}
-    found = roles_of(told, ROLES, columns)
+    spelled = {name: text_of(one) if isinstance(one, bool) else one for name, one in row.items()}
+    found = roles_of(spelled, ROLES, columns)
     if not (question := text_of(found.get("question"))):
         raise missing(row, ["question"])
-    answerable = _is_answerable(row)
-    golds = dict.fromkeys(_answers(found.get("answer"), row))
-    golds |= dict.fromkeys(_answers(found.get("aliases"), row))
-    golds |= dict.fromkeys((aliases or {}).get(text_of(row.get("answer_id")), ()))
-    if len(golds) == 1 and (word := _BOOLEANS.get(next(iter(golds)).lower())):
-        golds = {word: None, **golds}
-    if answerable and not golds:
+    golds = _golds(row, found, aliases or {})
+    if not golds:
         raise missing(row, ["answer"]) if "answer" not in found else InputError("It has no answer.")
-    named = (columns["passages"],) if "passages" in columns else ROLES["passages"]
-    values = [value for name in named if (value := value_at(row, name)) is not None]
-    passages = [
-        *_named(row, corpus or {}),
-        *(one for value in values for one in _passages(value, row)),
-    ]
     judged = [text for text in objects_of(row.get("paragraphs")) if "is_supporting" in text]
+    supports = [text for text in judged if text["is_supporting"] and golds != NO_ANSWERS]
     supporting = tuple(_facts(decoded(found.get("supporting"))))
     evidences = tuple(_evidences(decoded(found.get("evidences"))))
-    style = "2wiki" if evidences else "musique" if judged else "hotpotqa" if supporting else "own"
-    steps = [
-        (text_of(one.get("question")), text_of(one.get("answer")))
-        for one in objects_of(found.get("decomposition"))
-    ]
-    of_musique = re.match(r"(\d)hop", text_of(found.get("id")))
-    hops = found.get("hops") or (int(of_musique[1]) if of_musique else 0)
+    steps = objects_of(found.get("decomposition"))
+    of_musique = re.match(r"((\d)hop\d*)__", text_of(found.get("id")))
+    hops = found.get("hops")
+    if not isinstance(hops, int):
+        hops = int(of_musique[2]) if of_musique else 0
     return MultiHopQuestion(
         question=question,
-        golds=tuple(golds) if answerable else NO_ANSWERS,
-        data_set=style,
-        kind=text_of(found["id"]).partition("__")[0]
-        if of_musique
-        else text_of(found.get("kind")) or "unknown",
-        hops=hops or len({title for title, _ in supporting}) or len(steps) or None,
-        answerable=answerable,
-        passages=tuple(passages),
-        supporting=supporting,
-        support=tuple(
-            Passage.from_data(one).key for one in judged if one["is_supporting"] and answerable
+        golds=golds,
+        data_set=(
+            "2wiki" if evidences else "musique" if judged else "hotpotqa" if supporting else "own"
         ),
+        kind=of_musique[1] if of_musique else text_of(found.get("kind")) or "unknown",
+        hops=hops or len({title for title, _ in supporting}) or len(steps) or None,
+        answerable=golds != NO_ANSWERS,
+        passages=tuple(_all_passages(row, columns, corpus or {})),
+        supporting=supporting,
+        support=tuple(Passage.from_data(text).key for text in supports),
         evidences=evidences,
-        decomposition=tuple(steps),
+        decomposition=tuple(
+            (text_of(step.get("question")), text_of(step.get("answer"))) for step in steps
+        ),
     )
 
 
@@ -197,19 +185,19 @@ def why_unusable(item: MultiHopQuestion) -> str | None:
     return None
 
 
-def _spelled(value: Any) -> Any:
-    return ("no", "yes")[value] if isinstance(value, bool) else value
-
-
-def _is_answerable(row: Row) -> bool:
-    """False for the questions of MuSiQue and SQuAD 2 that their paragraphs do not answer."""
-    if (
-        str(row.get("answerable")).lower() == "false"
-        or str(row.get("is_impossible")).lower() == "true"
-    ):
-        return False
+def _golds(
+    row: Row, found: Mapping[str, Any], aliases: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """The right answers, or NO_ANSWERS for what paragraphs do not answer (MuSiQue, SQuAD 2)."""
     answers = decoded(row.get("answers"))
-    return not (isinstance(answers, Mapping) and answers.get("text") == [])
+    is_empty = isinstance(answers, Mapping) and answers.get("text") == []
+    marks = text_of(row.get("answerable")).lower(), text_of(row.get("is_impossible")).lower()
+    if is_empty or marks[0] in ("no", "false") or marks[1] in ("yes", "true"):
+        return NO_ANSWERS
+    texts = [*_answers(found.get("answer"), row), *_answers(found.get("aliases"), row)]
+    texts += aliases.get(text_of(row.get("answer_id")), ())
+    spelled = _BOOLEANS.get(texts[0].lower()) if len(texts) == 1 else None
+    return tuple(dict.fromkeys([spelled, *texts] if spelled else texts))
 
 
 def _answers(value: Any, row: Row) -> Iterator[str]:
@@ -228,17 +216,21 @@ def _answers(value: Any, row: Row) -> Iterator[str]:
         several = fields.get("yes_no_answer")
         for one in several if isinstance(several, list) else [several]:
             yield from filter(None, [_YES_NO.get(str(one).lower())])
-    elif isinstance(value, bool):
-        yield from _answers(_spelled(value), row)
     elif text := text_of(value):
         yield text
 
 
-def _named(row: Row, corpus: Mapping[str, Passage]) -> Iterator[Passage]:
-    for title in row.get("context_titles") or []:
+def _all_passages(
+    row: Row, columns: Mapping[str, str], corpus: Mapping[str, Passage]
+) -> Iterator[Passage]:
+    titles = row.get("context_titles")
+    for title in map(text_of, titles if isinstance(titles, list) else ()):
         if title not in corpus:
             raise InputError(f"There is no passage {title!r} in the corpus.")
         yield corpus[title]
+    for name in (columns["passages"],) if "passages" in columns else ROLES["passages"]:
+        if (value := value_at(row, name)) is not None:
+            yield from _passages(value, row)
 
 
 def _passages(value: Any, row: Row) -> Iterator[Passage]:

@@ -30,9 +30,13 @@ from envserver import InputError
 
 Modality = Literal["captions", "transcript", "scene_graph"]
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
+CAPTIONS = (".json", ".txt", ".srt", ".vtt")
+"""Suffixes of files with the text about a video."""
 
 _CUE = re.compile(
-    r"(\d[\d:]*[.,]\d+)\s*-->\s*(\d[\d:]*[.,]\d+)[^\n]*\n(.*?)(?=\n\s*\n|\Z)", re.DOTALL
+    r"(?<![\d:])(\d[\d:]{0,11}[.,]\d{1,6})[ \t]{0,9}-->\s*(\d[\d:]{0,11}[.,]\d{1,6})[^\n]*\n"
+    r"(.*?)(?=\n\s*\n|\Z)",
+    re.DOTALL,
 )
 _TAG = re.compile(r"<[^<>]*>")
 _TRANSCRIPTS = ("segments", "subtitles", "subtitle", "sub")

@@ -28,7 +28,7 @@ from envserver_environments.rows import Row
 
 from envserver import InputError
 
-from .context import MODALITIES, stamp
+from .context import CAPTIONS, MODALITIES, stamp
 from .frames.store import SUFFIXES
 
 DataSetName = Literal["sample", "nextqa", "egoschema", "captions"]
@@ -37,7 +37,16 @@ MAX_OPTIONS = 26
 ROLES: Mapping[str, tuple[str, ...]] = {
     "question": ("question", "Question", "query", "q", "question_text"),
     "video": (
-        *("videoID", "video", "video_id", "q_uid", "video_idx", "video_name", "video_filename"),
+        *(
+            "videoID",
+            "video.path",
+            "video",
+            "video_id",
+            "q_uid",
+            "video_idx",
+            "video_name",
+            "video_filename",
+        ),
         *("vid_name", "vid", "metadata.video_id", "video_path", "file"),
     ),
     "options": (
@@ -153,6 +162,9 @@ def read_item(
     if "answer" not in found:
         by = answers or {}
         found["answer"] = by.get(text_of(found.get("id")), by.get(video))
+    context, captions = found.get("context"), text_of(found.get("captions"))
+    if text_of(context).endswith(CAPTIONS):
+        context, captions = None, text_of(context)
     in_row = {name: row[name] for name in MODALITIES if row.get(name)}
     question, options, answered = _answered(row, question, found)
     return VideoQuestion(
@@ -162,9 +174,9 @@ def read_item(
         options=options,
         type=text_of(found.get("type")),
         evidence=_spans(found.get("evidence")),
-        context=found.get("context") or in_row or None,
+        context=context or in_row or None,
         file=file,
-        captions=text_of(found.get("captions")),
+        captions=captions,
     )
 
 
@@ -178,7 +190,9 @@ def _part(found: Mapping[str, Any]) -> str:
         start, end = float(found["start"]), float(found["end"])
     except (KeyError, TypeError, ValueError):
         return ""
-    return f" (From {stamp(start)} to {stamp(math.ceil(end))}.)" if 0 <= start < end else ""
+    return (
+        f" (From {stamp(start)} to {stamp(math.ceil(end))}.)" if 0 <= start < end < math.inf else ""
+    )
 
 
 def _answered(
@@ -199,7 +213,7 @@ def _answered(
         if place is not None:
             return stem, options, {"answer": place}
         several = [*(answer if isinstance(answer, list) else [answer]), found.get("aliases")]
-        if not (golds := [text for text in map(_words, several) if text]):
+        if not (golds := [text for text in map(text_of, several) if text]):
             raise InputError("The row has no answer.")
         return question, [], {"golds": golds}
     means: Literal["index", "text"] | None = "index" if names else None
@@ -211,10 +225,6 @@ def _answered(
     if place is None:
         raise InputError(f"The row's answer is not one of its options ({fields_of(row)}).")
     return question, options, {"answer": place}
-
-
-def _words(value: Any) -> str:
-    return ("no", "yes")[value] if isinstance(value, bool) else text_of(value)
 
 
 def option_place(

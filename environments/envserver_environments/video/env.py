@@ -60,7 +60,8 @@ from .teams import FRAMES, ORGANIZER, Frames, Mode, TeamOptions, solve
 _HOW_TO_GIVE = (
     "Captions: --env.captions_path FOLDER with NAME.txt, .srt, .vtt or .json for each video, or"
     " one JSON file by name, or `context` in the rows. Frames: --env.frames all --env.videos_path"
-    " FOLDER with NAME.mp4 or a folder NAME of pictures. Neither: --env.blind true."
+    " FOLDER with NAME.mp4 or a folder NAME of pictures. Neither: --env.blind true. Answers in"
+    """ a file: --env.answers_path. Other fields: --env.columns '{"question": "...", ...}'."""
 )
 
 

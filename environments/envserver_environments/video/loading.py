@@ -20,7 +20,7 @@ from envserver_environments.rows import DataSets, Hub
 from envserver import ConfigError, InputError, NotFoundError
 from envserver.rows.sources import Rows, Source
 
-from .context import MODALITIES, VideoContext, video_context
+from .context import CAPTIONS, MODALITIES, VideoContext, video_context
 from .data_sets import ROLES, VideoQuestion
 from .frames.store import SUFFIXES, pictures_in
 
@@ -33,8 +33,6 @@ HUBS: dict[str, Hub] = {
     "egoschema": Hub("lmms-lab/egoschema", {"test": "test"}, ("Subset",)),
 }
 DATA_SETS = DataSets(SAMPLE, HUBS)
-CAPTIONS = (".json", ".txt", ".srt", ".vtt")
-"""Suffixes of files with the text about a video."""
 MAX_CONTEXT_BYTES = 16 << 20
 
 

@@ -204,6 +204,9 @@ def test_slides_tell_their_texts_charts_and_notes() -> None:
     pptx = pytest.importorskip("pptx", reason="needs the libraries of the gaia extra")
     from pptx.chart.data import CategoryChartData
     from pptx.enum.chart import XL_CHART_TYPE
+    from pptx.opc.constants import RELATIONSHIP_TYPE
+    from pptx.opc.package import Part
+    from pptx.opc.packuri import PackURI
 
     show, out = pptx.Presentation(), io.BytesIO()
     slide = show.slides.add_slide(show.slide_layouts[5])
@@ -218,6 +221,10 @@ def test_slides_tell_their_texts_charts_and_notes() -> None:
     picture = slide.shapes.add_picture(small_picture(), 0, 0)
     picture._element.nvPicPr.cNvPr.set("descr", "a red cat")
     slide._element.set("show", "0")
+    said = b'<p:cmLst xmlns:p="urn:p"><p:cm><p:text>said of it</p:text></p:cm></p:cmLst>'
+    kind = "application/vnd.openxmlformats-officedocument.presentationml.comments+xml"
+    place = PackURI("/ppt/comments/comment1.xml")
+    slide.part.relate_to(Part(place, kind, slide.part.package, said), RELATIONSHIP_TYPE.COMMENTS)
     numbers = CategoryChartData()
     numbers.categories = ["East", "West"]
     numbers.add_series("Sales", (19.25, None))
@@ -225,7 +232,8 @@ def test_slides_tell_their_texts_charts_and_notes() -> None:
     show.save(out)
     text = to_text(out.getvalue(), "a.pptx").text
     for part in ("## Slide 1 (hidden)", "[On the slide](https://example.org)^6~~old~~",
-                 "|  | East | West |", "| Sales | 19.25 |  |", ": a red cat)"):  # fmt: skip
+                 "|  | East | West |", "| Sales | 19.25 |  |", ": a red cat)",
+                 "Comment: said of it"):  # fmt: skip
         assert part in text
     assert "Notes: said aloud" in text
 

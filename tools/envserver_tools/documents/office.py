@@ -249,10 +249,11 @@ def _shape(shape: Any, level: int) -> Iterator[str]:
     elif shape.has_text_frame:
         if text := _framed(shape.text_frame).strip():
             yield text
-    else:
-        what = "a picture" if hasattr(shape, "image") else "not shown"
-        yield f"({what}: {described(shape.name, words)})"
+    elif hasattr(shape, "image"):
+        yield f"(a picture: {described(shape.name, words)})"
         return
+    elif not shape._element.tag.endswith("}cxnSp"):  # lines between shapes
+        yield f"(not shown: {shape.name})"
     if words:
         yield f"(described as: {words})"
 
