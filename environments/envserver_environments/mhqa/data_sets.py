@@ -278,7 +278,7 @@ def _evidences(value: Any) -> Iterator[tuple[Triple, ...]]:
 
 def _tuples(value: Any, names: tuple[str, ...]) -> Iterator[Any]:
     """The entries of a list, or of a table as columns."""
-    columns = [value.get(name) for name in names] if isinstance(value, Mapping) else []
+    columns: list[Any] = [value.get(name) for name in names] if isinstance(value, Mapping) else []
     if columns and all(isinstance(column, list) for column in columns):
         value = list(zip_longest(*columns))
     for entry in value if isinstance(value, list) else [] if value is None else [value]:

@@ -245,7 +245,7 @@ def test_cells_of_a_pdf_are_never_joined_to_a_number() -> None:
     assert text.split("---")[-1].split() == ["0", "3", "6", "9"]
 
 
-def test_a_pdf_tells_its_links_comments_and_fields() -> None:
+def test_a_pdf_tells_its_pictures_links_comments_and_fields() -> None:
     pypdf = pytest.importorskip("pypdf", reason="needs the libraries of the gaia extra")
     from pypdf.annotations import FreeText, Link
     from pypdf.generic import DictionaryObject, NameObject, TextStringObject
@@ -256,10 +256,13 @@ def test_a_pdf_tells_its_links_comments_and_fields() -> None:
     link, box = "https://example.org", (0, 0, 9, 9)
     for one in (Link(rect=box, url=link), FreeText(text="said of it", rect=box), field):
         writer.add_annotation(0, one)
+    picture = DictionaryObject({NameObject("/Subtype"): NameObject("/Image")})
+    resources: Any = writer.pages[0]["/Resources"]
+    resources[NameObject("/XObject")] = DictionaryObject({NameObject("/I"): picture})
     writer.write(out)
     text = to_text(out.getvalue(), "a.pdf").text
     assert [line for line in text.splitlines() if ": " in line] == [
-        f"Link: {link}", "Comment: said of it", "Field T: V"]  # fmt: skip
+        "(not shown: 1 pictures)", f"Link: {link}", "Comment: said of it", "Field T: V"]  # fmt: skip
 
 
 def small_pdf(words: str) -> bytes:

@@ -272,8 +272,8 @@ def _part(part: Any, address: str | None) -> str:
         return "\n"
     text = "".join(one.text or "" for one in part.iter("{*}t"))
     style: Any = next(part.iter("{*}rPr"), {})
-    raised = int(style.get("baseline") or 0)
-    position = "superscript" if raised > 0 else "subscript" if raised < 0 else None
+    raised = (style.get("baseline") or "").strip("0%")
+    position = ("subscript" if raised[0] == "-" else "superscript") if raised else None
     text = marked(text, _mark(position, style.get("strike") not in (None, "noStrike")))
     return f"[{text}]({address})" if address else text
 
@@ -305,16 +305,22 @@ def _pages(reader: Any) -> Iterator[str]:
         page = reader.pages[number]
         yield f"\n--- page {number + 1} of {count} ---"
         yield page.extract_text().strip() or "(no text: perhaps a picture)"
-        if pictures := len(page.images):
+        objects = _resolved(_resolved(page.get("/Resources")).get("/XObject")).values()
+        if pictures := sum(_resolved(one).get("/Subtype") == "/Image" for one in objects):
             yield f"(not shown: {pictures} pictures)"
-        for annotation in page.annotations or ():
-            facts = annotation.get_object()
-            if address := (facts.get("/A") or {}).get("/URI"):
+        for facts in map(_resolved, page.annotations or ()):
+            if address := _resolved(facts.get("/A")).get("/URI"):
                 yield f"Link: {address}"
             elif facts.get("/Subtype") == "/Widget" and facts.get("/V") not in (None, "/Off"):
                 yield f"Field {facts.get('/T')}: {facts['/V']}"
             elif facts.get("/Contents") and facts.get("/Subtype") != "/Popup":
                 yield f"Comment: {facts['/Contents']}"
+
+
+def _resolved(value: Any) -> dict[str, Any]:
+    """An object of a PDF with what its fields refer to; empty if it is not one."""
+    found = value.get_object() if hasattr(value, "get_object") else value
+    return {name: found[name] for name in found} if isinstance(found, dict) else {}
 
 
 def table_row(cells: Iterable[str]) -> str:
