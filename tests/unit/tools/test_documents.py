@@ -262,7 +262,8 @@ def test_a_pdf_tells_its_pictures_links_comments_and_fields() -> None:
     writer.write(out)
     text = to_text(out.getvalue(), "a.pdf").text
     assert [line for line in text.splitlines() if ": " in line] == [
-        "(not shown: 1 pictures)", f"Link: {link}", "Comment: said of it", "Field T: V"]  # fmt: skip
+        "(not shown: 1 pictures)", f"Link: {link}", "Comment: said of it", "Field T: V",
+    ]  # fmt: skip
 
 
 def small_pdf(words: str) -> bytes:
