@@ -26,7 +26,7 @@ _MOST_LINK = 500
 
 def marked(text: str, mark: str) -> str:
     """Text that is raised, `10^6`, lowered, `H_2`, or struck, `~~6~~`; as it is without a mark."""
-    if not mark or not text.strip():
+    if not mark or not text.strip() or text.startswith(mark):
         return text
     if mark == "~~":
         return f"~~{text}~~"

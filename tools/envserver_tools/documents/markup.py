@@ -63,6 +63,11 @@ def _unseen(data: bytes, limits: Limits) -> Iterator[str]:
     put_in, taken_out = count[f"{_WORD}ins"], count[f"{_WORD}del"]
     if put_in or taken_out:
         yield _changes(put_in, taken_out)
+    for run in body.iter(f"{_WORD}r"):
+        for name, what in (("dstrike", "struck"), ("vanish", "hidden")):
+            mark = run.find(f"{_WORD}rPr/{_WORD}{name}")
+            if mark is not None and mark.get(f"{_WORD}val") not in ("0", "false"):
+                yield f"({what}: {''.join(run.itertext())})"
     for formula in body.iter(f"{_MATH}oMath"):
         yield f"(a formula, not shown in its place: {''.join(formula.itertext())})"
     named = filter(None, map(_OTHERS.match, archives.names(data)))
