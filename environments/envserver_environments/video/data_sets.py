@@ -71,6 +71,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 """Names of each role in published sets. index: the place of the right option, from 0; start, end:
 the part of the video that the question is about; captions: a file of them."""
 _LABEL = re.compile(r"\s*(?:option\s+)?\(?([a-z])\s*[).:]+\s*(\S.*)", re.DOTALL | re.IGNORECASE)
+_NUMBER = re.compile(r"\s*\(?(\d{1,2})[).:]+\s+(\S.*)", re.DOTALL)
 _LETTER = re.compile(r"(?:option\s+)?\(?([a-z])\s*[).:]*", re.IGNORECASE)
 _INLINE = re.compile(r"(?:^|(?<=\s))(?:\([A-Za-z]\)|[A-Z][).:]|[a-z]\))\s+")
 _COLUMN = re.compile(r"(?:a|(?:option|choice|candidate)[ _]?)\d|(?:option[ _]?)?[A-H]")
@@ -202,8 +203,9 @@ def _answered(
     names = sorted(filter(_COLUMN.fullmatch, row))
     if "options" in found or len(names) < 2:
         names = []
-    options = _options([row[name] for name in names] if names else found.get("options"))
-    first = int(number[0]) if names and (number := re.search(r"\d", names[0])) else 0
+    options, first = _options([row[name] for name in names] if names else found.get("options"))
+    if names and (number := re.search(r"\d", names[0])):
+        first = int(number[0])
     answer, index = found.get("answer"), found.get("index")
     if answer is None and index is None:
         raise missing(row, ["answer"])
@@ -275,8 +277,9 @@ def _plain(text: str) -> str:
     return " ".join(text.casefold().split()).rstrip(".")
 
 
-def _options(raw: Any) -> list[str]:
-    """Texts of the options, without labels A, B, C ... where all have theirs."""
+def _options(raw: Any) -> tuple[list[str], int]:
+    """Texts of the options, without labels A, B, C ... or 1, 2, 3 ... where all have theirs, and
+    the number of the first."""
     raw = decoded(raw) or []
     if isinstance(raw, str):
         raw = _split(raw)[1] or raw.splitlines()
@@ -287,14 +290,16 @@ def _options(raw: Any) -> list[str]:
     if not isinstance(raw, list) or not all(isinstance(one, str | int | float) for one in raw):
         raise InputError("This row's options are not a list of texts.")
     options = [str(one).strip() for one in raw]
-    labels = [_LABEL.fullmatch(option) for option in options]
-    if options and all(
-        label and ord(label[1].upper()) - ord("A") == place for place, label in enumerate(labels)
-    ):
-        options = [label[2].strip() for label in labels if label]
     if len(options) == 1 or len(options) > MAX_OPTIONS or not all(options):
         raise InputError("This row's options are too few, too many, or empty.")
-    return options
+    labels = [label for label in map(_LABEL.fullmatch, options) if label]
+    if "".join(label[1].upper() for label in labels) == string.ascii_uppercase[: len(options)]:
+        return [label[2].strip() for label in labels], 0
+    labels = [label for label in map(_NUMBER.fullmatch, options) if label]
+    for first in (0, 1):
+        if options and [int(label[1]) for label in labels] == [*range(first, first + len(options))]:
+            return [label[2].strip() for label in labels], first
+    return options, 0
 
 
 def _split(text: str) -> tuple[str, list[str]]:

@@ -60,13 +60,14 @@ def test_html_keeps_structure_and_drops_scripts() -> None:
     <script>var secret=1</script><h1>Head</h1><p>Some <b>bold</b>
     text, <a href="/x">a link</a>.</p><ul><li>one<li>two</ul><ol><li>first</ol>
     <table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><p>2</p></td></tr></table>
-    <p>10<sup><sup>6</sup></sup> H<sub>2</sub>O x<sup>n + 1</sup> <s>old</s><img src=x alt="a cat"></p>
+    <p>10<sup><sup>6</sup></sup> H<sub>2</sub>O x<sup>n + 1</sup> <s>old</s>
+    <img src=x alt="a cat"></p>
     <del><p>gone</p><p>too</p></del><table><tr><td colspan="2">wide</td></tr></table>
     <pre>  kept\n   so f_(x)</pre></body></html>"""
     text = to_text(page, "a.html")
     assert text.title == "The page"
     for part in ("# Head", "Some bold text, [a link](/x).", "- one\n- two", "1. first",
-                 "10^6 H_2O x^(n + 1) ~~old~~[image: a cat]", "~~gone~~\n\n~~too~~",
+                 "10^6 H_2O x^(n + 1) ~~old~~ [image: a cat]", "~~gone~~\n\n~~too~~",
                  "| (over 2 columns) wide |"):  # fmt: skip
         assert part in text.text
     assert "| a | b |" in text.text
@@ -195,7 +196,8 @@ def test_a_text_document_is_read_in_its_order_with_what_lies_beside_it() -> None
              "10[A1]^6 H_2O~~old~~", "[image: a red cat]", "put in", "filled in",
              "Comment [A1]", "said of it", "(footer) Below",
              "(tracked changes: 1 insertions, shown; 1 deletions, not shown)",
-             "(hidden: unseen)", "(a formula, not shown in its place: a+b)")  # fmt: skip
+             "(hidden: unseen)",
+             "(a formula, not shown in its place: a+b)")  # fmt: skip
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert "taken out" not in text
