@@ -8,7 +8,9 @@ fields decide, never the name of a set. A name with dots reaches into objects an
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +19,8 @@ from envserver import InputError
 Table = Mapping[str, tuple[str, ...]]
 FIELDS_NAMED = 20
 COLUMNS_HINT = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
+_APART = re.compile(r"""(['"])\s+(['"])""")
+"""What stands between the texts of an array as numpy writes it."""
 
 
 def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -76,14 +80,13 @@ def value_at(row: Any, path: str) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """What a text holds that is a list or an object in JSON or Python, as tables have nested
-    fields; else `value`."""
-    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
-        for read in (json.loads, ast.literal_eval):
-            try:
-                return read(value.strip())
-            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-                continue
+    """What a text of JSON or of a Python list holds, as tables have them; else the value itself."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    listed = _APART.sub(r"\1,\2", value.strip())
+    for parse, text in ((json.loads, value), (ast.literal_eval, listed)):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return parse(text)
     return value
 
 
@@ -96,6 +99,38 @@ def last_message(value: Any) -> Any:
     if said and isinstance(said[0], list):  # in parts
         return "".join(str(part.get("text", "")) for part in said[0] if isinstance(part, Mapping))
     return said[0] if said else None
+
+
+def text_of(value: Any) -> str:
+    """A text or a number as text, a boolean as yes or no; "" for anything else, also NaN."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value).strip() if isinstance(value, str | int | float) and value == value else ""
+
+
+def objects_of(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list, or of a table as columns: `{"title": [...], "text": [...]}`."""
+    value = decoded(value)
+    if isinstance(value, Mapping):
+        if not value or not all(isinstance(column, list) for column in value.values()):
+            return [dict(value)]
+        return [
+            dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=False)
+        ]
+    several = value if isinstance(value, list) else ()
+    return [dict(one) for one in several if isinstance(one, Mapping)]
+
+
+def rows_within(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    """The rows that a row holds at `path` (`paragraphs.qas`), each with the fields around it; the
+    row itself if it holds none there."""
+    name, _, rest = path.partition(".")
+    inner = objects_of(row[name]) if isinstance(row.get(name), list | dict) else []
+    if not inner or (rest and not any(rest in one for one in inner)):
+        return [dict(row)]
+    around = {key: value for key, value in row.items() if key != name}
+    parts = [{**around, **one} for one in inner]
+    return [one for part in parts for one in rows_within(part, rest)] if rest else parts
 
 
 def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import random
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,17 +42,28 @@ class NumberedRow(NamedTuple):
     Args:
         row: None where it cannot be read; `problem` says why.
         place: where a person finds it: `train.jsonl:12`.
+        part: which of several questions in the row, from 1.
     """
 
     number: int
     row: Row | None
     place: str
     problem: str = ""
+    part: int = 0
 
     def task_id(self, name: str) -> str:
         """The id in a row of the sample, else one made of the row's number."""
+        if self.part:
+            return f"{name}-{self.number}.{self.part}"
         own = (self.row or {}).get("id") if name == "sample" else None
         return f"{name}-{self.number}" if own is None else str(own)
+
+    def parts(self, split: Callable[[Row], list[Row]]) -> list[NumberedRow]:
+        """The row, or those that `split` makes of it."""
+        rows = split(self.row) if self.row is not None else []
+        if len(rows) < 2:
+            return [self._replace(row=rows[0]) if rows else self]
+        return [self._replace(row=row, part=part) for part, row in enumerate(rows, start=1)]
 
 
 def name_of(data_set: str, path: Path | None) -> str:

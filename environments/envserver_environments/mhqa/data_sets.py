@@ -1,23 +1,27 @@
-"""Converts the rows of each data set to `MultiHopQuestion`. Pure; loads nothing.
+"""Converts rows of data sets to `MultiHopQuestion`s, by what their fields are. Pure; loads nothing.
 
-Five shapes of rows are known, each by the field names under which its data set is published, and
-the shape of our own sample. The fields of a row say which one it has, never the name of a set.
-
-    hotpotqa   `context` of titles and sentences, `supporting_facts`
-    2wiki      the same, and `evidences`
-    musique    `paragraphs` with `paragraph_text` and `is_supporting`
-    own        as hotpotqa, and `question_decomposition`; `context_titles` name paragraphs elsewhere
-    afm        a question and its answer or answers, without paragraphs
+The answers are all texts in the row's answer, whatever holds them, and its aliases; booleans are
+yes and no. Passages are objects, pairs or columns of titles and sentences or texts, or plain
+texts, in blocks; `context_titles` names passages elsewhere.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
+from envserver_environments.roles import (
+    decoded,
+    missing,
+    objects_of,
+    roles_of,
+    rows_within,
+    text_of,
+    value_at,
+)
 from envserver_environments.rows import Row
 from envserver_tools.retrieval import Passage
 
@@ -32,6 +36,51 @@ NO_ANSWER = "noanswer"
 NO_ANSWERS = (NO_ANSWER, "no answer", "unanswerable", "not answerable")
 
 MAX_ANSWER_CHARACTERS = 400
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "question": (
+        *("question.text", "question", "extra_info.question", "question_text", "Question"),
+        *("query", "input", "Prompt", "prompt", "problem"),
+    ),
+    "answer": (
+        *(
+            "golds",
+            "golden_answers",
+            "ground_truth",
+            "ground_truths",
+            "answers",
+            "answer",
+            "Answer",
+        ),
+        *("possible_answers", "short_answers", "reward_model.ground_truth", "annotations"),
+        *("output", "answers_spans", "final_decision", "extra_info.answer", "target"),
+    ),
+    "aliases": ("answer_aliases", "metadata.answer_aliases", "aliases", "o_aliases"),
+    "passages": (
+        *("paragraphs", "context", "contexts", "ctxs", "documents", "passages", "passage"),
+        *("positive_ctxs", "negative_ctxs", "hard_negative_ctxs", "retrieval_result"),
+        *("entity_pages", "search_results", "document.summary.text"),
+        *("metadata.context", "metadata.contexts", "metadata.paragraphs", "metadata.passages"),
+    ),
+    "supporting": ("supporting_facts", "metadata.supporting_facts"),
+    "evidences": ("evidences", "metadata.evidences"),
+    "decomposition": ("question_decomposition", "metadata.question_decomposition"),
+    "kind": ("type", "question_type", "metadata.type"),
+    "id": ("id", "_id"),
+    "hops": ("hops",),
+}
+"""Names of each role in published sets; passages are those of all names, one after the other."""
+_ANSWERS = (
+    *("target", "value", "text", "answer", "spans", "number", "short_answers", "aliases"),
+    *("normalized_aliases", "normalizedaliases"),
+)
+"""Fields of an answer that hold texts that are right."""
+_TEXTS = (
+    *("sentences", "text", "content", "passage_text", "wiki_context", "search_context"),
+    "contexts",
+)
+"""Columns of passages."""
+_BOOLEANS = {"true": "yes", "false": "no"}
+_YES_NO = {"yes": "yes", "1": "yes", "no": "no", "0": "no"}
 
 Fact = tuple[str, int]
 """Title of a paragraph and number of a sentence, from 0."""
@@ -45,6 +94,8 @@ class MultiHopQuestion:
 
     Args:
         golds: the answer and its aliases.
+        data_set: whose measures it has: hotpotqa, 2wiki (with evidences), musique (whole passages
+            are judged); own: none.
         kind: the data set's name for it, such as bridge or comparison.
         hops: number of facts that must be found, or None if unknown.
         passages: passages of the question, among them those that answer it; may be empty.
@@ -67,33 +118,62 @@ class MultiHopQuestion:
     decomposition: tuple[tuple[str, str], ...] = ()
 
 
+def single_rows(row: Row) -> list[Row]:
+    """The rows of a row with several questions (SQuAD's and DROP's own files), else the row."""
+    inner = next((name for name in ("qas", "qa_pairs") if name in row), "paragraphs.qas")
+    return rows_within(row, inner)
+
+
 def read_item(
-    row: Row, data_set: str | None = None, corpus: Mapping[str, Passage] | None = None
+    row: Row,
+    corpus: Mapping[str, Passage] | None = None,
+    columns: Mapping[str, str] | None = None,
+    aliases: Mapping[str, Sequence[str]] | None = None,
 ) -> MultiHopQuestion:
     """The question in `row`.
 
     Args:
-        row: with the fields of its data set.
-        data_set: whose shape it has; unset: found from the row.
         corpus: passages by title, for rows that only name theirs.
+        columns: the row's fields by role (`ROLES`), where its names are unknown.
+        aliases: further right answers by `answer_id` (2Wiki).
 
     Raises:
-        InputError: the row has no known shape, or no question or answer.
+        InputError: the question or the answer is missing, or a field has another form.
     """
-    shape = data_set or shape_of(row)
-    question = _text(row.get("question")) or _text(_inside(row, "extra_info").get("question"))
-    golds = tuple(_golds(row))
-    if not question or not golds:
-        raise InputError(f"This {shape} row holds no {'answer' if question else 'question'}.")
-    answerable = row.get("answerable") is not False
-    facts = MultiHopQuestion(
+    columns = columns or {}
+    spelled = {name: text_of(one) if isinstance(one, bool) else one for name, one in row.items()}
+    found = roles_of(spelled, ROLES, columns)
+    if not (question := text_of(found.get("question"))):
+        raise missing(row, ["question"])
+    golds = _golds(row, found, aliases or {})
+    if not golds:
+        raise missing(row, ["answer"]) if "answer" not in found else InputError("It has no answer.")
+    judged = [text for text in objects_of(row.get("paragraphs")) if "is_supporting" in text]
+    supports = [text for text in judged if text["is_supporting"] and golds != NO_ANSWERS]
+    supporting = tuple(_facts(decoded(found.get("supporting"))))
+    evidences = tuple(_evidences(decoded(found.get("evidences"))))
+    steps = objects_of(found.get("decomposition"))
+    of_musique = re.match(r"((\d)hop\d*)__", text_of(found.get("id")))
+    hops = found.get("hops")
+    if not isinstance(hops, int):
+        hops = int(of_musique[2]) if of_musique else 0
+    return MultiHopQuestion(
         question=question,
-        golds=golds if answerable else NO_ANSWERS,
-        data_set=shape,
-        kind=_text(row.get("type")) or "unknown",
-        answerable=answerable,
+        golds=golds,
+        data_set=(
+            "2wiki" if evidences else "musique" if judged else "hotpotqa" if supporting else "own"
+        ),
+        kind=of_musique[1] if of_musique else text_of(found.get("kind")) or "unknown",
+        hops=hops or len({title for title, _ in supporting}) or len(steps) or None,
+        answerable=golds != NO_ANSWERS,
+        passages=tuple(_all_passages(row, columns, corpus or {})),
+        supporting=supporting,
+        support=tuple(Passage.from_data(text).key for text in supports),
+        evidences=evidences,
+        decomposition=tuple(
+            (text_of(step.get("question")), text_of(step.get("answer"))) for step in steps
+        ),
     )
-    return SHAPES[shape](facts, row, corpus or {})
 
 
 def why_unusable(item: MultiHopQuestion) -> str | None:
@@ -105,208 +185,108 @@ def why_unusable(item: MultiHopQuestion) -> str | None:
     return None
 
 
-def shape_of(row: Row) -> str:
-    """The name of the shape of `row`, as its fields show it.
-
-    Raises:
-        InputError: it has no known shape.
-    """
-    for name in ("own", "musique", "2wiki", "hotpotqa", "afm"):
-        if _fits(name, row):
-            return name
-    raise InputError(
-        f"The fields {', '.join(map(str, list(row)[:12])) or '(none)'} are those of no data set.",
-        hint="A row needs at least a question and an answer (or golds, or golden_answers).",
-    )
-
-
-def _fits(shape: str, row: Row) -> bool:
-    match shape:
-        case "own":
-            return "context_titles" in row or {"context", "question_decomposition"} <= row.keys()
-        case "musique":
-            return "paragraphs" in row
-        case "2wiki":
-            return "evidences" in row
-        case "hotpotqa":
-            return "context" in row or "supporting_facts" in row
-    return "question" in row or "extra_info" in row
+def _golds(
+    row: Row, found: Mapping[str, Any], aliases: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """The right answers, or NO_ANSWERS for what paragraphs do not answer (MuSiQue, SQuAD 2)."""
+    answers = decoded(row.get("answers"))
+    is_empty = isinstance(answers, Mapping) and answers.get("text") == []
+    marks = text_of(row.get("answerable")).lower(), text_of(row.get("is_impossible")).lower()
+    if is_empty or marks[0] in ("no", "false") or marks[1] in ("yes", "true"):
+        return NO_ANSWERS
+    texts = [*_answers(found.get("answer"), row), *_answers(found.get("aliases"), row)]
+    texts += aliases.get(text_of(row.get("answer_id")), ())
+    spelled = _BOOLEANS.get(texts[0].lower()) if len(texts) == 1 else None
+    return tuple(dict.fromkeys([spelled, *texts] if spelled else texts))
 
 
-def _hotpotqa(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
-    passages = tuple(_context(_decoded(row.get("context") or [])))
-    supporting = tuple(_facts(_decoded(row.get("supporting_facts") or [])))
-    hops = len(dict.fromkeys(title for title, _ in supporting)) or None
-    return _with(item, passages=passages, supporting=supporting, hops=hops)
+def _answers(value: Any, row: Row) -> Iterator[str]:
+    """The right answers in a value of any form; they may be empty."""
+    value = decoded(value)
+    if isinstance(value, list):
+        for one in value:
+            yield from _answers(one, row)
+    elif isinstance(value, Mapping):
+        fields = {str(name).lower(): part for name, part in value.items()}
+        start, end = fields.get("start_token"), fields.get("end_token")
+        if isinstance(start, int) and isinstance(end, int):  # NQ
+            yield " ".join(text_of(row.get("document_text")).split(" ")[start:end])
+        for name in _ANSWERS:
+            yield from _answers(fields.get(name), row)
+        several = fields.get("yes_no_answer")
+        for one in several if isinstance(several, list) else [several]:
+            yield from filter(None, [_YES_NO.get(str(one).lower())])
+    elif text := text_of(value):
+        yield text
 
 
-def _wiki2(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
-    evidences = tuple(_evidences(_decoded(row.get("evidences") or [])))
-    return _with(_hotpotqa(item, row, corpus), evidences=evidences)
-
-
-def _musique(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
-    passages, support = [], []
-    for paragraph in _objects(row.get("paragraphs")):
-        passage = Passage.from_data(paragraph)
-        passages.append(passage)
-        if paragraph.get("is_supporting") is True and item.answerable:
-            support.append(passage.key)
-    decomposition = tuple(
-        (_text(step.get("question")), _text(step.get("answer")))
-        for step in _objects(row.get("question_decomposition"))
-    )
-    found = re.match(r"(\d)hop", _text(row.get("id")))
-    return _with(
-        item,
-        kind=_text(row.get("id")).partition("__")[0] or item.kind,
-        passages=tuple(passages),
-        support=tuple(support),
-        decomposition=decomposition,
-        hops=int(found[1]) if found else len(decomposition) or None,
-    )
-
-
-def _own(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
-    item = _hotpotqa(item, row, corpus)
+def _all_passages(
+    row: Row, columns: Mapping[str, str], corpus: Mapping[str, Passage]
+) -> Iterator[Passage]:
     titles = row.get("context_titles")
-    passages = item.passages
-    if isinstance(titles, list):
-        unknown = [one for one in titles if not isinstance(one, str) or one not in corpus]
-        if unknown:
-            raise InputError(f"There is no passage {unknown[0]!r} in the corpus.")
-        passages = tuple(corpus[title] for title in titles)
-    decomposition = tuple(
-        (_text(step.get("question")), _text(step.get("answer")))
-        for step in _objects(row.get("question_decomposition"))
-    )
-    hops = row.get("hops")
-    return _with(
-        item,
-        passages=passages,
-        decomposition=decomposition,
-        hops=hops if isinstance(hops, int) else item.hops,
-    )
+    for title in map(text_of, titles if isinstance(titles, list) else ()):
+        if title not in corpus:
+            raise InputError(f"There is no passage {title!r} in the corpus.")
+        yield corpus[title]
+    for name in (columns["passages"],) if "passages" in columns else ROLES["passages"]:
+        if (value := value_at(row, name)) is not None:
+            yield from _passages(value, row)
 
 
-def _afm(item: MultiHopQuestion, row: Row, corpus: Mapping[str, Passage]) -> MultiHopQuestion:
-    return item
+def _passages(value: Any, row: Row) -> Iterator[Passage]:
+    """Passages of any form: texts, objects, pairs of a title and sentences, or columns."""
+    value = decoded(value)
+    if isinstance(value, str):
+        blocks = filter(str.strip, re.split(r"\n\s*\n", value))
+        value = [{"title": text_of(row.get("title")), "text": block} for block in blocks]
+    elif isinstance(value, Mapping):
+        columns = [value[name] for name in _TEXTS if isinstance(value.get(name), list)]
+        titles = value.get("title") or []
+        if columns and isinstance(titles, list):
+            pairs = zip_longest(titles, columns[0], fillvalue="")
+            value = [[str(title), text] for title, text in pairs if text]
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, str):
+            one = {"title": "", "text": one}
+        elif isinstance(one, list | tuple):
+            if len(one) != 2 or not isinstance(one[0], str) or not isinstance(one[1], str | list):
+                raise InputError("The row's context is not a list of titles and sentences.")
+            name = "text" if isinstance(one[1], str) else "sentences"
+            one = {"title": one[0], name: one[1]}
+        elif isinstance(one, Mapping):
+            one = one.get("document") or one.get("doc") or one
+        yield Passage.from_data(one)
 
 
-SHAPES: dict[str, Callable[[MultiHopQuestion, Row, Mapping[str, Passage]], MultiHopQuestion]] = {
-    "hotpotqa": _hotpotqa,
-    "2wiki": _wiki2,
-    "musique": _musique,
-    "own": _own,
-    "afm": _afm,
-}
-
-
-def _with(item: MultiHopQuestion, **facts: Any) -> MultiHopQuestion:
-    return MultiHopQuestion(**{**vars(item), **facts})
-
-
-def _golds(row: Row) -> Iterator[str]:
-    """The answers of any shape, each once; they may be empty, but must be texts or numbers."""
-    reward = _inside(row, "reward_model").get("ground_truth")
-    target = reward.get("target") if isinstance(reward, dict) else reward
-    sources = (
-        row.get("answer"), row.get("golds"), row.get("answers"), row.get("golden_answers"),
-        target, _inside(row, "extra_info").get("answer"),
-    )  # fmt: skip
-    first = next((source for source in sources if source is not None), None)
-    if isinstance(first, bool):
-        first = "yes" if first else "no"
-    if isinstance(first, dict):  # SQuAD, TriviaQA
-        first = [
-            *_several(first.get("value")),
-            *_several(first.get("text") or first.get("aliases")),
-        ]
-    aliases = [row.get("answer_aliases"), row.get("aliases")]
-    values = [value for source in (first, *aliases) for value in _several(source)]
-    yield from dict.fromkeys(_text(value) for value in values if _is_text(value))
-
-
-def _several(value: object) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool)
-
-
-def _text(value: object) -> str:
-    return str(value).strip() if _is_text(value) else ""
-
-
-def _inside(row: Row, key: str) -> dict[str, Any]:
-    value = row.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _decoded(value: object) -> object:
-    """`value`, which some copies of the data sets hold as JSON in a text."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise InputError(f"A field of the row is not JSON: {error}") from error
-
-
-def _objects(value: object) -> list[dict[str, Any]]:
-    return [one for one in _several(value) if isinstance(one, dict)]
-
-
-def _context(value: object) -> Iterator[Passage]:
-    """The paragraphs of `{"title": [...], "sentences": [[...]]}` or of `[[title, [...]], ...]`, or
-    of plain texts."""
-    if isinstance(value, str) or (value and all(isinstance(one, str) for one in _several(value))):
-        yield from (Passage.from_data({"title": "", "text": one}) for one in _several(value))
-        return
-    for title, sentences in _pairs(value, "title", "sentences", "content"):
-        if not isinstance(title, str) or not isinstance(sentences, list):
-            raise InputError("The row's context is not a list of titles and sentences.")
-        yield Passage.from_data({"title": title, "sentences": sentences})
-
-
-def _facts(value: object) -> Iterator[Fact]:
+def _facts(value: Any) -> Iterator[Fact]:
     facts: dict[Fact, None] = {}
-    for title, number in _pairs(value, "title", "sent_id"):
+    for pair in _tuples(value, ("title", "sent_id")):
+        title, number = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
         if not isinstance(title, str) or not isinstance(number, int):
             raise InputError("The row's supporting_facts are not titles and numbers.")
         facts[title.strip(), number] = None
     yield from facts
 
 
-def _pairs(value: object, first: str, *second: str) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        name = next((name for name in second if name in value), second[0])
-        columns = value.get(first), value.get(name)
-        if not all(isinstance(column, list) for column in columns):
-            raise InputError(f"The row has no {first} and {name} of the same length.")
-        value = list(zip(*columns, strict=False))  # type: ignore[arg-type]
-    for pair in _several(value):
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InputError(f"The row has something else than pairs of {first} and {second[0]}.")
-        yield pair[0], pair[1]
-
-
-def _evidences(value: object) -> Iterator[tuple[Triple, ...]]:
+def _evidences(value: Any) -> Iterator[tuple[Triple, ...]]:
     """Triples, or for each one a list of all its forms."""
-    names = ("fact", "relation", "entity")
-    if isinstance(value, dict):
-        value = list(zip(*(_several(value.get(name)) for name in names), strict=False))
-    for entry in _several(value):
-        parts = _several([entry.get(name) for name in names] if isinstance(entry, dict) else entry)
-        nested = bool(parts) and all(isinstance(part, list | tuple) for part in parts)
-        forms = parts if nested else [parts]
-        yield tuple(_triple(form) for form in forms)
+    for parts in _tuples(value, ("fact", "relation", "entity")):
+        is_list = isinstance(parts, list | tuple) and bool(parts)
+        nested = is_list and all(isinstance(part, list | tuple) for part in parts)
+        yield tuple(_triple(form) for form in (parts if nested else [parts]))
 
 
-def _triple(parts: Sequence[object]) -> Triple:
-    if len(parts) != 3 or not all(map(_is_text, parts)):
+def _tuples(value: Any, names: tuple[str, ...]) -> Iterator[Any]:
+    """The entries of a list, or of a table as columns."""
+    columns: list[Any] = [value.get(name) for name in names] if isinstance(value, Mapping) else []
+    if columns and all(isinstance(column, list) for column in columns):
+        value = list(zip_longest(*columns))
+    for entry in value if isinstance(value, list) else [] if value is None else [value]:
+        yield [entry.get(name) for name in names] if isinstance(entry, Mapping) else entry
+
+
+def _triple(parts: Any) -> Triple:
+    texts = [text_of(part) for part in parts] if isinstance(parts, list | tuple) else []
+    if len(texts) != 3 or not all(texts):
         raise InputError("The row's evidences are not triples.")
-    return _text(parts[0]), _text(parts[1]), _text(parts[2])
+    return texts[0], texts[1], texts[2]

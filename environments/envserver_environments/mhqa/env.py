@@ -13,6 +13,7 @@ the question's own ones). `hidden` holds what only scoring needs:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
@@ -43,10 +44,10 @@ from envserver import (
 )
 
 from .agent import AgentOptions, Mode, harness_task, solve
-from .data_sets import DataSet, MultiHopQuestion, read_item, why_unusable
+from .data_sets import DataSet, MultiHopQuestion, read_item, single_rows, why_unusable
 from .demonstrations import demonstrate
 from .known import known_answers
-from .loading import DATA, different, own_passages, read_context, read_corpus
+from .loading import DATA, different, own_passages, read_aliases, read_context, read_corpus
 from .scoring import last_answer, parse_answer, score_rollout
 from .serving import MAX_TOP_K, Scope, corpus_services, external_services
 
@@ -62,7 +63,12 @@ class Mhqa(Environment):
         data_set: DataSet | list[DataSet] = "sample"
         """Data sets (repeat the flag, or separate with commas). sample: 36 built-in tasks."""
         data_path: Path | None = None
-        """Local .jsonl, .json or .parquet file, or folder with one per split, not the hub."""
+        """Rows: a file (.jsonl, .json, .csv, .parquet ...), a folder, a glob or hub:owner/name."""
+        columns: dict[str, str] = {}
+        """Fields of rows by what they are (question, answer, aliases, passages, supporting, ...),
+        where their names are unknown: '{"question": "ask", "passages": "found"}'."""
+        aliases_path: Path | None = None
+        """2Wiki's id_aliases.json: further right answers, for rows with an answer_id."""
         mode: Mode = "tools"
         """tools: tool calls; text: the same tools as THOUGHT / TOOL_CALL / FINAL; tags: AFM's tags;
         scripted: sub-questions, a search and a note for each, the answer."""
@@ -159,7 +165,8 @@ class Mhqa(Environment):
         return known_answers(task, self.config.support_weight)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        return make_task(id_of(row), read_item(row, corpus=own_passages()), "question")
+        item = read_item(row, own_passages(), self.config.columns, self._aliases)
+        return make_task(id_of(row), item, "question")
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         words = last_answer(messages) if messages else parse_answer(response)
@@ -196,8 +203,9 @@ class Mhqa(Environment):
             (place, item if isinstance(item, str) else make_task(task_id, item, scope))
             for place, task_id, item in self._items(name, split)
         )
-        hint = "Do data_set, data_path and scope fit together?"
-        return self.rows.usable(name, read, hint=hint)
+        hint = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
+        path = self.config.data_path
+        return self.rows.usable(path.name if path else name, read, hint=hint)
 
     def _items(
         self, name: DataSet, split: Split
@@ -205,17 +213,36 @@ class Mhqa(Environment):
         """The questions of a data set with their places and ids, or why a row is of no use."""
         with_passages = self.config.scope == "question"
         for one in self._rows(name, split):
-            item = _read(one, None if name == "sample" else name)
+            item = self._read(one)
             if isinstance(item, str):
                 pass
             elif not item.answerable and not (self.config.unanswerable and with_passages):
                 item = "it has no answer: `unanswerable` takes it, with the scope question"
             elif with_passages and not item.passages:
-                item = "it has no passages: the scope must be corpus or external"
+                item = (
+                    "it has no passages to search: --env.scope corpus with --env.corpus_path, or"
+                    " external with --env.retriever_url"
+                )
             yield one.place, one.task_id(name), item
 
     def _rows(self, name: DataSet, split: Split) -> Iterator[NumberedRow]:
-        return DATA.rows(name, self.config.data_path, split, self.config.seed)
+        rows = DATA.rows(name, self.config.data_path, split, self.config.seed)
+        return (one for row in rows for one in row.parts(single_rows))
+
+    def _read(self, one: NumberedRow) -> MultiHopQuestion | str:
+        """The question of a row, or why it is of no use."""
+        if one.row is None:
+            return one.problem
+        columns = self.config.columns if self.config.data_path else {}
+        try:
+            item = read_item(one.row, own_passages(), columns, self._aliases)
+        except InputError as error:
+            return error.message
+        return why_unusable(item) or item
+
+    @functools.cached_property
+    def _aliases(self) -> dict[str, list[str]]:
+        return read_aliases(self.config.aliases_path)
 
     def _corpus(self) -> Iterator[Passage]:
         """Returns the corpus of the settings, else all passages of the data sets."""
@@ -230,7 +257,7 @@ class Mhqa(Environment):
                 continue
             found = False
             for one in self._rows(name, self.config.split):
-                item = _read(one, None if name == "sample" else name)
+                item = self._read(one)
                 if isinstance(item, MultiHopQuestion):
                     found = found or bool(item.passages)
                     yield from item.passages
@@ -266,14 +293,3 @@ def make_task(
             "decomposition": [list(step) for step in item.decomposition],
         },
     )
-
-
-def _read(one: NumberedRow, data_set: str | None) -> MultiHopQuestion | str:
-    """The question of a row, or why it is of no use."""
-    if one.row is None:
-        return one.problem
-    try:
-        item = read_item(one.row, data_set, own_passages() if data_set is None else None)
-    except InputError as error:
-        return error.message
-    return why_unusable(item) or item

@@ -11,6 +11,7 @@ from envserver_environments.rows import DataSets, Hub
 from envserver_tools.retrieval import Passage, passages_from
 
 from envserver import ConfigError, InputError, NotFoundError
+from envserver.rows.sources import Source
 
 _FOLDER = Path(__file__).parent / "data"
 SAMPLE = _FOLDER / "sample.jsonl"
@@ -47,6 +48,23 @@ def read_corpus(path: Path) -> Iterator[Passage]:
                 yield Passage.from_data(json.loads(line))
             except (ValueError, InputError) as error:
                 raise ConfigError(f"{path}, line {number} is not a passage: {error}") from error
+
+
+def read_aliases(path: Path | None) -> dict[str, list[str]]:
+    """Returns the names of answers by `Q_id`, as in 2Wiki's `id_aliases.json`; none without a
+    path.
+
+    Raises:
+        NotFoundError: there is no such file.
+        ConfigError: it has no ids.
+    """
+    if path is None:
+        return {}
+    rows = Source(str(path)).open("train")
+    found = [rows.read(number) for number in range(rows.count)]
+    if not all("Q_id" in row for row in found):
+        raise ConfigError(f"{path} has no names by Q_id, as 2Wiki's id_aliases.json has them.")
+    return {row["Q_id"]: [*row.get("aliases", []), *row.get("demonyms", [])] for row in found}
 
 
 @functools.cache

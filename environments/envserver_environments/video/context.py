@@ -5,8 +5,11 @@ In: the JSON of one video (`video_context`, any of the forms below). Out: a Vide
 them, `h:mm:ss: text`, in order, without repeats of the line before.
 
     "free text": captions, one per line; a line may begin with its time, `h:mm:ss: ` or `m:ss: `
+    subtitles as .srt and .vtt files have them
     ["caption", ...]
-    [{"t0", "t1", "text"}, ...]
+    [{"t0", "t1", "text"}, ...], also with start, end or timestamp, and caption, sentence or line
+    {"segments" or "subtitles": [...]}: a transcript
+    {"sentences": [...], "timestamps": [[t0, t1], ...]}
     {"captions": [...], "transcript": [...], "scene_graph": [{"t", "triples": [[s, r, o], ...]}]}
     any other JSON: its lines, as free text
 
@@ -27,7 +30,17 @@ from envserver import InputError
 
 Modality = Literal["captions", "transcript", "scene_graph"]
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
+CAPTIONS = (".json", ".txt", ".srt", ".vtt")
+"""Suffixes of files with the text about a video."""
 
+_CUE = re.compile(
+    r"(?<![\d:])(\d[\d:]{0,11}[.,]\d{1,6})[ \t]{0,9}-->\s*(\d[\d:]{0,11}[.,]\d{1,6})[^\n]*\n"
+    r"(.*?)(?=\n\s*\n|\Z)",
+    re.DOTALL,
+)
+_TAG = re.compile(r"<[^<>]*>")
+_TRANSCRIPTS = ("segments", "subtitles", "subtitle", "sub")
+_TEXTS = ("text", "caption", "sentence", "line", "content")
 _TIMED = re.compile(r"\s*(?:(\d{1,2}):)?(\d{1,2}):(\d{2})\s*(?::|-|\s)\s*(\S.*)")
 
 
@@ -116,6 +129,11 @@ def video_context(value: object, fps: float = 1.0) -> VideoContext:
 
 
 def _context(value: object, fps: float) -> VideoContext:
+    if isinstance(value, dict) and {"sentences", "timestamps"} <= value.keys():
+        pairs = zip(value["sentences"], value["timestamps"], strict=True)
+        value = [{"text": text, "timestamp": times} for text, times in pairs]
+    elif isinstance(value, dict) and (name := next(filter(value.get, _TRANSCRIPTS), None)):
+        value = {"transcript": value[name]}
     if isinstance(value, dict) and any(name in value for name in MODALITIES):
         own_fps = float(value.get("fps") or fps)
         captions = _several(value.get("captions"), own_fps)
@@ -140,6 +158,9 @@ class _RawLine:
 def _several(value: str | list[Any] | None, fps: float) -> list[Line]:
     if not isinstance(value, str):
         return _placed([_raw_line(one) for one in value or []], fps)
+    if cues := _CUE.findall(value.replace("\r\n", "\n")):
+        parts = [{"t0": t0, "t1": t1, "text": _TAG.sub("", text)} for t0, t1, text in cues]
+        return _placed([_raw_line(one) for one in parts], fps)
     raw_lines = [_of_text(raw) for raw in value.splitlines() if raw.strip()]
     if any(one.t0 is not None for one in raw_lines):
         last = 0.0
@@ -160,7 +181,7 @@ def _of_text(raw: str) -> _RawLine:
 def _raw_line(value: Any) -> _RawLine:
     if isinstance(value, str):
         return _RawLine(" ".join(value.split()))
-    text = " ".join(str(value["text"]).split())
+    text = " ".join(str(value[next((name for name in _TEXTS if name in value), "text")]).split())
     speaker = value.get("speaker")
     return _RawLine(f"{speaker}: {text}" if speaker else text, *_times(value))
 
@@ -171,8 +192,21 @@ def _relations(moment: dict[str, Any]) -> _RawLine:
 
 
 def _times(value: dict[str, Any]) -> tuple[float | None, float | None]:
-    start, end = value.get("t0", value.get("t")), value.get("t1")
-    return None if start is None else float(start), None if end is None else float(end)
+    moment = value.get("timestamp")
+    start, end = moment if isinstance(moment, list) else (moment, None)
+    for name in ("t0", "t", "start", "begin", "start_time"):
+        start = value.get(name) if start is None else start
+    for name in ("t1", "end", "end_time"):
+        end = value.get(name) if end is None else end
+    return _seconds(start), _seconds(end)
+
+
+def _seconds(time: Any) -> float | None:
+    """Seconds of a number, or of a text such as `00:01:12.5` and `72,5`."""
+    if time is None:
+        return None
+    parts = str(time).replace(",", ".").split(":")
+    return float(sum(float(part) * 60**place for place, part in enumerate(reversed(parts))))
 
 
 def _placed(raw_lines: list[_RawLine], fps: float, end: float = 0.0) -> list[Line]:

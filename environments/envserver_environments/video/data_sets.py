@@ -7,33 +7,79 @@ and the spans in which the answer is seen (`evidence`: [[t0, t1], ...], in secon
 
 from __future__ import annotations
 
+import math
 import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
-from envserver_environments.roles import missing, roles_of
+from envserver_environments.roles import (
+    decoded,
+    fields_of,
+    missing,
+    roles_of,
+    rows_within,
+    text_of,
+    value_at,
+)
 from envserver_environments.rows import Row
 
 from envserver import InputError
 
+from .context import CAPTIONS, MODALITIES, stamp
+from .frames.store import SUFFIXES
+
 DataSetName = Literal["sample", "nextqa", "egoschema", "captions"]
 MAX_OPTIONS = 26
 
-_LABEL = re.compile(r"\s*\(?([A-Za-z])\s*[).:]\s*(\S.*)", re.DOTALL)
-_COLUMNS = re.compile(r"a\d|option[ _]?\d")
-_INDEXES = ("answer_id", "answer_number", "correct_idx", "answer_idx", "label")
-"""Names of answers that are the place of an option, from 0."""
 ROLES: Mapping[str, tuple[str, ...]] = {
-    "question": ("question", "Question", "query"),
-    "video": ("video", "video_id", "q_uid", "video_idx", "video_name", "video_path", "vid"),
-    "options": ("options", "option", "candidates", "choices.choice", "choices", "mc_options"),
-    "answer": ("answer", *_INDEXES, "truth", "correct_answer"),
-    "id": ("id", "question_id", "qid"),
-    "type": ("type", "question_type", "task_type"),
+    "question": ("question", "Question", "query", "q", "question_text"),
+    "video": (
+        *(
+            "videoID",
+            "video.path",
+            "video",
+            "video_id",
+            "q_uid",
+            "video_idx",
+            "video_name",
+            "video_filename",
+        ),
+        *("vid_name", "vid", "metadata.video_id", "video_path", "file"),
+    ),
+    "options": (
+        *("options", "option", "candidates", "choices.choice", "choices.text", "choices"),
+        *("mc_options", "answer_choices"),
+    ),
+    "answer": ("answer", "truth", "correct_answer", "label", "gt"),
+    "index": (
+        *("answer_id", "answer_number", "correct_idx", "answer_idx", "answer_index"),
+        *("correct_choice", "correct_index"),
+    ),
+    "aliases": ("additional_ref_answer",),
+    "id": ("question_id", "qid", "id"),
+    "type": ("type", "question_type", "task_type", "question_category", "area"),
+    "context": ("context", "subtitles", "subtitle", "sub"),
+    "captions": ("subtitle_path", "captions_path"),
+    "file": ("file", "video_path"),
+    "start": ("start",),
+    "end": ("end",),
+    "evidence": ("evidence", "ts"),
 }
-"""Names of each role in published sets: NExT-QA, EgoSchema, MVBench, MLVU, STAR, PerceptionTest."""
-_VIDEO_FILE = re.compile(r"(.+)\.(?:mp4|webm|mkv|mov|avi|m4v)", re.IGNORECASE)
+"""Names of each role in published sets. index: the place of the right option, from 0; start, end:
+the part of the video that the question is about; captions: a file of them."""
+_LABEL = re.compile(r"\s*(?:option\s+)?\(?([a-z])\s*[).:]+\s*(\S.*)", re.DOTALL | re.IGNORECASE)
+_NUMBER = re.compile(r"\s*\(?(\d{1,2})[).:]+\s+(\S.*)", re.DOTALL)
+_LETTER = re.compile(r"(?:option\s+)?\(?([a-z])\s*[).:]*", re.IGNORECASE)
+_INLINE = re.compile(r"(?:^|(?<=\s))(?:\([A-Za-z]\)|[A-Z][).:]|[a-z]\))\s+")
+_COLUMN = re.compile(r"(?:a|(?:option|choice|candidate)[ _]?)\d|(?:option[ _]?)?[A-H]")
+_STARTS = ("", "video", "v_", "vid")
+"""What files of videos begin with whose rows name only the rest (MSRVTT, ActivityNet, MSVD)."""
+_HEADING = re.compile(r"(?:options|choices|candidates)\s*:\s*\Z", re.IGNORECASE)
+_EMPTY = (None, "", "N/A")
+"""What stands in the columns of options that a row does not have."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +92,9 @@ class VideoQuestion:
         golds: right answers in words, if there are no options.
         type: of the question, two letters as in NExT-QA; "" if unknown.
         evidence: spans in seconds in which the answer is visible.
-        row_id: the row's own id, "" if it has none.
         context: the text about the video, if it is in the row; as `context.video_context`.
         file: path of the video file in the folder of videos, "" if the row names none.
+        captions: path of the text in the folder of captions, "" if the row names none.
     """
 
     question: str
@@ -58,9 +104,41 @@ class VideoQuestion:
     golds: list[str] = field(default_factory=list)
     type: str = ""
     evidence: list[list[float]] = field(default_factory=list)
-    row_id: str = ""
     context: Any = None
     file: str = ""
+    captions: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The names under which published sets have the files of this video."""
+        given = dict.fromkeys((self.video, self.file.rpartition("/")[2], self.file))
+        return [f"{start}{name}" for name in given if name for start in _STARTS]
+
+
+def single_rows(row: Row) -> list[Row]:
+    """The rows of a row with several questions (CLEVRER, PerceptionTest), else the row.
+
+    A question of which several options are right, or none, is asked once for each option.
+    """
+    inner = "questions" if "questions" in row else "mc_question"
+    return [single for one in rows_within(row, inner) for single in _judged(one)]
+
+
+def _judged(row: Row) -> list[Row]:
+    marks, choices = value_at(row, "choices.answer"), value_at(row, "choices.choice")
+    if not choices or not marks or not all(mark in ("correct", "wrong") for mark in marks):
+        return [row]
+    if marks.count("correct") == 1:
+        return [{**row, "answer_id": marks.index("correct")}]
+    return [
+        {
+            **row,
+            "question": f"{row.get('question')} Is this right: {choice}",
+            "choices": ["correct", "wrong"],
+            "answer": mark,
+        }
+        for choice, mark in zip(choices, marks, strict=True)
+    ]
 
 
 def read_item(
@@ -69,34 +147,37 @@ def read_item(
     """Reads the question in `row`.
 
     Args:
-        answers: by video, for rows that have none.
+        answers: by question or by video, for rows that have none.
         columns: the row's fields by role (`ROLES`), where its names are unknown.
 
     Raises:
         InputError: the question or the answer is missing, or is none.
     """
     found = roles_of(row, ROLES, columns or {})
-    video = _text(found.get("video"))
-    if not _text(found.get("question")):
+    question, file = text_of(found.get("question")), text_of(found.get("file"))
+    if not question:
         raise missing(row, ["question"])
-    in_columns = [row[name] for name in sorted(row) if _COLUMNS.fullmatch(name)]
-    options = _options(found.get("options") or in_columns)
-    answer = found.get("answer", (answers or {}).get(video))
-    is_index = bool(in_columns) or not any(name in row for name in ("answer", "truth"))
-    file = _text(row.get("file"))
-    if named := _VIDEO_FILE.fullmatch(video):
-        video, file = named[1], file or video
-    own = _text(found.get("id"))
+    video = text_of(found.get("video"))
+    if video.lower().endswith(SUFFIXES):
+        video, file = video.rpartition(".")[0], file or video
+    if "answer" not in found:
+        by = answers or {}
+        found["answer"] = by.get(text_of(found.get("id")), by.get(video))
+    context, captions = found.get("context"), text_of(found.get("captions"))
+    if text_of(context).endswith(CAPTIONS):
+        context, captions = None, text_of(context)
+    in_row = {name: row[name] for name in MODALITIES if row.get(name)}
+    question, options, answered = _answered(row, question, found)
     return VideoQuestion(
-        **_answered(answer, options, is_index=is_index),
-        question=_with_mark(_text(found["question"])),
+        **answered,
+        question=f"{_with_mark(question)}{_part(found)}",
         video=video,
         options=options,
-        type=_text(found.get("type")),
-        evidence=_spans(row.get("evidence")),
-        row_id=f"{video}_{own}" if "qid" in row else own or ("" if "video" in row else video),
-        context=row.get("context"),
+        type=text_of(found.get("type")),
+        evidence=_spans(found.get("evidence")),
+        context=context or in_row or None,
         file=file,
+        captions=captions,
     )
 
 
@@ -104,71 +185,143 @@ def _with_mark(question: str) -> str:
     return question if question.endswith((".", "?", "!")) else f"{question}?"
 
 
-def _answered(answer: Any, options: list[str], *, is_index: bool) -> dict[str, Any]:
-    """The right option, or the right answers in words."""
+def _part(found: Mapping[str, Any]) -> str:
+    """Says which part of the video the question is about (MVBench, STAR)."""
+    try:
+        start, end = float(found["start"]), float(found["end"])
+    except (KeyError, TypeError, ValueError):
+        return ""
+    return (
+        f" (From {stamp(start)} to {stamp(math.ceil(end))}.)" if 0 <= start < end < math.inf else ""
+    )
+
+
+def _answered(
+    row: Row, question: str, found: Mapping[str, Any]
+) -> tuple[str, list[str], dict[str, Any]]:
+    """The question without its options, they, and the right one or the right answers in words."""
+    names = sorted(filter(_COLUMN.fullmatch, row))
+    if "options" in found or len(names) < 2:
+        names = []
+    options, first = _options([row[name] for name in names] if names else found.get("options"))
+    if names and (number := re.search(r"\d", names[0])):
+        first = int(number[0])
+    answer, index = found.get("answer"), found.get("index")
+    if answer is None and index is None:
+        raise missing(row, ["answer"])
     if not options:
-        several = answer if isinstance(answer, list) else [answer]
-        if not (golds := [text for text in map(_text, several) if text]):
+        stem, options = _split(question)
+        place = option_place(answer if index is None else index, options) if options else None
+        if place is not None:
+            return stem, options, {"answer": place}
+        several = [*(answer if isinstance(answer, list) else [answer]), found.get("aliases")]
+        if not (golds := [text for text in map(text_of, several) if text]):
             raise InputError("The row has no answer.")
-        return {"golds": golds}
-    place = option_place(answer, options, is_index=is_index)
+        return question, [], {"golds": golds}
+    means: Literal["index", "text"] | None = "index" if names else None
+    if means is None and any(name in row for name in ("candidates", "choices")):
+        means = "text"
+    place = None if index is None else option_place(index, options, means="index")
     if place is None:
-        raise InputError("The row's answer is not one of its options.")
-    return {"answer": place}
+        place = option_place(answer, options, means=means, first=first)
+    if place is None:
+        raise InputError(f"The row's answer is not one of its options ({fields_of(row)}).")
+    return question, options, {"answer": place}
 
 
-def option_place(answer: Any, options: list[str], *, is_index: bool = False) -> int | None:
+def option_place(
+    answer: Any,
+    options: list[str],
+    *,
+    means: Literal["index", "text"] | None = None,
+    first: int = 0,
+) -> int | None:
     """Returns the index of the option that a data set's answer means: an index, a letter, or a
     text, alone or both ("(B)", "B. red").
 
     Args:
-        is_index: digits are an index, also where an option's text is the same.
+        means: what an answer is that may be either.
+        first: number of the first option.
+
+    Raises:
+        InputError: the answer means several of them.
     """
-    if isinstance(answer, bool) or answer is None:
-        return None
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
-    if isinstance(answer, int):
-        return answer if 0 <= answer < len(options) else None
-    text = str(answer).strip()
-    if not is_index and options.count(text) == 1:
-        return options.index(text)
-    if re.fullmatch(r"\d{1,2}", text):
-        return option_place(int(text), options)
-    found = re.fullmatch(r"\(?([A-Za-z])\s*[).:]?\)?", text) or _LABEL.fullmatch(text)
-    if found is None:
-        return None
-    place = option_place(ord(found[1].upper()) - ord("A"), options)
-    named = found[2].strip() if found.re is _LABEL else None
-    return place if place is not None and named in (None, options[place]) else None
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    text = text_of(answer)
+    number = re.fullmatch(r"(\d{1,2})(?:\.0)?", text)
+    letter = _LETTER.fullmatch(text) or _LABEL.fullmatch(text)
+    plain, known = _plain(text), [_plain(option) for option in options]
+    by_letter = ord(letter[1].upper()) - ord("A") if letter else -1
+    if letter and letter.re is _LABEL and known[by_letter : by_letter + 1] != [_plain(letter[2])]:
+        by_letter = -1
+    places = {
+        "index": int(number[1]) - first if number else -1,
+        "letter": by_letter,
+        "text": known.index(plain) if known.count(plain) == 1 else -1,
+    }
+    valid = {kind: place for kind, place in places.items() if 0 <= place < len(options)}
+    if not isinstance(answer, str) or (means == "index" and number):
+        return valid.get("index")
+    if means == "text" and means in valid:
+        return valid[means]
+    if len(set(valid.values())) > 1:
+        raise InputError(
+            f"The answer {text!r} is the text of one option and the {min(valid)} of another:"
+            """ --env.columns '{"index": "FIELD"}' names the place of the right one."""
+        )
+    return next(iter(valid.values()), None)
 
 
-def _options(raw: Any) -> list[str]:
-    """Texts of the options, without labels A, B, C ... where all have theirs."""
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).rstrip(".")
+
+
+def _options(raw: Any) -> tuple[list[str], int]:
+    """Texts of the options, without labels A, B, C ... or 1, 2, 3 ... where all have theirs, and
+    the number of the first."""
+    raw = decoded(raw) or []
+    if isinstance(raw, str):
+        raw = _split(raw)[1] or raw.splitlines()
+    if isinstance(raw, dict):
+        raw = [raw[name] for name in sorted(raw)]
+    while isinstance(raw, list) and raw and raw[-1] in _EMPTY:
+        raw = raw[:-1]
     if not isinstance(raw, list) or not all(isinstance(one, str | int | float) for one in raw):
         raise InputError("This row's options are not a list of texts.")
     options = [str(one).strip() for one in raw]
-    labels = [_LABEL.fullmatch(option) for option in options]
-    if options and all(
-        label and ord(label[1].upper()) - ord("A") == place for place, label in enumerate(labels)
-    ):
-        options = [label[2].strip() for label in labels if label]
     if len(options) == 1 or len(options) > MAX_OPTIONS or not all(options):
         raise InputError("This row's options are too few, too many, or empty.")
-    return options
+    labels = [label for label in map(_LABEL.fullmatch, options) if label]
+    if "".join(label[1].upper() for label in labels) == string.ascii_uppercase[: len(options)]:
+        return [label[2].strip() for label in labels], 0
+    labels = [label for label in map(_NUMBER.fullmatch, options) if label]
+    for first in (0, 1):
+        if options and [int(label[1]) for label in labels] == [*range(first, first + len(options))]:
+            return [label[2].strip() for label in labels], first
+    return options, 0
+
+
+def _split(text: str) -> tuple[str, list[str]]:
+    """A question and the options "A. red", "(B) blue" that stand behind it, one after the other."""
+    marks = list(_INLINE.finditer(text))
+    for place in reversed(range(len(marks))):
+        pairs = zip(marks[place:], string.ascii_uppercase, strict=False)
+        run = [mark for mark, _ in takewhile(lambda pair: pair[1] in pair[0][0].upper(), pairs)]
+        if len(run) < 2:
+            continue
+        ends = [*(mark.start() for mark in run[1:]), len(text)]
+        options = [text[mark.end() : end].strip() for mark, end in zip(run, ends, strict=True)]
+        options[-1], _, rest = options[-1].partition("\n")
+        stem = _HEADING.sub("", text[: run[0].start()])
+        return "\n".join(filter(None, (stem.strip(), rest.strip()))), options
+    return text, []
 
 
 def _spans(raw: Any) -> list[list[float]]:
+    if isinstance(raw, str) and (ends := re.fullmatch(r"([\d.]+|nan)\s*-\s*([\d.]+|nan)", raw)):
+        raw = [] if "nan" in ends.groups() else [ends.groups()]  # TVQA: "76.01-84.2"
     try:
         return [[float(start), float(end)] for start, end in raw or []]
     except (TypeError, ValueError) as error:
         raise InputError("This row's evidence is not a list of pairs of seconds.") from error
-
-
-def _text(value: object) -> str:
-    """Returns a text or a number as text, else None."""
-    if isinstance(value, str):
-        return value.strip()
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    return ""

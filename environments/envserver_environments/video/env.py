@@ -40,13 +40,29 @@ from envserver import (
 
 from .agent import Protocol
 from .context import MODALITIES, VideoContext, video_context
-from .data_sets import DataSetName, VideoQuestion, read_item
+from .data_sets import DataSetName, VideoQuestion, read_item, single_rows
 from .demonstrations import demonstrate
-from .frames.store import FrameLimits, FrameStore, require_av, video_file
+from .frames.store import FrameLimits, FrameStore, require_av
 from .known import known_answers
-from .loading import DATA_SETS, SAMPLE_VIDEOS, Videos, answers_file, context_file
+from .loading import (
+    DATA_SETS,
+    HUBS,
+    SAMPLE_VIDEOS,
+    Folder,
+    Videos,
+    answers_file,
+    context_file,
+    video_file,
+)
 from .scoring import score_rollout
 from .teams import FRAMES, ORGANIZER, Frames, Mode, TeamOptions, solve
+
+_HOW_TO_GIVE = (
+    "Captions: --env.captions_path FOLDER with NAME.txt, .srt, .vtt or .json for each video, or"
+    " one JSON file by name, or `context` in the rows. Frames: --env.frames all --env.videos_path"
+    " FOLDER with NAME.mp4 or a folder NAME of pictures. Neither: --env.blind true. Answers in"
+    """ a file: --env.answers_path. Other fields: --env.columns '{"question": "...", ...}'."""
+)
 
 
 class Video(Environment):
@@ -60,17 +76,22 @@ class Video(Environment):
         data_set: DataSetName = "sample"
         """Data set. sample: 30 built-in questions; nextqa; egoschema; captions: data_path."""
         data_path: Path | None = None
-        """Local .jsonl, .json, .csv or .parquet file or folder, instead of the hub."""
+        """Rows: a file (.jsonl, .json, .csv, .parquet ...), a folder, a glob or hub:owner/name."""
+        columns: dict[str, str] = {}
+        """Fields of rows by what they are (question, options, answer, index, video, context, file,
+        ...), where their names are unknown: '{"question": "ask", "video": "clip"}'."""
         answers_path: Path | None = None
-        """JSON file of answers by video, for rows without one (EgoSchema's subset_answers.json)."""
+        """Answers by video or question, for rows without one (EgoSchema's subset_answers.json)."""
         captions_path: Path | None = None
-        """Video captions: a folder of NAME.json or NAME.txt, or one JSON file keyed by name."""
+        """Captions: a folder of NAME.txt, .srt, .vtt or .json, or one JSON file keyed by name."""
         caption_fps: float = Field(default=1.0, gt=0)
         """Captions per second, if captions are a plain list."""
         frames: Frames = "off"
         """Show the model frames of video files: all at once, or by its tool view_frames (tool)."""
         videos_path: Path | None = None
-        """Folder of the video files; unset: the folder of data_path."""
+        """Folder of the videos, as files or folders of frames; unset: the folder of data_path."""
+        folder_fps: float = Field(default=1.0, gt=0)
+        """Frames per second of a video, where they are pictures in a folder."""
         frame_count: int = Field(default=8, ge=1, le=64)
         """Frames of a video (all), or of each part of it that the model views (tool)."""
         frame_seconds: float | None = Field(default=None, gt=0)
@@ -107,7 +128,7 @@ class Video(Environment):
         """A question about a video of which there is a file."""
 
         video_ctx: Path
-        """Captions of the video: a .txt or .json file, see README.md."""
+        """Captions of the video: a .txt, .srt, .vtt or .json file, see README.md."""
         options: list[str] = []
         """Answer options in order; without options the answer is free text."""
 
@@ -137,6 +158,7 @@ class Video(Environment):
             max_pixels=config.max_megapixels * 1_000_000,
             cpu_seconds=config.decode_seconds,
             memory_mb=config.decode_memory_mb,
+            per_second=config.folder_fps,
         )
         store = FrameStore(
             folder, limits, file_mb=config.max_video_mb, kept_mb=config.frame_cache_mb
@@ -153,12 +175,16 @@ class Video(Environment):
 
     def tasks(self, split: Split) -> Iterator[Task]:
         config = self.config
-        answers = answers_file(config.answers_path)
-        videos = self._videos()
+        answers, videos, folder = answers_file(config.answers_path), self._videos(), self._folder()
+        files = None if folder is None else Folder(folder)
         source = DATA_SETS.rows(config.data_set, config.data_path, split, config.seed)
-        read = ((one.place, self._task_or_reason(one, answers, videos)) for one in source)
-        hint = "Do data_set, data_path and captions_path fit together?"
-        return self.rows.usable(config.data_set, read, hint=hint)
+        read = (
+            (one.place, self._task_or_reason(one, answers, videos, files))
+            for whole in source
+            for one in whole.parts(single_rows)
+        )
+        name = config.data_path.name if config.data_path else config.data_set
+        return self.rows.usable(name, read, hint=_HOW_TO_GIVE)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config = self.config
@@ -186,7 +212,7 @@ class Video(Environment):
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         # A response can be scored without the question that it answers.
-        item = read_item({"question": "?", **row})
+        item = read_item({"question": "?", **row}, columns=self.config.columns)
         context = None if item.context is None else video_context(item.context)
         # The order stays: a response says a letter of it.
         return _task(id_of(row), item, context, list(range(len(item.options))))
@@ -214,10 +240,10 @@ class Video(Environment):
         if config.data_set == "sample" and config.data_path is None:
             return Videos(SAMPLE_VIDEOS, config.caption_fps)
         needed = not config.blind and config.frames == "off"
-        if config.data_set in ("nextqa", "egoschema") and needed:
+        if config.data_set in HUBS and config.data_path is None and needed:
             raise ConfigError(
                 f"The data set {config.data_set!r} has questions, but no captions.",
-                hint="Set captions_path to captions of them, frames and videos_path, or blind.",
+                hint=_HOW_TO_GIVE,
             )
         return None
 
@@ -245,35 +271,32 @@ class Video(Environment):
         return folder
 
     def _task_or_reason(
-        self, one: NumberedRow, answers: dict[str, Any], videos: Videos | None
+        self,
+        one: NumberedRow,
+        answers: dict[str, Any],
+        videos: Videos | None,
+        files: Folder | None,
     ) -> Task | str:
+        if one.row is None:
+            return one.problem
         try:
-            return self._task_of(one, answers, videos)
+            item = read_item(one.row, answers, self.config.columns if self.config.data_path else {})
+            file = None if files is None else video_file(files, item)
+            context = None if self.config.blind else self._context(item, videos)
         except InputError as error:
             return error.message
-
-    def _task_of(self, one: NumberedRow, answers: dict[str, Any], videos: Videos | None) -> Task:
-        """Raises InputError where the row is of no use."""
-        number, row = one.number, one.row
-        if row is None:
-            raise InputError(one.problem)
-        item = read_item(row, answers)
-        folder = self._folder()
-        file = None if folder is None else video_file(folder, item.file, item.video)
-        context = None
-        if not self.config.blind:
-            if item.context is not None:
-                context = video_context(item.context, self.config.caption_fps)
-            elif videos is not None and (file is None or videos.has(item.video)):
-                context = videos.context(item.video)
-            elif file is None:
-                raise InputError("nothing is known of its video")
-        name = self.config.data_set
-        task_id = item.row_id if name == "sample" and item.row_id else f"{name}-{number}"
+        if context is None and file is None and not self.config.blind:
+            return "no captions and no frames of its video"
+        task_id = one.task_id(self.config.data_set)
         order = list(range(len(item.options)))
         if self.config.shuffle_options:
             random.Random(f"options-{self.config.seed}-{task_id}").shuffle(order)
         return _task(task_id, item, context, order, file)
+
+    def _context(self, item: VideoQuestion, videos: Videos | None) -> VideoContext | None:
+        if item.context is not None:
+            return video_context(item.context, self.config.caption_fps)
+        return None if videos is None else videos.context(item)
 
 
 def _task(

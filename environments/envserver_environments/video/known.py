@@ -43,8 +43,10 @@ def _of_options(gold: str, options: list[str]) -> Iterator[KnownResult]:
     yield _wrong("every option", text=f"Answer: {', '.join(letters)}")
     yield _wrong("every option, by finish", answer=" and ".join(letters))
     yield _wrong("every text", answer="; ".join(options))
-    yield _wrong("gold's place instead of its letter", text=f"Answer: {place + 1}")
-    yield _wrong("gold's place from 0", text=f"Answer: {place}")
+    numbers = {"gold's place instead of its letter": place + 1, "gold's place from 0": place}
+    for name, number in numbers.items():
+        if options[place] != str(number):
+            yield _wrong(name, text=f"Answer: {number}")
     yield _wrong("beyond the options", answer=chr(ord("A") + len(options)))
     yield _wrong("a sentence with gold's letter first", text=f"{gold} person can be seen there.")
     yield _wrong("gold, then another", text=f"\\boxed{{{gold}}} or \\boxed{{{_other(gold)}}}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_environments.mhqa.data_sets import read_item
 from envserver_environments.mhqa.env import Mhqa
 from envserver_environments.mhqa.loading import read_context
 from envserver_tools.retrieval import FewPassages, Hit, Passage, PassageIndex
@@ -20,7 +21,8 @@ from envserver import InputError, Result, Task
 
 bm25s = pytest.importorskip("bm25s", reason="needs the extra `retrieval`")
 
-ROWS: dict[str, dict[str, Any]] = cases(__file__, "mhqa_cases.json")["rows"]
+CASES = cases(__file__, "mhqa_cases.json")
+ROWS: dict[str, dict[str, Any]] = CASES["rows"]
 """One question as each data set has it."""
 
 
@@ -81,24 +83,51 @@ def test_support_is_judged_as_its_data_set_does() -> None:
     assert env.score(musique, Result(output=facts)).reward == pytest.approx(2 / 3)
 
 
-def test_other_spellings_of_rows() -> None:
-    env = Mhqa()
-    listed = {
-        "_id": "x",
-        "question": "?",
-        "answer": "Vell",
-        "supporting_facts": [["Osk", 0]],
-        "context": json.dumps([["Osk", ["In Vell."]]]),
+@pytest.mark.parametrize("case", CASES["published"], ids=lambda case: case["card"])
+def test_rows_are_read_as_their_cards_show_them(case: dict[str, Any]) -> None:
+    names = {"Q7": ["Vell-on-Osk"]}
+    found = vars(read_item(case["row"], columns=case.get("columns"), aliases=names))
+    found |= {"golds": list(found["golds"])}
+    found |= {"passages": [[passage.title, passage.text] for passage in found["passages"]]}
+    assert {name: found[name] for name in case if name in found} == {
+        name: value for name, value in case.items() if name in found
     }
-    assert env.task_from_row(listed).hidden["supporting"] == [[0, 0]]
-    rl = {
-        "data_source": "afm",
-        "reward_model": {"ground_truth": {"target": ["Vell", "V."]}},
-        "extra_info": {"question": "Where?"},
-    }
-    assert env.task_from_row(rl).hidden["golds"] == ["Vell", "V."]
-    with pytest.raises(InputError, match="titles and sentences"):
-        env.task_from_row({**listed, "context": [["Osk", "In Vell."]]})
+
+
+@pytest.mark.parametrize(("row", "said"), CASES["refused"])
+def test_what_a_row_lacks_is_said(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_item(row)
+
+
+@pytest.mark.parametrize("case", CASES["nested"], ids=lambda case: case["card"])
+def test_a_row_may_hold_several_questions(tmp_path: Path, case: dict[str, Any]) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(case["file"]))
+    tasks = sample(data_path=path, unanswerable=True)
+    assert len({task.id for task in tasks}) == len(tasks)
+    shown = [
+        [task.public["question"], *task.public["passages"][0]["sentences"], task.hidden["golds"][0]]
+        for task in tasks
+    ]
+    assert sorted(shown) == sorted(case["questions"])
+
+
+def test_what_is_no_task_is_dropped_by_cause_and_names_its_setting(tmp_path: Path) -> None:
+    path, names = tmp_path / "rows.jsonl", tmp_path / "id_aliases.json"
+    two = [
+        ROWS["2wiki"] | {"answer_id": "Q7"},
+        ROWS["musique"] | {"answerable": False},
+        ROWS["afm"],
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in two))
+    names.write_text('{"Q_id": "Q7", "aliases": ["V."], "demonyms": ["Vellish"]}\n' * 2)
+    env = Mhqa(Mhqa.Config(data_set="musique", data_path=path, aliases_path=names))
+    (task,) = env.tasks("train")
+    assert task.hidden["golds"] == ["Vell", "V.", "Vellish"]
+    assert ["`unanswerable`" in cause or "--env.scope" in cause for cause in env.rows.dropped] == [
+        True, True
+    ]  # fmt: skip
 
 
 def test_a_person_writes_passages_down(tmp_path: Path) -> None:

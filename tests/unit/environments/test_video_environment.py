@@ -18,7 +18,7 @@ from support.case_files import cases
 from support.commands import read_jsonl
 from support.scripted_run import call
 
-from envserver import InputError, NotFoundError, Result, Task
+from envserver import ConfigError, InputError, NotFoundError, Result, Task
 
 CASES = cases(__file__, "video_cases.json")
 ROWS = read_jsonl(SAMPLE)
@@ -71,6 +71,21 @@ def test_rows_are_read_in_each_shape(row: dict[str, Any]) -> None:
     assert (task.public["options"], task.hidden["answer"]) == (OPTIONS, 2)
 
 
+@pytest.mark.parametrize("case", CASES["published"], ids=lambda case: case["card"])
+def test_rows_are_read_as_their_cards_show_them(case: dict[str, Any]) -> None:
+    item = read_item(case["row"], columns=case.get("columns"))
+    found = {**vars(item), "right": None if item.answer is None else item.options[item.answer]}
+    assert {name: found[name] for name in case if name in found} == {
+        name: value for name, value in case.items() if name in found
+    }
+
+
+@pytest.mark.parametrize(("row", "said"), CASES["ambiguous"])
+def test_what_a_row_lacks_is_said(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_item(row)
+
+
 @pytest.mark.parametrize(("answer", "place"), CASES["answers_of_rows"])
 def test_a_data_set_may_name_its_answer_in_many_ways(answer: Any, place: int | None) -> None:
     assert option_place(answer, OPTIONS) == place
@@ -109,6 +124,74 @@ def test_local_data_sets_find_their_captions(tmp_path: Path) -> None:
     own.write_text(json.dumps({**OWN, "context": "0:01: a cat sleeps"}) + "\n")
     (mine,) = _tasks(data_set="captions", data_path=own)
     assert mine.public["context"]["captions"][0]["t0"] == 1.0
+
+
+CAPTION = (
+    "1\n00:00:01,500 --> 00:00:03,000\n<i>a cat</i>\nsleeps\n\n2\n0:05,0 --> 0:06,0\nit wakes\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("video", "file", "content"),
+    [
+        ("166.mp4", "166.txt", "a cat"),
+        ("166.mp4", "166.mp4.txt", "a cat"),
+        ("166", "166.srt", CAPTION),
+        ("clips/166.mp4", "166.vtt", f"WEBVTT\n\n{CAPTION}"),
+        ("166", "deep/er/166.json", '{"segments": [{"start": 1.5, "end": 3, "text": "a cat"}]}'),
+        (166, "video166.json", '{"timestamps": [[0, 2]], "sentences": ["a cat"]}'),
+        ("166", "v_166_en.json", '[{"start": "00:00:00.0", "end": "0:02.5", "line": "a cat"}]'),
+    ],
+)
+def test_captions_are_found_by_the_names_of_published_videos(
+    tmp_path: Path, video: object, file: str, content: str
+) -> None:
+    rows, captions = tmp_path / "rows.json", tmp_path / "captions"
+    rows.write_text(json.dumps([{**OWN, "video": video}, {**OWN, "video": "other"}]))
+    (captions / file).parent.mkdir(parents=True)
+    (captions / file).write_text(content)
+    videos = Video(Video.Config(data_path=rows, captions_path=captions))
+    (task,) = videos.tasks("train")
+    (lines,) = task.public["context"].values()
+    assert "a cat" in lines[0]["text"] and len(lines) <= 2
+    assert videos.rows.dropped == {"no captions and no frames of its video": 1}
+
+
+def test_captions_and_answers_may_be_rows(tmp_path: Path) -> None:
+    rows, captions, answers = (tmp_path / name for name in ("q.json", "c.jsonl", "a.json"))
+    rows.write_text('[{"video_name": "x", "question_id": "x_1", "question": "Is it red?"}]')
+    captions.write_text('{"vid_name": "x", "sub": [{"text": "red", "start": 2, "end": 3}]}\n')
+    answers.write_text('[{"question_id": "x_1", "answer": "yes", "type": 3}]')
+    (task,) = _tasks(data_path=rows, captions_path=captions, answers_path=answers)
+    assert task.hidden["golds"] == ["yes"]
+    assert task.public["context"]["captions"] == [{"text": "red", "t0": 2.0, "t1": 3.0}]
+
+
+def test_a_set_without_captions_or_frames_says_how_to_give_them(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([OWN]))
+    with pytest.raises(ConfigError) as caught:
+        _tasks(data_set="nextqa", data_path=rows)
+    assert "rows.json" in caught.value.message
+    for setting in ("--env.captions_path FOLDER", "--env.videos_path FOLDER", "--env.blind true"):
+        assert setting in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("case", CASES["several"], ids=lambda case: case["card"])
+def test_a_row_may_hold_several_questions(tmp_path: Path, case: dict[str, Any]) -> None:
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps(case["file"]))
+    tasks = _tasks(data_path=rows, blind=True)
+    assert len({task.id for task in tasks}) == len(tasks)
+    shown = [(task.public["question"], task.public["video"], _right(task)) for task in tasks]
+    assert sorted(shown) == sorted(tuple(one) for one in case["questions"])
+
+
+def _right(task: Task) -> str:
+    hidden = task.hidden
+    return str(
+        task.public["options"][hidden["answer"]] if "answer" in hidden else hidden["golds"][0]
+    )
 
 
 def test_a_single_question_is_asked_of_a_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_environments.video.data_sets import VideoQuestion
 from envserver_environments.video.env import Video
 from envserver_environments.video.frames import confine, store
 from envserver_environments.video.frames.decoding import Request, moments
@@ -24,8 +25,8 @@ from envserver_environments.video.frames.store import (
     FrameLimits,
     FrameStore,
     Shown,
-    video_file,
 )
+from envserver_environments.video.loading import Folder, video_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -36,6 +37,7 @@ from support.films import COLOURS, film
 import envserver
 from envserver import ConfigError, InputError, NotFoundError
 
+FORMS = ("jpg", "png", "webp")
 SMALL = FrameLimits(count=3, side=32, cpu_seconds=100)
 
 
@@ -86,6 +88,20 @@ async def test_frames_are_those_of_their_times_and_decoded_once(folder: Path) ->
         os.utime(folder / "film.mp4", (1, 1))  # another file of the same name is another video
     assert colours(await frames.frames("film.mp4", 0, None)) == ["red", "green", "blue"]
     assert frames.counts() == {"frames_decoded": 4.0}
+
+
+async def test_a_folder_of_frames_is_a_video(folder: Path) -> None:
+    (folder / "deep" / "v_still").mkdir(parents=True)
+    for number, (form, colour) in enumerate(zip(FORMS, COLOURS, strict=False), start=8):
+        picture = Image.new("RGB", (64, 48), COLOURS[colour])
+        picture.save(folder / "deep" / "v_still" / f"{number}.{form}")
+    name = video_file(Folder(folder), VideoQuestion("?", "still"))
+    limits = FrameLimits(count=3, side=32, cpu_seconds=100, per_second=0.5)
+    shown = await frames_of(folder, limits).frames(name, 0, None)
+    assert [time for time, _ in shown.frames] == [0.0, 2.0, 4.0] and shown.seconds == 6.0
+    assert colours(shown) == list(COLOURS)[:3]
+    part = await frames_of(folder, limits).frames(name, 4, None)
+    assert colours(part) == list(COLOURS)[2:3]
 
 
 @pytest.mark.thorough
@@ -268,7 +284,7 @@ def test_rows_name_files_in_the_folder_and_others_are_dropped(folder: Path) -> N
     assert [task.id for task in only_text.tasks("train")] == ["captions-1"]
     for bad in ("a\0b", "x" * 5000, "/etc/passwd"):
         with pytest.raises(InputError):
-            video_file(folder, bad, "film")
+            video_file(Folder(folder), VideoQuestion("?", "", file=bad))
 
 
 def test_frames_need_a_folder_and_pyav(

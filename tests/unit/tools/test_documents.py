@@ -60,13 +60,18 @@ def test_html_keeps_structure_and_drops_scripts() -> None:
     <script>var secret=1</script><h1>Head</h1><p>Some <b>bold</b>
     text, <a href="/x">a link</a>.</p><ul><li>one<li>two</ul><ol><li>first</ol>
     <table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><p>2</p></td></tr></table>
-    <pre>  kept\n   so</pre></body></html>"""
+    <p>10<sup><sup>6</sup></sup> H<sub>2</sub>O x<sup>n + 1</sup> <s>old</s>
+    <img src=x alt="a cat"></p>
+    <del><p>gone</p><p>too</p></del><table><tr><td colspan="2">wide</td></tr></table>
+    <pre>  kept\n   so f_(x)</pre></body></html>"""
     text = to_text(page, "a.html")
     assert text.title == "The page"
-    for part in ("# Head", "Some bold text, [a link](/x).", "- one\n- two", "1. first"):
+    for part in ("# Head", "Some bold text, [a link](/x).", "- one\n- two", "1. first",
+                 "10^6 H_2O x^(n + 1) ~~old~~ [image: a cat]", "~~gone~~\n\n~~too~~",
+                 "| (over 2 columns) wide |"):  # fmt: skip
         assert part in text.text
     assert "| a | b |" in text.text
-    assert "  kept\n   so" in text.text
+    assert "  kept\n   so f_(x)" in text.text
     assert "secret" not in text.text
     assert "x{}" not in text.text
 
@@ -102,9 +107,13 @@ def test_a_member_of_an_archive_is_read_where_it_lies() -> None:
         to_text(outer, "o.zip", member="a!b!c!d")
 
 
-def test_a_spreadsheet_shows_values_formulas_and_fills() -> None:
+def test_a_spreadsheet_shows_values_formulas_fills_and_what_is_beside_them() -> None:
     openpyxl = pytest.importorskip("openpyxl", reason="needs the libraries of the gaia extra")
-    from openpyxl.styles import PatternFill
+    from openpyxl.cell.rich_text import CellRichText, TextBlock
+    from openpyxl.cell.text import InlineFont
+    from openpyxl.comments import Comment
+    from openpyxl.drawing.image import Image
+    from openpyxl.styles import Font, PatternFill
 
     book = openpyxl.Workbook()
     sheet = book.active
@@ -113,6 +122,14 @@ def test_a_spreadsheet_shows_values_formulas_and_fills() -> None:
     sheet.append(["Köln", 12.0])
     sheet["B4"] = "=SUM(B2:B3)"
     sheet["C2"].fill = PatternFill("solid", fgColor="00FF00")
+    sheet["A5"] = CellRichText("10", TextBlock(InlineFont(vertAlign="superscript"), "6"))
+    sheet["B5"] = "out"
+    sheet["B5"].font = Font(strike=True)
+    sheet.merge_cells("A6:B7")
+    sheet["A5"].comment = Comment("said\nof it", "Ann")
+    sheet["A5"].hyperlink = "https://example.org/a?b=1&c=2"
+    sheet.row_dimensions[5].hidden = True
+    sheet.add_image(Image(small_picture()))
     out = io.BytesIO()
     book.save(out)
     text = to_text(out.getvalue(), "a.xlsx")
@@ -121,8 +138,19 @@ def test_a_spreadsheet_shows_values_formulas_and_fills() -> None:
         assert line in text.text
     assert "{=SUM(B2:B3)}" in text.text
     assert "\n| 4 |" in text.text
+    for line in ("| 5 | 10^6 | out [struck] |", "Merged cells: A6:B7", "Hidden rows: 5",
+                 "Link at A5: https://example.org/a?b=1&c=2", "Comment at A5: said\nof it",
+                 "(not shown: Image 1"):  # fmt: skip
+        assert line in text.text
 
 
+def small_picture() -> io.BytesIO:
+    image, out = pytest.importorskip("PIL.Image", reason="needs the gaia extra"), io.BytesIO()
+    image.new("RGB", (9, 9)).save(out, "PNG")
+    return out
+
+
+MATH = 'xmlns:m="http://schemas.openxmlformats.org/officeDocument/2006/math"'
 WORD = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
 
 
@@ -146,15 +174,30 @@ def test_a_text_document_is_read_in_its_order_with_what_lies_beside_it() -> None
     table.cell(0, 0).text, table.cell(0, 1).text = "left", "a|b"
     document.add_paragraph("first", style="List Number")
     document.add_paragraph("second", style="List Number")
+    numbers = document.add_paragraph("10")
+    numbers.add_run("6").font.superscript = True
+    numbers.add_run(" H")
+    numbers.add_run("2").font.subscript = True
+    numbers.add_run("O")
+    numbers.add_run("old").font.strike = True
+    document.add_comment(runs=numbers.runs[0], text="said of it", author="Ann", initials="A")
+    document.add_picture(small_picture())
+    document.inline_shapes[0]._inline.docPr.set("descr", "a red cat")
     data = with_body(
         document,
         '<w:ins w:id="1" w:author="a"><w:r><w:t>put in</w:t></w:r></w:ins>'
         '<w:del w:id="2" w:author="a"><w:r><w:delText>taken out</w:delText></w:r></w:del>'
-        "<w:sdt><w:sdtContent><w:r><w:t>filled in</w:t></w:r></w:sdtContent></w:sdt>",
+        "<w:sdt><w:sdtContent><w:r><w:t>filled in</w:t></w:r></w:sdtContent></w:sdt>"
+        "<w:r><w:rPr><w:vanish/></w:rPr><w:t>unseen</w:t></w:r>"
+        f"<m:oMath {MATH}><m:r><m:t>a+b</m:t></m:r></m:oMath>",
     )
     text = to_text(data, "a.docx").text
-    parts = ("(header) Above", "## The head", "| left | a\\|b |", "1. first", "2. second", "put in",
-             "filled in", "(footer) Below")  # fmt: skip
+    parts = ("(header) Above", "## The head", "| left | a\\|b |", "1. first", "2. second",
+             "10[A1]^6 H_2O~~old~~", "[image: a red cat]", "put in", "filled in",
+             "Comment [A1]", "said of it", "(footer) Below",
+             "(tracked changes: 1 insertions, shown; 1 deletions, not shown)",
+             "(hidden: unseen)",
+             "(a formula, not shown in its place: a+b)")  # fmt: skip
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert "taken out" not in text
@@ -164,18 +207,36 @@ def test_slides_tell_their_texts_charts_and_notes() -> None:
     pptx = pytest.importorskip("pptx", reason="needs the libraries of the gaia extra")
     from pptx.chart.data import CategoryChartData
     from pptx.enum.chart import XL_CHART_TYPE
+    from pptx.opc.constants import RELATIONSHIP_TYPE
+    from pptx.opc.package import Part
+    from pptx.opc.packuri import PackURI
 
     show, out = pptx.Presentation(), io.BytesIO()
     slide = show.slides.add_slide(show.slide_layouts[5])
     slide.shapes.title.text = "On the slide"
     slide.notes_slide.notes_text_frame.text = "said aloud"
+    title = slide.shapes.title.text_frame.paragraphs[0]
+    for words, style in (("6", {"baseline": "30000"}), ("old", {"strike": "sngStrike"})):
+        run = title.add_run()
+        run.text = words
+        run.font._element.attrib.update(style)
+    title.runs[0].hyperlink.address = "https://example.org"
+    picture = slide.shapes.add_picture(small_picture(), 0, 0)
+    picture._element.nvPicPr.cNvPr.set("descr", "a red cat")
+    slide._element.set("show", "0")
+    said = b'<p:cmLst xmlns:p="urn:p"><p:cm><p:text>said of it</p:text></p:cm></p:cmLst>'
+    kind = "application/vnd.openxmlformats-officedocument.presentationml.comments+xml"
+    place = PackURI("/ppt/comments/comment1.xml")
+    slide.part.relate_to(Part(place, kind, slide.part.package, said), RELATIONSHIP_TYPE.COMMENTS)
     numbers = CategoryChartData()
     numbers.categories = ["East", "West"]
     numbers.add_series("Sales", (19.25, None))
     slide.shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, 0, 0, 100, 100, numbers)
     show.save(out)
     text = to_text(out.getvalue(), "a.pptx").text
-    for part in ("## Slide 1", "On the slide", "|  | East | West |", "| Sales | 19.25 |  |"):
+    for part in ("## Slide 1 (hidden)", "[On the slide](https://example.org)^6~~old~~",
+                 "|  | East | West |", "| Sales | 19.25 |  |", ": a red cat)",
+                 "Comment: said of it"):  # fmt: skip
         assert part in text
     assert "Notes: said aloud" in text
 
@@ -185,6 +246,27 @@ def test_cells_of_a_pdf_are_never_joined_to_a_number() -> None:
     cells = ") Tj 40 0 Td (".join("0369")
     text = to_text(small_pdf(cells), "a.pdf").text
     assert text.split("---")[-1].split() == ["0", "3", "6", "9"]
+
+
+def test_a_pdf_tells_its_pictures_links_comments_and_fields() -> None:
+    pypdf = pytest.importorskip("pypdf", reason="needs the libraries of the gaia extra")
+    from pypdf.annotations import FreeText, Link
+    from pypdf.generic import DictionaryObject, NameObject, TextStringObject
+
+    writer, out = pypdf.PdfWriter(clone_from=io.BytesIO(small_pdf("words"))), io.BytesIO()
+    field = DictionaryObject({NameObject("/Subtype"): NameObject("/Widget")})
+    field |= {NameObject(name): TextStringObject(name[1:]) for name in ("/T", "/V")}
+    link, box = "https://example.org", (0, 0, 9, 9)
+    for one in (Link(rect=box, url=link), FreeText(text="said of it", rect=box), field):
+        writer.add_annotation(0, one)
+    picture = DictionaryObject({NameObject("/Subtype"): NameObject("/Image")})
+    resources: Any = writer.pages[0]["/Resources"]
+    resources[NameObject("/XObject")] = DictionaryObject({NameObject("/I"): picture})
+    writer.write(out)
+    text = to_text(out.getvalue(), "a.pdf").text
+    assert [line for line in text.splitlines() if ": " in line] == [
+        "(not shown: 1 pictures)", f"Link: {link}", "Comment: said of it", "Field T: V",
+    ]  # fmt: skip
 
 
 def small_pdf(words: str) -> bytes:
@@ -338,12 +420,16 @@ ODF = (
     'xmlns:office="urn:oasis:names:tc:opendocument:xmlns:office:1.0" '
     'xmlns:text="urn:oasis:names:tc:opendocument:xmlns:text:1.0" '
     'xmlns:table="urn:oasis:names:tc:opendocument:xmlns:table:1.0" '
-    'xmlns:draw="urn:oasis:names:tc:opendocument:xmlns:drawing:1.0"'
+    'xmlns:draw="urn:oasis:names:tc:opendocument:xmlns:drawing:1.0" '
+    'xmlns:style="urn:oasis:names:tc:opendocument:xmlns:style:1.0" '
+    'xmlns:svg="urn:oasis:names:tc:opendocument:xmlns:svg-compatible:1.0" '
+    'xmlns:presentation="urn:oasis:names:tc:opendocument:xmlns:presentation:1.0" '
+    'xmlns:xlink="http://www.w3.org/1999/xlink"'
 )
 
 
-def opendocument(kind: str, body: str) -> bytes:
-    content = f"<office:document {ODF}><office:body>{body}</office:body></office:document>"
+def opendocument(kind: str, body: str, styles: str = "") -> bytes:
+    content = f"<office:document {ODF}>{styles}<office:body>{body}</office:body></office:document>"
     mimetype = f"application/vnd.oasis.opendocument.{kind}"
     whole = f'<m:file-entry m:full-path="/" m:media-type="{mimetype}"/>'
     manifest = f'<m:manifest xmlns:m="urn:m">{whole}</m:manifest>'
@@ -360,10 +446,17 @@ def test_old_and_open_spreadsheets_are_tables() -> None:
         '<office:spreadsheet><table:table table:name="One"><table:table-row>'
         '<table:table-cell office:value-type="string"><text:p>x</text:p></table:table-cell>'
         '<table:table-cell office:value-type="float" office:value="2"><text:p>2</text:p>'
-        "</table:table-cell></table:table-row></table:table></office:spreadsheet>"
+        '</table:table-cell></table:table-row><table:table-row table:number-rows-repeated="2">'
+        '<table:table-cell table:number-columns-repeated="2"/><table:table-cell '
+        'office:value-type="string" table:number-columns-spanned="2"><office:annotation><text:p>'
+        'said</text:p></office:annotation><text:p><text:a xlink:href="https://example.org">y'
+        "</text:a></text:p></table:table-cell></table:table-row></table:table></office:spreadsheet>"
     )
     text = to_text(opendocument("spreadsheet", rows), "a.ods")
-    assert (text.kind, "| 1 | x | 2 |" in text.text) == ("ods", True)
+    assert text.kind == "ods"
+    for line in ("| 1 | x | 2 |", "Merged cells of 'One': C2:D2", "Comment at C2 of 'One': said",
+                 "Link at C2 of 'One': https://example.org"):  # fmt: skip
+        assert line in text.text
 
 
 def test_open_texts_and_slides_keep_their_order() -> None:
@@ -377,6 +470,37 @@ def test_open_texts_and_slides_keep_their_order() -> None:
     )
     assert to_text(opendocument("text", body), "a.odt").text == (
         "## Head\none\ttwo   three\n| l | r |\nitem"
+    )
+    marked = {
+        "T1": '<style:text-properties style:text-position="super 58%"/>',
+        "T2": '<style:text-properties style:text-line-through-style="solid"/>',
+        "P1": '<style:drawing-page-properties presentation:visibility="hidden"/>',
+    }
+    styles = "".join(
+        f'<style:style style:name="{name}">{style}</style:style>' for name, style in marked.items()
+    )
+    deletion = "<text:deletion><text:p>taken out</text:p></text:deletion>"
+    note = "<text:note-citation>1</text:note-citation><text:p>below</text:p>"
+    picture = '<draw:frame draw:name="P"><draw:image/><svg:desc>a red cat</svg:desc></draw:frame>'
+    rich = (
+        f"<office:text><text:tracked-changes>{deletion}</text:tracked-changes>"
+        '<text:p>10<text:span text:style-name="T1">6</text:span> '
+        '<text:span text:style-name="T2">old</text:span>'
+        f"<text:note>{note}</text:note>"
+        "<office:annotation><text:p>said</text:p></office:annotation> "
+        f'<text:a xlink:href="https://example.org">go</text:a>{picture}</text:p></office:text>'
+    )
+    assert to_text(opendocument("text", rich, styles), "a.odt").text == (
+        "(tracked changes: 0 insertions, shown; 1 deletions, not shown)\n10^6 ~~old~~[note: below]"
+        "[comment: said] [go](https://example.org)(a picture: P: a red cat)"
+    )
+    hidden = (
+        '<office:presentation><draw:page draw:style-name="P1"><presentation:notes><draw:frame>'
+        "<draw:text-box><text:p>aloud</text:p></draw:text-box></draw:frame></presentation:notes>"
+        "</draw:page></office:presentation>"
+    )
+    assert to_text(opendocument("presentation", hidden, styles), "a.odp").text == (
+        "## Slide 1 (hidden)\nNotes: aloud"
     )
     box = "<draw:frame><draw:text-box><text:p>Hi</text:p></draw:text-box></draw:frame>"
     page = f"<draw:page>{box}</draw:page>"

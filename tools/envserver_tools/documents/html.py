@@ -17,10 +17,20 @@ _BLOCKS = {
     *("figcaption", "pre", "address", "details", "summary", "fieldset", "title"),
 }
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
+_MARKS = {"sup": "^", "sub": "_", "del": "~~", "s": "~~", "strike": "~~"}
 _SPACES = re.compile(r"[ \t\r\f\v\n\xa0]+")
 _ITEM = re.compile(r" *(-|\d+\.) ")
 _MOST_DEPTH = 500
 _MOST_LINK = 500
+
+
+def marked(text: str, mark: str) -> str:
+    """Text that is raised, `10^6`, lowered, `H_2`, or struck, `~~6~~`; as it is without a mark."""
+    if not mark or not text.strip() or text.startswith(mark):
+        return text
+    if mark == "~~":
+        return f"~~{text}~~"
+    return f"{mark}{text}" if re.fullmatch(r"[-+−]?\w+|\[\w+\]", text) else f"{mark}({text})"
 
 
 def html_to_text(source: str, base_url: str = "", *, links: bool = True) -> tuple[str, str]:
@@ -50,6 +60,7 @@ class _Writer(HTMLParser):
         self._link: str | None = None
         self._lists: list[int | None] = []
         self._cells = 0
+        self._marks: list[tuple[str, int]] = []
 
     def title(self) -> str:
         return _SPACES.sub(" ", "".join(self._title)).strip()
@@ -87,6 +98,11 @@ class _Writer(HTMLParser):
         elif tag in ("td", "th"):
             self._line.append(" | " if self._cells else "| ")
             self._cells += 1
+            for name, what in (("colspan", "columns"), ("rowspan", "rows")):
+                if (facts.get(name) or "1").strip() != "1":
+                    self._line.append(f"(over {facts[name]} {what}) ")
+        elif tag in _MARKS:
+            self._marks = [*self._marks[-_MOST_DEPTH:], (tag, len(self._line))]
         elif tag == "br":
             self._break()
         elif tag == "hr":
@@ -128,6 +144,8 @@ class _Writer(HTMLParser):
                 self._lists.pop()
         elif tag == "a":
             self._close_link()
+        elif any(tag == opened for opened, _ in self._marks):
+            self._mark(tag)
         elif tag in _BLOCKS:
             self._break(blank=tag in ("p", "blockquote", "pre"))
             if tag == "pre":
@@ -147,6 +165,15 @@ class _Writer(HTMLParser):
         else:
             text = _SPACES.sub(" ", data)
             self._line.append(text.replace("|", "\\|") if self._cells else text)
+
+    def _mark(self, tag: str | None = None) -> None:
+        """Marks the text since `tag` began; without a tag, that of all that are open."""
+        while self._marks:
+            opened, start = self._marks.pop()
+            text = "".join(self._line[start:])
+            self._line[start:] = [marked(text, _MARKS[opened])]
+            if opened == tag:
+                break
 
     def _item(self) -> None:
         self._drop_mark()
@@ -188,9 +215,12 @@ class _Writer(HTMLParser):
         if self._cells:  # a table row stays on one line
             self._line.append(" ")
             return
-        line = "".join(self._line)
-        if _ITEM.fullmatch(line):  # the item's first paragraph stands beside its mark
+        if _ITEM.fullmatch("".join(self._line)):  # the first paragraph stands beside its mark
             return
+        opened = [(tag, 0) for tag, _ in self._marks]
+        self._mark()
+        self._marks = opened
+        line = "".join(self._line)
         self._line.clear()
         if not (self._preformatted or keep):
             indent = len(line) - len(line.lstrip(" ")) if _ITEM.match(line) else 0

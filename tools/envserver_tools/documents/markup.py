@@ -5,40 +5,81 @@ from __future__ import annotations
 import io
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from . import archives
 from .bounded import Limits
-from .html import html_to_text
-from .office import joined, table_row
+from .html import html_to_text, marked
+from .office import address, described, joined, table_row
 
 _TEXT = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}"
 _TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
+_STYLE = "{urn:oasis:names:tc:opendocument:xmlns:style:1.0}"
+_OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"
+_LINK = "{http://www.w3.org/1999/xlink}href"
 _DRAW = "{urn:oasis:names:tc:opendocument:xmlns:drawing:1.0}"
 _MOST_NESTING = 100
 _WORD: Final = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_MATH: Final = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
+_OTHERS: Final = re.compile(r"word/(charts/chart|diagrams/data|embeddings/)")
+_BACK: Final = re.compile(r'<a href="#(?:comment|footnote|endnote)-ref-[^"]*">↑</a>')
+"""mammoth's links from notes to where they belong."""
 _MARGIN: Final = re.compile(r"word/(header|footer)\d*\.xml")
 
 
 def docx(data: bytes, limits: Limits) -> str:
-    """Returns headers, paragraphs, lists and tables in order, notes, and footers.
+    """Returns headers, paragraphs, lists and tables in order, notes, comments, and footers; then
+    what is not shown.
 
     mammoth makes a page of everything between headers and footers, which it does not read.
     """
     import mammoth
 
     page = mammoth.convert_to_html(
-        io.BytesIO(data), convert_image=mammoth.images.img_element(lambda image: {"src": ""})
+        io.BytesIO(data),
+        convert_image=mammoth.images.img_element(
+            lambda image: {"src": "", "alt": image.alt_text or "a picture"}
+        ),
+        style_map="comment-reference => span",
     )
     margins: dict[str, list[str]] = {"header": [], "footer": []}
     for name in sorted(archives.names(data)):
         if match := _MARGIN.fullmatch(name):
             margins[match[1]] += _margin(_parsed(data, name, limits), match[1])
-    parts = (*margins["header"], html_to_text(page.value)[1], *margins["footer"])
+    text = html_to_text(_BACK.sub("", page.value))[1]
+    parts = (*margins["header"], text, *margins["footer"], *_unseen(data, limits))
     return joined(parts, limits.characters)
+
+
+def _unseen(data: bytes, limits: Limits) -> Iterator[str]:
+    """Lines about what mammoth leaves out or takes as if it were settled."""
+    body = _parsed(data, "word/document.xml", limits)
+    count = Counter(part.tag for part in body.iter())
+    put_in, taken_out = count[f"{_WORD}ins"], count[f"{_WORD}del"]
+    if put_in or taken_out:
+        yield _changes(put_in, taken_out)
+    for run in body.iter(f"{_WORD}r"):
+        for name, what in (("dstrike", "struck"), ("vanish", "hidden")):
+            mark = run.find(f"{_WORD}rPr/{_WORD}{name}")
+            if mark is not None and mark.get(f"{_WORD}val") not in ("0", "false"):
+                yield f"({what}: {''.join(run.itertext())})"
+    for formula in body.iter(f"{_MATH}oMath"):
+        yield f"(a formula, not shown in its place: {''.join(formula.itertext())})"
+    named = filter(None, map(_OTHERS.match, archives.names(data)))
+    others = Counter(name[1].partition("/")[0] for name in named)
+    if others:
+        shown = ", ".join(f"{number} of {kind}" for kind, number in sorted(others.items()))
+        yield f"(not shown: {shown})"
+
+
+def _changes(put_in: int, taken_out: int) -> str:
+    """The line about tracked changes of a document."""
+    return f"(tracked changes: {put_in} insertions, shown; {taken_out} deletions, not shown)"
 
 
 def _margin(part: ElementTree.Element, where: str) -> Iterator[str]:
@@ -66,39 +107,121 @@ def epub(data: bytes, limits: Limits) -> tuple[str, str]:
     return title.strip(), joined(texts, limits.characters)
 
 
+@dataclass
+class _Open:
+    """An OpenDocument file that is read: the marks of its styles, the slides so far."""
+
+    marks: dict[str, str] = field(default_factory=dict)
+    hidden: set[str] = field(default_factory=set)
+    slides: int = 0
+
+
 def opendocument(data: bytes, limits: Limits) -> str:
-    """Returns headings, paragraphs and tables in order; slides are numbered."""
-    return joined(_blocks(_parsed(data, "content.xml", limits), [0], 0), limits.characters)
+    """Returns headings, paragraphs, tables, notes and comments in order; slides are numbered."""
+    content, reading = _parsed(data, "content.xml", limits), _Open()
+    others = ["styles.xml"] if "styles.xml" in archives.names(data) else []
+    for root in (content, *(_parsed(data, name, limits) for name in others)):
+        for style in root.iter(f"{_STYLE}style"):
+            facts = {_bare(name): value for part in style for name, value in part.items()}
+            name, position = style.get(f"{_STYLE}name", ""), facts.get("text-position", "")
+            if facts.get("text-line-through-style", "none") != "none":
+                reading.marks[name] = "~~"
+            elif position and not position.startswith("0%"):
+                reading.marks[name] = "_" if position.startswith(("sub", "-")) else "^"
+            if facts.get("visibility") == "hidden":
+                reading.hidden.add(name)
+    return joined(_blocks(content, reading, 0), limits.characters)
 
 
-def _blocks(parent: ElementTree.Element, slides: list[int], level: int) -> Iterator[str]:
+def _blocks(parent: ElementTree.Element, reading: _Open, level: int) -> Iterator[str]:
     if level > _MOST_NESTING:
         return
     for part in parent:
         if part.tag == f"{_TEXT}h":
-            yield f"{'#' * min(6, int(part.get(f'{_TEXT}outline-level') or 1))} {_said(part)}"
+            heading = _said(part, reading.marks)
+            yield f"{'#' * min(6, int(part.get(f'{_TEXT}outline-level') or 1))} {heading}"
         elif part.tag == f"{_TEXT}p":
-            text = _said(part)
+            text = _said(part, reading.marks)
             if text.strip():
                 yield text
         elif part.tag == f"{_TABLE}table-row":
             cells = [cell for cell in part if cell.tag == f"{_TABLE}table-cell"]
-            yield table_row("\n".join(_blocks(cell, slides, level + 1)) for cell in cells)
+            yield table_row("\n".join(_blocks(cell, reading, level + 1)) for cell in cells)
+        elif part.tag == f"{_TEXT}tracked-changes":
+            count = Counter(_name(change) for change in part.iter())
+            yield _changes(count["insertion"], count["deletion"])
+        elif part.tag == f"{_DRAW}frame" and (picture := _picture(part)):
+            yield picture
+        elif _name(part) == "notes":
+            yield f"Notes: {' '.join(_blocks(part, reading, level + 1))}"
         else:
             if part.tag == f"{_DRAW}page":
-                slides[0] += 1
-                yield f"\n## Slide {slides[0]}"
-            yield from _blocks(part, slides, level + 1)
+                reading.slides += 1
+                is_hidden = part.get(f"{_DRAW}style-name") in reading.hidden
+                yield f"\n## Slide {reading.slides}{' (hidden)' if is_hidden else ''}"
+            yield from _blocks(part, reading, level + 1)
 
 
-def _said(part: ElementTree.Element) -> str:
-    for mark in part.iter(f"{_TEXT}tab"):
-        mark.text = "\t"
-    for mark in part.iter(f"{_TEXT}s"):
-        mark.text = " " * min(100, int(mark.get(f"{_TEXT}c") or 1))
-    for mark in part.iter(f"{_TEXT}line-break"):
-        mark.text = "\n"
-    return "".join(part.itertext())
+def _picture(frame: ElementTree.Element) -> str:
+    """A line for a frame without text."""
+    words = [part.text or "" for part in frame if _name(part) in ("title", "desc")]
+    if next(frame.iter(f"{_TEXT}p"), None) is not None:
+        return ""
+    return f"(a picture: {described(frame.get(f'{_DRAW}name'), ' '.join(words))})"
+
+
+def _said(part: ElementTree.Element, marks: dict[str, str]) -> str:
+    texts = [part.text or ""]
+    for inner in part:
+        match _name(inner):
+            case "tab":
+                text = "\t"
+            case "s":
+                text = " " * min(100, int(inner.get(f"{_TEXT}c") or 1))
+            case "line-break":
+                text = "\n"
+            case "note" | "annotation" as kind:
+                body = " ".join(_said(one, marks) for one in inner.iter(f"{_TEXT}p"))
+                text = f"[{'comment' if kind == 'annotation' else kind}: {body}]"
+            case "span":
+                text = marked(
+                    _said(inner, marks), marks.get(inner.get(f"{_TEXT}style-name", ""), "")
+                )
+            case "a":
+                text = f"[{_said(inner, marks)}]({inner.get(_LINK)})"
+            case "frame":
+                text = _picture(inner) or _said(inner, marks)
+            case _:
+                text = _said(inner, marks)
+        texts += text, inner.tail or ""
+    return "".join(texts)
+
+
+def beside_cells(data: bytes, limits: Limits) -> Iterator[str]:
+    """Lines about merged cells, comments and links of an OpenDocument spreadsheet."""
+    for table in _parsed(data, "content.xml", limits).iter(f"{_TABLE}table"):
+        sheet, row_number = table.get(f"{_TABLE}name"), 1
+        for row in table.iter(f"{_TABLE}table-row"):
+            column = 1
+            for cell in row:
+                across, down = (
+                    _count(cell, f"number-{name}-spanned") for name in ("columns", "rows")
+                )
+                place = f"{address(row_number, column)}"
+                if across * down > 1:
+                    end = address(row_number + down - 1, column + across - 1)
+                    yield f"Merged cells of {sheet!r}: {place}:{end}"
+                for note in cell.iter(f"{_OFFICE}annotation"):
+                    text = " ".join(_said(one, {}) for one in note.iter(f"{_TEXT}p"))
+                    yield f"Comment at {place} of {sheet!r}: {text}"
+                for link in cell.iter(f"{_TEXT}a"):
+                    yield f"Link at {place} of {sheet!r}: {link.get(_LINK)}"
+                column += _count(cell, "number-columns-repeated")
+            row_number += _count(row, "number-rows-repeated")
+
+
+def _count(part: ElementTree.Element, name: str) -> int:
+    return int(part.get(f"{_TABLE}{name}") or 1)
 
 
 def _parsed(data: bytes, name: str, limits: Limits) -> ElementTree.Element:
@@ -109,4 +232,8 @@ def _parsed(data: bytes, name: str, limits: Limits) -> ElementTree.Element:
 
 
 def _name(element: ElementTree.Element) -> str:
-    return element.tag.rpartition("}")[2]
+    return _bare(element.tag)
+
+
+def _bare(name: str) -> str:
+    return name.rpartition("}")[2]

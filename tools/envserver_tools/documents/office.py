@@ -6,28 +6,54 @@ process that runs it limits what the libraries do with hostile files.
 
 from __future__ import annotations
 
+import functools
+import html
 import io
+import posixpath
+import re
+import zipfile
 from collections.abc import Iterable, Iterator
 from datetime import date, datetime, time
 from itertools import zip_longest
 from typing import Any
+from xml.etree import ElementTree
+
+from .html import marked
 
 MOST_COLUMNS = 400
 _MOST_EMPTY_ROWS = 2000
 """Consecutive empty rows after which the rest of a sheet counts as empty."""
 _MOST_NESTING = 10
+_NO = ("0", "false")
+_OF_SHEETS = {
+    "Merged cells": re.compile(r'<(?:\w+:)?mergeCell\s[^>]*?\bref="([^"]+)"'),
+    "Hidden rows": re.compile(
+        r'<(?:\w+:)?row\s(?=[^>]*\bhidden="(?:1|true)")[^>]*?\br="(\d+)"',
+    ),
+    "Hidden columns, by number": re.compile(
+        r'<(?:\w+:)?col\s(?=[^>]*\bhidden="(?:1|true)")[^>]*?\bmin="(\d+)"',
+    ),
+}
+_ATTRIBUTE = re.compile(r'(?:\w+:)?(\w+)="([^"]*)"')
 
 
 def xlsx(data: bytes, most: int) -> str:
-    """Returns every sheet as a table with cell addresses: values, formulas and fills."""
+    """Returns every sheet as a table with cell addresses: values, formulas and fills; below it
+    what it has beside them."""
     import openpyxl
+    from openpyxl.worksheet import _read_only, _reader
 
-    values = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
-    formulas = openpyxl.load_workbook(io.BytesIO(data), read_only=True)
-    return joined(_workbook(values, formulas), most)
+    # A sheet that is read row by row does not hand this setting on to its parser.
+    parser: Any = functools.partial(_reader.WorkSheetParser, rich_text=True)
+    vars(_read_only)["WorkSheetParser"] = parser
+    how: Any = {"read_only": True, "rich_text": True}
+    values = openpyxl.load_workbook(io.BytesIO(data), data_only=True, **how)
+    formulas = openpyxl.load_workbook(io.BytesIO(data), **how)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return joined(_workbook(values, formulas, archive), most)
 
 
-def _workbook(values: Any, formulas: Any) -> Iterator[str]:
+def _workbook(values: Any, formulas: Any, archive: zipfile.ZipFile) -> Iterator[str]:
     yield (
         "Cells stand as: value {=formula} [fill: colour]. The first column holds the row's number."
     )
@@ -39,6 +65,50 @@ def _workbook(values: Any, formulas: Any) -> Iterator[str]:
             yield "(a chart)"
             continue
         yield from _sheet(sheet, formulas[name])
+        yield from _beside_cells(archive, sheet._worksheet_path)
+
+
+def _beside_cells(archive: zipfile.ZipFile, path: str) -> Iterator[str]:
+    """Lines about merged and hidden cells, links, comments and pictures of a sheet."""
+    sheet = archive.read(path).decode(errors="replace")
+    for what, pattern in _OF_SHEETS.items():
+        if found := pattern.findall(sheet):
+            yield f"{what}: {', '.join(dict.fromkeys(found))}"
+    parts = related(archive, path)
+    for link in re.findall(r"<(?:\w+:)?hyperlink\s([^>]*)>", sheet):
+        facts = {name: html.unescape(text) for name, text in _ATTRIBUTE.findall(link)}
+        target = parts.get(facts.get("id", ""), ("", ""))[1]
+        place = f"#{facts['location']}" if "location" in facts else ""
+        yield f"Link at {facts.get('ref')}: {target}{place}"
+    for kind, part in parts.values():
+        if kind not in ("comments", "drawing") or part not in archive.namelist():
+            continue
+        for element in ElementTree.fromstring(archive.read(part)).iter():
+            name = element.tag.rpartition("}")[2]
+            if name == "comment":
+                yield f"Comment at {element.get('ref')}: {''.join(element.itertext()).strip()}"
+            elif name == "cNvPr":
+                yield f"(not shown: {described(element.get('name'), element.get('descr'))})"
+
+
+def related(archive: zipfile.ZipFile, path: str) -> dict[str, tuple[str, str]]:
+    """The parts that a part of an office file refers to: their kind and path, or address, by id."""
+    folder, name = posixpath.split(path)
+    relations = f"{folder}/_rels/{name}.rels"
+    if relations not in archive.namelist():
+        return {}
+    found = {}
+    for one in ElementTree.fromstring(archive.read(relations)):
+        target = one.get("Target", "")
+        if one.get("TargetMode") != "External":
+            target = posixpath.normpath(posixpath.join("/", folder, target)).lstrip("/")
+        found[one.get("Id", "")] = one.get("Type", "").rpartition("/")[2], target
+    return found
+
+
+def described(name: str | None, text: str | None) -> str:
+    """A picture's name with its alternative text."""
+    return f"{name}: {' '.join(text.split())}" if text else name or "a picture"
 
 
 def _sheet(values: Any, formulas: Any) -> Iterator[str]:
@@ -66,22 +136,48 @@ def _sheet(values: Any, formulas: Any) -> Iterator[str]:
 
 def column_letters(count: int) -> str:
     """Returns "A | B | ... | Z | AA ...", `count` letters."""
-    return " | ".join(
-        ("" if index < 26 else chr(64 + index // 26)) + chr(65 + index % 26)
-        for index in range(count)
-    )
+    return " | ".join(_letters(column) for column in range(1, count + 1))
+
+
+def _letters(column: int) -> str:
+    before, last = divmod(column - 1, 26)
+    return (_letters(before) if before else "") + chr(65 + last)
+
+
+def address(row: int, column: int) -> str:
+    """A cell's address, `B2`; both numbers begin at 1."""
+    return f"{_letters(column)}{row}"
 
 
 def _cell(cell: Any, source: Any) -> str:
     value = None if cell is None else cell.value
-    parts = [] if value is None else [plain(value)]
+    parts = [] if value is None else [_rich(value)]
     formula = None if source is None else source.value
     if getattr(source, "data_type", "") == "f":
         parts.append(f"{{{getattr(formula, 'text', formula)}}}")
+    if getattr(getattr(cell, "font", None), "strike", None):
+        parts.append("[struck]")
     colour = _fill(source if source is not None else cell)
     if colour:
         parts.append(f"[fill: {colour}]")
     return " ".join(parts).replace("|", "\\|").replace("\n", " / ")
+
+
+def _rich(value: Any) -> str:
+    """Formats a value, of which parts may be raised, lowered or struck."""
+    if not isinstance(value, list):
+        return plain(value)
+    return "".join(
+        one
+        if isinstance(one, str)
+        else marked(one.text, _mark(one.font.vertAlign, one.font.strike))
+        for one in value
+    )
+
+
+def _mark(position: str | None, is_struck: bool | None) -> str:
+    raised = {"superscript": "^", "subscript": "_"}.get(position or "", "")
+    return "~~" if is_struck else raised
 
 
 def plain(value: object) -> str:
@@ -119,30 +215,67 @@ def pptx(data: bytes, most: int) -> str:
 
 def _slides(presentation: Any) -> Iterator[str]:
     for number, slide in enumerate(presentation.slides, start=1):
-        yield f"\n## Slide {number}"
+        yield f"\n## Slide {number}{' (hidden)' if slide._element.get('show') in _NO else ''}"
         for shape in slide.shapes:
             yield from _shape(shape, 0)
         if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
             notes = slide.notes_slide.notes_text_frame.text.strip()
             if notes:
                 yield f"Notes: {notes}"
+        for relation in slide.part.rels.values():
+            if relation.reltype.endswith("/comments"):
+                yield from _comments(relation.target_part.blob)
+
+
+def _comments(part: bytes) -> Iterator[str]:
+    """Comments of a slide, in both forms: `cm/text`, and paragraphs of text."""
+    for comment in ElementTree.fromstring(part).iter():
+        if comment.tag.rpartition("}")[2] == "cm":
+            yield f"Comment: {' '.join(''.join(comment.itertext()).split())}"
 
 
 def _shape(shape: Any, level: int) -> Iterator[str]:
+    facts = next(shape._element.iter("{*}cNvPr"))
+    words = facts.get("descr")
     if hasattr(shape, "shapes"):
         if level < _MOST_NESTING:
             for inner in shape.shapes:
                 yield from _shape(inner, level + 1)
     elif getattr(shape, "has_table", False):
         for row in shape.table.rows:
-            yield table_row(cell.text for cell in row.cells)
+            yield table_row(_framed(cell.text_frame) for cell in row.cells)
     elif getattr(shape, "has_chart", False):
         yield from _chart(shape.chart)
     elif shape.has_text_frame:
-        if shape.text_frame.text.strip():
-            yield shape.text_frame.text
+        if text := _framed(shape.text_frame).strip():
+            yield text
     elif hasattr(shape, "image"):
-        yield f"(a picture: {shape.name})"
+        yield f"(a picture: {described(shape.name, words)})"
+        return
+    elif not shape._element.tag.endswith("}cxnSp"):  # lines between shapes
+        yield f"(not shown: {shape.name})"
+    if words:
+        yield f"(described as: {words})"
+
+
+def _framed(frame: Any) -> str:
+    """The text of a frame; parts of it are raised, lowered, struck, or links."""
+    links = {run._r: run.hyperlink.address for part in frame.paragraphs for run in part.runs}
+    return "\n".join(
+        "".join(_part(part, links.get(part)) for part in paragraph._p.iterchildren())
+        for paragraph in frame.paragraphs
+    )
+
+
+def _part(part: Any, address: str | None) -> str:
+    if part.tag.endswith("}br"):
+        return "\n"
+    text = "".join(one.text or "" for one in part.iter("{*}t"))
+    style: Any = next(part.iter("{*}rPr"), {})
+    raised = (style.get("baseline") or "").strip("0%")
+    position = ("subscript" if raised[0] == "-" else "superscript") if raised else None
+    text = marked(text, _mark(position, style.get("strike") not in (None, "noStrike")))
+    return f"[{text}]({address})" if address else text
 
 
 def _chart(chart: Any) -> Iterator[str]:
@@ -169,8 +302,25 @@ def pdf(data: bytes, most: int) -> str:
 def _pages(reader: Any) -> Iterator[str]:
     count = len(reader.pages)
     for number in range(count):
+        page = reader.pages[number]
         yield f"\n--- page {number + 1} of {count} ---"
-        yield reader.pages[number].extract_text().strip() or "(no text: perhaps a picture)"
+        yield page.extract_text().strip() or "(no text: perhaps a picture)"
+        objects = _resolved(_resolved(page.get("/Resources")).get("/XObject")).values()
+        if pictures := sum(_resolved(one).get("/Subtype") == "/Image" for one in objects):
+            yield f"(not shown: {pictures} pictures)"
+        for facts in map(_resolved, page.annotations or ()):
+            if address := _resolved(facts.get("/A")).get("/URI"):
+                yield f"Link: {address}"
+            elif facts.get("/Subtype") == "/Widget" and facts.get("/V") not in (None, "/Off"):
+                yield f"Field {facts.get('/T')}: {facts['/V']}"
+            elif facts.get("/Contents") and facts.get("/Subtype") != "/Popup":
+                yield f"Comment: {facts['/Contents']}"
+
+
+def _resolved(value: Any) -> dict[str, Any]:
+    """An object of a PDF with what its fields refer to; empty if it is not one."""
+    found = value.get_object() if hasattr(value, "get_object") else value
+    return {name: found[name] for name in found} if isinstance(found, dict) else {}
 
 
 def table_row(cells: Iterable[str]) -> str:

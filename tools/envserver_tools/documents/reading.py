@@ -211,7 +211,7 @@ def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
         "html": lambda: _html(data, base_url),
         "xls": lambda: Text("xls", sheets.sheets(data, limits.characters)),
         "xlsb": lambda: _office(sheets.sheets, data, "xlsb", limits),
-        "ods": lambda: _office(sheets.sheets, data, "ods", limits),
+        "ods": lambda: _open_sheets(data, limits),
         "odt": lambda: Text("odt", markup.opendocument(data, limits)),
         "odp": lambda: Text("odp", markup.opendocument(data, limits)),
         "epub": lambda: _book(data, limits),
@@ -233,6 +233,11 @@ def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
 def _office(reader: Callable[[bytes, int], str], data: bytes, kind: str, limits: Limits) -> Text:
     archives.check(data, limits)
     return Text(kind, reader(data, limits.characters))
+
+
+def _open_sheets(data: bytes, limits: Limits) -> Text:
+    tables = _office(sheets.sheets, data, "ods", limits).text
+    return Text("ods", "\n".join((tables, *markup.beside_cells(data, limits))))
 
 
 def _word(data: bytes, limits: Limits) -> Text:

@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from .office import MOST_COLUMNS, column_letters, joined, plain
+from .office import MOST_COLUMNS, address, column_letters, joined, plain
 
 _MOST_ROWS = 200_000
 
@@ -23,11 +23,18 @@ def sheets(data: bytes, most: int) -> str:
 
 
 def _book(book: Any) -> Iterator[str]:
-    yield "Cells stand with their values alone. The first column holds the row's number."
-    for name in book.sheet_names:
-        yield f"\n## Sheet {name!r}"
-        rows = book.get_sheet_by_name(name).to_python(skip_empty_area=False, nrows=_MOST_ROWS)
-        yield from _table(rows)
+    yield (
+        "Cells stand with their values alone: formulas, fills and pictures are not shown, nor"
+        " comments and links of xls and xlsb. The first column holds the row's number."
+    )
+    for one in book.sheets_metadata:
+        sheet = book.get_sheet_by_name(one.name)
+        yield f"\n## Sheet {one.name!r}{'' if str(one.visible).endswith('Visible') else ', hidden'}"
+        yield from _table(sheet.to_python(skip_empty_area=False, nrows=_MOST_ROWS))
+        ranges = sheet.merged_cell_ranges or ()
+        merged = [":".join(address(row + 1, column + 1) for row, column in one) for one in ranges]
+        if merged:
+            yield f"Merged cells: {', '.join(merged)}"
 
 
 def _table(rows: list[list[Any]]) -> Iterator[str]:

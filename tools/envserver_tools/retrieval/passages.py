@@ -43,7 +43,7 @@ class Passage:
     def from_data(cls, data: object) -> Passage:
         """Reads a passage with `title`, and `sentences` or `text` (or `contents`).
 
-        With `contents` alone, the first line is the title (Search-R1's corpora).
+        Without a title, the first of several lines is the title (Search-R1's corpora).
 
         Raises:
             InputError: the data has another form.
@@ -58,12 +58,15 @@ class Passage:
             if len(parts) != len(sentences) or not isinstance(title, str):
                 raise InputError("A passage's title and its sentences must be texts.")
             return cls(title.strip(), tuple(parts))
-        names = ("text", "paragraph_text", "contents", "content")
+        names = (
+            *("text", "paragraph_text", "passage_text", "page_content", "contents", "content"),
+            *("passage", "paragraph", "context", "body", "snippet"),
+        )
         text = next((data[name] for name in names if isinstance(data.get(name), str)), None)
         if text is None:
             raise InputError("A passage must have sentences, a text or contents.")
         if not isinstance(title, str):
-            title, _, text = text.partition("\n")
+            title, _, text = text.partition("\n") if "\n" in text else ("", "", text)
             title = title.strip().strip('"')
         return cls(title.strip(), (text.strip(),))
 

@@ -21,9 +21,10 @@ from typing import Any
 
 CONTAINERS = (
     *("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi", "mpegts", "mpeg", "flv", "ogg", "asf"),
-    *("mpegvideo", "gif"),
+    *("mpegvideo", "gif", "jpeg_pipe", "png_pipe", "webp_pipe", "bmp_pipe"),
 )
-"""FFmpeg's names of the formats that are read: none that is text or names other files."""
+"""FFmpeg's names of the formats that are read: none that is text or names other files. The last
+four are single pictures."""
 _NEAR_SECONDS = 4.0
 """How far ahead frames are decoded one by one rather than looked for."""
 _ROUNDING = 1e-3
@@ -100,6 +101,8 @@ class Video:
     def seconds(self) -> float:
         """Returns its length; where the file does not say it, by a look at all of it."""
         stream, container = self._stream, self._container
+        if container.format.name.endswith("_pipe"):
+            return self._frame_seconds
         if stream.duration:
             found = float(stream.duration * stream.time_base)
         elif container.duration:

@@ -27,8 +27,13 @@ from typing import Any
 from envserver_records.extras import missing_module_hint
 
 from envserver import Caller, ConfigError, InputError, ServiceError
+from envserver.rows.layouts import natural
+
+from .decoding import Request, moments
 
 SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".ts", ".mpg", ".flv", ".ogv", ".wmv")
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+"""Suffixes of the pictures that a folder may have instead of a video."""
 _PROGRAM = Path(__file__).with_name("decoding.py")
 _MOST_HEAD = 1 << 16
 _MOST_BYTES_A_PIXEL = 3
@@ -41,7 +46,11 @@ Frame = tuple[float, str]
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """Which frames are shown, and what decoding them may take. See `Video.Config`."""
+    """Which frames are shown, and what decoding them may take. See `Video.Config`.
+
+    Args:
+        per_second: pictures per second of a video, where they are files of a folder.
+    """
 
     count: int = 8
     every: float | None = None
@@ -49,6 +58,7 @@ class FrameLimits:
     max_pixels: int = 40_000_000
     cpu_seconds: int = 20
     memory_mb: int = 1024
+    per_second: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -118,11 +128,14 @@ class FrameStore:
             ) from broken
 
     async def frames(self, name: str, t0: float, t1: float | None) -> Shown:
-        """Returns frames of the seconds `t0` to `t1` of a file of the folder.
+        """Returns frames of the seconds `t0` to `t1` of a file, or a folder of pictures, of the
+        folder.
 
         Raises:
             Broken: the file cannot be shown.
         """
+        if pictures := pictures_in(self._folder / name):
+            return await self._pictures(pictures, t0, t1)
         with _opened(self._folder, name, self._file_bytes) as (descriptor, identity):
             key = (identity, t0, t1)
             lock = self._locks.setdefault(key, asyncio.Lock())
@@ -139,6 +152,17 @@ class FrameStore:
         if isinstance(found, Broken):
             raise Broken(*found.args)
         return found
+
+    async def _pictures(self, files: list[Path], t0: float, t1: float | None) -> Shown:
+        """Frames of a video of which there are pictures, in the order of their names."""
+        rate = self._limits.per_second
+        seconds, last = len(files) / rate, len(files) - 1
+        times = moments(seconds, _request(t0, t1, self._limits)) if t0 < seconds else []
+        numbers = list(dict.fromkeys(min(int(time * rate), last) for time in times))
+        names = [str(files[number].relative_to(self._folder)) for number in numbers]
+        shown = await asyncio.gather(*(self.frames(name, 0.0, None) for name in names))
+        urls = [one.frames[0][1] for one in shown]
+        return Shown(seconds, tuple(zip((number / rate for number in numbers), urls, strict=True)))
 
     async def _decoded(self, descriptor: int, t0: float, t1: float | None) -> Shown | Broken:
         async with self._places:
@@ -161,25 +185,6 @@ def require_av() -> None:
         raise ConfigError(
             "Frames of video files need the package av.", hint=missing_module_hint("av")
         )
-
-
-def video_file(folder: Path, file: str, name: str) -> str:
-    """Returns the path of a row's video within `folder`.
-
-    Args:
-        file: path that the row names, "" if none.
-        name: name of the video, by which a file is looked for otherwise.
-
-    Raises:
-        InputError: there is no such file in the folder.
-    """
-    top = folder.resolve()
-    for path in [file] if file else [f"{name}{suffix}" for suffix in SUFFIXES]:
-        with contextlib.suppress(OSError, ValueError):  # no system knows such a name
-            place = (top / path).resolve()
-            if place.is_relative_to(top) and place.is_file():
-                return str(place.relative_to(top))
-    raise InputError("there is no video file of its video")
 
 
 @contextmanager
@@ -207,13 +212,25 @@ def _opened(folder: Path, name: str, most: int) -> Iterator[tuple[int, tuple[int
         os.close(descriptor)
 
 
+def pictures_in(folder: Path) -> list[Path]:
+    """Returns the pictures in a folder, in the order of their names; none of what is no folder."""
+    files = folder.iterdir() if folder.is_dir() else ()
+    return natural(one for one in files if one.suffix.lower() in PICTURES)
+
+
+def _request(t0: float, t1: float | None, limits: FrameLimits) -> Request:
+    facts = asdict(limits)
+    del facts["per_second"]
+    return Request(t0, t1, **facts)
+
+
 async def _decoded(descriptor: int, t0: float, t1: float | None, limits: FrameLimits) -> Shown:
     """Returns frames of an open file, by a process of its own.
 
     Raises:
         Broken: the process gives none, or exceeds a limit.
     """
-    request = json.dumps({"start": t0, "end": t1, **asdict(limits)})
+    request = json.dumps(asdict(_request(t0, t1, limits)))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", str(_PROGRAM), request),
         stdin=descriptor,
