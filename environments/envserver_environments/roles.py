@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from envserver import InputError
+from envserver.row_counts import took
 
 Table = Mapping[str, tuple[str, ...]]
 FIELDS_NAMED = 20
@@ -36,7 +37,10 @@ def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -
         role: _first(row, (columns[role],) if role in columns else names)
         for role, names in table.items()
     }
-    return {role: value for role, value in found.items() if value is not None}
+    named = {role: one for role, one in found.items() if one is not None}
+    _, solution = named.get("solution", ("", ""))
+    took([f"{role}: {name}" for role, (name, _) in named.items()], str(solution))
+    return {role: value for role, (_, value) in named.items()}
 
 
 def missing(row: Mapping[str, Any], roles: Iterable[str]) -> InputError:
@@ -78,13 +82,7 @@ def value_at(row: Any, path: str) -> Any:
     return value_at(inner, rest)
 
 
-def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    values = (value_at(row, name) for name in names)
-    return next(
-        (
-            value
-            for value in values
-            if value is not None and value is not True and value is not False
-        ),
-        None,
-    )
+def _first(row: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any] | None:
+    """The first name that has a value, and the value."""
+    values = ((name, value_at(row, name)) for name in names)
+    return next((one for one in values if one[1] is not None and not isinstance(one[1], bool)), None)

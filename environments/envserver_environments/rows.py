@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from envserver_records.extras import install_command
 
 from envserver import ConfigError, InputError, Split
+from envserver.row_counts import took
 from envserver.rows.sources import Rows, Source, on_the_hub
 
 SHUFFLE_BUFFER_ROWS = 10_000
@@ -193,7 +194,9 @@ def _shuffled(
     for number in numbers:
         place = rows.place(number)
         try:
-            yield NumberedRow(number, rows.read(number), place)
+            row = rows.read(number)
+            took(row)
+            yield NumberedRow(number, row, place)
         except InputError as error:
             yield NumberedRow(number, None, place, error.message)
 

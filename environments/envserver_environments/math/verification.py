@@ -23,7 +23,8 @@ import re
 import resource
 import select
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -104,12 +105,44 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
             return Verdict.EQUAL
         if abs(wanted - given) > _ROUNDED or not _near(wanted, given):
             return Verdict.DIFFERENT
-    if is_huge(answer):
+    if is_huge(answer) or is_huge(gold):
         return Verdict.KILLED
-    # Parsed here and not in the child, so that the parser's caches help the next answer.
-    gold, asked = as_asked(gold, answer)
-    parsed_gold = _parsed_gold(gold)
-    return _in_child(lambda: _verdict(parsed_gold, asked, lenient))
+    return _decide((*as_asked(gold, answer), lenient))
+
+
+Case = tuple[str, str, bool]
+"""A gold and an answer that math-verify compares, and whether it is lenient."""
+_known: dict[Case, Verdict] = {}
+_waiting: list[Case] | None = None
+
+
+@contextmanager
+def compared_together() -> Iterator[None]:
+    """Within the block `compare` only notes what it is asked, which no model wrote. At the end one
+    child compares all of it, for `compare` to know.
+
+    Each comparison has its own limits; after one that fails another child goes on.
+    """
+    global _waiting
+    _waiting = cases = []
+    _known.clear()
+    try:
+        yield
+    finally:
+        _waiting = None
+    left = list(dict.fromkeys(cases))
+    while left:
+        verdicts = [*_in_child(left), Verdict.KILLED][: len(left)]
+        _known.update(zip(left, verdicts, strict=False))
+        left = left[len(verdicts) :]
+
+
+def _decide(case: Case) -> Verdict:
+    if _waiting is not None:
+        _waiting.append(case)
+    elif case not in _known:
+        return next(_in_child([case]), Verdict.KILLED)
+    return _known.get(case, Verdict.KILLED)
 
 
 @dataclass(frozen=True)
@@ -188,11 +221,35 @@ def _verdict(gold: tuple[Any, ...], answer: str, lenient: bool) -> Verdict:
         extraction_mode="any_match" if lenient else "first_match",
         parsing_timeout=TIMEOUT_SECONDS,
     )
-    if library.verify(list(gold), parsed, timeout_seconds=TIMEOUT_SECONDS):
+    if not _are_apart(gold, parsed) and library.verify(
+        list(gold), parsed, timeout_seconds=TIMEOUT_SECONDS
+    ):
         return Verdict.EQUAL if _are_near(gold, parsed) else Verdict.DIFFERENT
     # No gold is blamed for a wrong answer unless it fails its own comparison.
     fit = library.verify(list(gold), list(gold), timeout_seconds=TIMEOUT_SECONDS)
     return Verdict.DIFFERENT if fit else Verdict.BAD_GOLD
+
+
+def _are_apart(gold: Sequence[Any], parsed: Sequence[Any]) -> bool:
+    """Returns whether both are terms with other values at a point: math-verify, which simplifies
+    their difference, says the same after 50 times the work. It calls 9% and 9 equal."""
+    terms = [one[0] for one in (gold, parsed) if one]
+    names = {type(part).__name__ for term in terms for part in getattr(term, "args", ())}
+    if len(terms) < 2 or "UnevaluatedExpr" in names or not all(map(_is_term, terms)):
+        return False
+    symbols = sorted(terms[0].free_symbols | terms[1].free_symbols, key=str)
+    point = {symbol: 0.7391 + 0.1373 * place for place, symbol in enumerate(symbols)}
+    try:
+        wanted, given = (complex(term.evalf(subs=point)) for term in terms)
+    except (ArithmeticError, TypeError, ValueError, AttributeError):
+        return False
+    return abs(wanted - given) > _ROUNDED * max(1, abs(wanted), abs(given))
+
+
+def _is_term(value: Any) -> bool:
+    return bool(getattr(value, "is_Add", 0) or getattr(value, "is_Mul", 0)) or (
+        getattr(value, "is_Pow", False) or getattr(value, "is_Number", False)
+    )
 
 
 def _near(wanted: Any, given: Any) -> bool:
@@ -221,36 +278,42 @@ def _is_collection(value: Any) -> bool:
     return type(value).__name__ in ("FiniteSet", "Tuple", "Interval", "Union")
 
 
-def _in_child(compute: Callable[[], Verdict]) -> Verdict:
-    """Runs `compute` in a forked process that cannot harm this one."""
+def _in_child(cases: Sequence[Case]) -> Iterator[Verdict]:
+    """Yields the verdicts of a forked process that cannot harm this one, up to a failure."""
+    # Parsed here and not in the child, so that the parser's caches help the next answer.
+    parsed = [(_parsed_gold(gold), answer, lenient) for gold, answer, lenient in cases]
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        _be_the_child(compute, write_end)
+        _be_the_child(parsed, write_end)
     os.close(write_end)
+    written = b""
     try:
-        ready, _, _ = select.select([read_end], [], [], KILL_SECONDS)
-        verdict = os.read(read_end, 64) if ready else b""
+        while select.select([read_end], [], [], KILL_SECONDS)[0] and (
+            part := os.read(read_end, 4096)
+        ):
+            written += part
     finally:
         os.close(read_end)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return Verdict(verdict.decode()) if verdict else Verdict.KILLED
+    return map(Verdict, written.decode().split())
 
 
-def _be_the_child(compute: Callable[[], Verdict], write_end: int) -> NoReturn:
-    """Writes the verdict and ends, whatever is raised (a timeout is a BaseException)."""
+def _be_the_child(cases: Sequence[tuple[tuple[Any, ...], str, bool]], write_end: int) -> NoReturn:
+    """Writes the verdicts and ends, whatever is raised (a timeout is a BaseException)."""
     try:
-        _limit_resources()
-        os.write(write_end, compute().value.encode())
+        _limit_memory()
+        for case in cases:
+            # Not RLIMIT_CPU, which counts whole seconds. The signal's default action ends the
+            # process, whatever C code of a library is running.
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            os.write(write_end, f"{_verdict(*case)}\n".encode())
     finally:
         os._exit(0)
 
 
-def _limit_resources() -> None:
+def _limit_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # Not RLIMIT_CPU, which counts whole seconds. The signal's default action ends the process,
-    # whatever C code of a library is running.
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
