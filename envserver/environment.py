@@ -137,7 +137,7 @@ class Environment(abc.ABC, Generic[TaskT]):
     """A rubric such as `{"correct": 1.0, "format": 0.1}`: the reward of a `Score(components=...)`
     without a reward is the sum of its components by these weights."""
     checks_rows: ClassVar[bool] = False
-    """Whether `envserver check` scores `row_results` for all rows of a file: where a score is cheap."""
+    """Whether `envserver check` scores the `row_results` of all rows: where a score is cheap."""
     scores_token_ids: bool = False
     """Whether `score` reads `result.completion_ids`; may be set in `prepare_scoring`."""
     score_cpu_seconds: ClassVar[float] = 30.0

@@ -85,4 +85,6 @@ def value_at(row: Any, path: str) -> Any:
 def _first(row: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any] | None:
     """The first name that has a value, and the value."""
     values = ((name, value_at(row, name)) for name in names)
-    return next((one for one in values if one[1] is not None and not isinstance(one[1], bool)), None)
+    return next(
+        (one for one in values if one[1] is not None and not isinstance(one[1], bool)), None
+    )

@@ -3,8 +3,8 @@
 In: tasks, those of an evaluation set if there is one, and a tokenizer. Out: `Repeats` and
 `Lengths`. Two questions are equal if they differ only in case, spaces and plain punctuation, and
 similar if they share most of their pieces of three words (Jaccard index). Only the rarest pieces of
-a question are looked up, which finds nearly all similar ones (prefix filtering), so that the work grows
-with the number of rows, not with its square.
+a question are looked up, which finds nearly all similar ones (prefix filtering), so that the work
+grows with the number of rows, not with its square.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORDS = 3
 _MOST_COMPARED = 50
 """Earlier questions with the same rare piece that a question is compared with."""
 _PERCENTILES = (50, 90, 99, 100)
-_BYTES_PER_TOKEN = 3
+BYTES_PER_TOKEN = 3
 _WORD = re.compile(
     r"\d+(?:\.\d+)?|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\d_]+|[^\w\s.,;:!?'\"`$]"
 )
@@ -91,7 +91,7 @@ def lengths(
 
 def estimated_tokens(text: str) -> int:
     """Returns a number of tokens without a tokenizer: one for three bytes, rounded up."""
-    return -(-len(text.encode("utf-8", "replace")) // _BYTES_PER_TOKEN)
+    return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
 def answer_of(task: Task) -> str:

@@ -44,7 +44,7 @@ SHORTEST_SECRET = 20
 """Characters; a hidden text this long is not in the public part by chance."""
 _TOLERANCE = 1e-9
 _AT_A_TIME = 32
-_ROWS_AT_A_TIME = 40
+_ROWS_AT_A_TIME = 250
 _EVERY_ROW = "every row: "
 _SCORED_AGAIN = 5
 """Number of right results that are scored again, to see that scores do not change."""
@@ -102,12 +102,15 @@ class RowsToCheck(msgspec.Struct, frozen=True):
     limits: Mapping[str, int] = {}
 
 
+_NO_ROWS = RowsToCheck()
+
+
 async def check(
     make_environment: Callable[[], Environment],
     scorer: Scorer,
     *,
     most_tasks: int,
-    rows: RowsToCheck = RowsToCheck(),
+    rows: RowsToCheck = _NO_ROWS,
     play: Callable[[list[Task]], Awaitable[Plays]] = _nothing_played,
     progress: Progress = lambda done, of: None,
 ) -> EnvironmentReport:
@@ -159,9 +162,7 @@ async def check(
             for one in scores:
                 name = f"{_EVERY_ROW}{one.name}"
                 origin = origins.get(one.task_id)
-                kinds.add(
-                    KnownResult(name, Result(), one.least, one.most), _judged(one, origin)
-                )
+                kinds.add(KnownResult(name, Result(), one.least, one.most), _judged(one, origin))
             done += len(part)
             progress(done, of)
     return EnvironmentReport(
@@ -195,9 +196,7 @@ def _repeats(
     return [*repeats(tasks, evaluation, place)]
 
 
-def _lengths(
-    tasks: list[Task], origins: Mapping[str, Origin], rows: RowsToCheck
-) -> list[Lengths]:
+def _lengths(tasks: list[Task], origins: Mapping[str, Origin], rows: RowsToCheck) -> list[Lengths]:
     """The lengths of what is asked, of the answers, and of the solutions that rows have."""
     count = rows.tokens or estimated_tokens
     asked = ["\n".join(strings_in(task.public)) for task in tasks]

@@ -111,7 +111,7 @@ def _rows_to_check(
     changed: dict[str, Any] = {"split": settings.evaluation_split}
     if not is_rows and "data_path" not in spec.environment_class.Config.model_fields:
         raise ConfigError(
-            f"{spec.environment_class.name!r} has no setting data_path: it reads no evaluation set.",
+            f"{spec.environment_class.name!r} reads no evaluation set: it has no data_path.",
             hint="Leave out --evaluation_set.",
         )
     if not is_rows:

@@ -41,6 +41,16 @@ _PLAIN = re.compile(
     re.ASCII,
 )
 
+PLAIN_NUMBER = r"[-+]?(?:\\[dt]?frac\{-?\d+\}\{-?\d+\}|(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?)"
+_AROUND = (
+    r"(?:[\s()\[\]{}°%$]|\\(?:[{},;!%$ ]|left|right|degree)|\^(?:\\circ|\{\s*\\circ\s*\})"
+    r"|\\(?:text|mathrm|mbox)\s*\{[^{}\d]*\}|[A-Za-z]\s*=)*"
+)
+_LISTED = re.compile(
+    rf"{_AROUND}{PLAIN_NUMBER}{_AROUND}(?:[,;]{_AROUND}{PLAIN_NUMBER}{_AROUND})*", re.ASCII
+)
+_APART = Fraction(1, 1000)
+
 _SCIENTIFIC = re.compile(
     r"(?P<sign>[-+]?)\s*(?P<decimal>\d{1,20}(?:\.\d{1,20})?)"
     r"(?:\s*(?:\\times|\\cdot|×)\s*10\^\{?\s*(?P<exponent>[-+]?\d{1,3})\s*\}?)",
@@ -76,6 +86,27 @@ def plain_number(latex: str) -> Fraction | None:
     else:
         number = Fraction(int(top), int(bottom))
     return -number if found["sign"] == "-" else number
+
+
+def listed_numbers(latex: str) -> list[Fraction]:
+    """Returns the number that `latex` is, or the numbers listed in it, each with its unit or name:
+    a list, a set, a pair or an interval. Empty if it is something else."""
+    if (one := plain_number(latex)) is not None:
+        return [one]
+    texts = re.findall(PLAIN_NUMBER, latex) if _LISTED.fullmatch(latex) else []
+    numbers = [number for text in texts if (number := plain_number(text)) is not None]
+    return numbers if len(numbers) == len(texts) else []
+
+
+def lists_differ(gold: str, answer: str) -> bool:
+    """Returns whether both list numbers in the same form, and surely other ones."""
+    if len({re.sub(PLAIN_NUMBER, "", text) for text in (gold, answer)}) > 1:
+        return False
+    wanted, given = (sorted(listed_numbers(text)) for text in (gold, answer))
+    pairs = zip(wanted, given, strict=False)
+    return len(wanted) == len(given) and any(
+        abs(one - other) > _APART * max(1, abs(one)) for one, other in pairs
+    )
 
 
 def _scientific(latex: str) -> Fraction | None:

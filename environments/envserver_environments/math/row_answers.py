@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from itertools import islice
 
 from envserver_environments.answers import doubtful_option, last_boxed
 from envserver_environments.rows import Row
@@ -17,29 +18,12 @@ from envserver_environments.rows import Row
 from envserver import KnownResult, Result, Task
 
 from .data_sets import Problem
-from .literals import plain_number
+from .literals import PLAIN_NUMBER, listed_numbers, plain_number
 from .sizes import is_huge
+from .values import value_of, values_differ
 
-_NUMBER = r"[-+]?(?:\\[dt]?frac\{-?\d+\}\{-?\d+\}|(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?)"
-_AROUND = (
-    r"(?:[\s()\[\]{}°%$]|\\(?:[{},;!%$ ]|left|right|degree)|\^(?:\\circ|\{\s*\\circ\s*\})"
-    r"|\\(?:text|mathrm|mbox)\s*\{[^{}\d]*\}|[A-Za-z]\s*=)*"
-)
-_ITEM = rf"{_AROUND}{_NUMBER}{_AROUND}"
-_NUMBERS = re.compile(rf"{_ITEM}(?:[,;]{_ITEM})*")
-"""A number with its unit, or several in a list, a set, a pair or an interval."""
-_NO_TERM = re.compile(
-    r"[,;=<>|&_~%°]|\\(?:pm|mp|infty|cup|cap|in|leq?|geq?|neq?|lt|gt|begin|emptyset|varnothing|mod"
-    r"|approx|text\w*|math\w+|mbox|ldots|dots|cdots)(?![A-Za-z])|\\[%$]|(?<![\\A-Za-z])[A-Za-z]{3}"
-)
-_KNOWN = re.compile(
-    r"\\(?:[dtc]?frac|sqrt|pi|cdot|times|left|right|alpha|beta|gamma|theta|lambda|mu|phi|omega)"
-    r"(?![A-Za-z])"
-)
-_ZERO = re.compile(r"(?<![\d.])0+(?:\.0*)?(?![\d.])")
-_MONOMIAL = re.compile(r"\d*(?:\.\d+)?(?:[A-Za-z](?:\^(?:\d|\{\d+\}))?)*")
 _COMMA = re.compile(r"[-+]?\d+,\d+")
-_PAIR = re.compile(rf"\(\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)")
+_PAIR = re.compile(rf"\(\s*{PLAIN_NUMBER}\s*,\s*{PLAIN_NUMBER}\s*\)")
 _LABEL = re.compile(r"\W*[A-Za-z]\b")
 _LONGEST = 40
 """Decimal places that a number is written with; else it is a fraction."""
@@ -52,62 +36,52 @@ def row_answers(task: Task, others: Sequence[Task]) -> Iterator[KnownResult]:
         others: tasks whose golds are wrong answers here, the first that surely differs.
     """
     gold, question = str(task.hidden["answer"]), str(task.public["question"])
-    box = Result(output={"answer": None, "text": f"So it is \\boxed{{{gold}}}."})
-    yield KnownResult("gold", box, 1.0, 1.0)
-    for name, answer in {"empty": "", **_wrong(task, gold, question, others)}.items():
+    yield KnownResult("gold", _said(f"So it is \\boxed{{{gold}}}."), 1.0, 1.0)
+    if re.search("[A-Za-z]{3}", question) and not _LABEL.match(question):
+        yield KnownResult("the question", _said(question))
+    for name, answer in [("empty", ""), *_wrong(task, gold, others)]:
         yield KnownResult(name, Result(output={"answer": answer, "text": ""}))
 
 
-def _wrong(task: Task, gold: str, question: str, others: Sequence[Task]) -> dict[str, str]:
+def _said(text: str) -> Result:
+    return Result(output={"answer": None, "text": text})
+
+
+def _wrong(task: Task, gold: str, others: Sequence[Task]) -> Iterator[tuple[str, str]]:
     if task.hidden["kind"] == "letter":
-        letters = [chr(ord("A") + place) for place in range(len(task.public["options"]))]
-        wrong = {f"option {one}": one for one in letters if one != gold}
-        return wrong if _LABEL.match(question) else {**wrong, "the question": question}
-    wrong = {"the question": question} if re.search("[A-Za-z]{3}", question) else {}
-    values = _values(gold)
-    if values is not None:
-        wrong |= _of_numbers(gold, values)
-    elif not _NO_TERM.search(gold):
-        wrong["successor"] = f"({gold})+1"
-        if is_nonzero(gold):
-            wrong |= {"negated": f"-({gold})", "tenfold": f"10({gold})", "zero": "0"}
-    if values is not None or ("zero" in wrong and _has_names(gold)):
-        for other in others:
-            numbers = _values(str(other.hidden["answer"]))
-            if numbers is not None and _differ(numbers, values):
-                wrong["another row's gold"] = str(other.hidden["answer"])
-                break
-    return wrong
+        letters = (chr(ord("A") + place) for place in range(len(task.public["options"])))
+        yield from (("another option", letter) for letter in letters if letter != gold)
+        return
+    if numbers := listed_numbers(gold):
+        yield from _of_numbers(gold, numbers)
+    elif (value := value_of(gold)) is not None:
+        yield from _of_value(gold, value)
+    golds = (str(other.hidden["answer"]) for other in others)
+    different = (other for other in golds if _surely_differ(gold, other))
+    yield from (("another row's gold", other) for other in islice(different, 1))
 
 
-def _of_numbers(gold: str, values: list[Fraction]) -> dict[str, str]:
+def _of_numbers(gold: str, numbers: list[Fraction]) -> Iterator[tuple[str, str]]:
     changes: dict[str, Callable[[Fraction], Fraction]] = {
-        "negated": lambda value: -value,
-        "tenfold": lambda value: 10 * value,
-        "successor": lambda value: value + 1,
+        "negated": lambda number: -number,
+        "tenfold": lambda number: 10 * number,
+        "successor": lambda number: number + 1,
     }
-    wrong = {
-        name: _changed(gold, change)
-        for name, change in changes.items()
-        if sorted(map(change, values)) != sorted(values)
-    }
-    return {**wrong, "zero": "0"} if any(values) else wrong
-
-
-def _values(gold: str) -> list[Fraction] | None:
-    """The number that the gold is, or the numbers in it; None if it is something else."""
-    if (one := plain_number(gold)) is not None:
-        return [one]
-    if not _NUMBERS.fullmatch(gold):
-        return None
-    values = [plain_number(number) for number in re.findall(_NUMBER, gold)]
-    return [value for value in values if value is not None] if None not in values else None
+    for name, change in changes.items():
+        if sorted(map(change, numbers)) != sorted(numbers):
+            yield name, _changed(gold, change)
+    if any(numbers):
+        yield "zero", "0"
 
 
 def _changed(gold: str, change: Callable[[Fraction], Fraction]) -> str:
-    if (one := plain_number(gold)) is not None:
-        return _written(change(one))
-    return re.sub(_NUMBER, lambda found: _written(change(plain_number(found[0]) or Fraction())), gold)
+    def changed(text: str) -> str:
+        number = plain_number(text)
+        return text if number is None else _written(change(number))
+
+    if plain_number(gold) is not None:
+        return changed(gold)
+    return re.sub(PLAIN_NUMBER, lambda found: changed(found[0]), gold)
 
 
 def _written(value: Fraction) -> str:
@@ -120,32 +94,24 @@ def _written(value: Fraction) -> str:
     return f"{'-' if value < 0 else ''}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
 
 
-def _differ(one: list[Fraction], other: list[Fraction] | None) -> bool:
-    """Returns whether an answer of numbers is surely not the other one; None is a formula."""
-    return other is None or sorted(one) != sorted(other)
+def _of_value(gold: str, value: complex) -> Iterator[tuple[str, str]]:
+    changes = {
+        "negated": (f"-({gold})", -value),
+        "tenfold": (f"10({gold})", 10 * value),
+        "successor": (f"({gold})+1", value + 1),
+        "zero": ("0", 0j),
+    }
+    for name, (text, changed) in changes.items():
+        if values_differ(value, changed):
+            yield name, text
 
 
-def is_nonzero(formula: str) -> bool:
-    """Returns whether a formula is surely not zero for all values of its names: a product, a sum of
-    terms of one sign, or one in which a product of names occurs once."""
-    plain = re.sub(r"\s|\\left|\\right|\\[,;! ]", "", formula)
-    if "\\" in _KNOWN.sub("", plain) or _ZERO.search(plain):
-        return False
-    unsigned = re.sub(r"\^(?:\{[^{}]*\}|.)", "", plain).lstrip("-+")
-    signs = set(re.findall(r"(?<=[^{(])[-+]", unsigned)) | set(re.findall(r"^-", plain))
-    if not re.search(r"(?<=[^{(])[-+]", unsigned):
-        return not re.search(r"[!|]", plain)
-    if len(signs) == 1 and not re.search(r"[{(]-", unsigned):
-        return not _has_names(formula) and "(" not in plain
-    terms = re.split(r"[-+]", plain.lstrip("-+"))
-    if not all(map(_MONOMIAL.fullmatch, terms)):
-        return False
-    products = [re.sub(r"^[\d.]+", "", term) for term in terms]
-    return any(one and products.count(one) == 1 for one in products)
-
-
-def _has_names(formula: str) -> bool:
-    return bool(re.search("[A-DF-HJ-Za-df-hj-z]", re.sub(r"\\[A-Za-z]+", "", formula)))
+def _surely_differ(one: str, other: str) -> bool:
+    numbers = sorted(listed_numbers(one)), sorted(listed_numbers(other))
+    if all(numbers):
+        return numbers[0] != numbers[1]
+    values = value_of(one), value_of(other)
+    return None not in values and values_differ(*values)
 
 
 def doubts(problem: Problem, row: Row) -> Iterator[str]:

@@ -9,7 +9,8 @@ SUMMARY = """Checks an environment without a model: the simulated engine plays d
 through its rollout, rightly and wrongly; correct results get the expected score; empty, absurd and
 cheating results get nothing; tasks are the same each time they are listed and do not show hidden
 fields. All rows of your own data are looked at: the fields that were taken, dropped and doubtful
-rows, the answers, repeated questions, lengths. Exit status 0: all checks pass; 1: a check fails; 2: the command line is wrong."""
+rows, the answers, repeated questions, lengths. Exit status 0: all checks pass; 1: a check fails; 2:
+the command line is wrong."""
 
 
 COMMAND = CommandSpec(
