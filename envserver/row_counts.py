@@ -180,5 +180,12 @@ def causes(rows: dict[str, Places]) -> list[str]:
     ]
 
 
+def in_file(place: str) -> tuple[int, str]:
+    """Sorts the places of one file by their numbers, for rows that are read in another order."""
+    return len(place), place
+
+
 def _count(rows: dict[str, Places], cause: str, place: str) -> None:
-    rows.setdefault(cause, Places(0, place)).count += 1
+    places = rows.setdefault(cause, Places(0, place))
+    places.count += 1
+    places.first = min(places.first, place, key=in_file)

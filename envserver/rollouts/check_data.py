@@ -38,20 +38,22 @@ _SHORT = 200
 """Characters of a public text that tells questions apart, such as the name of a video."""
 
 
-def repeats(
-    tasks: Sequence[Task], evaluation: Sequence[Task], place: Callable[[Task], str]
-) -> Iterator[Repeats]:
+Placed = tuple[str, Task]
+"""A task, and where its row is."""
+
+
+def repeats(tasks: Sequence[Placed], evaluation: Sequence[Placed]) -> Iterator[Repeats]:
     """Yields what is repeated within `tasks`, and what they have in common with `evaluation`."""
-    own, others = ([*map(_asked, listed)] for listed in (tasks, evaluation))
+    own, others = ([_asked(*one) for one in listed] for listed in (tasks, evaluation))
     rarity = Counter(piece for one in (*own, *others) for piece in one.pieces)
     within = {name: Repeats(what=name) for name in (_EQUAL, _OTHER_ANSWER, _SIMILAR)}
     seen = _Questions(rarity)
     for one in own:
         if found := seen.like(one):
             kind, earlier = found
-            if kind == _EQUAL and not _same(answer_of(earlier), answer_of(one.task)):
+            if kind == _EQUAL and not _same(answer_of(earlier.task), answer_of(one.task)):
                 kind = _OTHER_ANSWER
-            _count(within[kind], place(one.task), place(earlier))
+            _count(within[kind], one.place, earlier.place)
         seen.add(one)
     yield from within.values()
     if not evaluation:
@@ -62,7 +64,7 @@ def repeats(
     both = {name: Repeats(what=f"{name} in the evaluation set") for name in (_EQUAL, _SIMILAR)}
     for one in own:
         if found := asked.like(one):
-            _count(both[found[0]], place(one.task), found[1].id)
+            _count(both[found[0]], one.place, found[1].place)
     yield from both.values()
 
 
@@ -107,16 +109,17 @@ def answer_of(task: Task) -> str:
 
 
 class _Asked(NamedTuple):
+    place: str
     task: Task
     words: tuple[str, ...]
     pieces: frozenset[tuple[str, ...]]
 
 
-def _asked(task: Task) -> _Asked:
+def _asked(place: str, task: Task) -> _Asked:
     text = unicodedata.normalize("NFKC", _question(task.public)).casefold()
     words = tuple(_WORD.findall(text))
     last = max(1, len(words) - _WORDS + 1)
-    return _Asked(task, words, frozenset(words[at : at + _WORDS] for at in range(last)))
+    return _Asked(place, task, words, frozenset(words[at : at + _WORDS] for at in range(last)))
 
 
 class _Questions:
@@ -128,23 +131,23 @@ class _Questions:
 
     def __init__(self, rarity: Mapping[tuple[str, ...], int]) -> None:
         self._rarity = rarity
-        self._equal: dict[tuple[str, ...], Task] = {}
+        self._equal: dict[tuple[str, ...], _Asked] = {}
         self._with: dict[tuple[str, ...], list[_Asked]] = defaultdict(list)
 
-    def like(self, one: _Asked) -> tuple[str, Task] | None:
-        """Returns whether an earlier question is equal or similar, and the first such task."""
+    def like(self, one: _Asked) -> tuple[str, _Asked] | None:
+        """Returns whether an earlier question is equal or similar, and the first such question."""
         if one.words in self._equal:
             return _EQUAL, self._equal[one.words]
         for piece in self._rarest(one.pieces):
             for other in self._with[piece][:_MOST_COMPARED]:
                 common = len(one.pieces & other.pieces)
                 if common >= SIMILAR * (len(one.pieces) + len(other.pieces) - common):
-                    return _SIMILAR, other.task
+                    return _SIMILAR, other
         return None
 
     def add(self, one: _Asked) -> None:
         """Adds a question to those that are found."""
-        if self._equal.setdefault(one.words, one.task) is one.task:
+        if self._equal.setdefault(one.words, one) is one:
             for piece in self._rarest(one.pieces):
                 self._with[piece].append(one)
 

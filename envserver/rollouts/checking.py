@@ -31,9 +31,9 @@ from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult, answer_text
 from ..models.sim.tokenizer import SimTokenizer
-from ..row_counts import Origin, RowCounts
+from ..row_counts import Origin, RowCounts, in_file
 from .absurd import MAY_RAISE, absurd_results, strings_in
-from .check_data import answer_of, estimated_tokens, lengths, repeats
+from .check_data import Placed, answer_of, estimated_tokens, lengths, repeats
 from .check_report import DataReport, EnvironmentReport, Kind, Lengths, Played, Repeats, Wrong
 from .rewards import RewardRules, delivered_score, range_of, rules_of_rewards
 from .scorer_process import RowScore
@@ -89,14 +89,14 @@ class RowsToCheck(msgspec.Struct, frozen=True):
 
     Args:
         most: number of rows, from the first.
-        evaluation: tasks of an evaluation set, whose questions should not be among the rows.
+        evaluation: an evaluation set, whose questions should not be among the rows.
         tokens: number of tokens of a text; None: it is estimated.
         tokenizer: name of what counts them.
         limits: on the tokens of a prompt and of a row, by the setting's name.
     """
 
     most: int = 0
-    evaluation: Sequence[Task] = ()
+    evaluation: Sequence[Placed] = ()
     tokens: Callable[[str], int] | None = None
     tokenizer: str = ""
     limits: Mapping[str, int] = {}
@@ -125,10 +125,7 @@ async def check(
         ConfigError: there are no tasks, or they cannot be read.
     """
     environment = make_environment()
-    counts = getattr(environment, "rows", None)
-    origins: dict[str, Origin] = {}
-    if isinstance(counts, RowCounts):
-        counts.origins = origins
+    counts, origins = watched_rows(environment)
     rules = rules_of_rewards(environment)
     most_rows = max(rows.most, most_tasks)
     listed = await asyncio.to_thread(first_tasks, environment, most_rows + 1)
@@ -179,21 +176,31 @@ async def check(
         data=DataReport(
             rows=len(all_rows),
             whole=len(listed) <= most_rows,
-            counts=counts.of if isinstance(counts, RowCounts) else {},
-            repeats=await asyncio.to_thread(_repeats, all_rows, rows.evaluation, origins),
+            counts=counts.of,
+            repeats=await asyncio.to_thread(_repeats, placed(all_rows, origins), rows.evaluation),
             lengths=await asyncio.to_thread(_lengths, all_rows, origins, rows),
             tokenizer=rows.tokenizer,
         ),
     )
 
 
-def _repeats(
-    tasks: list[Task], evaluation: Sequence[Task], origins: Mapping[str, Origin]
-) -> list[Repeats]:
-    def place(task: Task) -> str:
-        return origins[task.id].place if task.id in origins else task.id
+def watched_rows(environment: Environment) -> tuple[RowCounts, dict[str, Origin]]:
+    """Returns the counts of an environment's rows, and a dict that will hold where they are."""
+    counts = getattr(environment, "rows", None)
+    if not isinstance(counts, RowCounts):
+        counts = RowCounts()
+    counts.origins = {}
+    return counts, counts.origins
 
-    return [*repeats(tasks, evaluation, place)]
+
+def placed(tasks: Sequence[Task], origins: Mapping[str, Origin]) -> list[Placed]:
+    """Returns tasks with the places of their rows, else their ids, in the order of the file."""
+    found = [(origins[task.id].place if task.id in origins else task.id, task) for task in tasks]
+    return sorted(found, key=lambda one: in_file(one[0]))
+
+
+def _repeats(tasks: list[Placed], evaluation: Sequence[Placed]) -> list[Repeats]:
+    return [*repeats(tasks, evaluation)]
 
 
 def _lengths(tasks: list[Task], origins: Mapping[str, Origin], rows: RowsToCheck) -> list[Lengths]:

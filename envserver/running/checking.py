@@ -22,7 +22,7 @@ from ..judges.server import JudgeServer
 from ..models.model_files import find_tokenizer
 from ..registry import absolute
 from ..rollouts.check_report import EnvironmentReport, ScoringCost
-from ..rollouts.checking import Plays, RowsToCheck, check
+from ..rollouts.checking import Plays, RowsToCheck, check, placed, watched_rows
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.task_digests import first_tasks
 from ..rows.environment import RowsEnvironment
@@ -120,7 +120,8 @@ def _rows_to_check(
     environment = make(dataclasses.replace(spec, settings=elsewhere))
     if isinstance(environment, RowsEnvironment):
         environment.source = Source(settings.evaluation_set)  # type: ignore[misc]
-    return replace(rows, evaluation=first_tasks(environment, MOST_ROWS))
+    _, origins = watched_rows(environment)
+    return replace(rows, evaluation=placed(first_tasks(environment, MOST_ROWS), origins))
 
 
 async def _play(

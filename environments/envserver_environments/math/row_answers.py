@@ -25,6 +25,7 @@ from .values import value_of, values_differ
 _COMMA = re.compile(r"[-+]?\d+,\d+")
 _PAIR = re.compile(rf"\(\s*{PLAIN_NUMBER}\s*,\s*{PLAIN_NUMBER}\s*\)")
 _LABEL = re.compile(r"\W*[A-Za-z]\b")
+_WORD = "\\text{qwxzl}"
 _LONGEST = 40
 """Decimal places that a number is written with; else it is a fraction."""
 
@@ -56,6 +57,8 @@ def _wrong(task: Task, gold: str, others: Sequence[Task]) -> Iterator[tuple[str,
         yield from _of_numbers(gold, numbers)
     elif (value := value_of(gold)) is not None:
         yield from _of_value(gold, value)
+    elif gold != _WORD:  # nothing may equal such a gold, not even itself
+        yield "a word", _WORD
     golds = (str(other.hidden["answer"]) for other in others)
     different = (other for other in golds if _surely_differ(gold, other))
     yield from (("another row's gold", other) for other in islice(different, 1))
