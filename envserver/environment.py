@@ -27,6 +27,7 @@ state between the three. `setup` and `close` run once per worker process.
 from __future__ import annotations
 
 import abc
+import re
 import sys
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -413,10 +414,11 @@ def typed_methods(environment: Environment) -> dict[str, TypedTool]:
 
 
 def _says_else(other: Result, task: Any, gold: Result) -> bool:
-    """Returns whether the text of `other` is none of the task's, nor a part of one."""
-    text = answer_text(other).casefold().strip()
-    own = [answer_text(gold), msgspec.json.encode(getattr(task, "hidden", None)).decode()]
-    return bool(text) and not any(text in one.casefold() or one.casefold() in text for one in own)
+    """Returns whether the answer `other` has no words in common with `gold` or the hidden part."""
+    hidden = msgspec.json.encode(getattr(task, "hidden", None)).decode()
+    own, theirs = f"{answer_text(gold)} {hidden}", answer_text(other)
+    words, others = (set(re.findall(r"\w+", text.casefold())) for text in (own, theirs))
+    return bool(others) and not words & others
 
 
 _ANSWERS = ("final_answer", "answer", "patch", "code", "plan", "text")

@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
             )
         )
     if line.settings.as_json:
-        facts = {**msgspec.to_builtins(report), "ok": report.ok}
+        facts = {**msgspec.to_builtins(report, str_keys=True), "ok": report.ok}
         sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
     elif line.settings.card or line.settings.markdown:
         sys.stdout.write(page(report) if line.settings.markdown else card(report))

@@ -272,7 +272,7 @@ ROWS: list[dict[str, Any]] = [
     {"problem": "What is left over?", "solution": r"It is \boxed{3}, or rather \boxed{4}."},
     {"problem": "Which number is it?", "answer": ""},
     {"question": "Which letter?", "options": ["B", "two", "three"], "answer": "A"},
-    {"problem": "What is this?", "answer": "???"},
+    {"problem": "What is this?", "answer": r"\text{}"},
     {"problem": "How large is the tower?", "answer": "10^{10^{10}}"},
 ]
 SURELY_RIGHT = (
