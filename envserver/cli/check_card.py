@@ -59,8 +59,7 @@ def sections(report: EnvironmentReport) -> dict[str, list[str]]:
     rows = [line for name, count in data.counts.items() for line in _row_lines(name, count)]
     fields = [line for count in data.counts.values() for line in _field_lines(count)]
     return {
-        "Rows": [*rows, f"{'All' if data.whole else 'The first'} {counted(data.rows, 'task')} of"
-                 " these were looked at."],
+        "Rows": [*rows, f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."],
         "Fields": fields,
         "Repeated questions": list(map(_repeat_line, data.repeats)),
         "Lengths in tokens": [*map(_length_line, data.lengths), _tokenizer_line(data)],

@@ -102,7 +102,7 @@ def lists_differ(gold: str, answer: str) -> bool:
     """Returns whether both list numbers in the same form, and surely other ones."""
     if len({re.sub(PLAIN_NUMBER, "", text) for text in (gold, answer)}) > 1:
         return False
-    wanted, given = (sorted(listed_numbers(text)) for text in (gold, answer))
+    wanted, given = sorted(listed_numbers(gold)), sorted(listed_numbers(answer))
     pairs = zip(wanted, given, strict=False)
     return len(wanted) == len(given) and any(
         abs(one - other) > _APART * max(1, abs(one)) for one, other in pairs

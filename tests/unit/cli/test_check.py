@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -378,25 +377,6 @@ def test_rows_of_a_table_are_looked_at_too(tmp_path: Path) -> None:
         "answer: answer": 2,
     }
     assert found["data"]["repeats"][0]["count"] >= 1
-
-
-def test_a_row_of_mathematics_costs_little(tmp_path: Path) -> None:
-    """CPU seconds of all processes, for rows beyond those that start and warm them."""
-    used = []
-    for count in (20, 520):
-        golds = [r"2\sqrt{3}", *map(str, range(9))]
-        listed = [
-            {"problem": f"Question {n} of the list, please?", "answer": golds[n % 10]}
-            for n in range(count)
-        ]
-        path = rows(tmp_path, f"{count}.jsonl", listed)
-        flags = ("check", "--env", "math", "--plays", 0, "--tasks", 1, "--env.data_path", path)
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        ran = envserver(*flags, folder=tmp_path, stdin=subprocess.DEVNULL)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert (used[1] - used[0]) / 500 < 0.02
 
 
 def test_short_hidden_words_may_stand_in_the_question() -> None:
