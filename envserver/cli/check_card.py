@@ -57,9 +57,10 @@ def sections(report: EnvironmentReport) -> dict[str, list[str]]:
     if data is None:
         return {}
     rows = [line for name, count in data.counts.items() for line in _row_lines(name, count)]
+    looked_at = f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."
     fields = [line for count in data.counts.values() for line in _field_lines(count)]
     return {
-        "Rows": [*rows, f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."],
+        "Rows": [*rows, looked_at],
         "Fields": fields,
         "Repeated questions": list(map(_repeat_line, data.repeats)),
         "Lengths in tokens": [*map(_length_line, data.lengths), _tokenizer_line(data)],

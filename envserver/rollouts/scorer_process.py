@@ -217,7 +217,11 @@ def score(task: Task, result: Result) -> Score:
 
 def score_rows(tasks: list[Task]) -> list[RowScore]:
     """Returns the scores of the `row_results` of some tasks."""
-    environment = _environment()
+    return row_scores(_environment(), tasks)
+
+
+def row_scores(environment: Environment, tasks: list[Task]) -> list[RowScore]:
+    """Returns the scores of the environment's `row_results` of some tasks."""
     rules = rules_of_rewards(environment)
     scores = []
     for task, known in environment.row_results(tasks):

@@ -41,6 +41,7 @@ from envserver import (
 from envserver.registry import builtin_names, find
 from envserver.rollouts.checking import Plays, check, secrets_of
 from envserver.rollouts.rewards import rules_of_rewards
+from envserver.rollouts.scorer_process import RowScore, row_scores
 from envserver.rollouts.task_digests import digest_of
 
 NAMES = builtin_names()
@@ -315,6 +316,9 @@ class Scorer:
             return score if isinstance(score, Score) else await score
         except Exception as error:
             raise ScorerError(f"It raised {error!r}.") from error
+
+    async def score_rows(self, tasks: list[Task]) -> list[RowScore]:
+        return row_scores(self.environment, tasks)
 
     async def task_digests(self, count: int) -> list[str]:
         return [digest_of(task) for task in first(self.environment, most=count)]
