@@ -84,7 +84,8 @@ class RowCounts:
         self.of: dict[str, RowCount] = {}
         """The counts by the data set's name."""
         self.origins: dict[str, Origin] | None = None
-        """Rows by the ids of their tasks, where a dict is set before `tasks`."""
+        """Rows by the ids of their tasks. Where a dict is set before `tasks`, it is filled, and
+        fields and doubts are counted."""
 
     def usable(
         self, name: str, read: Iterable[tuple[str, Task | str]], *, hint: str
@@ -119,11 +120,12 @@ class RowCounts:
                 return
             place, task = one
             counts.read += 1
-            self._note(counts, notes, place)
+            if self.origins is not None:
+                _note(counts, notes, place)
+                if isinstance(task, Task):
+                    self.origins[task.id] = Origin(place, notes.solution)
             if isinstance(task, Task):
                 made = True
-                if self.origins is not None:
-                    self.origins[task.id] = Origin(place, notes.solution)
                 yield task
                 continue
             self.drop(name, task, place)
@@ -159,12 +161,13 @@ class RowCounts:
         else:
             _logger.info("%s: %d rows read, all used", name, counts.read)
 
-    def _note(self, counts: RowCount, notes: _Notes, place: str) -> None:
-        counts.fields.update(notes.fields)
-        if notes.fields:
-            _count(counts.layouts, ", ".join(notes.fields), place)
-        for cause in notes.doubts:
-            _count(counts.doubtful, cause, place)
+
+def _note(counts: RowCount, notes: _Notes, place: str) -> None:
+    counts.fields.update(notes.fields)
+    if notes.fields:
+        _count(counts.layouts, ", ".join(notes.fields), place)
+    for cause in notes.doubts:
+        _count(counts.doubtful, cause, place)
 
 
 def causes(rows: dict[str, Places]) -> list[str]:

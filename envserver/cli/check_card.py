@@ -19,6 +19,7 @@ from ..running.check_plays import DEMONSTRATION, SPOILED
 from ..running.tally import counted
 
 _WRONG_SHOWN = 5
+_FIELDS_SHOWN = 20
 _PLAYED = {DEMONSTRATION: "a solved task"}
 _NAMES = {DEMONSTRATION: "demonstrations", SPOILED: "spoiled demonstrations"}
 
@@ -75,7 +76,8 @@ def _row_lines(name: str, count: RowCount) -> Iterator[str]:
 
 
 def _field_lines(count: RowCount) -> Iterator[str]:
-    yield from (f"{name} in {counted(rows, 'row')}" for name, rows in count.fields.most_common())
+    most = count.fields.most_common(_FIELDS_SHOWN)
+    yield from (f"{name} in {counted(rows, 'row')}" for name, rows in most)
     if len(count.layouts) > 1:
         yield f"{len(count.layouts)} layouts are mixed:"
         yield from causes(count.layouts)

@@ -124,11 +124,11 @@ class DataReport(msgspec.Struct, kw_only=True):
     """
 
     rows: int
-    whole: bool
     counts: dict[str, RowCount]
     repeats: list[Repeats]
     lengths: list[Lengths]
     tokenizer: str
+    whole: bool = True
 
 
 class EnvironmentReport(msgspec.Struct, kw_only=True):

@@ -31,10 +31,10 @@ from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult, answer_text
 from ..models.sim.tokenizer import SimTokenizer
-from ..row_counts import Origin, RowCounts, in_file
+from ..row_counts import Origin, RowCount, RowCounts, in_file
 from .absurd import MAY_RAISE, absurd_results, strings_in
 from .check_data import Placed, answer_of, estimated_tokens, lengths, repeats
-from .check_report import DataReport, EnvironmentReport, Kind, Lengths, Played, Repeats, Wrong
+from .check_report import DataReport, EnvironmentReport, Kind, Played, Wrong
 from .rewards import RewardRules, delivered_score, range_of, rules_of_rewards
 from .scorer_process import RowScore
 from .scoring import SCORING_FAILURES
@@ -145,23 +145,20 @@ async def check(
     cases = await asyncio.to_thread(
         _cases, environment, tasks, problems, without_gold, played.right
     )
-    of = len(cases) + (len(all_rows) if environment.checks_rows else 0)
-    done = 0
+    scored = all_rows if environment.checks_rows and not scorer.needs_token_ids else []
+    of, done = len(cases) + len(scored), 0
     async for case, verdict in _in_order(cases, lambda case: _verdict(scorer, *case, rules)):
         kinds.add(case[1], verdict)
         done += 1
         progress(done, of)
     problems += await _changed_scores(scorer, cases, rules)
-    if environment.checks_rows:
-        starts = range(0, len(all_rows), _ROWS_AT_A_TIME)
-        parts = (all_rows[start : start + _ROWS_AT_A_TIME] for start in starts)
-        async for part, scores in _in_order(parts, lambda part: _row_scores(scorer, part)):
-            for one in scores:
-                name = f"{_EVERY_ROW}{one.name}"
-                origin = origins.get(one.task_id)
-                kinds.add(KnownResult(name, Result(), one.least, one.most), _judged(one, origin))
-            done += len(part)
-            progress(done, of)
+    async for part, scores in _in_order(_parts(scored), lambda part: _row_scores(scorer, part)):
+        for one in scores:
+            kinds.add(*_judged(one, origins.get(one.task_id)))
+        done += len(part)
+        progress(done, of)
+    data = await asyncio.to_thread(_data_report, all_rows, counts.of, origins, rows)
+    data.whole = len(listed) <= most_rows
     return EnvironmentReport(
         environment=environment.name,
         split=environment.config.split,
@@ -173,14 +170,7 @@ async def check(
         plays=played.plays,
         reward_range=_shown_range(environment),
         demonstrations_solve=environment.demonstrations_solve,
-        data=DataReport(
-            rows=len(all_rows),
-            whole=len(listed) <= most_rows,
-            counts=counts.of,
-            repeats=await asyncio.to_thread(_repeats, placed(all_rows, origins), rows.evaluation),
-            lengths=await asyncio.to_thread(_lengths, all_rows, origins, rows),
-            tokenizer=rows.tokenizer,
-        ),
+        data=data,
     )
 
 
@@ -199,20 +189,30 @@ def placed(tasks: Sequence[Task], origins: Mapping[str, Origin]) -> list[Placed]
     return sorted(found, key=lambda one: in_file(one[0]))
 
 
-def _repeats(tasks: list[Placed], evaluation: Sequence[Placed]) -> list[Repeats]:
-    return [*repeats(tasks, evaluation)]
+def _data_report(
+    tasks: list[Task],
+    counts: dict[str, RowCount],
+    origins: Mapping[str, Origin],
+    rows: RowsToCheck,
+) -> DataReport:
+    texts = {
+        "prompt": ["\n".join(strings_in(task.public)) for task in tasks],
+        "answer": [answer_of(task) for task in tasks],
+        "solution": [one.solution for one in origins.values() if one.solution],
+    }
+    tokens = rows.tokens or estimated_tokens
+    return DataReport(
+        rows=len(tasks),
+        counts=counts,
+        repeats=[*repeats(placed(tasks, origins), rows.evaluation)],
+        lengths=[lengths(what, all_, tokens, rows.limits) for what, all_ in texts.items() if all_],
+        tokenizer=rows.tokenizer,
+    )
 
 
-def _lengths(tasks: list[Task], origins: Mapping[str, Origin], rows: RowsToCheck) -> list[Lengths]:
-    """The lengths of what is asked, of the answers, and of the solutions that rows have."""
-    count = rows.tokens or estimated_tokens
-    asked = ["\n".join(strings_in(task.public)) for task in tasks]
-    solutions = [one.solution for one in origins.values() if one.solution]
-    return [
-        lengths("prompt", asked, count, rows.limits),
-        lengths("answer", map(answer_of, tasks), count, rows.limits),
-        *([lengths("solution", solutions, count, rows.limits)] if solutions else []),
-    ]
+def _parts(tasks: list[Task]) -> Iterator[list[Task]]:
+    starts = range(0, len(tasks), _ROWS_AT_A_TIME)
+    return (tasks[start : start + _ROWS_AT_A_TIME] for start in starts)
 
 
 async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
@@ -226,11 +226,13 @@ async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
         return [RowScore(tasks[0].id, "gold", 1.0, 1.0, None, why, raised=True)]
 
 
-def _judged(one: RowScore, origin: Origin | None) -> Wrong | float:
-    if one.reward is not None and _is_expected(one.reward, one):
-        return one.reward
+def _judged(one: RowScore, origin: Origin | None) -> tuple[KnownResult, Wrong | float]:
+    """Returns which result this was, and its verdict."""
+    known = KnownResult(f"{_EVERY_ROW}{one.name}", Result(), one.least, one.most)
+    if one.reward is not None and _is_expected(one.reward, known):
+        return known, one.reward
     error = "" if one.reward is not None else f"It is not scorable: {one.why}."
-    return Wrong(
+    return known, Wrong(
         task_id=one.task_id,
         reward=one.reward,
         error=one.why if one.raised else error,
@@ -239,8 +241,8 @@ def _judged(one: RowScore, origin: Origin | None) -> Wrong | float:
     )
 
 
-def _is_expected(reward: float, bounds: KnownResult | RowScore) -> bool:
-    return bounds.least - _TOLERANCE <= reward <= bounds.most + _TOLERANCE
+def _is_expected(reward: float, known: KnownResult) -> bool:
+    return known.least - _TOLERANCE <= reward <= known.most + _TOLERANCE
 
 
 def _shown_range(environment: Environment) -> tuple[float | None, float | None, float]:
