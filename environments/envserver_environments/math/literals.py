@@ -103,9 +103,9 @@ def lists_differ(gold: str, answer: str) -> bool:
     if len({re.sub(PLAIN_NUMBER, "", text) for text in (gold, answer)}) > 1:
         return False
     wanted, given = sorted(listed_numbers(gold)), sorted(listed_numbers(answer))
-    pairs = zip(wanted, given, strict=False)
     return len(wanted) == len(given) and any(
-        abs(one - other) > _APART * max(1, abs(one)) for one, other in pairs
+        abs(one - other) > max(_APART, _APART * abs(one))
+        for one, other in zip(wanted, given, strict=True)
     )
 
 

@@ -113,8 +113,7 @@ def _surely_differ(one: str, other: str) -> bool:
     numbers = sorted(listed_numbers(one)), sorted(listed_numbers(other))
     if all(numbers):
         return numbers[0] != numbers[1]
-    values = value_of(one), value_of(other)
-    return None not in values and values_differ(*values)
+    return values_differ(value_of(one), value_of(other))
 
 
 def doubts(problem: Problem, row: Row) -> Iterator[str]:

@@ -41,8 +41,10 @@ def value_of(latex: str) -> complex | None:
         return None
 
 
-def values_differ(one: complex, other: complex) -> bool:
-    """Returns whether values differ by more than rounding and sloppy decimals explain."""
+def values_differ(one: complex | None, other: complex | None) -> bool:
+    """Returns whether both are known and differ by more than rounding explains."""
+    if one is None or other is None:
+        return False
     return abs(one - other) > _APART * max(1.0, abs(one), abs(other))
 
 

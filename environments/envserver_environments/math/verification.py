@@ -107,7 +107,7 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
         if abs(wanted - given) > _ROUNDED or not _near(wanted, given):
             return Verdict.DIFFERENT
     values = value_of(_without_math_marks(gold)), value_of(_without_math_marks(answer))
-    if lists_differ(gold, answer) or (None not in values and values_differ(*values)):
+    if lists_differ(gold, answer) or values_differ(*values):
         return Verdict.DIFFERENT
     if is_huge(answer) or is_huge(gold):
         return Verdict.KILLED
@@ -128,7 +128,8 @@ def compared_together() -> Iterator[None]:
     Each comparison has its own limits; after one that fails another child goes on.
     """
     global _waiting
-    _waiting = cases = []
+    cases: list[Case] = []
+    _waiting = cases
     _known.clear()
     try:
         yield
