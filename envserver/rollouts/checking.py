@@ -88,7 +88,7 @@ class RowsToCheck(msgspec.Struct, frozen=True):
     """What is looked at beyond the first tasks.
 
     Args:
-        most: number of rows, from the first.
+        most: number of rows whose `row_results` are scored, from the first.
         evaluation: an evaluation set, whose questions should not be among the rows.
         tokens: number of tokens of a text; None: it is estimated.
         tokenizer: name of what counts them.
@@ -145,7 +145,8 @@ async def check(
     cases = await asyncio.to_thread(
         _cases, environment, tasks, problems, without_gold, played.right
     )
-    scored = all_rows if environment.checks_rows and not scorer.needs_token_ids else []
+    checks_rows = environment.checks_rows and not scorer.needs_token_ids
+    scored = all_rows[: rows.most] if checks_rows else []
     of, done = len(cases) + len(scored), 0
     async for case, verdict in _in_order(cases, lambda case: _verdict(scorer, *case, rules)):
         kinds.add(case[1], verdict)

@@ -218,8 +218,8 @@ class CheckSettings(EnvironmentSettings):
     tasks: int = Field(default=50, ge=1)
     """Number of tasks to check with all known and absurd results; all if there are fewer."""
     rows: int | None = Field(default=None, ge=0)
-    """Number of rows whose answers, questions and lengths are checked; unset: all of your own data
-    (--env.data_path, or --env with rows), up to 100,000, else as many as `tasks`."""
+    """Number of rows to check: their golds and near answers, questions and lengths; unset: all of
+    your own data (--env.data_path, or --env with rows), up to 100,000, else none beyond `tasks`."""
     plays: int = Field(default=10, ge=0)
     """Number of tasks to play wrongly, in each way; 0: play nothing, not even demonstrations."""
     processes: int = Field(default=2, ge=1)

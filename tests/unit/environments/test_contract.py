@@ -39,7 +39,7 @@ from envserver import (
     Task,
 )
 from envserver.registry import builtin_names, find
-from envserver.rollouts.checking import Plays, check, secrets_of
+from envserver.rollouts.checking import Plays, RowsToCheck, check, secrets_of
 from envserver.rollouts.rewards import rules_of_rewards
 from envserver.rollouts.scorer_process import RowScore, row_scores
 from envserver.rollouts.task_digests import digest_of
@@ -367,7 +367,11 @@ async def test_only_what_is_right_is_paid(
     environment = made(name, rooms, **settings)
     most = MOST_SCORED.get(name, 12)
     report = await check(
-        lambda: made(name, rooms, **settings), Scorer(environment), most_tasks=most, play=play
+        lambda: made(name, rooms, **settings),
+        Scorer(environment),
+        most_tasks=most,
+        rows=RowsToCheck(most),
+        play=play,
     )
     wrong = [(kind.name, one) for kind in report.kinds for one in kind.wrong]
     if settings.get("unanswerable"):  # "no" is a word of `noanswer`, for its share of the F1 score
