@@ -8,6 +8,7 @@ and `\pounds 12`, and `12 \times 10^{6}` for `12\text{ million}`.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|fbox)\s*"
 _TOKEN = re.compile(r"\\sqrt\s*\[[^\[\]]*\]|\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
@@ -64,6 +65,7 @@ _DIRECTIONS = {"<": "<", "\\lt": "<", ">": ">", "\\gt": ">"}
 _BASE = re.compile(r".*\d_(?:(?=\d\s*$)|\{\s*)(\d+)\s*\}?\s*", re.DOTALL)
 
 
+@lru_cache(maxsize=4096)
 def readable(latex: str) -> str:
     """Returns `latex` in a form that math-verify reads as TeX does."""
     plain = latex.strip()
