@@ -25,6 +25,7 @@ from .values import value_of, values_differ
 _COMMA = re.compile(r"[-+]?\d+,\d+")
 _PAIR = re.compile(rf"\(\s*{PLAIN_NUMBER}\s*,\s*{PLAIN_NUMBER}\s*\)")
 _LABEL = re.compile(r"\W*[A-Za-z]\b")
+_UNIT = re.compile(r"[%°$]|circ|degree|text|math|mbox")
 _WORD = "\\text{qwxzl}"
 _LONGEST = 40
 """Decimal places that a number is written with; else it is a fraction."""
@@ -112,7 +113,8 @@ def _of_value(gold: str, value: complex) -> Iterator[tuple[str, str]]:
 def _surely_differ(one: str, other: str) -> bool:
     numbers = sorted(listed_numbers(one)), sorted(listed_numbers(other))
     if all(numbers):
-        return numbers[0] != numbers[1]
+        has_units = _UNIT.search(one) or _UNIT.search(other)  # 50% is 0.5, 1 m is 100 cm
+        return numbers[0] != numbers[1] and not has_units
     return values_differ(value_of(one), value_of(other))
 
 
