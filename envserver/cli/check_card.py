@@ -46,6 +46,7 @@ def page(report: EnvironmentReport) -> str:
         for kind in report.kinds
     ]
     wrong = [line for kind in report.kinds for line in wrong_lines(kind.name, kind)]
+    wrong += [line for one in report.plays for line in wrong_lines(f"Played: {one.way}", one)]
     for title, found in {"Wrong results": wrong, **sections(report)}.items():
         if found:
             lines += ["", f"## {title}", "", *(f"- {_cell(line)}" for line in found)]
@@ -55,8 +56,6 @@ def page(report: EnvironmentReport) -> str:
 def sections(report: EnvironmentReport) -> dict[str, list[str]]:
     """Returns what was found about the rows of data, by title."""
     data = report.data
-    if data is None:
-        return {}
     rows = [line for name, count in data.counts.items() for line in _row_lines(name, count)]
     looked_at = f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."
     fields = [line for count in data.counts.values() for line in _field_lines(count)]

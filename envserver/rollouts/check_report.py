@@ -144,7 +144,6 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
             solved task; None for an infinite end.
         scoring: None if nothing was scored.
         demonstrations_solve: as in Environment.
-        data: None where nothing is known of rows.
     """
 
     environment: str
@@ -158,7 +157,7 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
     reward_range: tuple[float | None, float | None, float] = (0.0, 1.0, 1.0)
     scoring: ScoringCost | None = None
     demonstrations_solve: bool = True
-    data: DataReport | None = None
+    data: DataReport
 
     @property
     def ok(self) -> bool:
