@@ -26,6 +26,7 @@ _COMMA = re.compile(r"[-+]?\d+,\d+")
 _PAIR = re.compile(rf"\(\s*{PLAIN_NUMBER}\s*,\s*{PLAIN_NUMBER}\s*\)")
 _LABEL = re.compile(r"\W*[A-Za-z]\b")
 _UNIT = re.compile(r"[%°$]|circ|degree|text|math|mbox")
+_CONTENT = re.compile(r"[^\s\\{}$^_]")
 _WORD = "\\text{qwxzl}"
 _LONGEST = 40
 """Decimal places that a number is written with; else it is a fraction."""
@@ -58,8 +59,8 @@ def _wrong(task: Task, gold: str, others: Sequence[Task]) -> Iterator[tuple[str,
         yield from _of_numbers(gold, numbers)
     elif (value := value_of(gold)) is not None:
         yield from _of_value(gold, value)
-    elif gold != _WORD:  # nothing may equal such a gold, not even itself
-        yield "a word", _WORD
+    elif not _CONTENT.search(re.sub(r"\\[A-Za-z]+", "", gold)):
+        yield "a word", _WORD  # such a gold may not even equal itself
     golds = (str(other.hidden["answer"]) for other in others)
     different = (other for other in golds if _surely_differ(gold, other))
     yield from (("another row's gold", other) for other in islice(different, 1))
