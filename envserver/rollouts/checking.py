@@ -44,7 +44,7 @@ SHORTEST_SECRET = 20
 """Characters; a hidden text this long is not in the public part by chance."""
 _TOLERANCE = 1e-9
 _AT_A_TIME = 32
-_ROWS_AT_A_TIME = 250
+_ROWS_AT_A_TIME = 500
 _EVERY_ROW = "every row: "
 _SCORED_AGAIN = 5
 """Number of right results that are scored again, to see that scores do not change."""

@@ -28,6 +28,8 @@ _LABEL = re.compile(r"\W*[A-Za-z]\b")
 _UNIT = re.compile(r"[%°$]|circ|degree|text|math|mbox")
 _CONTENT = re.compile(r"[^\s\\{}$^_]")
 _WORD = "\\text{qwxzl}"
+_ROUNDED_FROM = 1000
+"""The successor of a measured number as large as this, such as 4.5e33, may be right."""
 _LONGEST = 40
 """Decimal places that a number is written with; else it is a fraction."""
 
@@ -70,8 +72,9 @@ def _of_numbers(gold: str, numbers: list[Fraction]) -> Iterator[tuple[str, str]]
     changes: dict[str, Callable[[Fraction], Fraction]] = {
         "negated": lambda number: -number,
         "tenfold": lambda number: 10 * number,
-        "successor": lambda number: number + 1,
     }
+    if gold.isdigit() or max(map(abs, numbers)) < _ROUNDED_FROM:
+        changes["successor"] = lambda number: number + 1
     for name, change in changes.items():
         if sorted(map(change, numbers)) != sorted(numbers):
             yield name, _changed(gold, change)
