@@ -179,7 +179,7 @@ def causes(rows: dict[str, Places]) -> list[str]:
             f"{places.count} x {cause.rstrip('.')} (first: {places.first})"
             for cause, places in ordered[:CAUSES_SHOWN]
         ),
-        *([f"and {more} more causes"] if more > 0 else []),
+        *([f"and {more} more"] if more > 0 else []),
     ]
 
 

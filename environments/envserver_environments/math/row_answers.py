@@ -73,7 +73,7 @@ def _of_numbers(gold: str, numbers: list[Fraction]) -> Iterator[tuple[str, str]]
         "negated": lambda number: -number,
         "tenfold": lambda number: 10 * number,
     }
-    if gold.isdigit() or max(map(abs, numbers)) < _ROUNDED_FROM:
+    if gold.lstrip("-").isdigit() or max(map(abs, numbers)) < _ROUNDED_FROM:
         changes["successor"] = lambda number: number + 1
     for name, change in changes.items():
         if sorted(map(change, numbers)) != sorted(numbers):
