@@ -27,6 +27,7 @@ state between the three. `setup` and `close` run once per worker process.
 from __future__ import annotations
 
 import abc
+import re
 import sys
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -55,6 +56,7 @@ from .service_interface import Services as Services
 from .tools.sources import ToolSource
 from .tools.typed import TypedTool
 
+_LESS = 1e-6
 Isolation = Literal["pooled", "dedicated", "sandboxed"]
 NO_REWARDS: Final = (
     "run.reward is not available with isolation 'sandboxed', where code of the model could call it;"
@@ -135,6 +137,8 @@ class Environment(abc.ABC, Generic[TaskT]):
     component_weights: ClassVar[Mapping[str, float]] = {}
     """A rubric such as `{"correct": 1.0, "format": 0.1}`: the reward of a `Score(components=...)`
     without a reward is the sum of its components by these weights."""
+    checks_rows: ClassVar[bool] = False
+    """Whether `envserver check` scores the `row_results` of all rows: where a score is cheap."""
     scores_token_ids: bool = False
     """Whether `score` reads `result.completion_ids`; may be set in `prepare_scoring`."""
     score_cpu_seconds: ClassVar[float] = 30.0
@@ -319,6 +323,26 @@ class Environment(abc.ABC, Generic[TaskT]):
         """
         return iter(())
 
+    def row_results(self, tasks: Sequence[TaskT]) -> Iterator[tuple[TaskT, KnownResult]]:
+        """Yields known results of some tasks, with `checks_rows`: the gold, and wrong answers.
+
+        It runs in a scorer process, so it may prepare the scores of all of them. By default the
+        wrong answers of a task are none, and the gold of the next task, if it says something else.
+        """
+        golds = [
+            next((one for one in self.known_results(task) if one.least > 0), None) for task in tasks
+        ]
+        low, high = self.reward_range
+        unsolved = (high if self.solved_at is None else self.solved_at) - _LESS
+        for place, (task, gold) in enumerate(zip(tasks, golds, strict=True)):
+            if gold is None:
+                continue
+            yield task, msgspec.structs.replace(gold, name="gold")
+            yield task, KnownResult("no answer", Result(output=""), low, max(low, 0.0))
+            other = golds[(place + 1) % len(golds)]
+            if other is not None and _says_else(other.result, task, gold.result):
+                yield task, KnownResult("another row's gold", other.result, low, unsolved)
+
     def baselines(self) -> Mapping[str, Mapping[str, Any]]:
         """Returns the baselines of an evaluation by name (lower case, digits and _).
 
@@ -387,6 +411,14 @@ def typed_methods(environment: Environment) -> dict[str, TypedTool]:
     return {
         name: one.__get__(environment) for name, one in held.items() if isinstance(one, TypedTool)
     }
+
+
+def _says_else(other: Result, task: Any, gold: Result) -> bool:
+    """Returns whether the answer `other` has no words in common with `gold` or the hidden part."""
+    hidden = msgspec.json.encode(getattr(task, "hidden", None)).decode()
+    own, theirs = f"{answer_text(gold)} {hidden}", answer_text(other)
+    words, others = (set(re.findall(r"\w+", text.casefold())) for text in (own, theirs))
+    return bool(others) and not words & others
 
 
 _ANSWERS = ("final_answer", "answer", "patch", "code", "plan", "text")

@@ -102,6 +102,15 @@ def option_index(payload: str, options: Sequence[str]) -> int | None:
     return equal[0] if len(equal) == 1 else None
 
 
+def doubtful_option(options: Sequence[str], place: int) -> str | None:
+    """Returns why the text of the right option is not clearly that option; None if it is."""
+    if sum(_folded(option) == _folded(options[place]) for option in options) > 1:
+        return "two options have the text of the right one"
+    if option_index(options[place], options) not in (None, place):
+        return "the text of the right option is the letter of another"
+    return None
+
+
 def _payloads(seen: str) -> list[str]:
     """Returns the candidates for the answer; the first one that names an option counts."""
     boxed = last_boxed(seen)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from envserver import InputError
+from envserver.row_counts import took
 
 Table = Mapping[str, tuple[str, ...]]
 FIELDS_NAMED = 20
@@ -42,7 +43,10 @@ def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -
         role: _first(row, (columns[role],) if role in columns else names)
         for role, names in table.items()
     }
-    return {role: value for role, value in found.items() if value is not None}
+    named = {role: one for role, one in found.items() if one is not None}
+    _, solution = named.get("solution", ("", ""))
+    took([f"{role}: {name}" for role, (name, _) in named.items()], str(solution))
+    return {role: value for role, (_, value) in named.items()}
 
 
 def missing(row: Mapping[str, Any], roles: Iterable[str]) -> InputError:
@@ -133,13 +137,9 @@ def rows_within(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     return [one for part in parts for one in rows_within(part, rest)] if rest else parts
 
 
-def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    values = (value_at(row, name) for name in names)
+def _first(row: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any] | None:
+    """The first name that has a value, and the value."""
+    values = ((name, value_at(row, name)) for name in names)
     return next(
-        (
-            value
-            for value in values
-            if value is not None and value is not True and value is not False
-        ),
-        None,
+        (one for one in values if one[1] is not None and not isinstance(one[1], bool)), None
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from envserver import ConfigError, Environment, InputError, Split
+from envserver.row_counts import took
 from envserver.rows.sources import Rows, Source, on_the_hub, streamed
 
 Row = dict[str, Any]
@@ -214,6 +215,8 @@ def _shuffled(
     for number in numbers:
         place = rows.place(number)
         try:
-            yield NumberedRow(number, rows.read(number), place)
+            row = rows.read(number)
+            took(row)
+            yield NumberedRow(number, row, place)
         except InputError as error:
             yield NumberedRow(number, None, place, error.message)

@@ -1,13 +1,26 @@
-"""The score card of an environment in Markdown, and how its numbers are written."""
+"""The report of `envserver check` as text: the score card and the page in Markdown, and the lines
+about rows and wrong results that the terminal shows, too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..rollouts.check_report import EnvironmentReport, Kind, Played
+from ..rollouts.check_data import BYTES_PER_TOKEN
+from ..rollouts.check_report import (
+    DataReport,
+    EnvironmentReport,
+    Kind,
+    Lengths,
+    Played,
+    Repeats,
+)
+from ..row_counts import RowCount, causes
 from ..running.check_plays import DEMONSTRATION, SPOILED
 from ..running.tally import counted
 
+_WRONG_SHOWN = 5
+_FIELDS_SHOWN = 20
+_PLAYED = {DEMONSTRATION: "a solved task"}
 _NAMES = {DEMONSTRATION: "demonstrations", SPOILED: "spoiled demonstrations"}
 
 
@@ -22,6 +35,102 @@ def card(report: EnvironmentReport) -> str:
             for one in cheats
         ]
     return "\n".join(lines) + "\n"
+
+
+def page(report: EnvironmentReport) -> str:
+    """Returns the whole report as one page."""
+    lines = [f"# `envserver check`: {report.environment}, {report.split}", "", card(report)]
+    lines += ["## Results", "", "| result | scored | expected | verdict |", "|---|---|---|---|"]
+    lines += [
+        f"| {_cell(kind.name)} | {kind.count} | {expected(kind)} | {verdict(kind)} |"
+        for kind in report.kinds
+    ]
+    wrong = [line for kind in report.kinds for line in wrong_lines(kind.name, kind)]
+    wrong += [line for one in report.plays for line in wrong_lines(f"Played: {one.way}", one)]
+    for title, found in {"Wrong results": wrong, **sections(report)}.items():
+        if found:
+            lines += ["", f"## {title}", "", *(f"- {_cell(line)}" for line in found)]
+    return "\n".join(lines) + "\n"
+
+
+def sections(report: EnvironmentReport) -> dict[str, list[str]]:
+    """Returns what was found about the rows of data, by title."""
+    data = report.data
+    rows = [line for name, count in data.counts.items() for line in _row_lines(name, count)]
+    looked_at = f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."
+    fields = [line for count in data.counts.values() for line in _field_lines(count)]
+    return {
+        "Rows": [*rows, looked_at],
+        "Fields": fields,
+        "Repeated questions": list(map(_repeat_line, data.repeats)),
+        "Lengths in tokens": [*map(_length_line, data.lengths), _tokenizer_line(data)],
+    }  # fmt: skip
+
+
+def _row_lines(name: str, count: RowCount) -> Iterator[str]:
+    dropped = sum(places.count for places in count.dropped.values())
+    yield f"{name}: {count.read} rows read, {count.used} used, {dropped} dropped"
+    yield from (f"dropped: {cause}" for cause in causes(count.dropped))
+    yield from (f"doubtful: {cause}" for cause in causes(count.doubtful))
+
+
+def _field_lines(count: RowCount) -> Iterator[str]:
+    most = count.fields.most_common(_FIELDS_SHOWN)
+    yield from (f"{name} in {counted(rows, 'row')}" for name, rows in most)
+    if len(count.layouts) > 1:
+        yield f"{len(count.layouts)} layouts are mixed:"
+        yield from causes(count.layouts)
+
+
+def _repeat_line(one: Repeats) -> str:
+    first = "; ".join(f"{place} as {other}" for place, other in one.places)
+    return f"{one.what}: {one.count}" + (f" (first: {first})" if first else "")
+
+
+def _length_line(one: Lengths) -> str:
+    shares = ", ".join(
+        f"{share} % up to {tokens}" if share < 100 else f"longest {tokens}"
+        for share, tokens in one.percentiles.items()
+    )
+    over = "".join(
+        f"; {counted(count, 'row')} over {name} ({limit})"
+        for name, (limit, count) in one.over.items()
+        if count or one.what == "prompt"
+    )
+    return f"{one.what}: {shares}{over}"
+
+
+def _tokenizer_line(data: DataReport) -> str:
+    if data.tokenizer:
+        return f"Counted with {data.tokenizer}; prompts without system prompt and tools."
+    return (
+        f"Estimated at one token for {BYTES_PER_TOKEN} bytes, without system prompt and tools; "
+        "--tokenizer counts exactly."
+    )
+
+
+def wrong_lines(name: str, one: Kind | Played) -> Iterator[str]:
+    """Yields the first results with an unexpected reward."""
+    awaited = expected(one) if isinstance(one, Kind) else _PLAYED.get(one.way, "")
+    for wrong in one.wrong[:_WRONG_SHOWN]:
+        place = f"{name}, task {wrong.task_id}" + (f" ({wrong.place})" if wrong.place else "")
+        said = wrong.error or f"reward {wrong.reward:g}"
+        yield f"{place}: {said}" + (f"; expected {awaited}" if awaited else "")
+    if len(one.wrong) > _WRONG_SHOWN:
+        yield f"{name}: {len(one.wrong) - _WRONG_SHOWN} more"
+
+
+def expected(kind: Kind) -> str:
+    """Returns the expected rewards as text."""
+    if kind.expected_least == kind.expected_most:
+        return f"{kind.expected_least:g}"
+    return f"{kind.expected_least:g} to {kind.expected_most:g}"
+
+
+def verdict(kind: Kind) -> str:
+    """Returns whether the rewards are as expected, as text."""
+    text = f"WRONG: {len(kind.wrong)}" if kind.wrong else "ok"
+    return f"{text} ({kind.raised} raise)" if kind.raised else text
 
 
 def _rows(report: EnvironmentReport) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import msgspec
 import orjson
@@ -11,18 +10,25 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..rollouts.check_report import EnvironmentReport, Kind, Wrong
-from ..running.check_plays import DEMONSTRATION
+from ..rollouts.check_report import EnvironmentReport
 from ..running.checking import check_environment
 from ..running.tally import counted
-from .check_card import card, ended_by, milliseconds, number
+from .check_card import (
+    card,
+    ended_by,
+    expected,
+    milliseconds,
+    number,
+    page,
+    sections,
+    verdict,
+    wrong_lines,
+)
 from .command_line import read_run_spec
 from .console import Console
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.check_command import COMMAND
-
-_WRONG_SHOWN = 5
 
 
 def run(argv: list[str]) -> int:
@@ -42,10 +48,10 @@ def run(argv: list[str]) -> int:
             )
         )
     if line.settings.as_json:
-        facts = {**msgspec.to_builtins(report), "ok": report.ok}
+        facts = {**msgspec.to_builtins(report, str_keys=True), "ok": report.ok}
         sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
-    elif line.settings.card:
-        sys.stdout.write(card(report))
+    elif line.settings.card or line.settings.markdown:
+        sys.stdout.write(page(report) if line.settings.markdown else card(report))
     else:
         _show(Console(), report)
     return 0 if report.ok else 1
@@ -67,12 +73,16 @@ def _show(console: Console, report: EnvironmentReport) -> None:
 
     console.print(_results(report))
     for kind in report.kinds:
-        _show_wrong(say, kind.name, kind.wrong, _expected(kind))
+        for line in wrong_lines(kind.name, kind):
+            say(line)
     if report.plays:
         console.print(_plays(report))
     for played in report.plays:
-        expected = "" if played.way != DEMONSTRATION else "a solved task"
-        _show_wrong(say, f"Played: {played.way}", played.wrong, expected)
+        for line in wrong_lines(f"Played: {played.way}", played):
+            say(line)
+    for title, lines in sections(report).items():
+        if lines:
+            say("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
     for problem in report.problems:
         say(problem)
     if report.scoring is not None:
@@ -93,11 +103,9 @@ def _results(report: EnvironmentReport) -> Table:
     for name in ("result", "scored", "least", "most", "expected", "verdict"):
         table.add_column(name, justify="right" if name in ("scored", "least", "most") else "left")
     for kind in report.kinds:
-        verdict = f"WRONG: {len(kind.wrong)}" if kind.wrong else "ok"
-        verdict += f" ({kind.raised} raise)" if kind.raised else ""
         table.add_row(
             kind.name, str(kind.count), number(kind.least), number(kind.most),
-            _expected(kind), verdict,
+            expected(kind), verdict(kind),
         )  # fmt: skip
     return table
 
@@ -115,20 +123,3 @@ def _plays(report: EnvironmentReport) -> Table:
             f"{one.turns / scored:.1f}" if scored else "-", ended_by(one),
         )  # fmt: skip
     return table
-
-
-def _show_wrong(say: Callable[[str], None], name: str, wrong: list[Wrong], expected: str) -> None:
-    for one in wrong[:_WRONG_SHOWN]:
-        place = f"{name}, task {one.task_id}"
-        if one.reward is None and not expected:
-            say(f"{place}: {one.error}")
-        else:
-            say(f"{place}: {one.error or f'reward {one.reward:g}'}; expected {expected}")
-    if len(wrong) > _WRONG_SHOWN:
-        say(f"{name}: {len(wrong) - _WRONG_SHOWN} more")
-
-
-def _expected(kind: Kind) -> str:
-    if kind.expected_least == kind.expected_most:
-        return f"{kind.expected_least:g}"
-    return f"{kind.expected_least:g} to {kind.expected_most:g}"

@@ -6,14 +6,20 @@ from collections import Counter
 
 import msgspec
 
+from ..row_counts import RowCount
+
+PLACES_SHOWN = 5
+
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True):
-    """A result whose reward is not as expected. `reward` None: `error` says why there is none."""
+    """A result whose reward is not as expected. `reward` None: `error` says why there is none.
+    `place` is that of the task's row, if it is known."""
 
     task_id: str
     reward: float | None
     error: str = ""
     raised: bool = False
+    place: str = ""
 
 
 class Kind(msgspec.Struct, kw_only=True):
@@ -85,6 +91,46 @@ class ScoringCost(msgspec.Struct, kw_only=True):
     limit_cpu_seconds: float
 
 
+class Repeats(msgspec.Struct, kw_only=True):
+    """Rows whose question an earlier row, or the evaluation set, has: the places of the first
+    ones, each with the place of the other."""
+
+    what: str
+    count: int = 0
+    places: list[tuple[str, str]] = msgspec.field(default_factory=list)
+
+
+class Lengths(msgspec.Struct, kw_only=True):
+    """Lengths of texts in tokens.
+
+    Args:
+        percentiles: by percent; 100 is the longest.
+        over: each limit, by the setting's name, and the number of texts that are longer.
+    """
+
+    what: str
+    percentiles: dict[int, int]
+    over: dict[str, tuple[int, int]]
+
+
+class DataReport(msgspec.Struct, kw_only=True):
+    """The findings about the rows of data.
+
+    Args:
+        rows: number of rows whose answers, questions and lengths were looked at.
+        whole: these are all rows of the split.
+        counts: what became of the rows, by data set; empty where the environment does not say.
+        tokenizer: counted the lengths; "": they are an estimate.
+    """
+
+    rows: int
+    counts: dict[str, RowCount]
+    repeats: list[Repeats]
+    lengths: list[Lengths]
+    tokenizer: str
+    whole: bool = True
+
+
 class EnvironmentReport(msgspec.Struct, kw_only=True):
     """The findings of a check.
 
@@ -111,6 +157,7 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
     reward_range: tuple[float | None, float | None, float] = (0.0, 1.0, 1.0)
     scoring: ScoringCost | None = None
     demonstrations_solve: bool = True
+    data: DataReport
 
     @property
     def ok(self) -> bool:

@@ -12,8 +12,17 @@ import asyncio
 import functools
 import itertools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import orjson
@@ -22,9 +31,12 @@ from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult, answer_text
 from ..models.sim.tokenizer import SimTokenizer
+from ..row_counts import Origin, RowCount, RowCounts, in_file
 from .absurd import MAY_RAISE, absurd_results, strings_in
-from .check_report import EnvironmentReport, Kind, Played, Wrong
+from .check_data import Placed, answer_of, estimated_tokens, lengths, repeats
+from .check_report import DataReport, EnvironmentReport, Kind, Played, Wrong
 from .rewards import RewardRules, delivered_score, range_of, rules_of_rewards
+from .scorer_process import RowScore
 from .scoring import SCORING_FAILURES
 from .task_digests import digest_of, first_tasks, packed
 
@@ -32,9 +44,13 @@ SHORTEST_SECRET = 20
 """Characters; a hidden text this long is not in the public part by chance."""
 _TOLERANCE = 1e-9
 _AT_A_TIME = 32
+_ROWS_AT_A_TIME = 500
+_EVERY_ROW = "every row: "
 _SCORED_AGAIN = 5
 """Number of right results that are scored again, to see that scores do not change."""
 
+T = TypeVar("T")
+R = TypeVar("R")
 Progress = Callable[[int, int], None]
 """Is called with the number of scored results and the total."""
 
@@ -45,6 +61,8 @@ class Scorer(Protocol):
     needs_token_ids: bool
 
     async def score(self, task: Task, result: Result) -> Score: ...
+
+    async def score_rows(self, tasks: list[Task]) -> list[RowScore]: ...
 
     async def task_digests(self, count: int) -> list[str]: ...
 
@@ -66,11 +84,33 @@ async def _nothing_played(tasks: list[Task]) -> Plays:
     return Plays()
 
 
+class RowsToCheck(msgspec.Struct, frozen=True):
+    """What is looked at beyond the first tasks.
+
+    Args:
+        most: number of rows whose `row_results` are scored, from the first.
+        evaluation: an evaluation set, whose questions should not be among the rows.
+        tokens: number of tokens of a text; None: it is estimated.
+        tokenizer: name of what counts them.
+        limits: on the tokens of a prompt and of a row, by the setting's name.
+    """
+
+    most: int = 0
+    evaluation: Sequence[Placed] = ()
+    tokens: Callable[[str], int] | None = None
+    tokenizer: str = ""
+    limits: Mapping[str, int] = {}
+
+
+_NO_ROWS = RowsToCheck()
+
+
 async def check(
     make_environment: Callable[[], Environment],
     scorer: Scorer,
     *,
     most_tasks: int,
+    rows: RowsToCheck = _NO_ROWS,
     play: Callable[[list[Task]], Awaitable[Plays]] = _nothing_played,
     progress: Progress = lambda done, of: None,
 ) -> EnvironmentReport:
@@ -78,51 +118,132 @@ async def check(
 
     Args:
         make_environment: a fresh instance, ready for `tasks`.
+        most_tasks: number of tasks with all known results.
         play: plays the tasks; default: nothing is played.
 
     Raises:
         ConfigError: there are no tasks, or they cannot be read.
     """
     environment = make_environment()
+    counts, origins = watched_rows(environment)
     rules = rules_of_rewards(environment)
-    tasks = await asyncio.to_thread(first_tasks, environment, most_tasks + 1)
+    most_rows = max(rows.most, most_tasks)
+    listed = await asyncio.to_thread(first_tasks, environment, most_rows + 1)
+    tasks, all_rows = listed[: most_tasks + 1], listed[:most_rows]
     again = await asyncio.to_thread(first_tasks, make_environment(), most_tasks + 1)
-    problems = [*differences(tasks, again)]
+    problems = [*same_ids(listed), *differences(tasks, again)]
     if not problems:
         problems += elsewhere(tasks, await scorer.task_digests(most_tasks + 1))
     whole = len(tasks) <= most_tasks
     tasks = tasks[:most_tasks]
     for task in tasks:
         problems += task_problems(task)
-    kinds: dict[tuple[str, float, float], Kind] = {}
+    kinds = _Kinds()
     without_gold: list[str] = []
     played = await play(tasks)
     problems += played.problems
     cases = await asyncio.to_thread(
         _cases, environment, tasks, problems, without_gold, played.right
     )
-    done = 0
-    async for task, known, verdict in _scored(scorer, cases, rules):
-        key = (known.name, known.least, known.most)
-        kind = kinds.setdefault(
-            key, Kind(name=known.name, expected_least=known.least, expected_most=known.most)
-        )
-        _count(kind, task, verdict)
+    checks_rows = environment.checks_rows and not scorer.needs_token_ids
+    scored = all_rows[: rows.most] if checks_rows else []
+    of, done = len(cases) + len(scored), 0
+    async for case, verdict in _in_order(cases, lambda case: _verdict(scorer, *case, rules)):
+        kinds.add(case[1], verdict)
         done += 1
-        progress(done, len(cases))
+        progress(done, of)
     problems += await _changed_scores(scorer, cases, rules)
+    async for part, scores in _in_order(_parts(scored), lambda part: _row_scores(scorer, part)):
+        for one in scores:
+            kinds.add(*_judged(one, origins.get(one.task_id)))
+        done += len(part)
+        progress(done, of)
+    data = await asyncio.to_thread(_data_report, all_rows, counts.of, origins, rows)
+    data.whole = len(listed) <= most_rows
     return EnvironmentReport(
         environment=environment.name,
         split=environment.config.split,
         tasks=len(tasks),
         whole=whole,
-        kinds=list(kinds.values()),
+        kinds=[*kinds.by_key.values()],
         without_gold=without_gold,
         problems=problems,
         plays=played.plays,
         reward_range=_shown_range(environment),
         demonstrations_solve=environment.demonstrations_solve,
+        data=data,
     )
+
+
+def watched_rows(environment: Environment) -> tuple[RowCounts, dict[str, Origin]]:
+    """Returns the counts of an environment's rows, and a dict that will hold where they are."""
+    counts = getattr(environment, "rows", None)
+    if not isinstance(counts, RowCounts):
+        counts = RowCounts()
+    counts.origins = {}
+    return counts, counts.origins
+
+
+def placed(tasks: Sequence[Task], origins: Mapping[str, Origin]) -> list[Placed]:
+    """Returns tasks with the places of their rows, else their ids, in the order of the file."""
+    found = [(origins[task.id].place if task.id in origins else task.id, task) for task in tasks]
+    return sorted(found, key=lambda one: in_file(one[0]))
+
+
+def _data_report(
+    tasks: list[Task],
+    counts: dict[str, RowCount],
+    origins: Mapping[str, Origin],
+    rows: RowsToCheck,
+) -> DataReport:
+    texts = {
+        "prompt": ["\n".join(strings_in(task.public)) for task in tasks],
+        "answer": [answer_of(task) for task in tasks],
+        "solution": [one.solution for one in origins.values() if one.solution],
+    }
+    tokens = rows.tokens or estimated_tokens
+    return DataReport(
+        rows=len(tasks),
+        counts=counts,
+        repeats=[*repeats(placed(tasks, origins), rows.evaluation)],
+        lengths=[lengths(what, all_, tokens, rows.limits) for what, all_ in texts.items() if all_],
+        tokenizer=rows.tokenizer,
+    )
+
+
+def _parts(tasks: list[Task]) -> Iterator[list[Task]]:
+    starts = range(0, len(tasks), _ROWS_AT_A_TIME)
+    return (tasks[start : start + _ROWS_AT_A_TIME] for start in starts)
+
+
+async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
+    """Scores the `row_results` of some tasks; of each by itself where a scorer dies of them."""
+    try:
+        return await scorer.score_rows(tasks)
+    except SCORING_FAILURES as error:
+        if len(tasks) > 1:
+            return [score for task in tasks for score in await _row_scores(scorer, [task])]
+        why = f"{_cause(error)}: {error}"
+        return [RowScore(tasks[0].id, "gold", 1.0, 1.0, None, why, raised=True)]
+
+
+def _judged(one: RowScore, origin: Origin | None) -> tuple[KnownResult, Wrong | float]:
+    """Returns which result this was, and its verdict."""
+    known = KnownResult(f"{_EVERY_ROW}{one.name}", Result(), one.least, one.most)
+    if one.reward is not None and _is_expected(one.reward, known):
+        return known, one.reward
+    error = "" if one.reward is not None else f"It is not scorable: {one.why}."
+    return known, Wrong(
+        task_id=one.task_id,
+        reward=one.reward,
+        error=one.why if one.raised else error,
+        place=origin.place if origin else "",
+        raised=one.raised,
+    )
+
+
+def _is_expected(reward: float, known: KnownResult) -> bool:
+    return known.least - _TOLERANCE <= reward <= known.most + _TOLERANCE
 
 
 def _shown_range(environment: Environment) -> tuple[float | None, float | None, float]:
@@ -138,6 +259,10 @@ def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
     changed = [one.id for one, two in zip(tasks, again, strict=False) if packed(one) != packed(two)]
     if changed:
         yield f"Listed twice, tasks differ: {_named(changed)}."
+
+
+def same_ids(tasks: list[Task]) -> Iterator[str]:
+    """Yields which ids several tasks have."""
     seen: set[str] = set()
     twice = [task.id for task in tasks if task.id in seen or seen.add(task.id)]  # type: ignore[func-returns-value]
     if twice:
@@ -232,29 +357,29 @@ def _shown(verdict: Wrong | float) -> str:
     return verdict.error if verdict.reward is None else f"{verdict.reward:g}"
 
 
-async def _scored(
-    scorer: Scorer, cases: list[tuple[Task, KnownResult]], rules: RewardRules
-) -> AsyncIterator[tuple[Task, KnownResult, Wrong | float]]:
-    """Yields each case with its verdict, in order; many are scored at a time."""
-    waiting = iter(cases)
-    flying: list[tuple[Task, KnownResult, asyncio.Task[Wrong | float]]] = []
+async def _in_order(
+    work: Iterable[T], do: Callable[[T], Coroutine[Any, Any, R]]
+) -> AsyncIterator[tuple[T, R]]:
+    """Yields each piece of work with its result, in order; many are done at a time."""
+    waiting = iter(work)
+    flying: list[tuple[T, asyncio.Task[R]]] = []
 
     def fill() -> None:
-        for task, known in itertools.islice(waiting, _AT_A_TIME - len(flying)):
-            flying.append((task, known, asyncio.create_task(_verdict(scorer, task, known, rules))))
+        for one in itertools.islice(waiting, _AT_A_TIME - len(flying)):
+            flying.append((one, asyncio.create_task(do(one))))
 
     try:
         fill()
         while flying:
-            task, known, scoring = flying[0]
-            verdict = await scoring
+            one, doing = flying[0]
+            result = await doing
             flying.pop(0)
             fill()
-            yield task, known, verdict
+            yield one, result
     finally:
-        for _, _, scoring in flying:
-            scoring.cancel()
-        await asyncio.gather(*(scoring for _, _, scoring in flying), return_exceptions=True)
+        for _, doing in flying:
+            doing.cancel()
+        await asyncio.gather(*(doing for _, doing in flying), return_exceptions=True)
 
 
 async def _verdict(
@@ -268,7 +393,7 @@ async def _verdict(
     reward = delivered_score(score, rules).reward
     if reward is None:
         return Wrong(task_id=task.id, reward=None, error="It is not scorable.")
-    if known.least - _TOLERANCE <= reward <= known.most + _TOLERANCE:
+    if _is_expected(reward, known):
         return reward
     return Wrong(task_id=task.id, reward=reward)
 
@@ -300,17 +425,28 @@ def _cause(error: EnvserverError) -> str:
     return str(error.detail.get("cause", error.kind))
 
 
-def _count(kind: Kind, task: Task, verdict: Wrong | float) -> None:
-    kind.count += 1
-    reward = verdict.reward if isinstance(verdict, Wrong) else verdict
-    if isinstance(verdict, Wrong):
-        if verdict.raised and kind.name in MAY_RAISE:
-            kind.raised += 1
-        else:
-            kind.wrong.append(verdict)
-    if reward is not None:
-        kind.least = reward if kind.least is None else min(kind.least, reward)
-        kind.most = reward if kind.most is None else max(kind.most, reward)
+class _Kinds:
+    """Counts verdicts by the name and the expectation of a result."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[str, float, float], Kind] = {}
+
+    def add(self, known: KnownResult, verdict: Wrong | float) -> None:
+        """Counts the verdict on a result."""
+        name, least, most = key = known.name, known.least, known.most
+        kind = self.by_key.setdefault(
+            key, Kind(name=name, expected_least=least, expected_most=most)
+        )
+        kind.count += 1
+        reward = verdict.reward if isinstance(verdict, Wrong) else verdict
+        if isinstance(verdict, Wrong):
+            if verdict.raised and name in MAY_RAISE:
+                kind.raised += 1
+            else:
+                kind.wrong.append(verdict)
+        if reward is not None:
+            kind.least = reward if kind.least is None else min(kind.least, reward)
+            kind.most = reward if kind.most is None else max(kind.most, reward)
 
 
 def _named(ids: list[Any]) -> str:

@@ -47,7 +47,13 @@ from ..registry import find
 from ..sandbox.remote.address import SandboxAddress
 from ..sandbox.watched import WatchedSandboxes
 from ..workers.failures import bug_of
-from .rewards import RewardRules, checked_score, rules_of_rewards, with_turn_rewards
+from .rewards import (
+    RewardRules,
+    checked_score,
+    delivered_score,
+    rules_of_rewards,
+    with_turn_rewards,
+)
 from .rubric import with_rubric
 from .task_digests import digest_of, first_tasks
 
@@ -95,6 +101,23 @@ class RowToScore(msgspec.Struct, frozen=True, kw_only=True):
     response: str
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
+
+
+class RowScore(msgspec.Struct, frozen=True):
+    """The score of one of `Environment.row_results`.
+
+    Args:
+        least, most: as expected.
+        why: what the scorer raised, else the names of its metrics.
+    """
+
+    task_id: str
+    name: str
+    least: float
+    most: float
+    reward: float | None
+    why: str
+    raised: bool
 
 
 _loaded: Environment | Failure | None = None
@@ -190,6 +213,26 @@ def task_digests(count: int) -> list[str]:
 def score(task: Task, result: Result) -> Score:
     """Returns the score of one rollout."""
     return _score_of(_environment(), task, result)
+
+
+def score_rows(tasks: list[Task]) -> list[RowScore]:
+    """Returns the scores of the `row_results` of some tasks."""
+    return row_scores(_environment(), tasks)
+
+
+def row_scores(environment: Environment, tasks: list[Task]) -> list[RowScore]:
+    """Returns the scores of the environment's `row_results` of some tasks."""
+    rules = rules_of_rewards(environment)
+    scores = []
+    for task, known in environment.row_results(tasks):
+        given = _guarded(lambda t=task, r=known.result: _score_of(environment, t, r))  # type: ignore[misc]
+        failure, score = given.failure, given.value
+        reward = None if failure else delivered_score(score, rules).reward
+        why = failure.message if failure else ", ".join(n for n, v in score.metrics.items() if v)
+        scores.append(
+            RowScore(task.id, known.name, known.least, known.most, reward, why, bool(failure))
+        )
+    return scores
 
 
 def score_group(task: Task, results: list[Result], scores: list[Score]) -> list[Score]:

@@ -40,7 +40,7 @@ from . import scorer_process
 from .costs import ScoringSpent
 from .rewards import RewardRules, delivered_score
 from .scorer_channel import ScorerChannel, ScorerEnded
-from .scorer_process import Declared, RowToScore, ScoreLimits, ScorerAnswer
+from .scorer_process import Declared, RowScore, RowToScore, ScoreLimits, ScorerAnswer
 from .scorer_start import check_working_directory, scorer_context
 
 START_TIMEOUT_SECONDS = 120.0
@@ -194,6 +194,14 @@ class ScorerPool:
             _raise(answer.failure)
         digests: list[str] = answer.value
         return digests
+
+    async def score_rows(self, tasks: list[Task]) -> list[RowScore]:
+        """Returns the scores of the tasks' `row_results`; raises like `score`."""
+        answer = await self._answer(scorer_process.score_rows, (tasks,), None)
+        if answer.failure is not None:
+            _raise(answer.failure)
+        scores: list[RowScore] = answer.value
+        return scores
 
     async def score_row(self, row: RowToScore) -> ScoredRow:
         """Returns the score of a bare row; its `error` holds any failure.

@@ -17,6 +17,7 @@ import msgspec
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.records import Message, Task
 
+from ..row_counts import took
 from .sources import Row
 
 ANSWER = "answer"
@@ -50,12 +51,13 @@ class Columns:
             InputError: a column is missing or holds no such value; `detail["column"]` names it.
         """
         asked = columns_in(self.prompt)
+        answer = self.answer or (ANSWER if ANSWER in row else "")
+        took([*(f"prompt: {name}" for name in asked), *([f"answer: {answer}"] if answer else [])])
         shown = {name: _plain(_value(row, name)) for name in asked}
         shown = {name: value for name, value in shown.items() if not isinstance(value, list)}
         hidden: dict[str, Any] = {"columns": {}}
-        if self.answer or ANSWER in row:
-            name = self.answer or ANSWER
-            hidden["answer"] = _plain(_present(row, name))
+        if answer:
+            hidden["answer"] = _plain(_present(row, answer))
         wanted = self.names or {name: name for name in row}
         for name, column in wanted.items():
             value = _plain(_value(row, column))

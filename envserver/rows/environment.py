@@ -25,8 +25,9 @@ from envserver_records.errors import ConfigError, InputError, NotFoundError
 from envserver_records.records import Message, PublicTask, Result, Score, Split, Task
 from pydantic import Field, ValidationError, create_model, field_validator
 
-from ..environment import Environment, answer_text
+from ..environment import Environment, KnownResult, answer_text
 from ..rollout_interface import Rollout
+from ..row_counts import RowCounts
 from .columns import Columns, columns_in
 from .rewards import Reward, Scored, Weighted, parsed
 from .sources import HUB, Rows, Source, is_data, is_glob
@@ -40,6 +41,7 @@ class RowsEnvironment(Environment):
 
     # A reward function of others may read the whole completion.
     exact_demonstrations = True
+    checks_rows = True
 
     class Config(Environment.Config):
         """Settings of an environment of rows."""
@@ -90,6 +92,7 @@ class RowsEnvironment(Environment):
     def __init__(self, config: Environment.Config | None = None) -> None:
         super().__init__(config)
         own = self.config
+        self.rows = RowCounts()
         self._weighted = [parsed(one) for one in own.reward] or list(self.functions)
         if not self._weighted and type(self).score is RowsEnvironment.score:
             raise ConfigError(
@@ -128,16 +131,24 @@ class RowsEnvironment(Environment):
         """Returns the numbers of the split's rows that make a task, after a look at all rows."""
         good: list[int] = []
         bad: list[str] = []
-        for number in range(rows.count):
-            try:
-                row = rows.read(number)
-                if held_out and _split_of(row, held_out) != split:
-                    continue
-                self._columns.task(_id(number), row)
-            except InputError as error:
-                bad.append(f"{rows.place(number)}: {error.message}")
-            else:
-                good.append(number)
+
+        def read() -> Iterator[tuple[str, Task | str]]:
+            for number in range(rows.count):
+                place = rows.place(number)
+                try:
+                    row = rows.read(number)
+                    if held_out and _split_of(row, held_out) != split:
+                        continue
+                    task = self._columns.task(_id(number), row)
+                except InputError as error:
+                    bad.append(f"{place}: {error.message}")
+                    yield place, error.message
+                else:
+                    good.append(number)
+                    yield place, task
+
+        used = sum(1 for _ in self.rows.tasks(self.name, read(), most_unusable=rows.count))
+        self.rows.of[self.name].used = used
         if bad:
             self._tell(bad, rows.count)
         if not good:
@@ -217,6 +228,13 @@ class RowsEnvironment(Environment):
         if text is None:
             return None
         return [{"role": "assistant", "content": text if isinstance(text, str) else str(text)}]
+
+    def known_results(self, task: Task) -> Iterator[KnownResult]:
+        """Yields the demonstration."""
+        for message in self.demonstration(task) or ():
+            high = self.reward_range[1]
+            least = high if self.solved_at is None else self.solved_at
+            yield KnownResult("gold", Result(output=message["content"]), least, high)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         """Returns the task of a row with these columns."""

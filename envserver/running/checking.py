@@ -5,27 +5,37 @@ In: an environment with its settings. Out: an EnvironmentReport.
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from envserver_records.errors import EnvserverError
+from envserver_records.errors import ConfigError, EnvserverError
 from envserver_records.records import Task
+from msgspec.structs import replace
 
 from ..config import RolloutsConfig, Settings
 from ..environment import Environment
 from ..judges.server import JudgeServer
+from ..models.model_files import find_tokenizer
 from ..registry import absolute
 from ..rollouts.check_report import EnvironmentReport, ScoringCost
-from ..rollouts.checking import Plays, check
+from ..rollouts.checking import Plays, RowsToCheck, check, placed, watched_rows
 from ..rollouts.scoring import ScorerPool
+from ..rollouts.task_digests import first_tasks
+from ..rows.environment import RowsEnvironment
+from ..rows.sources import Source
 from ..sandbox.watched import WatchedSandboxes
+from ..tokens.vocabulary import Vocabulary
 from .check_plays import play
-from .check_settings import CheckSettings
 from .judging import judge_of, scorer_processes
+from .run_settings import CheckSettings
 from .sandboxes import sandboxes_of
 from .spec import RunSpec
 
+MOST_ROWS = 100_000
 OnProgress = Callable[[str, int, int], None]
 """Is called with what is done ("results", "plays"), how many are done, and of how many."""
 
@@ -46,7 +56,7 @@ async def check_environment(
     ):
         address = service.address if service is not None else None
 
-        def fresh() -> Environment:
+        def fresh(spec: RunSpec[CheckSettings] = spec) -> Environment:
             environment = spec.make_environment()
             if address is not None:
                 environment.sandboxes = WatchedSandboxes(address)
@@ -64,11 +74,54 @@ async def check_environment(
                 fresh,
                 scorer,
                 most_tasks=settings.tasks,
+                rows=await asyncio.to_thread(_rows_to_check, spec, fresh),
                 play=lambda tasks: _play(spec, fresh(), tasks, judge, progress),
                 progress=lambda done, of: progress("results", done, of),
             )
     report.scoring = _cost(costs, spec.environment_class.score_cpu_seconds)
     return report
+
+
+def _rows_to_check(
+    spec: RunSpec[CheckSettings], make: Callable[[RunSpec[CheckSettings]], Environment]
+) -> RowsToCheck:
+    """Reads what the settings say about rows: how many, an evaluation set, a tokenizer.
+
+    Raises:
+        ConfigError: there is no such tokenizer or evaluation set, or the environment reads none.
+    """
+    settings, env = spec.settings, spec.settings.env
+    is_rows = issubclass(spec.environment_class, RowsEnvironment)
+    most = settings.rows
+    if most is None:
+        most = MOST_ROWS if is_rows or getattr(env, "data_path", None) else 0
+    limits = {"env.max_token_length": env.max_token_length}
+    if settings.context_tokens is not None:
+        limits["context_tokens"] = settings.context_tokens
+    rows = RowsToCheck(most, limits=limits)
+    if settings.tokenizer:
+        vocabulary = Vocabulary.load(find_tokenizer(settings.tokenizer))
+        rows = replace(
+            rows,
+            tokenizer=settings.tokenizer,
+            tokens=lambda text: len(vocabulary.encode(text.encode("utf-8", "replace").decode())),
+        )
+    if not settings.evaluation_set:
+        return rows
+    changed: dict[str, Any] = {"split": settings.evaluation_split}
+    if not is_rows and "data_path" not in spec.environment_class.Config.model_fields:
+        raise ConfigError(
+            f"{spec.environment_class.name!r} reads no evaluation set: it has no data_path.",
+            hint="Leave out --evaluation_set.",
+        )
+    if not is_rows:
+        changed["data_path"] = Path(settings.evaluation_set)
+    elsewhere = settings.model_copy(update={"env": env.model_copy(update=changed)})
+    environment = make(dataclasses.replace(spec, settings=elsewhere))
+    if isinstance(environment, RowsEnvironment):
+        environment.source = Source(settings.evaluation_set)  # type: ignore[misc]
+    _, origins = watched_rows(environment)
+    return replace(rows, evaluation=placed(first_tasks(environment, MOST_ROWS), origins))
 
 
 async def _play(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
+from envserver_records.splits import Split
 from envserver_records.urls import server_urls
 from pydantic import Field, SecretStr, field_validator
 
@@ -26,6 +27,7 @@ from ..config import (
     Settings,
     SimConfig,
     StorePlace,
+    WorkersConfig,
 )
 from ..delivery_config import DeliveryConfig
 from ..evaluation_config import Failures, HeldOutConfig, Truncated
@@ -208,6 +210,38 @@ class RunSettings(Settings):
     """Play the model: answers and tool calls are typed by hand."""
     verbose: bool = False
     """Show the conversation."""
+
+
+class CheckSettings(EnvironmentSettings):
+    """Settings of `check`."""
+
+    tasks: int = Field(default=50, ge=1)
+    """Number of tasks to check with all known and absurd results; all if there are fewer."""
+    rows: int | None = Field(default=None, ge=0)
+    """Number of rows to check: their golds and near answers, questions and lengths; unset: all of
+    your own data (--env.data_path, or --env with rows), up to 100,000, else none beyond `tasks`."""
+    plays: int = Field(default=10, ge=0)
+    """Number of tasks to play wrongly, in each way; 0: play nothing, not even demonstrations."""
+    processes: int = Field(default=2, ge=1)
+    """Number of results scored in parallel, each in its own process."""
+    evaluation_set: str = ""
+    """File, folder or hub:owner/name of an evaluation set, which the environment reads like
+    --env.data_path: the rows' questions are looked for in it."""
+    evaluation_split: Split = "test"
+    """Split of the evaluation set."""
+    tokenizer: str = ""
+    """Folder or hub name of the model's tokenizer; unset: lengths in tokens are an estimate."""
+    context_tokens: int | None = Field(default=None, ge=1)
+    """The engine's context window in tokens, which lengths are compared with."""
+    as_json: bool = False
+    """Print the report as one JSON object."""
+    markdown: bool = False
+    """Print the report as one page in Markdown."""
+    card: bool = False
+    """Print only the score card in Markdown, for the README of the environment."""
+    sandbox: SandboxConfig = SandboxConfig()
+    workers: WorkersConfig = WorkersConfig()
+    judge: JudgeConfig = JudgeConfig()
 
 
 class SftSettings(Settings):

@@ -69,6 +69,7 @@ class Gaia(Environment):
     """Answer questions with files, code and tools, as smolagents' agents or in a plain loop."""
 
     name = "gaia"
+    checks_rows = True
     isolation = "sandboxed"
     preload = ()  # its agents speak HTTP themselves
     companion = COMPANION

@@ -7,7 +7,7 @@ answer and how it is compared (`kind`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,27 +32,33 @@ from envserver import (
     Split,
     Task,
 )
+from envserver.row_counts import doubt
 
 from . import arithmetic, procedural, sorting
 from .agent import Mode, solve
 from .data_sets import Kind, Problem, read_problem, why_unusable
 from .demonstrations import demonstrate
 from .known import known_answers
-from .literals import is_number_literal
+from .literals import is_number_literal, plain_number
 from .loading import DATA
 from .prompts import BOXED, question
+from .row_answers import doubts, row_answers
 from .scoring import ScoringRules, last_answer, score_rollout
+from .verification import compared_together
 
 DataSetName = Literal[
     "sample", "gsm8k", "math", "math500", "svamp", "mawps", "mathqa", "aqua", "aime", "deepmath",
     "mathx", "procedural", "arithmetic", "sorting",
 ]  # fmt: skip
+OTHER_ROWS = 10
+"""Rows among which a gold is looked for that is a wrong answer to another row."""
 
 
 class Math(Environment):
     """Solve mathematics problems, with a calculator or without tools."""
 
     name = "math"
+    checks_rows = True
 
     class Config(RowsConfig):
         """Selects the problems, the way of solving them, and the scoring."""
@@ -106,19 +112,35 @@ class Math(Environment):
         return HarnessTask(instruction=f"{question(task.public)}\n\n{BOXED}")
 
     def score(self, task: Task, result: Result) -> Score:
-        rules = ScoringRules(
-            literal=self._literal,
-            lenient=self.config.lenient,
-            tool_error_penalty=self.config.tool_error_penalty,
-            partial_credit=self.config.partial_credit,
-        )
-        return score_rollout(task, result, rules)
+        return score_rollout(task, result, self._rules)
 
     def demonstration(self, task: Task) -> list[Message]:
         return demonstrate(task, self.config.mode)
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return known_answers(task, literal=self._literal)
+
+    def row_results(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, KnownResult]]:
+        known = [
+            (task, one)
+            for place, task in enumerate(tasks)
+            if task.hidden["kind"] != "procedural"
+            for one in row_answers(task, [*tasks[place + 1 :], *tasks[:place]][:OTHER_ROWS])
+        ]
+        with compared_together():
+            for task, one in known:
+                if plain_number(task.hidden["answer"]) is None:  # else no process is needed
+                    self.score(task, one.result)
+        return iter(known)
+
+    @property
+    def _rules(self) -> ScoringRules:
+        return ScoringRules(
+            literal=self._literal,
+            lenient=self.config.lenient,
+            tool_error_penalty=self.config.tool_error_penalty,
+            partial_credit=self.config.partial_credit,
+        )
 
     @property
     def _literal(self) -> bool | None:
@@ -180,6 +202,8 @@ def _task_of(name: str, columns: dict[str, str], one: NumberedRow) -> Task | str
         problem = read_problem(one.row, name, columns)
     except InputError as error:
         return error.message
+    for cause in doubts(problem, one.row):
+        doubt(cause)
     return why_unusable(problem) or _task(one.task_id(name), problem)
 
 

@@ -55,7 +55,8 @@ def _of_numbers(task: Task, gold: str, literal: bool | None) -> Iterator[KnownRe
         yield _wrong("unevaluated expression, by finish", answer=f"({expression})")
     if is_number:
         yield _wrong("two numbers", text=f"\\boxed{{{gold} \\text{{ or }} {gold}1}}")
-        yield _wrong("another number", text=f"\\boxed{{{gold}1}}")
+        # Not a digit more at the end: `0.3331` may be right for `0.333`.
+        yield _wrong("another number", text=f"\\boxed{{1{gold}}}")
         yield _wrong("equation without a solution", text=f"\\boxed{{{gold}={gold}}}")
     yield _wrong("no number", text="\\boxed{\\text{unknown}}")
 

@@ -8,6 +8,7 @@ understands: braces around the arguments of `\frac` and `\sqrt`, plain numbers o
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from .units import measure
 
@@ -129,6 +130,7 @@ _PLAIN_PHRASE = re.compile(
 )
 
 
+@lru_cache(maxsize=4096)
 def readable(latex: str) -> str:
     """Returns `latex` in a form that math-verify reads as TeX does."""
     plain = _SUPERSCRIPT.sub(_raised, without_marks(latex)).translate(_UNICODE)

@@ -30,6 +30,16 @@ _PLAIN = re.compile(
     re.ASCII,
 )
 
+PLAIN_NUMBER = r"[-+]?(?:\\[dt]?frac\{-?\d+\}\{-?\d+\}|(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?)"
+_AROUND = (
+    r"(?:[\s()\[\]{}°%$]|\\(?:[{},;!%$ ]|left|right|degree)|\^(?:\\circ|\{\s*\\circ\s*\})"
+    r"|\\(?:text|mathrm|mbox)\s*\{[^{}\d]*\}|[A-Za-z]\s*=)*"
+)
+_LISTED = re.compile(
+    rf"{_AROUND}{PLAIN_NUMBER}{_AROUND}(?:[,;]{_AROUND}{PLAIN_NUMBER}{_AROUND})*", re.ASCII
+)
+_APART = Fraction(1, 1000)
+
 _NO_UNIT = re.compile(
     r"\b(?:or|and|to|is|isn|not|no|than|plus|minus|times|mod|squared|cubed|factorial|dozens?"
     r"|(?:ten|hundred|thousand|million)ths?|k|hundreds?|thousands?|(?:m|b|tr)illions?|one|two|three|four|five|six|seven|eight|nine|ten"
@@ -58,6 +68,27 @@ def plain_number(latex: str) -> Fraction | None:
     else:
         number = Fraction(int(top), int(bottom))
     return -number if found["sign"] == "-" else number
+
+
+def listed_numbers(latex: str) -> list[Fraction]:
+    """Returns the number that `latex` is, or the numbers listed in it, each with its unit or name:
+    a list, a set, a pair or an interval. Empty if it is something else."""
+    if (one := plain_number(latex)) is not None:
+        return [one]
+    texts = re.findall(PLAIN_NUMBER, latex) if _LISTED.fullmatch(latex) else []
+    numbers = [number for text in texts if (number := plain_number(text)) is not None]
+    return numbers if len(numbers) == len(texts) else []
+
+
+def lists_differ(gold: str, answer: str) -> bool:
+    """Returns whether both list numbers in the same form, and surely other ones."""
+    if len({re.sub(PLAIN_NUMBER, "", text) for text in (gold, answer)}) > 1:
+        return False
+    wanted, given = sorted(listed_numbers(gold)), sorted(listed_numbers(answer))
+    return len(wanted) == len(given) and any(
+        abs(one - other) > max(_APART, _APART * abs(one))
+        for one, other in zip(wanted, given, strict=True)
+    )
 
 
 def is_number_literal(answer: str) -> bool:

@@ -23,7 +23,8 @@ import re
 import resource
 import select
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -42,9 +43,10 @@ from .latex import (
     same_words,
     without_marks,
 )
-from .literals import changes_number, plain_number
+from .literals import changes_number, lists_differ, plain_number
 from .sizes import is_huge
 from .units import conversion
+from .values import value_of, values_differ
 
 CPU_SECONDS = 0.8
 """CPU time of the process that compares one answer; one that never ends takes all of it. The
@@ -120,11 +122,11 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
             return Verdict.DIFFERENT
     if ratio != 1:
         given = f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}} \\cdot ({given})"
-    if is_huge(given):
+    if lists_differ(wanted, given) or values_differ(value_of(wanted), value_of(given)):
+        return Verdict.DIFFERENT
+    if is_huge(given) or is_huge(wanted):
         return Verdict.KILLED
-    # Parsed here and not in the child, so that the parser's caches help the next answer.
-    parsed_gold = _parsed_gold(wanted)
-    return _in_child(lambda: _verdict(parsed_gold, given, lenient))
+    return _decide((wanted, given, lenient))
 
 
 def _decided(gold: str, answer: str) -> bool | None:
@@ -137,6 +139,42 @@ def _decided(gold: str, answer: str) -> bool | None:
     gold, answer = without_marks(gold), without_marks(answer)
     alike = same_words(gold, answer)
     return same_in_base(gold, answer) if alike is None else alike
+
+
+Case = tuple[str, str, bool]
+"""A gold and an answer that math-verify compares, and whether it is lenient."""
+_known: dict[Case, Verdict] = {}
+_waiting: list[Case] | None = None
+
+
+@contextmanager
+def compared_together() -> Iterator[None]:
+    """Within the block `compare` only notes what it is asked, which no model wrote. At the end one
+    child compares all of it, for `compare` to know.
+
+    Each comparison has its own limits; after one that fails another child goes on.
+    """
+    global _waiting
+    cases: list[Case] = []
+    _waiting = cases
+    _known.clear()
+    try:
+        yield
+    finally:
+        _waiting = None
+    left = list(dict.fromkeys(cases))
+    while left:
+        verdicts = [*_in_child(left), Verdict.KILLED][: len(left)]
+        _known.update(zip(left, verdicts, strict=False))
+        left = left[len(verdicts) :]
+
+
+def _decide(case: Case) -> Verdict:
+    if _waiting is not None:
+        _waiting.append(case)
+    elif case not in _known:
+        return next(_in_child([case]), Verdict.KILLED)
+    return _known.get(case, Verdict.KILLED)
 
 
 @dataclass(frozen=True)
@@ -283,36 +321,42 @@ def _are_near(wanted: Any, given: Any) -> bool:
     )
 
 
-def _in_child(compute: Callable[[], Verdict]) -> Verdict:
-    """Runs `compute` in a forked process that cannot harm this one."""
+def _in_child(cases: Sequence[Case]) -> Iterator[Verdict]:
+    """Yields the verdicts of a forked process that cannot harm this one, up to a failure."""
+    # Parsed here and not in the child, so that the parser's caches help the next answer.
+    parsed = [(_parsed_gold(gold), answer, lenient) for gold, answer, lenient in cases]
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        _be_the_child(compute, write_end)
+        _be_the_child(parsed, write_end)
     os.close(write_end)
+    written = b""
     try:
-        ready, _, _ = select.select([read_end], [], [], KILL_SECONDS)
-        verdict = os.read(read_end, 64) if ready else b""
+        while select.select([read_end], [], [], KILL_SECONDS)[0] and (
+            part := os.read(read_end, 4096)
+        ):
+            written += part
     finally:
         os.close(read_end)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return Verdict(verdict.decode()) if verdict else Verdict.KILLED
+    return map(Verdict, written.decode().split())
 
 
-def _be_the_child(compute: Callable[[], Verdict], write_end: int) -> NoReturn:
-    """Writes the verdict and ends, whatever is raised (a timeout is a BaseException)."""
+def _be_the_child(cases: Sequence[tuple[tuple[Any, ...], str, bool]], write_end: int) -> NoReturn:
+    """Writes the verdicts and ends, whatever is raised (a timeout is a BaseException)."""
     try:
-        _limit_resources()
-        os.write(write_end, compute().value.encode())
+        _limit_memory()
+        for case in cases:
+            # Not RLIMIT_CPU, which counts whole seconds. The signal's default action ends the
+            # process, whatever C code of a library is running.
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            os.write(write_end, f"{_verdict(*case)}\n".encode())
     finally:
         os._exit(0)
 
 
-def _limit_resources() -> None:
+def _limit_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # Not RLIMIT_CPU, which counts whole seconds. The signal's default action ends the process,
-    # whatever C code of a library is running.
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)

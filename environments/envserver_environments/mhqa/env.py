@@ -56,6 +56,7 @@ class Mhqa(Environment):
     """Answer questions that need several facts, found by searching."""
 
     name = "mhqa"
+    checks_rows = True
 
     class Config(Environment.Config):
         """Selects the questions, the search, the agent, and the scoring."""

@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from envserver_environments.answers import doubtful_option
 from envserver_environments.rows import NumberedRow, id_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
@@ -37,6 +38,7 @@ from envserver import (
     Split,
     Task,
 )
+from envserver.row_counts import doubt
 
 from .agent import Protocol
 from .context import MODALITIES, VideoContext, video_context
@@ -69,6 +71,7 @@ class Video(Environment):
     """Answer questions about videos, from captions, transcripts, scene graphs and frames."""
 
     name = "video"
+    checks_rows = True
 
     class Config(Environment.Config):
         """Selects the questions, the team, and its tools."""
@@ -288,6 +291,8 @@ class Video(Environment):
         if context is None and file is None and not self.config.blind:
             return "no captions and no frames of its video"
         task_id = one.task_id(self.config.data_set)
+        if item.answer is not None and (why := doubtful_option(item.options, item.answer)):
+            doubt(why)
         order = list(range(len(item.options)))
         if self.config.shuffle_options:
             random.Random(f"options-{self.config.seed}-{task_id}").shuffle(order)

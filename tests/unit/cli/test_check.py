@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,134 @@ def test_what_was_found_is_told_in_words(zoo: Path) -> None:
     assert "every answer, task t0: reward 1; expected 0" in ran.stdout
     assert "question echoed, task t0" in ran.stdout
     assert "Checks FAILED" in ran.stdout
+
+
+ROWS: list[dict[str, Any]] = [
+    {"question": "Tom has 3 red pens and buys 4 more. How many has he got?", "answer": "7"},
+    {"question": "tom has 3 red pens and buys 4 more; how many has he got", "answer": "7.0"},
+    {"question": "Tom has 3 red pens and buys 4 more. How many has he got?", "answer": "8"},
+    {"question": "Tom has 3 red pens and buys 4 more. How many has he got today?", "answer": "7"},
+    {"problem": "How many stars are there?", "answer": "1,234"},
+    {"problem": "What is left over?", "solution": r"It is \boxed{3}, or rather \boxed{4}."},
+    {"problem": "Which number is it?", "answer": ""},
+    {"question": "Which letter?", "options": ["B", "two", "three"], "answer": "A"},
+    {"problem": "What is this?", "answer": r"\text{}"},
+    {"problem": "How large is the tower?", "answer": "10^{10^{10}}"},
+]
+SURELY_RIGHT = (
+    *(
+        "0",
+        "-0",
+        r"0^\circ",
+        r"\infty",
+        r"-\infty",
+        r"\{-1,1\}",
+        r"(-2,2)",
+        r"\pm 2",
+        "(0,0)",
+        "x=0",
+    ),
+    *(
+        r"0\%",
+        r"\frac{0}{5}",
+        r"\sin 0",
+        "x-x",
+        r"\emptyset",
+        "12",
+        "4.5e33",
+        "12.0",
+        r"2\sqrt{3}",
+        "x+1",
+    ),
+    *(
+        r"50\%",
+        "1,2",
+        r"\text{no}",
+        r"\frac{-1+\sqrt{5}}{2}",
+        r"6.63\times 10^{-34}",
+        "(-\\infty, 3]",
+    ),
+)
+
+
+def rows(folder: Path, name: str, listed: Sequence[Mapping[str, Any]]) -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in listed))
+    return path
+
+
+def data(folder: Path, *words: object) -> tuple[dict[str, Any], str]:
+    """The report of `check` on rows of mathematics, and the page with the same flags."""
+    flags = ("check", "--env", "math", "--plays", 0, "--tasks", 1, "--env.data_path", *words)
+    found: dict[str, Any] = json.loads(envserver(*flags, "--json", folder=folder).stdout)
+    found["kinds"] = {kind["name"].removeprefix("every row: "): kind for kind in found["kinds"]}
+    return found, envserver(*flags, "--markdown", folder=folder).stdout
+
+
+def test_a_report_tells_all_about_a_file(tmp_path: Path) -> None:
+    """Fields, dropped and doubtful rows, unfit golds, repeated questions, lengths."""
+    rows(tmp_path, "train.jsonl", ROWS)
+    rows(tmp_path, "held_out.jsonl", [ROWS[4], {"question": "New?", "answer": "1"}])
+    limits = ("--context_tokens", 20, "--evaluation_set", "held_out.jsonl")
+    found, page = data(tmp_path, "train.jsonl", *limits)
+    about = found["data"]
+    assert about["rows"] == 9 and about["whole"] and not found["ok"]
+    (counts,) = about["counts"].values()
+    assert (counts["read"], counts["used"]) == (10, 9)
+    assert [one["first"] for one in counts["dropped"].values()] == ["train.jsonl:7"]
+    assert counts["doubtful"] == {
+        "the gold is a number with a comma or two numbers": {"count": 1, "first": "train.jsonl:5"},
+        "the row boxes several answers": {"count": 1, "first": "train.jsonl:6"},
+        "the text of the right option is the letter of another": {
+            "count": 1,
+            "first": "train.jsonl:8",
+        },
+        "the gold is too large to evaluate: only the same text equals it": {
+            "count": 1,
+            "first": "train.jsonl:10",
+        },
+    }
+    assert counts["fields"]["question: question"] == 5 and len(counts["layouts"]) > 2
+    wrong = {name for name, kind in found["kinds"].items() if kind["wrong"]}
+    (unfit,) = found["kinds"]["a word"]["wrong"]
+    assert wrong == {"a word"} and unfit["place"] == "train.jsonl:9"
+    assert "bad_gold" in unfit["error"]
+    repeated = {one["what"]: one["count"] for one in about["repeats"]}
+    assert repeated == {
+        "equal questions": 1,
+        "equal questions with different answers": 1,
+        "similar questions": 1,
+        "equal questions in the evaluation set": 1,
+        "similar questions in the evaluation set": 0,
+    }
+    prompts = about["lengths"][0]
+    assert prompts["over"]["context_tokens"] == [20, 4] and about["tokenizer"] == ""
+    for line in ("10 rows read, 9 used, 1 dropped", "question: question in 5 rows", "Estimated"):
+        assert line in page
+    assert page.count("\n# ") == 0 and page.count("\n## ") >= 5
+
+
+def test_no_right_answer_is_called_wrong(tmp_path: Path) -> None:
+    """And each gold that is not zero is tried negated, tenfold, with its successor."""
+    asked = [{"problem": f"Say {one} now.", "answer": one} for one in SURELY_RIGHT]
+    rows(tmp_path, "rows.jsonl", asked)
+    found, _ = data(tmp_path, "rows.jsonl")
+    assert found["ok"], found
+    counts = {name: kind["count"] for name, kind in found["kinds"].items()}
+    assert counts["gold"] == len(asked)
+    assert counts["negated"] == counts["tenfold"] - 2 and counts["successor"] > counts["zero"]
+
+
+def test_rows_of_a_table_are_looked_at_too(tmp_path: Path) -> None:
+    rows(tmp_path, "sums.jsonl", [{"prompt": "1+1?", "answer": "2"}, {"prompt": "1+1 ?"}] * 2)
+    (tmp_path / "own.py").write_text("def exact(completion, answer): return completion == answer")
+    words = ("--env.reward", "own.py:exact", "--env.bad_rows", "skip", "--plays", 0, "--json")
+    found = json.loads(envserver("check", "--env", "sums.jsonl", *words, folder=tmp_path).stdout)
+    assert found["data"]["counts"]["sums_rows"]["fields"] == {
+        "prompt: prompt": 4,
+        "answer: answer": 2,
+    }
+    assert found["data"]["repeats"][0]["count"] >= 1
 
 
 def test_short_hidden_words_may_stand_in_the_question() -> None:

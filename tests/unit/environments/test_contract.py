@@ -39,8 +39,9 @@ from envserver import (
     Task,
 )
 from envserver.registry import builtin_names, find
-from envserver.rollouts.checking import Plays, check, secrets_of
+from envserver.rollouts.checking import Plays, RowsToCheck, check, secrets_of
 from envserver.rollouts.rewards import rules_of_rewards
+from envserver.rollouts.scorer_process import RowScore, row_scores
 from envserver.rollouts.task_digests import digest_of
 
 NAMES = builtin_names()
@@ -317,6 +318,9 @@ class Scorer:
         except Exception as error:
             raise ScorerError(f"It raised {error!r}.") from error
 
+    async def score_rows(self, tasks: list[Task]) -> list[RowScore]:
+        return row_scores(self.environment, tasks)
+
     async def task_digests(self, count: int) -> list[str]:
         return [digest_of(task) for task in first(self.environment, most=count)]
 
@@ -364,7 +368,11 @@ async def test_only_what_is_right_is_paid(
     environment = made(name, rooms, **settings)
     most = MOST_SCORED.get(name, 12)
     report = await check(
-        lambda: made(name, rooms, **settings), Scorer(environment), most_tasks=most, play=play
+        lambda: made(name, rooms, **settings),
+        Scorer(environment),
+        most_tasks=most,
+        rows=RowsToCheck(most),
+        play=play,
     )
     wrong = [(kind.name, one) for kind in report.kinds for one in kind.wrong]
     if settings.get("unanswerable"):  # "no" is a word of `noanswer`, for its share of the F1 score

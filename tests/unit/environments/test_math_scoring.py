@@ -158,12 +158,29 @@ HUGE = st.one_of(
 """Short formulas of numbers with very many digits, or of very many terms."""
 
 
-def assert_wrong_within_a_cpu_second(answer: str) -> None:
-    def cpu_seconds() -> float:
-        """CPU time of this process and of those it waited for."""
-        spent = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return sum(usage.ru_utime + usage.ru_stime for usage in spent)
+def cpu_seconds() -> float:
+    """CPU time of this process and of those it waited for."""
+    spent = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in spent)
 
+
+def test_the_answers_that_check_tries_for_each_row_cost_little() -> None:
+    """About eight for each row; the limit is several times what they take."""
+    golds = [r"2\sqrt{3}", "x^2-4x", *map(str, range(18))]
+    tasks = [
+        Task(f"{n}", {"question": "How many?"}, {"answer": golds[n % 20], "kind": "expression"})
+        for n in range(500)
+    ]
+    reward("7", "x")  # loads the library
+    before = cpu_seconds()
+    tried = [(task, known) for task, known in Math().row_results(tasks)]
+    rewards = [(Math().score(task, known.result).reward, known) for task, known in tried]
+    assert cpu_seconds() - before < cpu_limit(5)
+    assert len(tried) > 7 * len(tasks)
+    assert all(known.least <= (paid or 0.0) <= known.most for paid, known in rewards)
+
+
+def assert_wrong_within_a_cpu_second(answer: str) -> None:
     reward("7", "x")  # loads the library
     before = cpu_seconds()
     assert reward("7", answer) == 0.0

@@ -1,0 +1,146 @@
+r"""The gold of a row, wrong answers that are surely wrong, and why a gold is doubtful. Pure.
+
+`envserver check` scores these answers for every row of a file. A wrong answer is made of the gold:
+negated, tenfold, its successor. It is left out where it may be right: 0 for a gold that may be 0,
+`-x` for `\{-1,1\}`, a number for a formula that may have its value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import islice
+
+from envserver_environments.answers import doubtful_option, last_boxed
+from envserver_environments.rows import Row
+
+from envserver import KnownResult, Result, Task
+
+from .data_sets import Problem
+from .literals import PLAIN_NUMBER, listed_numbers, plain_number
+from .sizes import is_huge
+from .values import value_of, values_differ
+
+_COMMA = re.compile(r"[-+]?\d+,\d+")
+_PAIR = re.compile(rf"\(\s*{PLAIN_NUMBER}\s*,\s*{PLAIN_NUMBER}\s*\)")
+_LABEL = re.compile(r"\W*[A-Za-z]\b")
+_UNIT = re.compile(r"[%°$]|circ|degree|text|math|mbox")
+_CONTENT = re.compile(r"[^\s\\{}$^_]")
+_WORD = "\\text{qwxzl}"
+_ROUNDED_FROM = 1000
+"""The successor of a measured number as large as this, such as 4.5e33, may be right."""
+_LONGEST = 40
+"""Decimal places that a number is written with; else it is a fraction."""
+
+
+def row_answers(task: Task, others: Sequence[Task]) -> Iterator[KnownResult]:
+    """Yields the gold and wrong answers of a row.
+
+    Args:
+        others: tasks whose golds are wrong answers here, the first that surely differs.
+    """
+    gold, question = str(task.hidden["answer"]), str(task.public["question"])
+    yield KnownResult("gold", _said(f"So it is \\boxed{{{gold}}}."), 1.0, 1.0)
+    if re.search("[A-Za-z]{3}", question) and not _LABEL.match(question):
+        yield KnownResult("the question", _said(question))
+    for name, answer in [("empty", ""), *_wrong(task, gold, others)]:
+        yield KnownResult(name, Result(output={"answer": answer, "text": ""}))
+
+
+def _said(text: str) -> Result:
+    return Result(output={"answer": None, "text": text})
+
+
+def _wrong(task: Task, gold: str, others: Sequence[Task]) -> Iterator[tuple[str, str]]:
+    if task.hidden["kind"] == "letter":
+        letters = (chr(ord("A") + place) for place in range(len(task.public["options"])))
+        yield from (("another option", letter) for letter in letters if letter != gold)
+        return
+    if numbers := listed_numbers(gold):
+        yield from _of_numbers(gold, numbers)
+    elif (value := value_of(gold)) is not None:
+        yield from _of_value(gold, value)
+    elif not _CONTENT.search(re.sub(r"\\[A-Za-z]+", "", gold)):
+        yield "a word", _WORD  # such a gold may not even equal itself
+    golds = (str(other.hidden["answer"]) for other in others)
+    different = (other for other in golds if _surely_differ(gold, other))
+    yield from (("another row's gold", other) for other in islice(different, 1))
+
+
+def _of_numbers(gold: str, numbers: list[Fraction]) -> Iterator[tuple[str, str]]:
+    changes: dict[str, Callable[[Fraction], Fraction]] = {
+        "negated": lambda number: -number,
+        "tenfold": lambda number: 10 * number,
+    }
+    if gold.lstrip("-").isdigit() or max(map(abs, numbers)) < _ROUNDED_FROM:
+        changes["successor"] = lambda number: number + 1
+    for name, change in changes.items():
+        if sorted(map(change, numbers)) != sorted(numbers):
+            yield name, _changed(gold, change)
+    if any(numbers):
+        yield "zero", "0"
+
+
+def _changed(gold: str, change: Callable[[Fraction], Fraction]) -> str:
+    def changed(text: str) -> str:
+        number = plain_number(text)
+        return text if number is None else _written(change(number))
+
+    if plain_number(gold) is not None:
+        return changed(gold)
+    return re.sub(PLAIN_NUMBER, lambda found: changed(found[0]), gold)
+
+
+def _written(value: Fraction) -> str:
+    for places in range(_LONGEST):
+        scaled = value * 10**places
+        if scaled.denominator == 1:
+            digits = f"{abs(scaled.numerator):0{places + 1}d}"
+            point = f".{digits[len(digits) - places :]}" if places else ""
+            return f"{'-' if value < 0 else ''}{digits[: len(digits) - places]}{point}"
+    return f"{'-' if value < 0 else ''}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def _of_value(gold: str, value: complex) -> Iterator[tuple[str, str]]:
+    changes = {
+        "negated": (f"-({gold})", -value),
+        "tenfold": (f"10({gold})", 10 * value),
+        "successor": (f"({gold})+1", value + 1),
+        "zero": ("0", 0j),
+    }
+    for name, (text, changed) in changes.items():
+        if values_differ(value, changed):
+            yield name, text
+
+
+def _surely_differ(one: str, other: str) -> bool:
+    numbers = sorted(listed_numbers(one)), sorted(listed_numbers(other))
+    if all(numbers):
+        has_units = _UNIT.search(one) or _UNIT.search(other)  # 50% is 0.5, 1 m is 100 cm
+        return numbers[0] != numbers[1] and not has_units
+    return values_differ(value_of(one), value_of(other))
+
+
+def doubts(problem: Problem, row: Row) -> Iterator[str]:
+    """Yields why the gold of a row is doubtful."""
+    gold = problem.answer
+    if problem.kind == "letter":
+        if why := doubtful_option(problem.options, ord(gold) - ord("A")):
+            yield why
+        return
+    if problem.kind == "expression" and _COMMA.fullmatch(gold):
+        yield "the gold is a number with a comma or two numbers"
+    if _PAIR.fullmatch(gold):
+        yield "the gold is a pair of numbers or an open interval"
+    if is_huge(gold):
+        yield "the gold is too large to evaluate: only the same text equals it"
+    for text in row.values():
+        if isinstance(text, str) and text.count("\\boxed") > 1 and len(_boxes(text)) > 1:
+            yield "the row boxes several answers"
+            return
+
+
+def _boxes(text: str) -> set[str]:
+    parts = (last_boxed(f"\\boxed{part}") for part in text.split("\\boxed")[1:])
+    return {re.sub(r"\s", "", box) for box in parts if box is not None}

@@ -1,0 +1,187 @@
+"""Looks at the questions and answers of a data set: repeated ones, and their lengths. Pure.
+
+In: tasks, those of an evaluation set if there is one, and a tokenizer. Out: `Repeats` and
+`Lengths`. Two questions are equal if they differ only in case, spaces and plain punctuation, and
+similar if they share most of their pieces of three words (Jaccard index). Only the rarest pieces of
+a question are looked up, which finds nearly all similar ones (prefix filtering), so that the work
+grows with the number of rows, not with its square.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from envserver_records.tasks import Task, text_of
+
+from .absurd import strings_in
+from .check_report import PLACES_SHOWN, Lengths, Repeats
+
+SIMILAR = 0.8
+"""Least share of pieces that similar questions have in common."""
+_WORDS = 3
+_MOST_COMPARED = 50
+"""Earlier questions with the same rare piece that a question is compared with."""
+_PERCENTILES = (50, 90, 99, 100)
+BYTES_PER_TOKEN = 3
+_WORD = re.compile(
+    r"\d+(?:\.\d+)?|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\d_]+|[^\w\s.,;:!?'\"`$]"
+)
+_QUESTIONS = ("question", "instruction", "prompt", "problem", "problem_statement", "query")
+_ANSWERS = ("answer", "golds", "code", "patch", "plan")
+_NOT_ASKED = ("data_set", "id", "image")
+_SHORT = 200
+"""Characters of a public text that tells questions apart, such as the name of a video."""
+
+
+Placed = tuple[str, Task]
+"""A task, and where its row is."""
+
+
+def repeats(tasks: Sequence[Placed], evaluation: Sequence[Placed]) -> Iterator[Repeats]:
+    """Yields what is repeated within `tasks`, and what they have in common with `evaluation`."""
+    own, others = ([_asked(*one) for one in listed] for listed in (tasks, evaluation))
+    rarity = Counter(piece for one in (*own, *others) for piece in one.pieces)
+    within = {name: Repeats(what=name) for name in (_EQUAL, _OTHER_ANSWER, _SIMILAR)}
+    seen = _Questions(rarity)
+    for one in own:
+        if found := seen.like(one):
+            kind, earlier = found
+            if kind == _EQUAL and not _same(answer_of(earlier.task), answer_of(one.task)):
+                kind = _OTHER_ANSWER
+            _count(within[kind], one.place, earlier.place)
+        seen.add(one)
+    yield from within.values()
+    if not evaluation:
+        return
+    asked = _Questions(rarity)
+    for one in others:
+        asked.add(one)
+    both = {name: Repeats(what=f"{name} in the evaluation set") for name in (_EQUAL, _SIMILAR)}
+    for one in own:
+        if found := asked.like(one):
+            _count(both[found[0]], one.place, found[1].place)
+    yield from both.values()
+
+
+_EQUAL, _SIMILAR = "equal questions", "similar questions"
+_OTHER_ANSWER = "equal questions with different answers"
+
+
+def lengths(
+    what: str, texts: Iterable[str], tokens: Callable[[str], int], limits: Mapping[str, int]
+) -> Lengths:
+    """Returns percentiles of the lengths of `texts`, and how many exceed each limit.
+
+    Args:
+        limits: in tokens, by the setting's name.
+    """
+    counts = sorted(map(tokens, texts))
+    return Lengths(
+        what=what,
+        percentiles={
+            share: counts[max(0, math.ceil(len(counts) * share / 100) - 1)]
+            for share in (_PERCENTILES if counts else ())
+        },
+        over={name: (limit, sum(n > limit for n in counts)) for name, limit in limits.items()},
+    )
+
+
+def estimated_tokens(text: str) -> int:
+    """Returns a number of tokens without a tokenizer: one for three bytes, rounded up."""
+    return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
+
+
+def answer_of(task: Task) -> str:
+    """Returns the right answer as text: of options the right one, else what the task hides."""
+    held = next((task.hidden[name] for name in _ANSWERS if name in task.hidden), task.hidden)
+    options = task.public.get("options")
+    if isinstance(options, list) and options:
+        is_letter = isinstance(held, str) and len(held) == 1
+        place = ord(str(held).upper()) - ord("A") if is_letter else held
+        if isinstance(place, int) and 0 <= place < len(options):
+            return str(options[place])
+    return "\n".join(strings_in(held)) if isinstance(held, list | dict) else str(held)
+
+
+class _Asked(NamedTuple):
+    place: str
+    task: Task
+    words: tuple[str, ...]
+    pieces: frozenset[tuple[str, ...]]
+
+
+def _asked(place: str, task: Task) -> _Asked:
+    text = unicodedata.normalize("NFKC", _question(task.public)).casefold()
+    words = tuple(_WORD.findall(text))
+    last = max(1, len(words) - _WORDS + 1)
+    return _Asked(place, task, words, frozenset(words[at : at + _WORDS] for at in range(last)))
+
+
+class _Questions:
+    """Finds earlier questions like another.
+
+    Args:
+        rarity: how many questions have each piece.
+    """
+
+    def __init__(self, rarity: Mapping[tuple[str, ...], int]) -> None:
+        self._rarity = rarity
+        self._equal: dict[tuple[str, ...], _Asked] = {}
+        self._with: dict[tuple[str, ...], list[_Asked]] = defaultdict(list)
+
+    def like(self, one: _Asked) -> tuple[str, _Asked] | None:
+        """Returns whether an earlier question is equal or similar, and the first such question."""
+        if one.words in self._equal:
+            return _EQUAL, self._equal[one.words]
+        for piece in self._rarest(one.pieces):
+            for other in self._with[piece][:_MOST_COMPARED]:
+                common = len(one.pieces & other.pieces)
+                if common >= SIMILAR * (len(one.pieces) + len(other.pieces) - common):
+                    return _SIMILAR, other
+        return None
+
+    def add(self, one: _Asked) -> None:
+        """Adds a question to those that are found."""
+        if self._equal.setdefault(one.words, one) is one:
+            for piece in self._rarest(one.pieces):
+                self._with[piece].append(one)
+
+    def _rarest(self, pieces: frozenset[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Two similar questions have at least one of these pieces in common."""
+        ordered = sorted(pieces, key=lambda piece: (self._rarity[piece], piece))
+        return ordered[: len(pieces) - math.ceil(SIMILAR * len(pieces)) + 1]
+
+
+def _question(public: Mapping[str, Any]) -> str:
+    """The question, with its options and what else tells it apart; else all that is public."""
+    if isinstance(public.get("messages"), list):
+        return "\n".join(map(text_of, public["messages"]))
+    name = next((one for one in _QUESTIONS if isinstance(public.get(one), str)), None)
+    if name is None:
+        return "\n".join(strings_in(public))
+    options = public.get("options")
+    rest = [
+        one
+        for key, one in public.items()
+        if key not in (name, *_NOT_ASKED) and isinstance(one, str) and len(one) <= _SHORT
+    ]
+    listed = sorted(map(str, options)) if isinstance(options, list) else []
+    return "\n".join([public[name], *rest, *listed])
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return float(one.replace(",", "")) == float(other.replace(",", ""))
+    except ValueError:
+        return one.casefold().split() == other.casefold().split()
+
+
+def _count(repeated: Repeats, place: str, earlier: str) -> None:
+    repeated.count += 1
+    if len(repeated.places) < PLACES_SHOWN:
+        repeated.places.append((place, earlier))
