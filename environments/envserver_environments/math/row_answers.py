@@ -18,6 +18,7 @@ from envserver_environments.rows import Row
 from envserver import KnownResult, Result, Task
 
 from .data_sets import Problem
+from .latex import readable
 from .literals import PLAIN_NUMBER, listed_numbers, plain_number
 from .sizes import is_huge
 from .values import value_of, values_differ
@@ -57,7 +58,7 @@ def _wrong(task: Task, gold: str, others: Sequence[Task]) -> Iterator[tuple[str,
         letters = (chr(ord("A") + place) for place in range(len(task.public["options"])))
         yield from (("another option", letter) for letter in letters if letter != gold)
         return
-    if numbers := listed_numbers(gold):
+    if numbers := listed_numbers(readable(gold)):
         yield from _of_numbers(gold, numbers)
     elif (value := value_of(gold)) is not None:
         yield from _of_value(gold, value)
@@ -84,10 +85,10 @@ def _of_numbers(gold: str, numbers: list[Fraction]) -> Iterator[tuple[str, str]]
 
 def _changed(gold: str, change: Callable[[Fraction], Fraction]) -> str:
     def changed(text: str) -> str:
-        number = plain_number(text)
+        number = plain_number(readable(text))
         return text if number is None else _written(change(number))
 
-    if plain_number(gold) is not None:
+    if plain_number(readable(gold)) is not None:
         return changed(gold)
     return re.sub(PLAIN_NUMBER, lambda found: changed(found[0]), gold)
 
@@ -115,7 +116,7 @@ def _of_value(gold: str, value: complex) -> Iterator[tuple[str, str]]:
 
 
 def _surely_differ(one: str, other: str) -> bool:
-    numbers = sorted(listed_numbers(one)), sorted(listed_numbers(other))
+    numbers = sorted(listed_numbers(readable(one))), sorted(listed_numbers(readable(other)))
     if all(numbers):
         has_units = _UNIT.search(one) or _UNIT.search(other)  # 50% is 0.5, 1 m is 100 cm
         return numbers[0] != numbers[1] and not has_units

@@ -1,14 +1,13 @@
 r"""Decides with math-verify whether an answer equals the gold, whatever the answer contains.
 
 An answer is hostile input: `9^{9^9}` or `10^8!` can cost minutes and gigabytes. So each comparison
-runs in a separate process, forked from the warm scorer, with limits of memory and CPU time;
-math-verify's own timeouts and a kill follow if these fail. The answer is then wrong, which is the
+runs in a separate process, forked from the warm scorer, with limits of memory and CPU time; a kill
+follows if these fail. The answer is then wrong, which is the
 model's fault, and the scorer is not affected. The limit is CPU time, since by wall clock a right
 answer would be wrong on a busy machine.
 
 math-verify is not symmetric: the gold comes first, else an answer may repeat a condition of the
-problem instead of solving it. Where it is wrong, the form decides first (see `latex`). It needs the
-main thread (it works with SIGALRM).
+problem instead of solving it. Where it is wrong, the form decides first (see `latex`).
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ from .values import value_of, values_differ
 CPU_SECONDS = 0.8
 """CPU time of the process that compares one answer; one that never ends takes all of it. The
 slowest of 534 labelled pairs takes 0.17."""
-TIMEOUT_SECONDS = 30
-"""Time by the clock for parsing, and again for each comparison."""
+_NO_TIMEOUT = None
+"""math-verify's own limits are by the clock, so a busy machine would decide; those here are not."""
 KILL_SECONDS = 100.0
 """Time by the clock after which the process is killed, whatever it does."""
 MEMORY_BYTES = 1 << 30
@@ -232,7 +231,7 @@ def _parsed_gold(gold: str) -> tuple[Any, ...]:
     boxed = f"\\boxed{{{gold}}}"
     return tuple(
         library.parse(
-            boxed, library.strict, extraction_mode="first_match", parsing_timeout=TIMEOUT_SECONDS
+            boxed, library.strict, extraction_mode="first_match", parsing_timeout=_NO_TIMEOUT
         )
     )
 
@@ -247,13 +246,13 @@ def _verdict(gold: tuple[Any, ...], answer: str, lenient: bool) -> Verdict:
         f"\\boxed{{{answer}}}",
         library.lenient if lenient else library.strict,
         extraction_mode="any_match" if lenient else "first_match",
-        parsing_timeout=TIMEOUT_SECONDS,
+        parsing_timeout=_NO_TIMEOUT,
     )
-    if library.verify(list(gold), parsed, timeout_seconds=TIMEOUT_SECONDS):
+    if library.verify(list(gold), parsed, timeout_seconds=_NO_TIMEOUT):
         agreed = not (gold and parsed) or _agree(gold[0], parsed[0])
         return Verdict.EQUAL if agreed else Verdict.DIFFERENT
     # No gold is blamed for a wrong answer unless it fails its own comparison.
-    fit = library.verify(list(gold), list(gold), timeout_seconds=TIMEOUT_SECONDS)
+    fit = library.verify(list(gold), list(gold), timeout_seconds=_NO_TIMEOUT)
     return Verdict.DIFFERENT if fit else Verdict.BAD_GOLD
 
 
@@ -282,7 +281,7 @@ def _agree(wanted: Any, given: Any) -> bool:
         return not {_kind(wanted), _kind(given)} & {"FiniteSet", "Tuple"}
     verify = _library().verify
     return all(
-        verify(*pair, timeout_seconds=TIMEOUT_SECONDS) and _agree(*pair)
+        verify(*pair, timeout_seconds=_NO_TIMEOUT) and _agree(*pair)
         for pair in zip(one, other, strict=True)
     )
 
