@@ -391,8 +391,7 @@ class Server(NamedTuple):
     def metric(self, name: str) -> float:
         """The sum of a metric's values over its labels."""
         text = body_of(f"{self.url}/metrics")
-        lines = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, lines))
+        return sum(map(float, re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)))
 
 
 def body_of(url: str) -> str:

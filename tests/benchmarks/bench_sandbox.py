@@ -151,10 +151,9 @@ def table(rows: dict[str, Measured], title: str) -> Table:
     shown = columned(title, "what", *(heading + each for heading in headings))
     for name, one in rows.items():
         cells = [f"{{:.{digits}f}}" for digits in (1, 1, 0, 1)]
-        columns = (one.p50, one.p99, one.per_second, one.cpu)
         texts = [
             " / ".join(cell.format(column[at_a_time]) for at_a_time in AT_A_TIME)
-            for cell, column in zip(cells, columns, strict=True)
+            for cell, column in zip(cells, (one.p50, one.p99, one.per_second, one.cpu), strict=True)
         ]
         shown.add_row(name, *texts)
     return shown

@@ -275,5 +275,4 @@ def _tokens(said: Answer, *, top: bool = False) -> Iterator[tuple[int, dict[str,
 
 
 def _as_events(chunks: list[dict[str, Any]]) -> list[bytes]:
-    events = [b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks]
-    return [*events, b"data: [DONE]\n\n"]
+    return [*[b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks], b"data: [DONE]\n\n"]

@@ -49,14 +49,12 @@ def at(page: Page, pattern: str) -> None:
 def test_a_hundred_thousand_groups_are_read_by_pages_and_do_not_move(
     house: GroupsHouse, visitor: Visitor
 ) -> None:
-    context = visitor.context()
-    page = context.new_page()
+    page = visitor.context().new_page()
     asked: list[str] = []
     page.on("request", lambda one: asked.append(one.url) if "order=newest" in one.url else None)
     page.goto(f"{house.url}/#/groups")
     rows = page.locator(".list-row")
-    status = page.get_by_role("status").filter(has_text="groups")
-    expect(status).to_contain_text("100,003 groups")
+    expect(page.get_by_role("status").filter(has_text="groups")).to_contain_text("100,003 groups")
     expect(rows.first).to_contain_text("rooms")
     assert nodes(page) < MOST_NODES
     assert len(asked) == 1, asked
@@ -185,8 +183,7 @@ def test_thirty_thousand_tokens_are_a_few_nodes(house: GroupsHouse, visitor: Vis
     press(page, "n")
     expect(panel).to_contain_text("1, trained")
     at(page, "token=")
-    likely = float(re.findall(r"probability\s*([0-9.e-]+)", panel.inner_text())[0])
-    assert likely < 0.1
+    assert float(re.findall(r"probability\s*([0-9.e-]+)", panel.inner_text())[0]) < 0.1
     page.goto(f"{house.url}/#/groups/long/0?tab=tokens&token={LONG_ROW - 1}&shade=version")
     expect(panel).to_contain_text(f"{LONG_ROW - 1} of {LONG_ROW}")
     press(page, "ArrowLeft")

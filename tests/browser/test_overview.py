@@ -61,8 +61,7 @@ def test_pages_are_clean_in_light_dark_and_on_a_small_screen(
     house: PageHouse, visitor: Visitor
 ) -> None:
     page = visitor.page(house.url)
-    looks = {"light": None, "dark": None, "small": SMALL}
-    for look, size in looks.items():
+    for look, size in {"light": None, "dark": None, "small": SMALL}.items():
         page.emulate_media(color_scheme="dark" if look == "dark" else "light")
         if size:
             page.set_viewport_size(size)

@@ -57,8 +57,7 @@ class Poster:
         group = {"tokens": tokens, "masks": masks, "scores": [0.0, 1.0]}
         for _ in range(600):
             try:
-                headers = {"Idempotency-Key": key}
-                answer = http.post("/scored_data", json=group, headers=headers)
+                answer = http.post("/scored_data", json=group, headers={"Idempotency-Key": key})
             except httpx.TransportError:
                 answer = None
             if answer is not None and answer.status_code == 200:

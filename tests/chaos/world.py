@@ -134,8 +134,7 @@ class World:
 
     def kill_child(self, of: Name, part: str, draw: random.Random) -> bool:
         """kill -9 of one of the processes below `of` with `part` in their words; False: none is."""
-        below = sorted(descendants(self.processes[of].pid))
-        found = [pid for pid in below if part in command(pid)]
+        found = [pid for pid in sorted(descendants(self.processes[of].pid)) if part in command(pid)]
         if found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(draw.choice(found), signal.SIGKILL)

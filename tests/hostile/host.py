@@ -207,13 +207,11 @@ class Victim:
         """Who traces it, its processors, its limits, its priority, whether it is stopped."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         words = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-        limits = Path(f"/proc/{self.pid}/limits").read_text()
-        priority = os.getpriority(os.PRIO_PROCESS, self.pid)
         return (
             words["TracerPid"],
             words["Cpus_allowed"],
-            limits,
-            priority,
+            Path(f"/proc/{self.pid}/limits").read_text(),
+            os.getpriority(os.PRIO_PROCESS, self.pid),
             words["State"][0] in "Tt",
         )
 

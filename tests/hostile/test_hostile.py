@@ -102,16 +102,14 @@ def test_the_walls_of_another_machine_hold(every: str, tell: Callable[[str], Non
 def test_a_container_lets_through_what_it_is_known_to(
     docker_image: str, part: list[str], tell: Callable[[str], None]
 ) -> None:
-    told = report(AS_IT_IS, "docker", "--image", docker_image, *part)
-    tell(_summary("docker", told))
+    tell(_summary("docker", report(AS_IT_IS, "docker", "--image", docker_image, *part)))
 
 
 @pytest.mark.slow
 def test_podman_lets_through_what_it_is_known_to(
     podman_image: str, tell: Callable[[str], None]
 ) -> None:
-    told = report(AS_IT_IS, "docker", "--image", podman_image, "--every", "1")
-    tell(_summary("podman", told))
+    tell(_summary("podman", report(AS_IT_IS, "docker", "--image", podman_image, "--every", "1")))
 
 
 def _summary(name: str, told: dict[str, Any]) -> str:

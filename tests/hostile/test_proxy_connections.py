@@ -52,8 +52,7 @@ async def house(**workers: Any) -> AsyncIterator[RolloutContext]:
         "workers": {"heartbeat_seconds": 30, "kill_grace_seconds": 0.3, **workers},
         "sandbox": {"backend": "namespace"},
     }
-    settings = Settings.model_validate(tree)
-    async with rollout_context(settings, find(ZOO)(), ZOO) as parts:
+    async with rollout_context(Settings.model_validate(tree), find(ZOO)(), ZOO) as parts:
         yield parts
 
 

@@ -134,8 +134,7 @@ def shown(url: str) -> dict[str, tuple[str, Json]]:
 @pytest.mark.parametrize("way", shown(IMAGE))
 def test_the_engine_fetches_nothing_for_an_agent(way: str) -> None:
     for url in CASES["urls"]:
-        request = shown(url)[way]
-        refused(*request, "url must begin with data:image/", "Let the environment fetch it")
+        refused(*shown(url)[way], "url must begin with data:image/", "Let the environment fetch it")
     status, _, (asked,) = send(*shown(IMAGE)[way])  # by value it passes
     assert status == 200
     assert part(IMAGE) in asked["messages"][-1]["content"]
@@ -219,8 +218,7 @@ def test_only_listed_fields_of_what_is_nested_go_on() -> None:
 
 
 def test_a_chat_may_allow_some_of_its_tools() -> None:
-    allowed = {"mode": "required", "tools": [function()]}
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function()]}}
     body = {"messages": [user()], "tools": [function(), function("b")], "tool_choice": choice}
     _, _, (asked,) = send(CHAT, body)
     assert (asked["tools"], asked["tool_choice"]) == ([function()], "required")

@@ -90,8 +90,7 @@ def test_an_answer_is_harmless_on_a_terminal(tmp_path: Path) -> None:
 def assert_harmless(shown: str) -> None:
     assert not re.search(r"\x1b\[2J|\x1b\]|\x07|\u202e", shown)
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", shown)]
-    forged = [line for line in lines if line.lstrip().startswith("2026-01-01")]
-    assert not forged
+    assert not [line for line in lines if line.lstrip().startswith("2026-01-01")]
     assert any("FORGED" in line for line in lines)
 
 

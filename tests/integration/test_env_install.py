@@ -65,8 +65,7 @@ def sums(folder: Path, *requires: str, code: str = PLAIN, manifest: str = "") ->
     files = {"my_sums/__init__.py": code} | (
         {"my_sums/environment.yaml": manifest} if manifest else {}
     )
-    point = "sums = my_sums:Sums"
-    return wheel(folder, "my-sums", files, requires=requires, environments=[point])
+    return wheel(folder, "my-sums", files, requires=requires, environments=["sums = my_sums:Sums"])
 
 
 class Line:
@@ -150,8 +149,7 @@ def test_a_package_with_conflicting_dependencies_runs_beside_math(
     run(f"env install {sums(tmp_path, 'envserver>=0.2', 'simpleeval<1', code=code)}")
     assert "my-sums (own venv)" in run("list")
     check_mix(run, 0.5)
-    said = run.refused("process --env sums --model sim --env.largest x")
-    assert "--env.largest" in said
+    assert "--env.largest" in run.refused("process --env sums --model sim --env.largest x")
 
 
 SERVED = """

@@ -63,9 +63,8 @@ def test_the_newest_commit_that_passed_is_found(
 ) -> None:
     def git(*words: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-        command = ["git", *who, *words]
         return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, check=True
+            ["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True
         ).stdout.strip()
 
     git("init", "-q")

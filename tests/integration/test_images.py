@@ -86,8 +86,7 @@ async def test_the_server_of_an_openenv_image_is_started_and_ended(
 ) -> None:
     lines = 'COPY server.py /server.py\nCMD ["python3", "/server.py"]\n'
     image = build(lines, server_py=SERVER.read_text())
-    script = transcript(tmp_path / "t.json", OPENING, "4", "7")
-    result = await played(f"docker://{image}", script)
+    result = await played(f"docker://{image}", transcript(tmp_path / "t.json", OPENING, "4", "7"))
     (group,) = result.groups
     assert [one.score.reward for one in group.trajectories] == pytest.approx([1.1, 1.1])
     assert not docker_engine.output("ps", "--all", "--quiet", "--filter", f"ancestor={image}")

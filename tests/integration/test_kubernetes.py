@@ -111,8 +111,7 @@ def test_pods_may_little_and_end_in_time(way: str) -> None:
             may = container["securityContext"]
             assert may["readOnlyRootFilesystem"] and not may["allowPrivilegeEscalation"]
             assert may["capabilities"] == {"drop": ["ALL"]}
-            mounts = {mount["name"] for mount in container["volumeMounts"]}
-            assert mounts == volumes.keys()
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims
@@ -155,7 +154,6 @@ def read(args: list[str], variables: list[Tree], monkeypatch: pytest.MonkeyPatch
     said: list[str] = []
     with monkeypatch.context() as environment:
         for name, value in values.items():
-            expanded = re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], value)
-            environment.setenv(name, expanded)
+            environment.setenv(name, re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], value))
         spec.read(args[1:], warn=said.append)
     assert not said, said

@@ -84,8 +84,7 @@ def test_where_vllm_does_not_come_up_the_local_engine_is_used_and_why_is_said(
     (why,) = [line for line in said if "The local engine is used" in line]
     assert "RuntimeError: no accelerator was found" in why
     assert "The local engine ended before it answered" in said[-1]
-    only = typed(f"{line} --backend vllm", tmp_path, status=1)
-    assert "The local engine" not in only.stderr
+    assert "The local engine" not in typed(f"{line} --backend vllm", tmp_path, status=1).stderr
     missing = typed(f"models start {model} --backend vllm", tmp_path, status=2)
     assert "vLLM is not installed" in missing.stderr
 

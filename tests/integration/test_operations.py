@@ -57,10 +57,8 @@ def test_a_server_shows_its_numbers_its_traces_and_its_end(tmp_path: Path) -> No
             }  # fmt: skip
             with SyncEnvClient(url, run="trainer", batch_size=2) as client:
                 client.publish_policy_version(3)
-                first = next(client.batches(idle_seconds=PATIENCE))
-                client.ack(first)
-                second = next(client.batches(idle_seconds=PATIENCE))
-                client.nack(second)
+                client.ack(next(client.batches(idle_seconds=PATIENCE)))
+                client.nack(next(client.batches(idle_seconds=PATIENCE)))
             shown = families(url)
             check_dashboard(shown)
             assert shown["envserver_leases"].samples

@@ -289,8 +289,7 @@ def test_a_full_disk_loses_nothing_that_was_written(process: Process, folder: Pa
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    said = process("--env.total_steps 40", 1, preexec_fn=small_files)
-    assert "cannot be written" in said
+    assert "cannot be written" in process("--env.total_steps 40", 1, preexec_fn=small_files)
     output = folder / "data" / "echo.jsonl"
     kept = group_ids(output)
     assert kept

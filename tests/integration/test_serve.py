@@ -35,8 +35,7 @@ def queued(url: str) -> int:
 
 def next_batch(url: str, server: Running) -> list[dict[str, Any]]:
     """The next batch over the Atropos wire."""
-    answer = server.until(lambda: get(f"{url}/batch")["batch"])
-    return list(answer)
+    return list(server.until(lambda: get(f"{url}/batch")["batch"]))
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(15, marks=pytest.mark.slow)])

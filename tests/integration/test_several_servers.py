@@ -113,8 +113,7 @@ def test_all_answer_and_another_leads_when_the_leader_is_killed(
 
         def known() -> bool:
             status = other.client.get("/v1/status").json()["server"]["leader"]
-            follow = {one.url, other.url}
-            return status["url"] == leader.url and set(status["followers"]) == follow
+            return status["url"] == leader.url and set(status["followers"]) == {one.url, other.url}
 
         until(known, leader.said)
         assert leader.metric("envserver_followers") == 2

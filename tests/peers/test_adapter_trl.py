@@ -162,8 +162,7 @@ def test_trls_own_loop_plays_our_environment(
 ) -> None:
     nowhere = ("http://127.0.0.1:9", "http://127.0.0.1:9")
     asked = ("--environment", "math", "--seats", 1)
-    output = trained(learn_python, babbler, tmp_path, nowhere, *asked)
-    assert "rewards/MathSeat/mean" in output
+    assert "rewards/MathSeat/mean" in trained(learn_python, babbler, tmp_path, nowhere, *asked)
 
 
 # Pure parts
@@ -181,8 +180,7 @@ def test_a_seat_plays_a_task_with_tools_and_is_scored() -> None:
     row = dataset_rows(seats)[0]
     seat: Any = seats()
     assert isinstance(seat, TrlEnvironment)
-    question = seat.reset(**row)
-    assert question.startswith("What is")
+    assert seat.reset(**row).startswith("What is")
     assert seat.calculate(expression="2*3") == "6"
     assert seat.get_reward() == 0.0
     with pytest.raises(ToolError):

@@ -144,8 +144,7 @@ def test_its_trainer_trains_two_players_each_by_its_own_score(
     assert trained["rows"] == 8 * trained["batches"]
     assert trained["spread"] == pytest.approx(1.0, abs=1e-3)  # of the scores, as it scaled them
     # A rollout has two rows for each player, whose turns do not continue each other.
-    scores = np.array(group["scores"])
-    assert len(set(scores.tolist())) > 2
+    assert len(set(np.array(group["scores"]).tolist())) > 2
     for tokens, masks, advantages in zip(
         group["tokens"], group["masks"], group["advantages"], strict=True
     ):
@@ -277,8 +276,7 @@ def test_the_same_groups_arrive_from_either_server(atropos_python: Path, tmp_pat
     for key in ("batches", "rows", "trained"):
         assert made["ours"][key] == made["theirs"][key]
     assert made["ours"]["spread"] == pytest.approx(made["theirs"]["spread"])
-    scores = [score for group in made["ours"]["groups"] for score in group["scores"]]
-    assert len(set(scores)) > 2
+    assert len({score for group in made["ours"]["groups"] for score in group["scores"]}) > 2
     assert "<tool_response>" in json.dumps(groups["ours"])
 
 

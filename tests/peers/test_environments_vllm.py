@@ -141,8 +141,7 @@ def judged(server: VllmServer, folder: Path) -> subprocess.CompletedProcess[str]
     """Runs the package's first tasks, rightly answered; a real vLLM judges them."""
     (path,) = (one for one in create("my-env", "judge", folder) if one.name == "env.py")
     form = "structured_outputs=" + repr({"regex": MARKS})
-    code = path.read_text().replace("criteria=CRITERIA", f"criteria=CRITERIA, {form}")
-    path.write_text(code)
+    path.write_text(path.read_text().replace("criteria=CRITERIA", f"criteria=CRITERIA, {form}"))
     return envserver(
         *("process", "--env", path, "--env.judged", "true", "--env.total_steps", TASKS),
         *("--env.group_size", 2, "--env.ensure_scores_are_not_same", "false"),

@@ -60,8 +60,7 @@ class Sums:
         self.keys.add(headers["authorization"])
         number = int(body["messages"][-1]["content"].split()[2])
         answer = str(2 * number + number % 2)
-        text = f"It is {answer}" if number % 3 == 0 else answer
-        message = {"role": "assistant", "content": text}
+        message = {"role": "assistant", "content": f"It is {answer}" if number % 3 == 0 else answer}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         usage = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
         told = {"id": "x", "model": body["model"], "choices": [choice], "usage": usage}
@@ -117,8 +116,7 @@ def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
         again = envserver(*words, "--resume", "--metric", "exact_match,whole", folder=tmp_path)
         assert again.returncode == 0, again.stderr
         assert server.asked == 4 + DOCUMENTS  # every answer was there
-    report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
-    texts, part = report["parts"]
+    texts, part = orjson.loads((tmp_path / "run" / "report.json").read_bytes())["parts"]
     assert (texts["name"], part["name"]) == ("texts", "sums")
     values = part["harness"]["values"]
     assert values["exact_match,number"] == pytest.approx(0.5)

@@ -59,8 +59,7 @@ def built(learn_python: Path, folder: Path, values: dict[str, str]) -> Path:
     assert first == ["envserver", "models", "tiny", "out/tiny"]
     (folder / "out" / "tiny").symlink_to(tiny_model(learn_python))
     for words in others:
-        changed = [values.get(flag, word) for flag, word in pairwise(["", *words])]
-        run(changed, learn_python, folder)
+        run([values.get(flag, word) for flag, word in pairwise(["", *words])], learn_python, folder)
     return folder
 
 

@@ -122,8 +122,7 @@ def test_a_word_game_needs_its_words_and_never_fetches_them(
         path = place / "nltk" / "taggers" / tagger / f"{tagger}.{part}.json"
         path.write_text(json.dumps(content))
     guesses = {"player0": [f"My guess is [{word}]." for word in words]}
-    groups = played(games_python, "textarena:Wordle-v0", {"moves": guesses}, place)
-    for one in rollouts(groups):
+    for one in rollouts(played(games_python, "textarena:Wordle-v0", {"moves": guesses}, place)):
         assert one["reward"] == 1.0 and one["metrics"]["moves"] <= len(words)
     with pytest.raises(ConfigError, match=r"Did you mean .*Wordle-v0"):
         install(games_python, "games", "textarena:Wordl-v0")

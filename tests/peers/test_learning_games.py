@@ -35,8 +35,7 @@ KUHN_WINDOW = 120
 
 @pytest.fixture(scope="module")
 def kuhn_player(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kuhn") / "tiny"
-    return coin_tosser(learn_python, "kuhn", folder)
+    return coin_tosser(learn_python, "kuhn", tmp_path_factory.mktemp("kuhn") / "tiny")
 
 
 def curve(store: Path) -> list[float]:

@@ -231,8 +231,7 @@ async def test_weights_are_named_and_replaced_while_it_runs(
     await until_running(http, 1)
     assert (await http.post("/pause?mode=keep")).json() == {"status": "paused"}
     assert (await http.get("/is_paused")).json() == {"is_paused": True}
-    folder = str(engine.model_folder)
-    body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(engine.model_folder)}}
     assert (await http.post("/collective_rpc", json=body)).status_code == 200
     await http.post("/reset_prefix_cache")
     await http.post("/update_weight_version", json={"new_version": "2"})

@@ -57,8 +57,7 @@ def healthy(url: str) -> bool:
 async def test_its_servers_are_environments(
     games: str, tmp_path: Path, game: str, opening: str, answers: list[Any], rewards: float
 ) -> None:
-    script = transcript(tmp_path / "t.json", opening, *answers)
-    result = await played(f"{games}/{game}", script)
+    result = await played(f"{games}/{game}", transcript(tmp_path / "t.json", opening, *answers))
     scores = [one.score.reward for one in result.groups[0].trajectories]
     assert scores == pytest.approx([rewards, rewards])
 

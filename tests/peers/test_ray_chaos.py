@@ -60,8 +60,7 @@ def test_ten_nodes_are_killed_at_random(
             one.train(lambda: registrations(server) >= 3)
             for _ in range(KILLS):
                 seen = registrations(server)
-                killed = alive.pop(rng.randrange(len(alive)))
-                cluster.kill(killed)
+                cluster.kill(alive.pop(rng.randrange(len(alive))))
                 alive.append(cluster.add())
                 before = time.monotonic()
                 one.train(partial(is_more, server, seen))

@@ -162,8 +162,7 @@ def test_thoughts_are_blocks_that_can_be_sent_back(house: SdkHouse, streamed: bo
         ]
         assert first.content[0].thinking == "Two sums it takes."
         messages += [{"role": "assistant", "content": first.content}, results(first, "2", "4")]
-        last = message_of(seat, streamed, messages=messages, **asked)
-        assert last.stop_reason == "end_turn"
+        assert message_of(seat, streamed, messages=messages, **asked).stop_reason == "end_turn"
         recorded, replayed = seat.calls[0].message, seat.calls[1].messages[1]
         assert replayed["reasoning"] == recorded["reasoning"] == "Two sums it takes."
         assert replayed["content"] == recorded["content"] == "Two sums."
@@ -187,8 +186,7 @@ def test_the_clients_own_loop_runs_tools_to_the_end(house: SdkHouse) -> None:
         runner = seat.anthropic.beta.messages.tool_runner(
             model=seat.model, max_tokens=200, messages=user(), tools=[calculate]
         )
-        last = runner.until_done()
-        assert last.content[0].text.endswith("They are 2 and 4.")
+        assert runner.until_done().content[0].text.endswith("They are 2 and 4.")
         assert [m["content"] for m in seat.calls[1].messages if m["role"] == "tool"] == ["2", "4"]
         seat.assert_exact(sequences=1)
 

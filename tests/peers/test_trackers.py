@@ -135,8 +135,7 @@ def spans(url: str, rollout_ids: set[str]) -> list[dict[str, Any]]:
 def check(found: list[dict[str, Any]], rewards: dict[str, float], turns: int, tools: int) -> None:
     kinds = Counter(one["span_kind"] for one in found)
     assert (kinds["AGENT"], kinds["LLM"], kinds["TOOL"]) == (len(rewards), turns, tools)
-    sessions = {one["attributes"].get("session.id") for one in found} - {None}
-    assert sessions == rewards.keys()
+    assert ({one["attributes"].get("session.id") for one in found} - {None}) == rewards.keys()
     for one in found:
         told = one["attributes"]
         if one["span_kind"] == "LLM":

@@ -38,8 +38,7 @@ def loop(vllm_python: Path, folder: Path, *words: object) -> Iterator[Loop]:
         serve += ("--port", 0, "--store", "groups.db", "--rollouts.max_queued_groups", 0)
         serve += ("--workers.processes", 1, *words)
         with running(*serve, folder=folder) as server:
-            url = server.wait_for(r"Trainers: (http://\S+)")[1]
-            yield Loop(engine, url, folder)
+            yield Loop(engine, server.wait_for(r"Trainers: (http://\S+)")[1], folder)
 
 
 @contextlib.contextmanager
@@ -214,10 +213,9 @@ def test_skyrl_takes_two_steps_with_its_engine_asked_by_our_agents(
         }
         command = ("-W", "ignore", SUPPORT / "skyrl_on_a_cpu.py")
         words = [f"{name}={value}" for name, value in settings.items()]
-        resources = '{"CPU": 16, "GPU": 1}'
         with trains(
             *(trainers_python, made, *command, *words),
-            RAY_OVERRIDE_RESOURCES=resources,
+            RAY_OVERRIDE_RESOURCES='{"CPU": 16, "GPU": 1}',
             SKYRL_DUMP_INFRA_LOG_TO_STDOUT="1",
         ) as process:
             assert process.end() == 0, process.output()[-5000:]

@@ -131,16 +131,14 @@ def test_a_reward_function_that_raises_is_no_reward_of_0(home: Path, tmp_path: P
     args = json.dumps({"scored_by": "raises"})
     words = ("process", "--env", "verifiers:classic_sums", "--model", "sim", "--limit", 1)
     words += ("--env.args", args, "--rollouts.max_attempts", 1)  # type: ignore[assignment]
-    done = envserver(*words, *ONE_PROCESS, "--out", out, folder=tmp_path)
-    assert done.returncode != 0
+    assert envserver(*words, *ONE_PROCESS, "--out", out, folder=tmp_path).returncode != 0
     assert "the judge is gone" in (tmp_path / "rows.failures.jsonl").read_text()
     assert not out.exists() or not list(read_jsonl(out))
 
 
 @pytest.mark.slow
 def test_a_task_set_without_end_is_scored_apart(home: Path, tmp_path: Path) -> None:
-    words = ("--env.args", json.dumps({"first": 40}))
-    groups = played("taskset_sums", tmp_path, *words, limit=6)
+    groups = played("taskset_sums", tmp_path, "--env.args", json.dumps({"first": 40}), limit=6)
     done = rollouts_of(groups)
     assert {one["reward"] for one in done} == {0.0, 0.5}
     assert all(one["metrics"] == {"words": 1.0} for one in done)

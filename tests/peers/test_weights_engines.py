@@ -48,8 +48,7 @@ def is_paused(url: str) -> bool:
 
 def served_by(base_url: str) -> set[str]:
     """Names of the models that an engine has."""
-    cards = httpx.get(f"{base_url}/models", timeout=PATIENCE).json()["data"]
-    return {card["id"] for card in cards}
+    return {card["id"] for card in httpx.get(f"{base_url}/models", timeout=PATIENCE).json()["data"]}
 
 
 def good(answer: dict[str, Any], version: int, urls: list[str]) -> None:
@@ -80,8 +79,7 @@ def test_an_engine_that_dies_during_an_update_is_named_and_the_others_go_on(
         *("--rollouts.max_queued_groups", 0),
     )
     with ExitStack() as stack:
-        server = stack.enter_context(running(*words, folder=tmp_path))
-        server.wait_for("Trainers: ")
+        stack.enter_context(running(*words, folder=tmp_path)).wait_for("Trainers: ")
         address = f"http://127.0.0.1:{port}"
         client = stack.enter_context(SyncEnvClient(address, run=None))
 
@@ -115,14 +113,12 @@ def test_an_engine_that_dies_during_an_update_is_named_and_the_others_go_on(
             f"{address}/v1/engines", json={"url": third.url}, timeout=PATIENCE
         ).json()
         assert registered["engine"]["standing"] == "old"
-        restored = trainer.ask(restore=True)["restored"]
-        assert sorted(restored) == sorted([second.url, third.url])
+        assert sorted(trainer.ask(restore=True)["restored"]) == sorted([second.url, third.url])
         everybody = [*urls, third.url]
         assert {name(url) for url in everybody} == {"version-2"}
         assert rows()[third.url] == ("used", 2)
         assert trainer.ask(restore=True) == {"restored": []}
-        published = trainer.ask(publish=3)
-        assert sorted(published["engines"]) == sorted(everybody)
+        assert sorted(trainer.ask(publish=3)["engines"]) == sorted(everybody)
         assert rows() == dict.fromkeys(everybody, ("used", 3))
 
 
@@ -188,8 +184,7 @@ def test_two_vllms_have_each_version_also_after_a_failure_and_by_another_trainer
         json={"token_ids": [300, 301], "sampling_params": {"max_tokens": 2}},
         timeout=PATIENCE,
     ).json()
-    versions = {one["version"] for one in answer["choices"][0]["weight_versions"]}
-    assert versions == {"version-5"}
+    assert {one["version"] for one in answer["choices"][0]["weight_versions"]} == {"version-5"}
 
 
 # For the local engine, as files

@@ -71,8 +71,7 @@ def _try_client(folder: Path, wheel: Path) -> None:
 
 def _try_server(folder: Path, wheels: list[Path]) -> None:
     clients, server = wheels
-    programs = fresh_environment(folder, clients, f"{server}[math]")
-    command = programs / "envserver"
+    command = fresh_environment(folder, clients, f"{server}[math]") / "envserver"
     if "math" not in _run(command, "list", folder=folder):
         sys.exit("`envserver list` does not show math.")
     groups = folder / "groups.jsonl"

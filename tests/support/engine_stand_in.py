@@ -561,8 +561,7 @@ class FakeVllm:
         return response
 
     async def _write(self, response: web.StreamResponse, chunk: Json) -> None:
-        data = b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
-        await response.write(data)
+        await response.write(b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n")
 
     async def _wait(self) -> None:
         if self.held is not None:

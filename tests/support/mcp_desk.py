@@ -99,11 +99,10 @@ class Desk(Environment):
 
 def claude(program: str, run: Rollout, mcp: str, home: Path) -> tuple[list[str], dict[str, str]]:
     """Returns command and variables of Claude Code."""
-    servers = {"mcpServers": {"env": {"type": "http", "url": mcp}}}
     words = [
         *(program, "--output-format", "stream-json", "--verbose", "--bare", "--tools", ""),
         *("--dangerously-skip-permissions", "--strict-mcp-config"),
-        *("--mcp-config", json.dumps(servers), "-p"),
+        *("--mcp-config", json.dumps({"mcpServers": {"env": {"type": "http", "url": mcp}}}), "-p"),
     ]
     return words, {
         "ANTHROPIC_BASE_URL": run.base_url.removesuffix("/v1"),
@@ -117,8 +116,7 @@ def claude(program: str, run: Rollout, mcp: str, home: Path) -> tuple[list[str],
 
 def codex(program: str, run: Rollout, mcp: str, home: Path) -> tuple[list[str], dict[str, str]]:
     """Returns command and variables of Codex."""
-    settings = CODEX.format(model=run.model, base_url=run.base_url, mcp=mcp)
-    (home / "config.toml").write_text(settings)
+    (home / "config.toml").write_text(CODEX.format(model=run.model, base_url=run.base_url, mcp=mcp))
     words = [
         *(program, "exec", "--skip-git-repo-check", "--json"),
         "--dangerously-bypass-approvals-and-sandbox",

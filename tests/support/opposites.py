@@ -50,9 +50,8 @@ class Opposites(Environment):
 
     def demonstration(self, task: Task) -> Mapping[str, list[Message]]:
         wanted = task.public["wanted"]
-        called = WORDS[1 - WORDS.index(wanted)]
         return {
-            CALLER: [{"role": "assistant", "content": called}],
+            CALLER: [{"role": "assistant", "content": WORDS[1 - WORDS.index(wanted)]}],
             ANSWERER: [{"role": "assistant", "content": wanted}],
         }
 

@@ -174,8 +174,7 @@ def _rollout(group_id: str, place: int, said: str = "", **changes: Any) -> Traje
         "printed": [Printed(0.5, "stdout", "looking ..."), Printed(1.4, "log", "found it")],
         "flags": ["repetition"] if place == 2 else [],
     }  # fmt: skip
-    name = f"{group_id}-r{place}"
-    return trajectory(name, row(900, "seeker", place), **(facts | changes))
+    return trajectory(f"{group_id}-r{place}", row(900, "seeker", place), **(facts | changes))
 
 
 def group_of(group_id: str, rollouts: list[Trajectory], **changes: Any) -> Group:
@@ -221,7 +220,6 @@ def many_groups(count: int) -> list[GroupPut]:
     made = []
     for number in range(count):
         rewards: list[float | None] = [float(rng.random() < 0.4) for _ in range(4)]
-        facts = facts_of_rewards(rewards, f"task-{number % 500}")
         put = GroupPut(
             group_id=f"many-{number:06}",
             body=b"",
@@ -231,7 +229,7 @@ def many_groups(count: int) -> list[GroupPut]:
             tokens=400,
             max_length=100 + number % 7,
             policy_version=number // 1000,
-            facts=facts,
+            facts=facts_of_rewards(rewards, f"task-{number % 500}"),
         )
         made.append(put)
     return made
@@ -247,8 +245,7 @@ class GroupsHouse:
 
     def add(self, *groups: GroupPut) -> None:
         """Puts groups, as if they had just been finished."""
-        putting = self._api.store.put(list(groups))
-        asyncio.run_coroutine_threadsafe(putting, self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(self._api.store.put(list(groups)), self._loop).result(60)
 
 
 @contextlib.asynccontextmanager

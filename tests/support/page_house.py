@@ -98,8 +98,7 @@ def page_house(folder: Path, *words: object, groups: int = 12) -> Iterator[PageH
         words: further arguments of `serve`.
         groups: how many it makes in all; 0: no bound (it makes more while a trainer takes them).
     """
-    total = ("--total_groups", groups) if groups else ()
-    house = PageHouse(folder, *total, *words)
+    house = PageHouse(folder, *(("--total_groups", groups) if groups else ()), *words)
     try:
         house.start()
         if groups:

@@ -134,8 +134,7 @@ class Postgres:
         """Ends it and all that it began by SIGKILL, as when a machine dies."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)  # it begins no more
-        children = process_tree.descendants(self.pid)
-        for pid in [*children, self.pid]:
+        for pid in [*process_tree.descendants(self.pid), self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()

@@ -122,8 +122,7 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
     )
     if case.objective:
         how = settings(case).examples()
-    made = [group(*rows, name=name) for name, rows in groups.items()]
-    found = examples_of(made, 0, how).examples
+    found = examples_of([group(*rows, name=name) for name, rows in groups.items()], 0, how).examples
     return found[:1] if len(case.lengths) == 4 else found
 
 

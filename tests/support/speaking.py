@@ -67,8 +67,7 @@ class Chat(Speaker):
         messages: dict[int, Message] = {}
         for event in events:
             for part in event["choices"]:
-                fresh = {"role": "assistant", "content": ""}
-                message = messages.setdefault(part["index"], fresh)
+                message = messages.setdefault(part["index"], {"role": "assistant", "content": ""})
                 message["content"] += part["delta"].get("content") or ""
                 for call in part["delta"].get("tool_calls") or []:
                     called = {name: call[name] for name in ("id", "type", "function")}

@@ -35,8 +35,7 @@ def written(name: str, message: Message, *, indent: int | None = None) -> str:
     head = f"<think>\n{thought}\n</think>\n\n" if thought is not None else ""
     forms = [json.dumps({"name": n, "arguments": a}, indent=indent) for n, a, _ in calls]
     tags = "\n".join(f"<tool_call>\n{form}\n</tool_call>" for form in forms)
-    between = "\n" if content and tags else ""
-    return head + content + between + tags
+    return head + content + ("\n" if content and tags else "") + tags
 
 
 def _xml_call(name: str, arguments: dict[str, Any]) -> str:

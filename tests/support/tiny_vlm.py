@@ -92,8 +92,7 @@ def qwen(words: Any, kind: str, initializer_range: float) -> tuple[Any, list[Any
         sizes = {"shortest_edge": 32 * 32, "longest_edge": 448 * 448}
         image = transformers.Qwen2VLImageProcessor(patch_size=16, size=sizes)
         whole, video = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor
-    has_videos = is_torchvision_available()
-    return model, [whole(image, words, video())] if has_videos else [image, words]
+    return model, [whole(image, words, video())] if is_torchvision_available() else [image, words]
 
 
 def idefics(words: Any) -> tuple[Any, list[Any]]:

@@ -156,8 +156,7 @@ class Line:
             first = await self._post(data, body, {})
         elif mishap == "dropped":
             await self.hang_up(body)
-        headers = {"x-stainless-retry-count": "1"} if mishap else {}
-        whole = await self._post(data, body, headers)
+        whole = await self._post(data, body, {"x-stainless-retry-count": "1"} if mishap else {})
         messages = self.speaker.answers(whole)
         truly_streamed = body.get("stream") and not body.get("tools")
         if first is not None and not truly_streamed:

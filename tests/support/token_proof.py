@@ -163,8 +163,7 @@ class Bench:
 
     async def _render(self, proof: Proof, calls: list[Call]) -> None:
         """Some of our renderings are the engine's own."""
-        stitched = [call for call in calls if call.planned_parent is not None]
-        for call in stitched[::_RENDERED_SHARE]:
+        for call in [call for call in calls if call.planned_parent is not None][::_RENDERED_SHARE]:
             body: dict[str, Any] = {"model": "tiny", "messages": call.messages}
             body |= {"tools": call.tools} if call.tools else {}
             kwargs = _kwargs(call)

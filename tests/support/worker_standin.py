@@ -72,8 +72,7 @@ class StandIn:
     async def also_on(self, listener: socket.socket) -> asyncio.AbstractServer:
         """Serves on another listening socket, too."""
         assert self.runner is not None
-        factory = self.runner.server
-        return await asyncio.get_running_loop().create_server(factory, sock=listener)
+        return await asyncio.get_running_loop().create_server(self.runner.server, sock=listener)
 
     @property
     def port(self) -> int:

@@ -200,8 +200,7 @@ def test_rows_over_the_limit_are_left_out_or_cut_off_and_counted(
     made, counts = examples(tmp_path, *rows, too_long=too_long)
     assert len(made) == examples_left == counts.examples
     assert all(len(row["input_ids"]) <= 64 for row in made)
-    found = {name: value for name, value in counts.as_dict().items() if name in counted}
-    assert found == counted
+    assert {name: value for name, value in counts.as_dict().items() if name in counted} == counted
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,7 @@ def test_denominators(denominator: Any, weights: list[float]) -> None:
     """A trajectory of two rows (2 and 4 trained tokens) and one of a single row (3)."""
     batch = [group(row(0, 1.0, 4), row(0, 1.0, 6), row(1, 0.0, 5))]
     how = {"denominator": denominator, "constant_tokens": 100}
-    rules = ExampleSettings(**how, advantages=AdvantageSettings("mean"))
-    learned = examples_of(batch, 3, rules)
+    learned = examples_of(batch, 3, ExampleSettings(**how, advantages=AdvantageSettings("mean")))
     assert [one.weight for one in learned.examples] == pytest.approx(weights)
     assert [one.advantage for one in learned.examples] == [0.5, 0.5, -0.5]
     assert learned.numbers["reward_mean"] == 0.5
@@ -162,8 +161,7 @@ def test_what_teaches_nothing_is_counted_and_left_out() -> None:
 
 
 def sampled(temperature: float, kind: LogprobsKind, *altered: str, version: int = 3) -> Row:
-    span = SamplingSpan(2, 4, temperature, kind, altered)
-    return row(0, 1.0, version=version, sampling=[span])
+    return row(0, 1.0, version=version, sampling=[SamplingSpan(2, 4, temperature, kind, altered)])
 
 
 @pytest.mark.parametrize(

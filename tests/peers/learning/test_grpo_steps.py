@@ -275,8 +275,7 @@ def test_logprobs_keep_no_copy_of_the_logits_and_have_the_same_gradient() -> Non
     torch.manual_seed(0)
     logits = torch.randn(2, 1500, 64).bfloat16().requires_grad_()
     targets = torch.randint(64, (2, 1500))
-    hot = torch.rand(2, 1500) + 0.5
-    for temperatures in (None, hot):
+    for temperatures in (None, torch.rand(2, 1500) + 0.5):
         expected = token_logprobs(logits, targets, temperatures)
         (wanted,) = torch.autograd.grad(expected.square().sum(), logits)
         kept: dict[int, int] = {}

@@ -54,8 +54,7 @@ def test_groups_that_teach_nothing_are_replaced_before_a_batch_is_learned(
         url = api.wait_for(r"http://127\.0\.0\.1:\d+")[0]
         flags = ["--model", "m", "--output", "o", "--server", url, "--groups", "2"]
         flags += ["--dynamic-sampling"] if dynamic else []
-        settings = from_flags(TrainerSettings, flags, program="grpo")
-        source, _ = open_source(settings, stack)
+        source, _ = open_source(from_flags(TrainerSettings, flags, program="grpo"), stack)
         source.resume(CheckpointInfo(step=0, version=0))
         for scores in rewards.values():
             body = {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": scores}

@@ -126,10 +126,9 @@ def chosen(model: Any, tokens: Any, temperature: float = 1.0) -> torch.Tensor:
 
 def settings(objective: str, **more: Any) -> TrainerSettings:
     """The preset, without a correction of its own unless it is about one."""
-    plain = {} if "correction" in preset(objective) else {"correction": "none"}
     return TrainerSettings.model_validate(
         {"model": "-", "output": "-", "objective": objective, "constant_tokens": LONGEST}
-        | plain
+        | ({} if "correction" in preset(objective) else {"correction": "none"})
         | more
     )
 

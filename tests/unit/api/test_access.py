@@ -44,10 +44,9 @@ class EmptySink:
 
 @asynccontextmanager
 async def guarded(path: Path, **server: Any) -> AsyncIterator[Api]:
-    settings = {"tokens_file": path, **server}
     async with running_api(
         path.with_name("store.db"),
-        server=settings,
+        server={"tokens_file": path, **server},
         gate=Gate(),
         runners=None,
         fleet=Fleet(OpenAIEngine(OpenAIConfig(base_url="none", model_name="m")), _admit),
@@ -146,8 +145,7 @@ async def test_every_route_is_in_the_table(path: Path, tokens: dict[str, str]) -
         for place, operations in document["paths"].items():
             declared |= {(method.upper(), filled(place)) for method in operations}
         declared.add(("GET", "/openapi.json"))  # is not in itself
-        ruled = {(rule.method, filled(rule.path)) for rule in RULES}
-        assert declared - ruled == set()
+        assert declared - {(rule.method, filled(rule.path)) for rule in RULES} == set()
 
 
 async def test_each_role_may_do_its_own_and_nothing_else(
@@ -164,8 +162,7 @@ async def test_each_role_may_do_its_own_and_nothing_else(
                 assert (answer.status_code != 403) == allowed, (role, rule)
                 if not allowed:
                     told = answer.json()
-                    words = " or ".join(sorted({*(rule.roles or ()), "admin"}))
-                    assert words in told["detail"]
+                    assert " or ".join(sorted({*(rule.roles or ()), "admin"})) in told["detail"]
                     if place.startswith("/v1"):
                         assert told["type"] == "urn:envserver:error:forbidden"
                         assert "admin" in told["needed_roles"]

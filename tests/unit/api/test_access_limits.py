@@ -152,8 +152,7 @@ async def test_a_run_has_so_many_leases_open(tmp_path: Path) -> None:
         assert repeated["lease_id"] == second["lease_id"] != first["lease_id"]
         await api.end("ack", first)
         assert len(await api.leased(max_groups=1)) == 1
-        large = {"max_groups": 10**6}
-        assert await api.status("POST", "/v1/runs/run/lease", json=large) == 422
+        assert await api.status("POST", "/v1/runs/run/lease", json={"max_groups": 10**6}) == 422
 
 
 # HTTPS
@@ -164,9 +163,8 @@ async def test_https_with_a_key_under_a_password(tmp_path: Path) -> None:
     made = authority.issue_cert("127.0.0.1")
     chain, locked = tmp_path / "chain.pem", tmp_path / "locked.pem"
     made.cert_chain_pems[0].write_to_path(chain)
-    key = serialization.load_pem_private_key(made.private_key_pem.bytes(), None)
     locked.write_bytes(
-        key.private_bytes(
+        serialization.load_pem_private_key(made.private_key_pem.bytes(), None).private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,
             serialization.BestAvailableEncryption(password.encode()),

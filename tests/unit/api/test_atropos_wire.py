@@ -122,8 +122,7 @@ async def test_a_request_for_a_batch_that_is_repeated_with_its_key_gets_the_same
         await api.register()
         for mark in range(6):
             await api.post("/scored_data", wire_group(2, mark))
-        found = [await fetch(key) for key in ("one", "two", "one")]
-        assert found == [[0, 1], [2, 3], [0, 1]]
+        assert [await fetch(key) for key in ("one", "two", "one")] == [[0, 1], [2, 3], [0, 1]]
     async with running_api(tmp_path / "s.db") as api:
         assert [await fetch("two"), await fetch("three")] == [[2, 3], [4, 5]]
         assert (await api.get("/status"))["current_step"] == 6

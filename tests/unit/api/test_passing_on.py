@@ -87,8 +87,7 @@ async def leading(*routes: Route | WebSocketRoute) -> AsyncIterator[str]:
 
 
 async def test_requests_and_answers_arrive_as_they_were_sent(follower: Follower) -> None:
-    methods = ["GET", "POST", "DELETE"]
-    async with leading(Route("/v1/{rest:path}", echo, methods=methods)) as url:
+    async with leading(Route("/v1/{rest:path}", echo, methods=["GET", "POST", "DELETE"])) as url:
         follower.follow(url)
         answer = await follower.http.post(
             "/v1/groups/a%2Fb?x=1&y=%20", content=b"body", headers={"idempotency-key": "k"}
@@ -144,8 +143,7 @@ async def test_streams_and_websockets_are_passed_on_as_they_come(follower: Follo
             more.set()
             assert [await anext(lines), await anext(lines)] == ["", "data: second"]
         await left.wait()  # the leader sees the client leave
-        headers = {"authorization": "Bearer t"}
-        async with connect(address, additional_headers=headers) as socket:
+        async with connect(address, additional_headers={"authorization": "Bearer t"}) as socket:
             await socket.send("hello")
             assert await socket.recv() == "hello Bearer t"
             await socket.send("bye")

@@ -29,8 +29,7 @@ HTTPS = {"x-forwarded-proto": "https"}
 
 
 def guarded(path: Path) -> AbstractAsyncContextManager[Api]:
-    place = path.with_name("store.db")
-    return running_api(place, server={"tokens_file": path}, metrics=Metrics())
+    return running_api(path.with_name("store.db"), server={"tokens_file": path}, metrics=Metrics())
 
 
 @pytest.fixture
@@ -188,8 +187,7 @@ async def test_forged_and_planted_cookies(api: Api, path: Path, tokens: dict[str
         "x" * 5000,
     ):
         header = f"{name}={wrong}".encode("latin-1", "replace")
-        headers = [*OWN.items(), ("cookie", header)]
-        answer = await api.http.get("/v1/status", headers=headers)
+        answer = await api.http.get("/v1/status", headers=[*OWN.items(), ("cookie", header)])
         assert answer.status_code in (401, 429), wrong
     # A page of another port cannot lock its reader out with a cookie of the same name.
     assert await status_of(api, f"{name}=junk; {cookie}") == 200
@@ -206,8 +204,7 @@ async def test_under_https_the_cookie_is_of_this_host_alone(
     assert answer.headers["set-cookie"].endswith("; Secure")
     assert await status_of(api, secure, x_forwarded_proto="https") == 200
     # One that a subdomain, or a page without HTTPS, may have set does not count.
-    planted = secure.removeprefix("__Host-")
-    assert await status_of(api, planted, x_forwarded_proto="https") == 401
+    assert await status_of(api, secure.removeprefix("__Host-"), x_forwarded_proto="https") == 401
     assert await status_of(api, secure) == 401
 
 
@@ -228,8 +225,7 @@ def test_a_login_ends_after_twelve_hours(path: Path, tokens: dict[str, str]) -> 
     scope = {"type": "http", "scheme": "http", "headers": [(b"sec-fetch-site", b"same-origin")]}
     token = known.find(tokens["reader"])
     assert token is not None
-    made = SimpleCookie(sessions.cookie(token, scope))
-    (morsel,) = made.values()
+    (morsel,) = SimpleCookie(sessions.cookie(token, scope)).values()
     scope["headers"] = [*scope["headers"], (b"cookie", f"{morsel.key}={morsel.value}".encode())]
     now[0] += 12 * 3600 - 1
     assert sessions.reader(scope) is not None

@@ -55,9 +55,8 @@ class Listener:
 
 @asynccontextmanager
 async def events(api: Api, **query: Any) -> AsyncIterator[Listener]:
-    headers = {"accept": "text/event-stream"}
     async with api.http.stream(
-        "GET", "/v1/runs/run/stream", params=query, headers=headers
+        "GET", "/v1/runs/run/stream", params=query, headers={"accept": "text/event-stream"}
     ) as answer:
         assert answer.status_code == 200, await answer.aread()
         assert answer.headers["content-type"].startswith("text/event-stream")

@@ -190,11 +190,9 @@ def train_and_fall_behind(url: str) -> None:
         client = stack.enter_context(SyncEnvClient(url, run="trainer", batch_size=1))
         client.publish_policy_version(8)
         for index in range(2):  # sampled by version 7
-            body = pack(stream_group(index))
-            sent = http.post(f"{place}/groups", content=body, headers=GROUP)
+            sent = http.post(f"{place}/groups", content=pack(stream_group(index)), headers=GROUP)
             assert sent.status_code == 200, sent.text
-        batch = next(client.batches(idle_seconds=PATIENCE))
-        client.ack(batch)
+        client.ack(next(client.batches(idle_seconds=PATIENCE)))
         client.publish_policy_version(9)
         assert client.lease() is None
 

@@ -88,8 +88,7 @@ def document(place: Path) -> Any:
 
 def test_breakpoints_work_in_all_of_the_environment(place: Path) -> None:
     typed = "p number\nc\np self.bonus\nc\np task.id\nc\np result.output\nc\n"
-    words = f"{TASK} {SIM} --debug --env.stops true".split()
-    ran = envserver(*words, folder=place, input=typed)
+    ran = envserver(*f"{TASK} {SIM} --debug --env.stops true".split(), folder=place, input=typed)
     assert ran.returncode == 0, ran.stderr
     seen = ran.stdout.split("(Pdb)")
     assert "sums.py" in seen[0] and "tasks()" in seen[0] and seen[1].startswith(" 3")
@@ -104,8 +103,7 @@ def test_breakpoints_work_in_all_of_the_environment(place: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("fails", ["tasks", "prepare_scoring", "rollout", "score"])
 def test_the_traceback_is_the_environments(place: Path, fails: str, run: Run) -> None:
-    said = run(f"{TASK} {SIM} --debug --env.fails {fails}", status=1)
-    lines = said.err.splitlines()
+    lines = run(f"{TASK} {SIM} --debug --env.fails {fails}", status=1).err.splitlines()
     first = lines.index("Traceback (most recent call last):")
     assert 'sums.py"' in lines[first + 1] and f"in {fails}" in lines[first + 1]
     assert lines[-1] == f"ZeroDivisionError: in {fails}"
@@ -152,8 +150,7 @@ def test_a_changed_file_runs_the_task_again(place: Path) -> None:
     with Terminal(f"{TASK} {SIM} --watch --debug", place) as terminal:
         terminal.until("Reward: 1")
         terminal.until("Waiting for a change")
-        changed = ENVIRONMENT.replace("self.bonus + float(", "0.5 * float(")
-        (place / "sums.py").write_text(changed)
+        (place / "sums.py").write_text(ENVIRONMENT.replace("self.bonus + float(", "0.5 * float("))
         terminal.until("sums.py has changed: running again.")
         terminal.until("Reward: 0.5")
         terminal.until("Waiting for a change")

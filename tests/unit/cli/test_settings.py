@@ -123,8 +123,7 @@ def test_mistakes_are_told() -> None:
     for text, expected in {**MISTAKES["files"], TOO_DEEP: "nested too deeply"}.items():
         told = message(of_file(text))
         assert expected in told and "run.yaml" in told
-    all_at_once = message("--env.seed x --env.group_size 0 --server.port 99999999")
-    assert len(all_at_once.splitlines()) == 3
+    assert len(message("--env.seed x --env.group_size 0 --server.port 99999999").splitlines()) == 3
 
     unknown = message(environ={"ENVSERVER_ENV__GROUPSIZE": "8"})
     assert "ENVSERVER_ENV__GROUPSIZE: there is no such setting" in unknown

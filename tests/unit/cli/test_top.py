@@ -90,8 +90,7 @@ async def test_top_shows_a_server_and_says_why_it_cannot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def families() -> Iterable[Metric]:
-        running = gauge("envserver_rollouts_running", "", ("environment",), [(("math",), 3.0)])
-        return [running]
+        return [gauge("envserver_rollouts_running", "", ("environment",), [(("math",), 3.0)])]
 
     metrics = Metrics()
     metrics.add(families)

@@ -57,8 +57,7 @@ async def test_rows_are_the_arrays_that_were_stored_or_posted(api: Api) -> None:
     kinds = [first.tokens.dtype, first.mask.dtype, first.logprobs.dtype]
     assert kinds == [np.int32, np.uint8, np.float32]
 
-    logprobs = [0, 0, -0.25, -0.5, -0.75]
-    assert told(first) == [[1, 2, 3, 4, 5], [0, 0, 1, 1, 1], logprobs, 0.0, False]
+    assert told(first) == [[1, 2, 3, 4, 5], [0, 0, 1, 1, 1], [0, 0, -0.25, -0.5, -0.75], 0.0, False]
     assert first.versions.tolist() == [-1, -1, 7, 7, 7]
     assert (second.reward, whole.reward, whole.learn) == (1.0, 0.5, True)
     assert first.messages[-1] == {"role": "assistant", "content": "2"}

@@ -40,8 +40,7 @@ def settings(*flags: str) -> TrainerSettings:
 
 def row(trajectory: int, reward: float, tokens: int = 2, **more: Any) -> Row:
     """A row of one context token and `tokens` trained ones."""
-    mask = [0] + [1] * tokens
-    return row_of(range(tokens + 1), mask, reward, trajectory, logprobs=-1, **more)
+    return row_of(range(tokens + 1), [0] + [1] * tokens, reward, trajectory, logprobs=-1, **more)
 
 
 def test_settings_that_are_given_take_precedence_and_names_are_joined() -> None:
@@ -111,8 +110,7 @@ VALUES = st.floats(-4, 4, width=16)
 
 @st.composite
 def earned(draw: st.DrawFn, *, turns: int | None = None, rewarded: bool = True) -> Earned:
-    count = turns if turns is not None else draw(st.integers(1, 4))
-    calls = list(range(0, 2 * count, 2))
+    calls = list(range(0, 2 * (turns if turns is not None else draw(st.integers(1, 4))), 2))
     own = draw(st.dictionaries(st.sampled_from(calls), VALUES)) if rewarded else {}
     return Earned(draw(VALUES) + sum(own.values()), calls, own)
 
@@ -162,8 +160,7 @@ def rolled(rewards: dict[int, float], outcome: float) -> Trajectory:
     for number, one in enumerate(rows):
         one.calls = np.array([-1, 2 * number, 2 * number, 2 * number + 1], np.int32)
     turns = [TurnReward(0, value, None, call) for call, value in rewards.items()]
-    score = with_totals(Score(reward=outcome, turns=turns), {})
-    return trajectory("r", *rows, score=score)
+    return trajectory("r", *rows, score=with_totals(Score(reward=outcome, turns=turns), {}))
 
 
 @given(st.dictionaries(st.sampled_from([0, 1, 2, 3, 9, -1]), VALUES), VALUES)

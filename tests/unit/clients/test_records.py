@@ -59,8 +59,7 @@ VALUES = st.recursive(
 @many
 @given(VALUES)
 def test_a_cleaned_value_can_be_written(value: Any) -> None:
-    written = orjson.dumps(clean(value).value)
-    assert b"\\u0000" not in written
+    assert b"\\u0000" not in orjson.dumps(clean(value).value)
     assert clean(clean(value).value) == (clean(value).value, frozenset())
 
 
@@ -176,8 +175,7 @@ def test_the_command_fits_the_installation(tmp_path: Path, monkeypatch: pytest.M
     assert install_command("gaia") == "pip install 'envserver[gaia]'"
     assert install_command("train", CLIENTS) == "pip install 'envserver-clients[train]'"
     # A module of an extra is known.
-    hint = missing_module_hint("smol_agents.models")
-    assert hint == "pip install 'envserver[gaia]' installs it."
+    assert missing_module_hint("smol_agents.models") == "pip install 'envserver[gaia]' installs it."
     assert "pip" not in missing_module_hint("smol") + missing_module_hint("helpers")
     origin: dict[str, object] = {"url": root.as_uri(), "dir_info": {"editable": True}}
     monkeypatch.setattr(extras, "distribution", lambda project: Installed(origin))

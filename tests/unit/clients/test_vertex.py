@@ -111,20 +111,17 @@ def test_geminis_lines(service: VertexStandIn, tune: Tune, tmp_path: Path) -> No
     tune("--base-model", GEMINI, "--max-tokens", "200")
 
     def turns(*texts: str) -> list[dict[str, Any]]:
-        roles = ("user", "model") * 2
         return [
             {"role": role, "parts": [{"text": text}]}
-            for role, text in zip(roles, texts, strict=False)
+            for role, text in zip(("user", "model") * 2, texts, strict=False)
         ]
 
     brief = {"role": "system", "parts": [{"text": "Be brief."}]}
-    sent = (tmp_path / "out" / "train.jsonl").read_text().splitlines()
-    assert list(map(json.loads, sent)) == [
+    assert list(map(json.loads, (tmp_path / "out" / "train.jsonl").read_text().splitlines())) == [
         {"systemInstruction": brief, "contents": turns("1+1?", "2", "2+1?", "3")},
         *({"contents": turns(*pair)} for pair in (("a", "b"), ("c", "d"), ("e\n\nf", "g"))),
     ]
-    state = json.loads((tmp_path / "out" / "state.json").read_text())
-    assert state["counts"]["dropped"] == {
+    assert json.loads((tmp_path / "out" / "state.json").read_text())["counts"]["dropped"] == {
         "does not begin with a user and end with the model": 1,
         "tools": 1,
         "an empty message": 1,

@@ -140,8 +140,7 @@ def test_an_evaluation_is_resumed_with_the_same_settings(evaluate: Run) -> None:
     }
     assert {task["task_id"]: task["rewards"] for task in found["run"]["tasks"]} == rewards
     overall = found["run"]["overall"]
-    mean = sum(map(sum, rewards.values())) / 9
-    assert overall["mean_reward"]["value"] == pytest.approx(mean)
+    assert overall["mean_reward"]["value"] == pytest.approx(sum(map(sum, rewards.values())) / 9)
     assert overall["pass_hat"]["3"]["value"] == sum(all(r) for r in rewards.values()) / 3
     assert (found["split"], found["complete"], found["baselines"]) == ("test", True, {})
     assert "| math | 3 | 9 |" in (RUN / "report.md").read_text()
@@ -200,8 +199,7 @@ def test_what_is_lost_is_counted(evaluate: Run) -> None:
     assert (counts["tasks"], counts["tasks_lost"], counts["scored"], counts["lost"]) == (3, 1, 2, 4)
     assert counts["failed"] == {"agent_error": 4}
     assert found["overall"]["mean_reward"]["value"] == pytest.approx(1 / 3)
-    said = evaluate(f"{FAIL} --env.all --out none", status=1)
-    assert "Nothing could be evaluated" in said
+    assert "Nothing could be evaluated" in evaluate(f"{FAIL} --env.all --out none", status=1)
     assert not Path("none/report.json").exists()
 
 

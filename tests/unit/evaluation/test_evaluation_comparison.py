@@ -156,8 +156,7 @@ def test_pages_draw_rewards_on_the_range_that_the_environment_declares() -> None
     """A bar with its interval is `left` of the line's length; a shade is from s0 to s5."""
     rules = Rules(group_size=1, worst=-2.0, best=2.0, pass_at=1.0)
     rewards = {-2.0: "s0", -1.5: "s1", -1.0: "s2", -0.25: "s3", 0.5: "s4", 1.0: "s5", 2.0: "s5"}
-    tasks = {f"t{reward}": [reward] for reward in rewards}
-    page = report_page(report(tasks, rules=rules))
+    page = report_page(report({f"t{reward}": [reward] for reward in rewards}, rules=rules))
     for reward, shade in rewards.items():
         assert f'class="cell {shade}" title="{reward:.3g}"' in page
     same = report_page(report({"a": [1.0], "b": [1.0]}, rules=rules))
@@ -201,8 +200,7 @@ def harness_wrote(folder: Path, accs: dict[str, list[float]], told: float | None
 
 
 def test_a_task_of_the_harness_is_a_report_like_others(tmp_path: Path) -> None:
-    accs = {"strict": [1.0, 0.0, 0.0], "loose": [1.0, 1.0, 0.0]}
-    raw = harness_wrote(tmp_path / "raw", accs)
+    raw = harness_wrote(tmp_path / "raw", {"strict": [1.0, 0.0, 0.0], "loose": [1.0, 1.0, 0.0]})
     first = harvest(raw, metric=None, requests=3)[0]
     assert (first.facts.metric, first.facts.filter, first.documents) == ("acc", "strict", 3)
     loose = harvest(raw, metric="acc,loose", requests=3)[0]
@@ -216,8 +214,7 @@ def test_a_task_of_the_harness_is_a_report_like_others(tmp_path: Path) -> None:
     assert overall is not None and costs is not None
     assert overall.mean_reward.value == pytest.approx(loose.facts.values["acc,loose"])
     assert (costs.total_prompt_tokens, costs.total_completion_tokens) == (10, 7)
-    means = {"acc,loose": 2 / 3, "acc,strict": 1 / 3}
-    assert found.run.components == pytest.approx(means)
+    assert found.run.components == pytest.approx({"acc,loose": 2 / 3, "acc,strict": 1 / 3})
     assert "5 examples in each prompt" in markdown_of(found)
 
 

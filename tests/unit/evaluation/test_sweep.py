@@ -48,8 +48,7 @@ def test_a_sweep_merges_evaluates_and_draws_once(
     tmp_path: Path, evaluated: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for seed, name in enumerate(("base", "tuned")):
-        values = np.full(4, seed, np.float32)
-        write_model(tmp_path / name, {"model.norm.weight": ("F32", values)})
+        write_model(tmp_path / name, {"model.norm.weight": ("F32", np.full(4, seed, np.float32))})
     out = tmp_path / "out"
     models = ["--base", str(tmp_path / "base"), "--tuned", str(tmp_path / "tuned")]
     words = ["sweep", *models, *WORDS, "--out", str(out)]
@@ -66,8 +65,7 @@ def test_a_sweep_merges_evaluates_and_draws_once(
     found = json.loads((out / "sweep.json").read_text())
     rewards = {one["alpha"]: one["rewards"]["math"]["value"] for one in found["points"]}
     assert list(rewards) == [0.0, 0.5, 1.0] and (rewards[0.0], rewards[1.0]) == (0.0, 1.0)
-    picture = ElementTree.parse(out / "sweep.svg").getroot()
-    circles = picture.findall("{*}circle")
+    circles = ElementTree.parse(out / "sweep.svg").getroot().findall("{*}circle")
     heights = [float(one.attrib["cy"]) for one in circles]
     assert len(circles) == 3 and heights[0] > heights[1] > heights[2]
     told = capsys.readouterr()

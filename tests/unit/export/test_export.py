@@ -245,8 +245,7 @@ def test_expressions_speak_of_all_that_is_known(export: Run) -> None:
 
 
 def test_the_shortest_and_the_best_of_a_group(export: Run) -> None:
-    answers = ("a b c d", "a b", "a", "a b c")
-    write_lines(SOURCE, [line(0, (1.0, 1.0, 0.0, 0.5), answers=answers)])
+    write_lines(SOURCE, [line(0, (1.0, 1.0, 0.0, 0.5), answers=("a b c d", "a b", "a", "a b c"))])
     for choice, said in (("best", "a b"), ("shortest", "a")):
         export(f"messages --out {choice} --per_group {choice}")
         assert [row["messages"][-1]["content"] for row in rows(choice)] == [said]

@@ -43,10 +43,9 @@ def read_again(group: Group, **facts: Any) -> Group:
 def test_it_differs_only_in_what_lines_lack() -> None:
     facts: dict[str, Any] = {"trained": True, "model": "m", "turns": 1, "completion_tokens": 3}
     other = Conversation(agent="critic", messages=SAID, tools=[], **facts)
-    rows = [sequence(), replace(sequence(), agent="critic", flags=["mixed_versions"])]
     rollout = native_group(
         "g",
-        sequences=rows,
+        sequences=[sequence(), replace(sequence(), agent="critic", flags=["mixed_versions"])],
         others=[other],
         actions=[{"step": 1, "tool": "reason", "input": {}, "output": "4"}],
         metrics={"steps": 2.0},

@@ -237,8 +237,7 @@ GROUPS = st.dictionaries(
 def test_no_group_is_on_both_sides(groups: dict[str, list[str]], seed: int, ratio: float) -> None:
     held = split_tools_by_group(groups, seed=seed, val_ratio=ratio)
     train = {groups[tool][row] for tool, parts in held.items() for row in parts.train}
-    val = {groups[tool][row] for tool, parts in held.items() for row in parts.val}
-    assert not train & val
+    assert not train & {groups[tool][row] for tool, parts in held.items() for row in parts.val}
     for tool, parts in held.items():
         assert sorted(parts.train + parts.val) == list(range(len(groups[tool])))
         assert parts.train

@@ -74,8 +74,7 @@ def test_rows_whose_plan_is_not_whole_are_dropped_and_counted(run: Run) -> None:
     assert (summary["rows"], summary["counts"]["train"], summary["dropped"]) == (11, 4, 7)
     reasons = ["no tags", "difficulty is wrong", "metrics is wrong", "no query", "no JSON object"]
     assert summary["dropped_reasons"] == {"route_plan is wrong": 2, **dict.fromkeys(reasons, 1)}
-    outline = "<think>\n1. Search\n2. Derive\n</think>\n{"
-    assert _lines("train")[0]["completion"].startswith(outline)
+    assert _lines("train")[0]["completion"].startswith("<think>\n1. Search\n2. Derive\n</think>\n{")
     run(f"{ROUTER} --limit 2")
     assert _summary()["counts"]["train"] == 2
 

@@ -23,9 +23,8 @@ SKILL = {"sorting/SKILL.md": "---\nname: sorting\n---\nSort."}
 
 def launched(name: str, instruction: str = "Sort it.", **more: Any) -> Launch:
     command = more.pop("command", "")
-    spec = HarnessSpec(name=name, place="/agent", command=command, arguments=["--more"])
     session = Session(
-        spec=spec,
+        spec=HarnessSpec(name=name, place="/agent", command=command, arguments=["--more"]),
         home=Path("/tmp/agent"),
         workspace=Path("/work"),
         base_url=f"http://127.0.0.1:9/r/{KEY}/v1",

@@ -110,8 +110,7 @@ async def house(
     environment: str, engine: JudgeEngine | None, folder: Path, scorers: int = 1, **settings: Any
 ) -> AsyncIterator[tuple[ScorerPool, JudgeServer]]:
     """Scorers with a judge."""
-    url = engine.url if engine else "http://127.0.0.1:9/v1"
-    config = JudgeConfig(base_url=url, **settings)
+    config = JudgeConfig(base_url=engine.url if engine else "http://127.0.0.1:9/v1", **settings)
     async with judge_of(config, folder) as judge:
         assert judge is not None
         async with ScorerPool(environment, {}, scorers, judge=judge) as pool:
@@ -256,8 +255,7 @@ def test_commands_ask_it_and_show_its_cost_and_never_its_key(judged: str, run: R
         again = run(f"rescore {out} --env judged.py --out new.jsonl {priced(engine)}")
         assert len(engine.asked) == asked, "rescore paid again"
         assert "0 + 0 tokens" in again
-        rescored = [group["scores"] for group in read_jsonl(Path("new.jsonl"))]
-        assert rescored == [[0.75, 0.75]] * 2
+        assert [group["scores"] for group in read_jsonl(Path("new.jsonl"))] == [[0.75, 0.75]] * 2
         Path("data").rename("kept")
         rollout = groups[0]["envserver"]["rollouts"][0]["rollout_id"]
         words = f"replay kept/judged.jsonl --env judged.py --rollout {rollout} {priced(engine)}"

@@ -34,8 +34,7 @@ CRITERIA = {"right": "The answer is right."}
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    lines = Path(__file__).with_name(name).read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in Path(__file__).with_name(name).read_text().splitlines()]
 
 
 CASES = [JudgeCase(**row) for row in rows("cases.jsonl")]
@@ -157,8 +156,7 @@ def test_shares_follow_the_answers_and_never_the_place(
         return says(place or "tie") if a == b else says("A" if a > b else "B")
 
     answers = [f"{value} {number}" for number, value in enumerate(values)]
-    judge = cast(Judge, Told(say))
-    ranking = asyncio.run(pairwise_ranking(judge, question="q", answers=answers))
+    ranking = asyncio.run(pairwise_ranking(cast(Judge, Told(say)), question="q", answers=answers))
     better = [
         sum((value > other) + 0.5 * (value == other) for other in values) - 0.5 for value in values
     ]

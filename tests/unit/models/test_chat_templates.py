@@ -91,11 +91,10 @@ def test_a_model_folder_is_read_like_transformers_does(tmp_path: Path) -> None:
         {"name": "default", "template": "{{ bos_token }}"},
         {"name": "tool_use", "template": "T"},
     ]
-    eos = {"content": "<|im_end|>", "special": True}
     config = {
         "chat_template": named,
         "bos_token": "<begin>",
-        "eos_token": eos,
+        "eos_token": {"content": "<|im_end|>", "special": True},
         "add_bos_token": True,
     }
     folder = model_folder(tmp_path, config)
@@ -104,8 +103,7 @@ def test_a_model_folder_is_read_like_transformers_does(tmp_path: Path) -> None:
     assert format.prompt_text([SYSTEM], None, {}) == "<begin>"
     assert format.prompt_text([SYSTEM], [tool()], {}) == "T"
     assert len(format.prompt_ids([SYSTEM], None, {})) == 1  # one, and it is the config's
-    end = format.vocabulary.special_id("<|im_end|>")
-    assert format.stop_ids == {1, 7, end}
+    assert format.stop_ids == {1, 7, format.vocabulary.special_id("<|im_end|>")}
     (folder / "chat_template.jinja").write_text("file")
     again = ChatFormat.load(folder)
     assert again.prompt_text([SYSTEM], [tool()], {}) == "file"

@@ -141,8 +141,7 @@ async def test_the_best_mode_that_is_exact_and_why_no_better(
 
 
 async def test_what_its_answers_tell_of_logprobs_reasoning_and_adapters() -> None:
-    warm = fake(words=Bytes(*LOGITS, processed=True))
-    assert (await probed(warm)).logprobs == "processed"
+    assert (await probed(fake(words=Bytes(*LOGITS, processed=True)))).logprobs == "processed"
     assert (await probed(fake(ALL - {"top"}))).logprobs == "unknown"
     derendered = await probed(fake(reasons=True))
     assert derendered.reasoning_parser and derendered.has_parser

@@ -100,8 +100,7 @@ async def test_a_conversation_that_goes_on_begins_with_the_tokens_so_far(
     messages = [{"role": "system", "content": system}, *user(), *user(results[3])]
     before: list[int] = []
     for result in results[:3]:
-        body = ask(tools=TOOLS) | {"messages": messages}
-        answer = await post(sim, body)
+        answer = await post(sim, ask(tools=TOOLS) | {"messages": messages})
         choice = answer["choices"][0]
         assert answer["prompt_token_ids"][: len(before)] == before
         before = answer["prompt_token_ids"] + choice["token_ids"]

@@ -95,8 +95,7 @@ async def test_rollouts_are_solved_as_often_as_asked_and_differ_in_length() -> N
         solver.assign(f"rollout-{number}", DEMONSTRATION)
         played.append(await play(sim, f"rollout-{number}"))
         solver.forget(f"rollout-{number}")
-    right = sum(answer == "36" for answer, _ in played)
-    assert 80 < right < 160
+    assert 80 < sum(answer == "36" for answer, _ in played) < 160
     assert all(answer.isdigit() for answer, _ in played)
     assert len({tokens for _, tokens in played}) > 10
     assert solver.solve([], "rollout-1") is None

@@ -58,8 +58,7 @@ def test_what_a_model_means_is_read(name: str, data: st.DataObject) -> None:
     count = 1 if name == "llama" else data.draw(st.integers(0, 3))
     arguments = st.dictionaries(WORDS, VALUES, max_size=3)
     calls = [call(data.draw(arguments), name=f"tool_{n}") for n in range(count)]
-    silent = bool(calls) and name in ("llama", "mistral")
-    content = "" if silent else data.draw(WORDS)
+    content = "" if (bool(calls) and name in ("llama", "mistral")) else data.draw(WORDS)
     message = answer(content, *calls)
     if name == "thinking":
         message["reasoning"] = data.draw(WORDS)

@@ -243,8 +243,7 @@ async def ask(
     home: House, attempt: ProxyAttempt, text: str, *, program: str = OPENCODE, **more: Any
 ) -> int:
     body = {"model": "any", "messages": [{"role": "user", "content": text}], **more}
-    path = "v1/chat/completions"
-    status, _ = await home.post(attempt.key, path, body, **{"user-agent": program})
+    status, _ = await home.post(attempt.key, "v1/chat/completions", body, **{"user-agent": program})
     return status
 
 

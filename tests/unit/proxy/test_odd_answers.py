@@ -79,8 +79,7 @@ ODD += ["", "x", [], {}, [None], [[1]], [{}], {"a": 1}, [1, 2, 3], [True], [0.5]
 def places(value: Any) -> list[tuple[Any, Any]]:
     """Each (holder, key) in a JSON value."""
     found: list[tuple[Any, Any]] = []
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         found.append((value, key))
         if isinstance(item, dict | list):
             found += places(item)
@@ -357,8 +356,7 @@ def test_answers_of_the_token_endpoints_with_anything_changed_in_them(
             spoil(answer, lambda options: data.draw(st.sampled_from(options)))
 
     request = {"messages": ASKED["messages"], "model": "m", "stream": streams, **more}
-    answered = by_endpoints("tokens", change, request, texts=("Hello.", CALL))
-    heard, attempt = asyncio.run(answered)
+    heard, attempt = asyncio.run(by_endpoints("tokens", change, request, texts=("Hello.", CALL)))
     heard.check()
     assert attempt.calls or attempt.engine_failure
     check_calls(attempt.calls)

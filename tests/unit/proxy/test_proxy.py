@@ -170,8 +170,7 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
     attempt, client = home.open(temperature=0.5, top_p=0.9, max_tokens=50)
     asked: Any = {"temperature": 0.0, "top_p": 0.1, "frequency_penalty": 1.5}
     kept: Any = {"stop": ["x"], "seed": 3, "max_tokens": 20}
-    extra = {"top_k": 1, "min_p": 0.5, "watermarking": True}
-    await chat(client, **asked, **kept, extra_body=extra)
+    await chat(client, **asked, **kept, extra_body={"top_k": 1, "min_p": 0.5, "watermarking": True})
     sent = home.fake.requests[0]
     assert "watermarking" not in sent
     assert (sent["model"], sent["temperature"], sent["top_p"]) == ("tiny", 0.5, 0.9)
@@ -240,10 +239,9 @@ async def test_a_request_that_cannot_be_recorded_is_refused_and_takes_no_turn(ho
 async def test_gzip_is_read_and_bounded_when_inflated(home: House) -> None:
     attempt, _ = home.open()
     packed = gzip.compress(json.dumps({"messages": ASK}).encode())
-    bomb = gzip.compress(b'{"messages": "' + b"x" * 10_000_000)
     for body, encoding, status in (
         (packed, "gzip", 200),
-        (bomb, "gzip", 413),
+        (gzip.compress(b'{"messages": "' + b"x" * 10_000_000), "gzip", 413),
         (packed[:-5], "gzip", 400),
         (b"{}", "gzip", 400),
         (b"{}", "br", 400),
@@ -357,8 +355,7 @@ async def test_a_client_that_waits_for_a_stream_hears_that_work_goes_on(
     home.fake.tool_calls = TOOL_CALLS if tools else None
     attempt, _ = home.open()
     body = {"model": "any", "messages": ASK, "tools": tools, "stream": True}
-    url = f"{home.url}/r/{attempt.key}/{PATH}"
-    async with home.http.post(url, json=body) as answer:
+    async with home.http.post(f"{home.url}/r/{attempt.key}/{PATH}", json=body) as answer:
         lines = [await answer.content.readuntil(b"\n\n") for _ in range(3)]
         assert set(lines) == {b": keep-alive\n\n"}
         if fails:

@@ -87,8 +87,7 @@ async def test_a_long_conversation_is_held_once(recorder: House) -> None:
         talk.append({"role": "assistant", "content": answer.message.content})
     assert len(attempt.calls) == 40
     parts = [part for call in attempt.calls for part in [*call.messages, *call.tools]]
-    held = size_of(*{id(part): part for part in parts}.values(), most=10**9)
-    assert held < 200 * KB
+    assert size_of(*{id(part): part for part in parts}.values(), most=10**9) < 200 * KB
     assert [m["content"] for m in attempt.calls[-1].messages] == [m["content"] for m in talk[:-1]]
 
 
@@ -98,8 +97,7 @@ async def test_recorded_calls_of_services_take_space_too() -> None:
 
     async with house(services={"echo": echo}, bounds=BOUNDS) as made:
         for keep, expected in ((False, [200] * 4), (True, [200, 200, 400, 400])):
-            spec = msgspec.structs.replace(attempt_spec(), keep_services=keep)
-            attempt = made.proxy.open(spec)
+            attempt = made.proxy.open(msgspec.structs.replace(attempt_spec(), keep_services=keep))
             asked = {"text": "x" * 40 * KB}
             told = [(await made.post(attempt.key, "tools/echo", asked))[0] for _ in range(4)]
             assert told == expected

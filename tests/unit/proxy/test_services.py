@@ -154,8 +154,7 @@ async def test_tavilys_own_client_works_against_the_server() -> None:
         found = await asyncio.to_thread(client.search, "herons", max_results=3)
         assert found["results"][0]["url"] == f"{sites.url}/page"
         assert "huggingface" not in str(found)
-        urls = [f"{sites.url}/page", f"{sites.url}/none"]
-        pages = await asyncio.to_thread(client.extract, urls)
+        pages = await asyncio.to_thread(client.extract, [f"{sites.url}/page", f"{sites.url}/none"])
         assert "# Visit 1" in pages["results"][0]["raw_content"]
         assert "404" in pages["failed_results"][0]["error"]
         assert sites.keys == {f"Bearer {KEY}"}

@@ -186,8 +186,7 @@ def test_frames_are_what_they_say_or_are_refused() -> None:
     unchecked, unsized = zstd.compress(plain), zstd.ZstdCompressor()
     streamed = unsized.compress(plain) + unsized.flush()
     wrong = [frame[:-1], frame[:5], frame + frame, streamed, frame[:60] + b"\0\0\0" + frame[63:]]
-    found = read_batch(encode_batch([frame, unchecked, *wrong]), STREAM, MANY)
-    kept, again, *refused = found
+    kept, again, *refused = read_batch(encode_batch([frame, unchecked, *wrong]), STREAM, MANY)
     assert not isinstance(kept, InputError) and kept.stored == frame
     assert not isinstance(again, InputError) and again.stored == frame, "with a checksum"
     assert all(isinstance(one, InputError) for one in refused)
@@ -245,8 +244,7 @@ async def test_what_is_ready_while_one_is_under_way_goes_together() -> None:
     first = asyncio.create_task(posts.put(b"first"))
     while not sent:
         await asyncio.sleep(0)
-    words = [b"a", b"wrong", b"b"]
-    later = [asyncio.create_task(posts.put(word)) for word in words]
+    later = [asyncio.create_task(posts.put(word)) for word in [b"a", b"wrong", b"b"]]
     await asyncio.sleep(0)
     answered.set()
     await first
@@ -255,8 +253,7 @@ async def test_what_is_ready_while_one_is_under_way_goes_together() -> None:
     assert [type(one) for one in found] == [type(None), InputError, type(None)]
     await asyncio.gather(posts.put(b"c"), posts.put(b"all"))
     assert sent[2:] == [[b"c", b"all"], [b"c"], [b"all"]]
-    many = [posts.put(b"%d" % number) for number in range(MOST_GROUPS + 1)]
-    await asyncio.gather(*many)
+    await asyncio.gather(*[posts.put(b"%d" % number) for number in range(MOST_GROUPS + 1)])
     assert [len(bodies) for bodies in sent[5:]] == [MOST_GROUPS, 1]
     with pytest.raises(ConflictError):
         await posts.put(b"taken")

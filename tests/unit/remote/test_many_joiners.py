@@ -78,8 +78,7 @@ async def test_those_that_left_make_room_for_others(
     again = registry_of(store)
     await again.load()
     for known in (registry, again):
-        names = {one.name for one in known.table.known.values()}
-        assert names == {"math@1", "math@2", "math@3"}
+        assert {one.name for one in known.table.known.values()} == {"math@1", "math@2", "math@3"}
     silence.ahead += 24 * 3600 + 1  # all were killed
     await registry.register(wanted(4))
     assert {one.name for one in registry.table.known.values()} == {"math@4"}
@@ -115,8 +114,7 @@ async def test_those_who_understand_it_poll_less_often_when_there_are_many(
 def test_places_are_dealt_to_those_who_want_them(
     free: int, wants: dict[str, int], weights: list[float], minimums: list[float]
 ) -> None:
-    shares = fair_shares(map(Share, "abcd", weights, minimums))
-    dealt = shares.upcoming(free, wants)
+    dealt = fair_shares(map(Share, "abcd", weights, minimums)).upcoming(free, wants)
     wanted = {name: max(0, want) for name, want in wants.items()}
     assert all(0 <= dealt[name] <= wanted[name] for name in wants)
     assert sum(dealt.values()) == min(free, sum(wanted.values()))

@@ -120,16 +120,14 @@ def test_streams_hold_their_shares_and_bounds_and_starve_nobody(
         least = rules.explore if rules is not REPLAY and rules.sampler == "difficulty" else 0.7
         assert len(own) > 600 * least * 0.75
         if tasks is not None:
-            seen = Counter(played.task_ids)
-            assert len(seen) == min(tasks, len(own))
+            assert len(Counter(played.task_ids)) == min(tasks, len(own))
         if tasks == 60 and memory == 64:  # much may come again, and does
             assert played.again > 100
 
 
 @pytest.mark.parametrize("order", ["oldest", "weighted"])
 def test_unsolved_tasks_come_back_with_their_share_and_all_of_them(order: Any) -> None:
-    rules = REPLAY.model_copy(update={"replay_order": order})
-    played = Played(rules, 60).play(1200)
+    played = Played(REPLAY.model_copy(update={"replay_order": order}), 60).play(1200)
     names = zip(played.task_ids, played.group_ids, strict=True)
     back = [one for one, name in names if "-again-" in name]
     assert 0.24 < len(back) / 1200 < 0.33
@@ -169,8 +167,7 @@ def test_tasks_lately_never_solved_are_passed_over_until_that_is_long_ago() -> N
     for version, least, most in ((0, 0.05, 0.14), (3, 0.49, 0.51)):  # weight 16, and 2
         stream = knowing(known, rules, version=lambda: version)  # noqa: B023 (used within this turn)
         drawn = [*itertools.islice(stream.requests(own_order(10)), 1000)]
-        unsolved = [one for one in drawn if int(one.task.id[2:]) % 2 == 0]
-        assert least < len(unsolved) / 1000 < most
+        assert least < len([one for one in drawn if int(one.task.id[2:]) % 2 == 0]) / 1000 < most
     assert drawn[1].chosen == {"by": "order", "success": 0.5, "attempts": 16}
     assert drawn[0].chosen == {"by": "order", "success": 0.25, "attempts": 16}
 

@@ -159,9 +159,8 @@ def test_what_a_group_may_lack_is_declared(lost: list[str], rules: GroupRules, k
     drop = judge_losses(counted, rules)
     assert (drop is None) == kept
     if drop is not None:  # where all are too old nothing has failed
-        is_stale = set(lost) == {"stale"}
         assert (drop.reason, drop.failed) == (
-            ("stale", False) if is_stale else ("incomplete", True)
+            ("stale", False) if (set(lost) == {"stale"}) else ("incomplete", True)
         )
         # A group that is given up would never have been delivered.
         assert judge_losses(Counter([*lost, kind]), rules) is not None
@@ -466,5 +465,4 @@ def test_groups_over_the_share_are_not_offered_while_a_full_window_is_over_it() 
     for _ in range(3):
         ceiling.judge(good)
     assert not ceiling.is_over and ceiling.report()["message"] == ""
-    off = UntrainedCeiling(1.0, 1)
-    assert off.judge(Untrained(10, {"finish_abort": 10})) is None
+    assert UntrainedCeiling(1.0, 1).judge(Untrained(10, {"finish_abort": 10})) is None

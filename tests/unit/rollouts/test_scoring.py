@@ -396,8 +396,7 @@ def test_the_command_says_by_its_exit_status_that_rows_have_errors(
 ) -> None:
     source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
     source.write_text(json.dumps({"task": {"answer": "right"}, "response": response}))
-    argv = ["score", "--env", moody, "--input", str(source), "--out", str(target)]
-    assert main(argv) == status
+    assert main(["score", "--env", moody, "--input", str(source), "--out", str(target)]) == status
     assert json.loads(target.read_text())["reward"] == (None if status else 1.0)
 
 

@@ -70,8 +70,7 @@ class Served:
         """Waits until there are these evaluations: version and state."""
 
         async def holds() -> bool:
-            found = await self.evaluations()
-            return [(one["version"], one["state"]) for one in found] == [*wanted]
+            return [(one["version"], one["state"]) for one in await self.evaluations()] == [*wanted]
 
         await until(holds)
 
@@ -181,9 +180,8 @@ async def test_a_pause_for_new_weights_waits_for_an_evaluation(tmp_path: Path) -
     async with serving(tmp_path, environment, own, every=1, hold_seconds=1000) as served:
         await served.publish(0)
         await served.until_asked()
-        pause = {"timeout_seconds": 3000}
         pausing = asyncio.create_task(
-            served.http.post("/v1/policy/pause", json=pause, timeout=None)
+            served.http.post("/v1/policy/pause", json={"timeout_seconds": 3000}, timeout=None)
         )
         state = (await served.http.get("/v1/policy")).json()
         assert not pausing.done() and not state["paused"]

@@ -101,8 +101,7 @@ def test_a_stored_group_that_was_changed_is_found() -> None:
     group.trajectories[0].score.reward = 1.0
     (finding,) = read_body("a", "group", 7, pack(group)).findings
     assert (finding.kind, finding.group_id) == ("changed", "a")
-    old = msgspec.structs.replace(group, digest="")
-    delivery = read_body("a", "group", 7, pack(old))
+    delivery = read_body("a", "group", 7, pack(msgspec.structs.replace(group, digest="")))
     assert (delivery.findings, delivery.unsealed) == ([], True)
 
 

@@ -96,8 +96,7 @@ async def test_it_works_inside_a_running_event_loop_and_as_coroutines() -> None:
     result = await envserver.aio.process(mix, model="sim", env={"total_steps": 3, "group_size": 2})
     assert len(result.groups) == 3
     assert {group.env for group in result.groups} <= {*mix}  # the first that are complete
-    taken = [group async for group in envserver.aio.groups(Echo, **SIM)]
-    assert len(taken) == 2
+    assert len([group async for group in envserver.aio.groups(Echo, **SIM)]) == 2
 
 
 async def test_a_cancelled_run_ends() -> None:
@@ -128,8 +127,7 @@ def test_what_was_made_is_evaluated_verified_scored_again_and_replayed(tmp_path:
     assert envserver.verify(made, model="sim").verdict == "exact"
     rescored = envserver.rescore("math", made, again)
     assert (rescored.groups, rescored.changed) == (2, 0)
-    line = json.loads(made.read_text().splitlines()[0])
-    rollout = line["envserver"]["rollouts"][0]["rollout_id"]
+    rollout = json.loads(made.read_text().splitlines()[0])["envserver"]["rollouts"][0]["rollout_id"]
     assert envserver.replay(made, rollout).same
     evaluation = envserver.evaluate("math", out=tmp_path / "evaluation", **SIM, no_baselines=True)
     assert evaluation.report is not None and (evaluation.folder / "report.json").exists()

@@ -117,8 +117,7 @@ def test_the_environment_scores_again_and_what_it_has_not_is_counted(rescore: Ru
 
 def test_a_rubric_that_fails_gives_no_zero_and_is_asked_again(rescore: Run) -> None:
     fine = line_of("test-7-1", trajectory(0, "1", 1.0), trajectory(1, "", 0.0))
-    fails = line_of("test-7-2", trajectory(2, "2", 1.0), trajectory(3, "1", 0.0))
-    OLD.write_bytes(fine + fails)
+    OLD.write_bytes(fine + line_of("test-7-2", trajectory(2, "2", 1.0), trajectory(3, "1", 0.0)))
     said = rescore(RUBRIC_WORDS, status=1)
     assert rewards() == {"test-7-1": [0.5]}
     assert "the judge does not answer" in said and "without a reward: 1 rollout" in said

@@ -67,8 +67,7 @@ def test_experts_of_each_turn_reach_trainers_and_files(tmp_path: Path) -> None:
     assert len(group.rows) == 2
     for row in group.rows:
         assert row.experts is not None and row.experts.shape == (len(row.tokens) - 1, LAYERS, EACH)
-        positions = np.arange(len(row.tokens) - 1)
-        assert np.array_equal(row.experts[:, 0, 1], positions % 256)
+        assert np.array_equal(row.experts[:, 0, 1], np.arange(len(row.tokens) - 1) % 256)
         first, second = np.unique(row.calls[row.calls >= 0])
         seam = np.flatnonzero(row.calls == first)[-1]  # the second call computed this token
         by = row.experts[:, -1, 0]

@@ -68,8 +68,7 @@ async def test_groups_of_others_are_counted_when_they_are_stored_once(tmp_path: 
             await put_native(store, native_group(group_id, score=Score(reward=0.25)))
         now = numbers_of(await Deliveries(store, lambda: -1).families())
     wanted = {"groups_total": 2, "equal_groups_total": 2, "reward_count": 4, "reward_sum": 1.0}
-    found = {name: now[Name(f"envserver_stored_{name}", OF_MATH)] for name in wanted}
-    assert found == wanted
+    assert {name: now[Name(f"envserver_stored_{name}", OF_MATH)] for name in wanted} == wanted
 
 
 def test_scalars_are_of_the_time_since_the_last_call() -> None:

@@ -64,8 +64,7 @@ def test_the_table_fits_eighty_columns_and_is_plain(run: Run) -> None:
     assert "DIFFERENT" in told
     assert "logprobs_differ: line 1, a-1, row 1, position 9: token" in told
     assert "+0.25" in told
-    table = told.partition("logprobs_differ: ")[0]
-    assert max(map(len, table.splitlines()[2:])) <= 80
+    assert max(map(len, told.partition("logprobs_differ: ")[0].splitlines()[2:])) <= 80
 
 
 Row = list[Any]
@@ -168,8 +167,7 @@ def test_rows_of_other_versions_are_counted_not_compared(check: Check) -> None:
         for row in trajectory.sequences:
             row.logprobs[PROMPT:] -= 0.5
     assert check(lines_of(*GROUPS, old))["not_compared"] == {"other_version": 3}
-    report = check(lines_of(*GROUPS, old), "--policy_version 6", status=1)
-    assert report["compared"]["rows"] == 3
+    assert check(lines_of(*GROUPS, old), "--policy_version 6", status=1)["compared"]["rows"] == 3
 
 
 def test_that_nothing_can_be_compared_is_no_success(check: Check) -> None:
@@ -312,8 +310,7 @@ def test_what_vllm_sampled_is_right_until_it_is_changed(
     at = next(place for place, label in enumerate(masks) if label != -100)
     logprobs[at] -= 1e-3
     write(tmp_path / "out.jsonl", lines)
-    words = ("--digests", "false", "--json")
-    ran = envserver("verify", "out.jsonl", *engine, *words, folder=tmp_path)
+    ran = envserver("verify", "out.jsonl", *engine, "--digests", "false", "--json", folder=tmp_path)
     assert ran.returncode == 1
     (found,) = json.loads(ran.stdout)["findings"]
     assert (found["line"], found["row"], found["position"]) == (6, 1, at)

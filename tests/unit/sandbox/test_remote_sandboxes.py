@@ -90,8 +90,7 @@ async def test_numbers_come_as_the_machine_counted_them(
     served: ServedSandboxes, boxes: Machines
 ) -> None:
     before = served.machine.cpu_seconds
-    spec = SandboxSpec(files={"in/a.txt": b"6 7"})
-    async with boxes.open(spec) as box:
+    async with boxes.open(SandboxSpec(files={"in/a.txt": b"6 7"})) as box:
         code = "a, b = open('in/a.txt').read().split(); print(int(a) * int(b))"
         result = await box.run_python(code)
         assert (result.stdout, result.ok) == (b"42\n", True)
@@ -276,8 +275,7 @@ def sleeping(seconds: str, stdin: bytes = b"") -> Exec:
 @of_module
 async def test_a_request_that_is_given_up_at_once_is_answered(served: ServedSandboxes) -> None:
     async with opened(served, SandboxSpec()) as (websocket, answers), asyncio.timeout(PATIENCE):
-        both = asked(1, "exec", sleeping(marked())) + asked(2, "cancel", 1)
-        await websocket.send_bytes(both)
+        await websocket.send_bytes(asked(1, "exec", sleeping(marked())) + asked(2, "cancel", 1))
         number, word, value = await anext(answers)
         assert (number, word, value["kind"]) == (1, "error", "cancelled")
 
@@ -426,6 +424,5 @@ async def test_more_stand_ready_while_more_are_asked_for() -> None:
         async with client.open(PLAIN):
             await until(lambda: living() == 1 + READY)
         async with AsyncExitStack() as stack:
-            opening = (stack.enter_async_context(client.open(PLAIN)) for _ in range(8))
-            await asyncio.gather(*opening)
+            await asyncio.gather(*(stack.enter_async_context(client.open(PLAIN)) for _ in range(8)))
         await until(lambda: living() == 8)

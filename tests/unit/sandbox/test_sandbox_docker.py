@@ -183,8 +183,7 @@ def test_the_numbers_of_cgroups_are_read_in_both_layouts(
     before = time.process_time()  # of this process, which plays the server
     counted = accounts.cpu_seconds(living=7.0)
     assert 900 - time.process_time() <= counted <= 900 - before
-    found = accounts.peak_memory(), accounts.peak_tasks(), accounts.memory_kills()
-    assert found == (4000, 3, 2)
+    assert (accounts.peak_memory(), accounts.peak_tasks(), accounts.memory_kills()) == (4000, 3, 2)
 
 
 async def test_a_real_engine_holds_it_too(docker_image: str) -> None:

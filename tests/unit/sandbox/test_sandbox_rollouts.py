@@ -87,8 +87,7 @@ async def run(
     isolation: Any = None,
     seconds: float = 600.0,
 ) -> Finished:
-    task = Task("t", {"do": do, "marker": marker})
-    spec = attempt_spec(parts, task, f"{do}-{next(_numbers)}", 1)
+    spec = attempt_spec(parts, Task("t", {"do": do, "marker": marker}), f"{do}-{next(_numbers)}", 1)
     return await run_attempt(
         msgspec.structs.replace(
             spec, deadline=time.time() + seconds, isolation=isolation or parts.isolation
@@ -150,8 +149,7 @@ async def test_sandboxes_end_with_a_worker_that_is_killed(zoo: RolloutContext) -
 
 
 async def test_a_cancelled_program_has_ended_and_the_sandbox_goes_on(zoo: RolloutContext) -> None:
-    marker = marked()
-    finished = await run(zoo, "lose_patience", marker)
+    finished = await run(zoo, "lose_patience", marked())
     found, said, killed = finished.result.output
     assert (found, said, killed) == (1, "well\n", {"cancelled": 1})
 
@@ -197,8 +195,7 @@ async def test_nobody_gets_more_than_the_environment_declares(zoo: RolloutContex
 
 async def test_two_attempts_share_nothing(zoo: RolloutContext, tmp_path: Path) -> None:
     first, second = await asyncio.gather(*(run(zoo, "share", str(tmp_path)) for _ in range(2)))
-    names = {one.result.output[0] for one in (first, second)}
-    assert len(names) == 2
+    assert len({one.result.output[0] for one in (first, second)}) == 2
     for one in (first, second):
         assert one.result.output[1].split() == ["/tmp:", "/work:", "greeting", "mine"]
 

@@ -48,8 +48,7 @@ class Story:
         self.held: dict[str, Lease] = {}
 
     async def play(self, lines: list[str]) -> None:
-        whole = "\n".join(lines).split("\nreopen\n")
-        for number, part in enumerate(whole):
+        for number, part in enumerate("\n".join(lines).split("\nreopen\n")):
             async with open_store(self.where, clock=lambda: self.now) as self.store:
                 if number == 0 and lines[0] != "without trainer":
                     await self.run("trainer", "shared")
@@ -445,8 +444,7 @@ asyncio.run(main())
 async def test_killed_while_a_run_is_opened_nothing_is_lost_or_doubled(where: str) -> None:
     async with open_store(where) as store:
         await store.put(list(map(group, named(100))))
-    command = [sys.executable, "-c", _OPENED_AND_KILLED, where]
-    process = await asyncio.create_subprocess_exec(*command)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _OPENED_AND_KILLED, where)
     assert await process.wait() == 9
     async with open_store(where) as store:
         assert (await store.get_run("all")).state == "closed"

@@ -164,8 +164,7 @@ def shape(path: Path) -> dict[str, Any]:
             (row[1], row[2], row[4], tuple(c[2] for c in ask(f'PRAGMA index_info("{row[1]}")')))
             for row in ask(f'PRAGMA index_list("{table}")')
         }
-        foreign = ask(f'PRAGMA foreign_key_list("{table}")')
-        found[table] = (columns, indexes, foreign)
+        found[table] = (columns, indexes, ask(f'PRAGMA foreign_key_list("{table}")'))
     connection.close()
     return found
 
@@ -196,8 +195,7 @@ async def test_where_a_step_fails_or_is_killed_it_is_as_it_was(
         raise RuntimeError("no")
 
     before = dump(old)
-    killed = subprocess.run([sys.executable, "-c", _KILLED, str(old)], check=False)
-    assert killed.returncode == 9
+    assert subprocess.run([sys.executable, "-c", _KILLED, str(old)], check=False).returncode == 9
     assert dump(old) == before
     with monkeypatch.context() as patched:
         patched.setattr(migrations, "_number_acks", fail)

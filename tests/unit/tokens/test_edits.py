@@ -38,8 +38,7 @@ calm = settings(
     ],
 )
 def test_open_answers(was: str, tail: str, now: str, expected: tuple[str, str]) -> None:
-    got = classify({"content": was}, {"content": now}, ended=False, tail=tail)
-    assert tuple(got) == expected
+    assert tuple(classify({"content": was}, {"content": now}, ended=False, tail=tail)) == expected
 
 
 def test_deep_arguments_are_compared_as_text() -> None:

@@ -139,8 +139,7 @@ class Agent:
         pieces = [re.escape(str(plan.added))]
         while plan.parent is not None:
             plan = self.here.plans[plan.parent]
-            context = plan.text if plan.added is None else plan.added
-            pieces.append(re.escape(str(context).rstrip()))
+            pieces.append(re.escape(str(plan.text if plan.added is None else plan.added).rstrip()))
         return "(.*)".join(reversed(pieces))
 
 

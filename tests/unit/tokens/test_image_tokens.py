@@ -134,8 +134,7 @@ def made(index: int, prompt: list[int], answer: list[int], *images: tuple[str, i
 @pytest.mark.parametrize(("second", "rows"), [("red", 1), ("blue", 2)])
 def test_the_same_ids_with_another_picture_are_never_joined(second: str, rows: int) -> None:
     first = made(0, [1, TOKEN, TOKEN, 2], [3], ("red", 1))
-    later = made(1, [1, TOKEN, TOKEN, 2, 3, 4], [5], (second, 1))
-    built = build([first, later])
+    built = build([first, made(1, [1, TOKEN, TOKEN, 2, 3, 4], [5], (second, 1))])
     assert len(built) == rows
     assert sorted({row.images[0].sha256 for row in built}) == sorted({"red", second})
 
@@ -248,5 +247,4 @@ def test_images_that_lie_are_refused_with_their_line(images: Any) -> None:
 def test_different_images_never_have_one_name() -> None:
     """Also such as are no base64, which an engine may read in its own way."""
     broken = ["AAA", "BBB", "<svg%3E", "<svg>!", "iVBORw0KGgo=", "iVBORw0KGg=="]
-    names = {digest_of(f"data:image/png;base64,{text}") for text in broken}
-    assert len(names) == len(broken)
+    assert len({digest_of(f"data:image/png;base64,{text}") for text in broken}) == len(broken)

@@ -54,8 +54,7 @@ def test_each_token_has_the_experts_of_the_call_that_computed_it_first(
     exact = [call for call in calls if call.exact]
     asked: list[Call] = []
     for call, parent in zip(exact, find_parents(exact), strict=True):
-        lacks = first_unknown(asked[parent]) if parent >= 0 else 0
-        start = data.draw(st.sampled_from([0, lacks]))
+        start = data.draw(st.sampled_from([0, first_unknown(asked[parent]) if parent >= 0 else 0]))
         silent = not size_of(call) or data.draw(st.integers(0, 5)) == 0
         asked.append(replace(call, experts=None if silent else told(call, start)))
     rows = build(asked)
@@ -70,8 +69,7 @@ def test_each_token_has_the_experts_of_the_call_that_computed_it_first(
             assert row.experts.table[:, 1, 0].tolist() == wanted
             assert row.experts.table[:, 0, 1].tolist() == [*range(len(wanted))]
             assert "experts_missing" not in row.flags
-        found = replace(row, experts=None, flags=plain.flags)
-        assert pack(found) == pack(plain)
+        assert pack(replace(row, experts=None, flags=plain.flags)) == pack(plain)
 
 
 def test_a_row_says_that_experts_are_missing() -> None:

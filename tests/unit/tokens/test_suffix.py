@@ -141,8 +141,7 @@ def test_real_templates_go_on_as_they_write() -> None:
         if name != family and not extent.WHOLE:
             continue  # nearly its family's
         # SentencePiece has its own use for the underscore in DeepSeek's special tokens.
-        kinds = tried if name == family and "▁" not in source else ("byte_level",)
-        for kind in kinds:
+        for kind in tried if name == family and "▁" not in source else ("byte_level",):
             format = chat_format(source, kind, special=STOPS, stops=STOPS)
             for shape, case in CASES.items():
                 try:

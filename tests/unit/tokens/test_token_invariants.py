@@ -54,10 +54,9 @@ def experts_of(count: int, fill: int = 0) -> RoutedExperts:
 
 
 def routed() -> list[Call]:
-    sizes = (2, 6, 10)
     return [
         replace(each, experts=experts_of(size, each.index))
-        for each, size in zip(talk(), sizes, strict=True)
+        for each, size in zip(talk(), (2, 6, 10), strict=True)
     ]
 
 

@@ -259,8 +259,7 @@ async def test_too_many_errors_end_the_loop(in_a_row: bool, errors: int) -> None
 
 
 async def test_the_smaller_limit_of_turns_counts() -> None:
-    run = Run(*[("", ["look"])] * 5)
-    end, messages = await _loop(run, max_turns=2)
+    end, messages = await _loop(Run(*[("", ["look"])] * 5), max_turns=2)
     assert (end.reason, len(messages)) == ("limit", 5)
 
 
@@ -448,8 +447,7 @@ def test_the_model_does_not_see_the_caller_and_listed_methods_are_bound() -> Non
     assert (own(), other) == ("Shown", len)  # type: ignore[operator]
     assert [one.name for one in server_tools(Shown())] == ["look"]
 
-    parameters = Shown.look.description["function"]["parameters"]
-    assert list(parameters["properties"]) == ["name"]
+    assert list(Shown.look.description["function"]["parameters"]["properties"]) == ["name"]
 
 
 @pytest.mark.parametrize("package", [envserver_environments, envserver_tools, envserver_factory])

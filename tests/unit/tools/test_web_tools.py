@@ -285,8 +285,7 @@ async def test_equal_requests_are_asked_once(tmp_path: Path) -> None:
 
 async def test_what_may_pass_is_asked_again_but_replayed(tmp_path: Path) -> None:
     slow = Raw("u", 0, "", b"", "too slow", lasting=False)
-    gone = Raw("u", 404, "", b"", "HTTP status 404")
-    asked = Asked([slow, slow, gone])
+    asked = Asked([slow, slow, Raw("u", 404, "", b"", "HTTP status 404")])
     record = Recorder("record", tmp_path)
     assert (await record.get({"q": 1}, asked)).error == "too slow"
     assert (await Recorder("replay", tmp_path).get({"q": 1}, asked)).error == "too slow"

@@ -209,8 +209,7 @@ def changed(top: dict[str, Any] | None = None, **of_rollouts: Any) -> dict[str, 
 async def test_a_line_that_only_looks_like_a_group_is_told(
     tmp_path: Path, wrong: dict[str, Any]
 ) -> None:
-    file = write_lines(tmp_path / "run.jsonl", [wrong])
-    async with looking_at(tmp_path / "index", file) as http:
+    async with looking_at(tmp_path / "index", write_lines(tmp_path / "run.jsonl", [wrong])) as http:
         for path in ("", "/rollouts", "/rollouts/0", "/rollouts/0/tokens"):
             answer = await http.get(f"/v1/groups/math-train-0-000001{path}")
             assert answer.status_code == 422
@@ -263,8 +262,7 @@ async def test_a_store_is_looked_at_while_a_server_has_it(where: str) -> None:
 
 async def test_words_are_found_beside_a_group_that_cannot_be_read(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "run.jsonl", [line(n, [1.0], answers=["good"]) for n in range(3)])
-    damaged = file.read_bytes().replace(b"What is 1", b"What is \xff")
-    file.write_bytes(damaged)
+    file.write_bytes(file.read_bytes().replace(b"What is 1", b"What is \xff"))
     async with looking_at(tmp_path / "index", file) as http:
         found = await got(http, "/v1/groups", words="good")
     assert [row["seq"] for row in found["groups"]] == [1, 3] and found["searched"] == 3
@@ -289,8 +287,7 @@ async def test_a_server_elsewhere_is_read_with_a_token_that_the_browser_never_se
 ) -> None:
     tokens = tmp_path / "tokens.yaml"
     token, _ = create_token(tokens, "page", "reader")
-    settings = {"tokens_file": tokens}
-    async with running_api(tmp_path / "store.db", server=settings) as api:
+    async with running_api(tmp_path / "store.db", server={"tokens_file": tokens}) as api:
         await put_native(api.store, native_group("a/b g"))
         monkeypatch.delenv("ENVSERVER_TOKEN", raising=False)
         with pytest.raises(EnvserverError, match="asks for an access token"):

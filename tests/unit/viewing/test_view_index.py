@@ -113,8 +113,7 @@ def test_trajectories_and_traces_are_groups_of_their_tasks(to: str, out: str) ->
 
 
 def test_a_document_of_its_own_is_shown_with_its_actions() -> None:
-    stored = next(read_groups([str(write_lines(FILE, [line(1)]))]))
-    unified = unified_of(stored.rollouts[1])
+    unified = unified_of(next(read_groups([str(write_lines(FILE, [line(1)]))])).rollouts[1])
     del unified["metadata"]["sequences"]
     unified["actions"] = [{"step": 1, "tool": "run", "input": {"x": 1}, "output": "done"}]
     Path("one.json").write_bytes(orjson.dumps(unified))

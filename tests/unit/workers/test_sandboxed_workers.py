@@ -225,7 +225,6 @@ async def test_a_companion_that_cannot_be_imported_is_told_at_the_start() -> Non
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user runs it already")
 async def test_this_holds_for_an_ordinary_user() -> None:
     words = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command = [*words, __file__, "-k", "companion"]
-    done = await asyncio.to_thread(run_as_ordinary_user, command)
+    done = await asyncio.to_thread(run_as_ordinary_user, [*words, __file__, "-k", "companion"])
     assert done.returncode == 0, done.stdout
     assert "5 passed" in done.stdout

@@ -24,8 +24,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 
 @pytest.mark.parametrize("answer", [b"", OK[:-1], b"220 mail ready\r\n"])
 async def test_without_a_whole_answer_a_request_fails_and_is_not_sent_again(answer: bytes) -> None:
-    closed = OK.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
-    answers = [closed, answer, OK]
+    answers = [OK.replace(b"\r\n", b"\r\nconnection: close\r\n", 1), answer, OK]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

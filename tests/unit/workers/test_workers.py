@@ -360,8 +360,7 @@ async def test_nothing_that_an_agent_started_survives_it(
         if way != "pool ends":
             await until(lambda: not any(alive(pid) for pid in pids))
             (error,) = await running
-            died = type(error) is WorkerDied
-            assert died == (way != "rollout ends"), error
+            assert (type(error) is WorkerDied) == (way != "rollout ends"), error
             await pid_of_pooled(pool, proxy)
     assert not any(alive(pid) for pid in pids)
     await running
