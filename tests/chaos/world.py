@@ -298,16 +298,7 @@ def world(
         }
         poster = stack.enter_context(Poster([one.url for one in relays.values()]))
         made = World(
-            folder,
-            store,
-            ports,
-            deliveries,
-            witness,
-            witness_url,
-            relays,
-            told,
-            poster,
-            postgres,
+            folder, store, ports, deliveries, witness, witness_url, relays, told, poster, postgres
         )
         try:
             made.until_up()

@@ -35,10 +35,7 @@ USERS = (
     else [pytest.param(AS_IT_IS, 1, id="as an ordinary user")]
 )
 """Users, and N where a user tries every Nth program."""
-SOME_OR_ALL = [
-    pytest.param(4, id="some"),
-    pytest.param(1, id="all", marks=pytest.mark.slow),
-]
+SOME_OR_ALL = [pytest.param(4, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 
 
 def report(command: tuple[str, ...], *words: str) -> dict[str, Any]:
@@ -85,8 +82,7 @@ def test_the_walls_hold_every_hostile_program_and_no_ordinary_one(
 
 
 @pytest.mark.parametrize(
-    "every",
-    [pytest.param("8", id="some"), pytest.param("1", id="all", marks=pytest.mark.slow)],
+    "every", [pytest.param("8", id="some"), pytest.param("1", id="all", marks=pytest.mark.slow)]
 )
 def test_the_walls_of_another_machine_hold(every: str, tell: Callable[[str], None]) -> None:
     told = report(AS_IT_IS, "namespace", "--elsewhere", "--every", every)

@@ -86,10 +86,7 @@ def test_a_lease_that_was_not_acknowledged_comes_again_after_a_crash(tmp_path: P
 
 
 def test_sigterm_finishes_what_is_open_and_keeps_it(tmp_path: Path) -> None:
-    with served(f"{QUICK} --sim.seconds_per_token 0.005", tmp_path) as (
-        server,
-        url,
-    ):
+    with served(f"{QUICK} --sim.seconds_per_token 0.005", tmp_path) as (server, url):
         server.until(lambda: queued(url) and playing(url))
         server.send(signal.SIGTERM)
         assert server.end() == 0

@@ -91,11 +91,7 @@ def test_what_a_trainer_gets_of_each_is_what_was_sampled(
 
 STEPS = 3
 CALLS = r'<tool_call>\{"name": "python", "arguments": \{"code": "[1-9] \+ [1-9]"\}\}</tool_call>'
-FORMS = {
-    "code": r"So: [a-z]{2,5}\n<code>\n[1-9] \+ [1-9]\n</code>",
-    "tools": CALLS,
-    "plain": CALLS,
-}
+FORMS = {"code": r"So: [a-z]{2,5}\n<code>\n[1-9] \+ [1-9]\n</code>", "tools": CALLS, "plain": CALLS}
 
 
 @pytest.fixture(scope="module")

@@ -150,10 +150,7 @@ def home(
         yield
 
 
-VERIFIERS = {
-    "classic_guess": [WORDS] * 3,
-    "classic_shop": [calls("price", item="pear"), "10"],
-}
+VERIFIERS = {"classic_guess": [WORDS] * 3, "classic_shop": [calls("price", item="pear"), "10"]}
 
 
 @pytest.mark.usefixtures("home")

@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 from support.commands import environment_variables, group_ids, running, until
 from support.process_tree import alive_with
-from support.ray_nodes import (
-    RayNodes,
-    assert_none_twice_and_no_hole,
-    ray_nodes,
-    served_at,
-    trainer,
-)
+from support.ray_nodes import RayNodes, assert_none_twice_and_no_hole, ray_nodes, served_at, trainer
 from support.waiting import PATIENCE
 
 OPEN = 5

@@ -13,13 +13,7 @@ from pathlib import Path
 import pytest
 from support.commands import Running, running
 from support.process_tree import alive_with, cpu_seconds, descendants
-from support.ray_nodes import (
-    RayNodes,
-    assert_none_twice_and_no_hole,
-    ray_nodes,
-    served_at,
-    trainer,
-)
+from support.ray_nodes import RayNodes, assert_none_twice_and_no_hole, ray_nodes, served_at, trainer
 
 pytestmark = pytest.mark.slow
 KILLS = 10

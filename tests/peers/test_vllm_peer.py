@@ -86,10 +86,7 @@ def test_calls_with_strict_tools_are_trained_as_the_models_own(vllm_server: Vllm
     with vllm_house(vllm_server.base_url, vllm_server.model) as house, house.seat() as seat:
         for more in ({"tools": [COUNT]}, {"response_format": FORM}):
             seat.openai.chat.completions.create(
-                model=seat.model,
-                messages=user("Count."),
-                max_tokens=24,
-                **more,
+                model=seat.model, messages=user("Count."), max_tokens=24, **more
             )
         free, forced = seat.calls
         assert "strict_dropped" in free.flags
@@ -191,10 +188,7 @@ print(json.dumps({"batch": made.numbers, "warm": steps[0], "plain": steps[1]}))
 
 
 def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
-    learning_vllm: VllmServer,
-    learn_python: Path,
-    tmp_path: Path,
-    tell: Callable[[str], None],
+    learning_vllm: VllmServer, learn_python: Path, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     learning_vllm.begin_anew(tmp_path)
     environment = tmp_path / "babble.py"

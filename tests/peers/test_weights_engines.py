@@ -19,13 +19,7 @@ from support.foreign_trainers import random_model
 from support.versions import ROUNDING, VersionMaker, version_maker
 from support.vllm_server import VllmServer, running_vllm
 from support.waiting import PATIENCE
-from support.weights_house import (
-    Local,
-    Proof,
-    local_engine,
-    prove,
-    sending_trainer,
-)
+from support.weights_house import Local, Proof, local_engine, prove, sending_trainer
 
 # Sent over the network to local engines
 

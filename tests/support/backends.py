@@ -9,13 +9,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from envserver.registry.installed import (
-    Installed,
-    Interpreter,
-    home,
-    this_version,
-    write_record,
-)
+from envserver.registry.installed import Installed, Interpreter, home, this_version, write_record
 from envserver.running.own_venv import describe
 
 

@@ -95,8 +95,5 @@ def trainer(
     """A script of this folder that trains `model` and writes to `folder / "out"`."""
     command = (SUPPORT / script, "--server", urls[0], "--engine", urls[1])
     command += ("--model", model, "--output", folder / "out", *words)
-    with (
-        environment(alone(*packages)),
-        running(*command, folder=folder, program=python) as process,
-    ):
+    with environment(alone(*packages)), running(*command, folder=folder, program=python) as process:
         yield process

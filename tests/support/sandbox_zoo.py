@@ -12,15 +12,7 @@ import subprocess
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from envserver import (
-    Environment,
-    InputError,
-    SandboxError,
-    SandboxLimits,
-    SandboxSpec,
-    Score,
-    Task,
-)
+from envserver import Environment, InputError, SandboxError, SandboxLimits, SandboxSpec, Score, Task
 
 SPEC = SandboxSpec(
     files={"greeting": b"hello"},

@@ -197,11 +197,7 @@ class Agent:
     """
 
     def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        url: str,
-        seed: int,
-        encode: Callable[[str], list[int]],
+        self, http: aiohttp.ClientSession, url: str, seed: int, encode: Callable[[str], list[int]]
     ) -> None:
         self.boundaries: list[Boundary] = []
         self.refused: list[Refused] = []

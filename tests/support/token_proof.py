@@ -242,12 +242,7 @@ class Record:
         proof.own_ids += extends
 
     def _check_boundary(
-        self,
-        proof: Proof,
-        boundary: Boundary,
-        before: list[Call],
-        after: Call,
-        format: ChatFormat,
+        self, proof: Proof, boundary: Boundary, before: list[Call], after: Call, format: ChatFormat
     ) -> None:
         if after.planned_parent is None:
             kind = boundary.kind

@@ -36,12 +36,7 @@ FORGETS = (  # earlier thoughts are not shown again
 THINKS = FORGETS.replace(  # the prompt begins a thought that is not shown in the answer
     "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
 )
-TEMPLATES = {
-    "chatml": TEMPLATE,
-    "headers": HEADERS,
-    "brackets": BRACKETS,
-    "forgets": FORGETS,
-}
+TEMPLATES = {"chatml": TEMPLATE, "headers": HEADERS, "brackets": BRACKETS, "forgets": FORGETS}
 
 
 def words(template: str) -> Any:

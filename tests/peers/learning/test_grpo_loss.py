@@ -13,12 +13,7 @@ from envserver_clients.records import Row
 from envserver_clients.training.advantages import AdvantageSettings, advantages
 from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.examples import Example, ExampleSettings, examples_of
-from envserver_clients.training.guard import (
-    Guard,
-    GuardSettings,
-    MismatchError,
-    NothingLearned,
-)
+from envserver_clients.training.guard import Guard, GuardSettings, MismatchError, NothingLearned
 from envserver_clients.training.loss import policy_loss, token_logprobs
 from envserver_clients.training.padding import Padded, micro_batches, padded
 from envserver_records.images import RowImage

@@ -149,11 +149,7 @@ def our_gradient(
 
 
 def trl_gradient(
-    trainer: Any,
-    policy: Policy,
-    groups: list[ClientGroup],
-    rules: TrainerSettings,
-    set_up: SetUp,
+    trainer: Any, policy: Policy, groups: list[ClientGroup], rules: TrainerSettings, set_up: SetUp
 ) -> dict[str, Any]:
     """The gradient of TRL's loss of the same rows; `set_up` completes trainer and inputs."""
     examples = examples_of(groups, 0, replace(rules.examples(), keep_zero=True)).examples

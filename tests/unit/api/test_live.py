@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import orjson
 import pytest
-from envserver_records.errors import (
-    EngineTimeout,
-    LimitReached,
-    RolloutError,
-    Stale,
-    StoreError,
-)
+from envserver_records.errors import EngineTimeout, LimitReached, RolloutError, Stale, StoreError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from starlette.types import Message

@@ -157,9 +157,7 @@ async def test_a_server_that_fails_is_asked_again() -> None:
     await client.close()
 
 
-async def test_a_group_that_cannot_be_used_is_set_aside_and_the_rest_acknowledged(
-    api: Api,
-) -> None:
+async def test_a_group_that_cannot_be_used_is_set_aside_and_the_rest_acknowledged(api: Api) -> None:
     bad = GroupPut(
         group_id="bad", env="e", format="group", body=b"\x00", size=1, tokens=1, max_length=1
     )

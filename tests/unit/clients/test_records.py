@@ -16,12 +16,7 @@ from envserver_records import errors, extras
 from envserver_records.backoff import Backoff
 from envserver_records.cleaning import clean
 from envserver_records.extras import CLIENTS, install_command, missing_module_hint
-from envserver_records.files import (
-    PARTIAL_FILES,
-    replace_file,
-    replacing,
-    replacing_path,
-)
+from envserver_records.files import PARTIAL_FILES, replace_file, replacing, replacing_path
 from envserver_records.framing import FrameReader, frame, frame_header, receive_frame
 from envserver_records.http_errors import MODEL, SANDBOX, SERVICE, ErrorReader
 from hypothesis import given, settings

@@ -17,13 +17,7 @@ from support.raw_server import RawServer, head, raw_server
 from support.waiting import until
 
 from envserver.models.connections import watchful_socket
-from envserver.models.http_client import (
-    BrokenOff,
-    HttpPool,
-    NoConnection,
-    Response,
-    origin_of,
-)
+from envserver.models.http_client import BrokenOff, HttpPool, NoConnection, Response, origin_of
 
 LARGE = 32_000_000
 

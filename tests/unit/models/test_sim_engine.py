@@ -184,9 +184,7 @@ async def streamed(sim: SimEngine, body: dict[str, Any], path: str = CHAT) -> li
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"stop": "e"}, {"max_tokens": 7}, {"tools": TOOLS, "n": 2}],
-    ids=str,
+    "fields", [{}, {"stop": "e"}, {"max_tokens": 7}, {"tools": TOOLS, "n": 2}], ids=str
 )
 async def test_a_streamed_answer_is_the_same_answer(fields: dict[str, Any]) -> None:
     demonstration = [said("Überall 🙂", *DEMONSTRATION[0]["tool_calls"] * 2)]

@@ -87,10 +87,7 @@ def test_formats(format: str, text: str, content: str, calls: list[list[str]]) -
     assert (found.content, found.calls) == (content, [ParsedCall(*called) for called in calls])
 
 
-LONG = [
-    ["hermes", "<tool_call>" + "[" * 100_000],
-    ["pythonic", "[f(a=" + "(" * 10_000 + ")]"],
-]
+LONG = [["hermes", "<tool_call>" + "[" * 100_000], ["pythonic", "[f(a=" + "(" * 10_000 + ")]"]]
 
 
 @pytest.mark.parametrize(("format", "text"), [*CASES["broken"], *LONG])

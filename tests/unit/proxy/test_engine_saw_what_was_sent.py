@@ -165,8 +165,7 @@ class Agents(RuleBasedStateMachine):
         said=texts,
         agent=st.sampled_from([None, None, "helper"]),
         settings=st.fixed_dictionaries(
-            {},
-            optional={"tools": st.just([tool()]), "chat_template_kwargs": st.just({"tone": 1})},
+            {}, optional={"tools": st.just([tool()]), "chat_template_kwargs": st.just({"tone": 1})}
         ),
         wishes=wishes,
         given=given,

@@ -63,11 +63,7 @@ async def test_a_version_in_the_models_name_is_asked_for_and_recorded(
 
 @pytest.mark.parametrize(
     ("version", "told"),
-    [
-        (7, 7),
-        (7, "step-7"),
-        *((3, x) for x in ("default", "20261120093000", True)),
-    ],
+    [(7, 7), (7, "step-7"), *((3, x) for x in ("default", "20261120093000", True))],
 )
 async def test_a_version_that_the_engine_tells_counts_where_it_is_one(
     home: House, version: int, told: Any

@@ -27,15 +27,7 @@ from support.serving import attempt_spec
 from support.waiting import PATIENCE, until
 from support.websites import KEY, websites
 
-from envserver import (
-    Caller,
-    ConfigError,
-    InputError,
-    LimitReached,
-    ServiceError,
-    Services,
-    Task,
-)
+from envserver import Caller, ConfigError, InputError, LimitReached, ServiceError, Services, Task
 from envserver.api import bodies  # noqa: F401 - as in a server: it has another error of a kind of ours
 from envserver.hook_interface import HookBug, ModelCall
 from envserver.proxy import ProxyAttempt

@@ -19,13 +19,7 @@ from support.stores import group
 from support.waiting import PATIENCE, until
 
 from envserver.rollouts import Bounds, Share, Shares, is_stale, targets
-from envserver.rollouts.capacity import (
-    SHARED,
-    Depth,
-    Taker,
-    free_capacity,
-    most_waiting,
-)
+from envserver.rollouts.capacity import SHARED, Depth, Taker, free_capacity, most_waiting
 from envserver.rollouts.policy import oldest_deliverable
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand, Staleness

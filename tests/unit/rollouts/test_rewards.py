@@ -116,11 +116,7 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(played: bytes) ->
     assert second.rewards == {"one": 1.5, "two": -1.625}
     assert first.reward == pytest.approx((1.5 - 1.375) / 2)
     wire = ClientGroup(
-        group_id="g",
-        env="game",
-        format="group",
-        policy_version=-1,
-        body=memoryview(played),
+        group_id="g", env="game", format="group", policy_version=-1, body=memoryview(played)
     )
     rows = wire.rows
     assert {row.agent for row in rows} == {"one", "two"}

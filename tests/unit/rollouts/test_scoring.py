@@ -241,9 +241,7 @@ async def test_a_scorer_that_dies_while_idle_is_replaced(pool: ScorerPool) -> No
 
 
 @of_module
-async def test_scorers_that_died_leave_no_descriptor_to_the_collector(
-    pool: ScorerPool,
-) -> None:
+async def test_scorers_that_died_leave_no_descriptor_to_the_collector(pool: ScorerPool) -> None:
     def open_ones() -> int:
         return len([*Path("/proc/self/fd").iterdir()])
 

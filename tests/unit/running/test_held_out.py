@@ -86,10 +86,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    folder: Path,
-    environment: str = "math",
-    own: dict[str, Any] | None = None,
-    **evaluate: Any,
+    folder: Path, environment: str = "math", own: dict[str, Any] | None = None, **evaluate: Any
 ) -> AsyncIterator[Served]:
     async with (
         envserver.aio.serve(

@@ -24,14 +24,7 @@ from support.process_tree import alive_with, children_of, marked
 from support.sandboxes import sandbox_machine
 from support.waiting import PATIENCE, until
 
-from envserver import (
-    ExecResult,
-    InputError,
-    Sandbox,
-    SandboxConfig,
-    SandboxLimits,
-    SandboxSpec,
-)
+from envserver import ExecResult, InputError, Sandbox, SandboxConfig, SandboxLimits, SandboxSpec
 from envserver.api import create_token
 from envserver.cli.console import Console
 from envserver.cli.doctor_machines import look_at_machines, show_machines

@@ -18,23 +18,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from envserver_records.errors import (
-    SandboxImageMissing,
-    SandboxLost,
-    SandboxUnavailable,
-)
+from envserver_records.errors import SandboxImageMissing, SandboxLost, SandboxUnavailable
 from support import fake_engine
 from support.sandboxes import archive, sandboxes
 from support.waiting import until
 
 from envserver import InputError, Sandbox, SandboxConfig, Sandboxes, SandboxLimits, SandboxSpec
-from envserver.sandbox import (
-    SandboxClient,
-    SandboxService,
-    docker_leftovers,
-    find_engine,
-    service,
-)
+from envserver.sandbox import SandboxClient, SandboxService, docker_leftovers, find_engine, service
 from envserver.sandbox.cgroups import CgroupAccounts
 from envserver.sandbox.docker_leftovers import new_prefix, remove_leftovers
 from envserver.sandbox.elsewhere import foreign

@@ -65,10 +65,7 @@ async def house(kind: str, **settings: Any) -> AsyncIterator[RolloutContext]:
     tree["workers"] = {**patient, **tree["workers"]}
     tree["sandbox"] = {"backend": "namespace", **settings.get("sandbox", {})}
     async with rollout_context(
-        Settings.model_validate(tree),
-        environment,
-        f"{ZOO}:{kind}",
-        observer=lambda event: None,
+        Settings.model_validate(tree), environment, f"{ZOO}:{kind}", observer=lambda event: None
     ) as parts:
         yield parts
 

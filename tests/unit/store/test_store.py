@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_records.errors import (
-    InputError,
-    NotFoundError,
-    StoreError,
-    UsageError,
-)
+from envserver_records.errors import InputError, NotFoundError, StoreError, UsageError
 from sqlalchemy import Engine, event
 from support.stores import group, ids, noise
 from support.waiting import PATIENCE

@@ -248,11 +248,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.took(name, self.store.lease(name, group_ids=names, seconds=seconds), choose, seconds)
 
     def took(
-        self,
-        run: str,
-        request: Awaitable[Any],
-        choose: Callable[[], list[str]],
-        seconds: float,
+        self, run: str, request: Awaitable[Any], choose: Callable[[], list[str]], seconds: float
     ) -> None:
         try:
             names = choose()

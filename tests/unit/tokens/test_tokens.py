@@ -10,13 +10,7 @@ import pytest
 from envserver_records.records import Call, Sequence, pack, unpack
 from hypothesis import given
 from hypothesis import strategies as st
-from support.forests import (
-    ACTIONS,
-    calls_of,
-    calm,
-    forests,
-    reference_rows,
-)
+from support.forests import ACTIONS, calls_of, calm, forests, reference_rows
 
 from envserver.tokens import Actions, build, check
 from envserver.tokens.builder import all_flags

@@ -146,10 +146,7 @@ async def test_failures_beside_a_file_are_told_as_a_server_tells_them(tmp_path: 
 
 async def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
-    for content, words in (
-        (None, "no such file"),
-        ('{"a": 1}\n', "line 1 is not a group"),
-    ):
+    for content, words in ((None, "no such file"), ('{"a": 1}\n', "line 1 is not a group")):
         if content is not None:
             file.write_text(content)
         with pytest.raises(EnvserverError, match=words):
