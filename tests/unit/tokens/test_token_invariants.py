@@ -1,7 +1,7 @@
 """Every check of the recorded tokens refuses what is wrong, and lets right rows pass.
 
 Two sources of errors: a right row or call with one value changed, and rows of other settings.
-That the builder makes right rows: test_tokens.py.
+That the builder makes right rows: test_history.py.
 """
 
 from __future__ import annotations
