@@ -13,21 +13,38 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from support.answering import answering
 from support.api import api_process, running_api
 from support.commands import free_port, running, until
 from support.foreign_trainers import printed, told
+from support.http_stand_in import standing_in
 from support.waiting import PATIENCE
 
 from envserver.models import ASSETS
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[dict[str, Any]], str]) -> Iterator[str]:
+    """The base URL of an engine; `answer` gets the body of each chat request."""
+
+    def told(path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        said = {"role": "assistant", "content": answer(json.loads(body))}
+        choice = {"index": 0, "message": said, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        facts = {"id": "x", "object": "chat.completion", "created": 0, "model": "x"}
+        return 200, json.dumps({**facts, "choices": [choice], "usage": usage}).encode()
+
+    with standing_in(told) as url:
+        yield f"{url}/v1"
+
 
 DUEL = Path(__file__).parents[1] / "support/duel.py"
 PEER = Path(__file__).parents[1] / "support" / "atropos_peer"
