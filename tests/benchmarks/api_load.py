@@ -335,7 +335,6 @@ class Wire:
             return await answer.read()
 
     async def get(self, path: str) -> bytes:
-        """The answer to a GET."""
         async with self._kept.get(self.url + path) as answer:
             answer.raise_for_status()
             return await answer.read()

@@ -171,7 +171,6 @@ def native_groups(size: Size) -> list[GroupPut]:
 
 
 def shown(ours_: Costs, theirs_: Costs | None) -> Table:
-    """The costs side by side."""
     title = "CPU of the server, milliseconds: best (median)"
     table = load.table(title, "", "ours", "atroposlib", "ratio", "goal", "held")
     for case in ours_.of:
@@ -200,7 +199,6 @@ def _held_against(case: str) -> str:
 
 
 def _kind(case: str) -> str:
-    """The case without its numbers."""
     return case.rpartition(" x ")[0].rpartition(" ")[0]
 
 

@@ -140,7 +140,6 @@ class Joiner:
 
 
 async def join_all(url: str, joiners: int, posts: float, seconds: float) -> Seen:
-    """Plays the joiners."""
     seen = Seen()
     template = load.packed(0, 2, 16).body
     async with aiohttp.ClientSession(
@@ -213,7 +212,6 @@ async def taken(server: Server, database: Sequence[int], work: AsyncResult[bytes
 
 
 def _tree(pids: Sequence[int]) -> list[int]:
-    """Processes with all below them."""
     return [one for pid in pids for one in (pid, *process_tree.descendants(pid))]
 
 

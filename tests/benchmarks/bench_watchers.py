@@ -195,7 +195,6 @@ def beyond(found: Costs, kind: str, case: Case) -> float:
 
 
 def shown(found: Costs) -> Table:
-    """What was measured."""
     columns = ("", "watchers", "of a core", "ms a group", "groups/s", "watchers' share")
     table = load.table("CPU of the server", *columns, left=2)
     for kind, case in product(("full", "steady"), CASES):

@@ -269,7 +269,6 @@ def _scored(ids: list[int], *, top: bool = False) -> list[dict[str, Any]]:
 
 
 def _tokens(said: Answer, *, top: bool = False) -> Iterator[tuple[int, dict[str, Any], bool]]:
-    """Each token, what is told of it, and whether it is the last."""
     for place, (token, entry) in enumerate(zip(said.ids, _scored(said.ids, top=top), strict=True)):
         yield token, entry, place + 1 == len(said.ids)
 

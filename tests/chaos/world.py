@@ -124,7 +124,6 @@ class World:
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """Those of all processes."""
         return ("engine", *self.relays, "joined", "a", "b")
 
     @property

@@ -126,7 +126,6 @@ class Host:
         return []
 
     def _listen(self) -> None:
-        """On TCP, UDP and unix sockets; whatever comes is kept."""
         self._abstract = f"host-{secrets.token_hex(6)}"
         self._port = _free_port()
         wanted: list[tuple[int, int, object]] = [
@@ -188,7 +187,6 @@ class Victim:
         self._process.communicate()
 
     def harm(self) -> list[str]:
-        """What became of it."""
         if self._process.poll() is not None:
             return ["a process of the host was ended"]
         found = []

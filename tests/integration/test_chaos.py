@@ -36,7 +36,6 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def report(made: World, done: Counter[str], verdict: Verdict) -> str:
-    """For people."""
     lines = [
         f"chaos on {'SQLite' if made.postgres is None else 'PostgreSQL'}: {done.total()} faults"
     ]

@@ -48,7 +48,6 @@ class Images:
         }
 
     def build(self, file: str, name: str, *words: str, base: str = "") -> str:
-        """Builds docker/`file`; returns `name`."""
         self.engine.output(
             *("build", "--network", "host", "--file", DOCKER / file, "--tag", name),
             *("--build-arg", f"BASE={base or self.engine.python_image}"),

@@ -26,7 +26,6 @@ _SMALLER = {"--steps": "4", "--batch-size": "8", "--env.total_steps": "8"}
 
 
 def commands(block: int) -> list[list[str]]:
-    """Those in a block of the README."""
     text = re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL)[block]
     return [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
 

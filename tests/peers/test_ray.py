@@ -51,7 +51,6 @@ def cluster(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def program(ray_python: Path) -> Path:
-    """The command in the Python that has Ray."""
     return ray_python.with_name("envserver")
 
 

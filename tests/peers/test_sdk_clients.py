@@ -33,8 +33,6 @@ RESPONSE_TOOLS = [{"type": "function", **TOOLS[0]["function"], "strict": True}]
 
 
 class Answer(BaseModel):
-    """The answer."""
-
     answer: int
     unit: str
 

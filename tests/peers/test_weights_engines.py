@@ -64,7 +64,6 @@ class Local:
         assert self.process.stdout.readline().startswith(self.url)
 
     def kill(self) -> None:
-        """kill -9."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(PATIENCE)
@@ -134,7 +133,6 @@ class Proof:
                 self.nearest_other = min(self.nearest_other, other)
 
     def table(self, title: str) -> str:
-        """For people."""
         checked = max(one.difference or 0.0 for one in self.published)
         return (
             f"{title}: {len(self.published)} versions, {self.rows} rows ({self.mixed} of several "

@@ -77,7 +77,6 @@ class Api:
         return _good(await self.http.post(path, json=body, **more))
 
     async def status(self, method: str, path: str, **more: Any) -> int:
-        """The status of the answer."""
         return (await self.http.request(method, path, **more)).status_code
 
     # Trainers of our own API
@@ -283,12 +282,10 @@ class Joined:
         return [(said["index"], said["place"]) for said in answer.json()["refused"]]
 
     def group(self, index: int, **changes: Any) -> Group:
-        """The group at `index` of its stream."""
         return stream_group(index, self.seed, **changes)
 
 
 def stream_group(index: int, seed: int = 0, **changes: Any) -> Group:
-    """The group at `index` of a stream of math."""
     group = native_group(group_id_of(f"math-train-{seed}-", index, "task-1"), **changes)
     group.index, group.seed = index, seed
     return group

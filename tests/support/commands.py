@@ -144,7 +144,6 @@ class Running:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """kill -9."""
         self.process.kill()
         self.process.wait(PATIENCE)
 

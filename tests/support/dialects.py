@@ -256,12 +256,10 @@ class Desk:
 
     @property
     def http(self) -> httpx2.Client:
-        """For an official client."""
         return httpx2.Client(transport=httpx2.MockTransport(self._respond))
 
     @property
     def ask(self) -> ModelRequest:
-        """The latest."""
         return self.asks[-1]
 
     def _respond(self, request: httpx2.Request) -> httpx2.Response:

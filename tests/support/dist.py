@@ -57,7 +57,6 @@ def _check_sdist(wheel: Path) -> None:
 
 
 def _contents(wheel: Path) -> dict[str, int]:
-    """Returns the checksum of each file."""
     with zipfile.ZipFile(wheel) as archive:
         return {file.filename: file.CRC for file in archive.infolist()}
 
@@ -82,7 +81,6 @@ def _try_server(folder: Path, wheels: list[Path]) -> None:
 
 
 def _run(*words: str | Path, folder: Path) -> str:
-    """Runs a command outside the checkout; returns what it printed."""
     ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         sys.exit(f"{' '.join(map(str, words))} failed:\n{ended.stdout}{ended.stderr}")

@@ -457,7 +457,6 @@ class FakeVllm:
     # Over HTTP
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Any request."""
         self.paths.append(request.path)
         if self.hung:
             await asyncio.Event().wait()
@@ -512,7 +511,6 @@ class FakeVllm:
         return self.faults.popleft() if self.faults else None
 
     async def _wrong(self, request: web.Request, body: Json, fault: Any) -> Any:
-        """What is answered instead, or None."""
         assert request.transport is not None
         if isinstance(fault, int | tuple):
             told = f"told {request.headers.get('authorization')}"
@@ -587,7 +585,6 @@ class FakeVllm:
 
 
 def fake_vllm(port: int = 0, **how: Any) -> contextlib.AbstractAsyncContextManager[FakeVllm]:
-    """A running FakeVllm."""
     return FakeVllm(**how).listening(port)
 
 
@@ -651,7 +648,6 @@ class ScaleOut(FakeVllm):
         yield parts()
 
     def _sent(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
-        """Returns `body` as it comes over the wire."""
         sent: Json = orjson.loads(orjson.dumps(body))
         self.paths.append(path.rpartition("/")[2])
         self.requests.append((path, sent))

@@ -163,7 +163,6 @@ def _git(*words: str) -> str:
 
 
 def _remember() -> None:
-    """Notes that this commit has passed, unless files differ from it."""
     if changes_since("HEAD"):
         return
     _CACHE.mkdir(parents=True, exist_ok=True)

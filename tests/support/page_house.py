@@ -60,7 +60,6 @@ class PageHouse:
         self.server.wait_for("Trainers: ")
 
     def kill(self) -> None:
-        """kill -9."""
         self.server.kill()
 
     def get(self, path: str, **parameters: Any) -> Any:

@@ -218,7 +218,6 @@ def _open_folder() -> Iterator[Path]:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether any user can get there."""
     return path.is_dir() and all(p.stat().st_mode & 0o001 for p in (path, *path.parents))
 
 
@@ -233,7 +232,6 @@ def _reachable(programs: Path, folder: Path) -> Path:
 
 
 def _ordinary() -> Mapping[str, Any]:
-    """Arguments for a process of an ordinary user."""
     shared: dict[str, Any] = {
         "env": {"PATH": os.environ.get("PATH", ""), "LC_ALL": "C"},
         "cwd": "/",

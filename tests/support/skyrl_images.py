@@ -90,7 +90,6 @@ def _difference(folder: Path, rows: list[Any], found: torch.Tensor) -> float:
 
 
 def _refused(made: list[Any]) -> list[str]:
-    """What is told of a batch without a processor."""
     try:
         output_of(made, None, step_wise=False)
     except InputError as error:

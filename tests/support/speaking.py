@@ -13,8 +13,6 @@ Message = dict[str, Any]
 
 
 class Speaker:
-    """One dialect."""
-
     path: ClassVar[str]
     wishes: ClassVar[frozenset[str]]
     """Those fields of the chat API that the dialect has under the same name."""
@@ -199,7 +197,6 @@ def text_of(message: Message) -> str:
 
 
 def _parts(content: Any, kind: str) -> Any:
-    """Chat content in a dialect whose text parts are of another kind."""
     if isinstance(content, list):
         return [{**part, "type": kind} for part in content]
     return content or ""

@@ -90,7 +90,6 @@ class Model:
         }
 
     def holding(self, queue: str, names: list[str]) -> dict[str, Delivery]:
-        """The queue, which must have them all."""
         there = self.queues[queue]
         if any(name not in there for name in names):
             raise NotFoundError("")

@@ -144,6 +144,5 @@ def talk(name: str, **settings: Any) -> Talk:
 
 
 def format_of(name: str) -> ChatFormat:
-    """The chat format of the template `name`."""
     special = ["<think>", "</think>"] if name == "thinking" else []
     return chat_format(OWN[name], special=special, stops=[ENDS[name]])

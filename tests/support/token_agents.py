@@ -207,7 +207,6 @@ class Agent:
         self._encode = encode
 
     async def run(self) -> None:
-        """All its talks."""
         dice = random.Random(self._seed)
         speaker = dice.choices([Chat(), Responses(), Messages(), Texts()], [55, 15, 17, 13])[0]
         turns = dice.randint(2, 6)
@@ -243,7 +242,6 @@ class Agent:
         )
 
     async def _talk(self, line: Line, talk: Talk) -> None:
-        """One turn, and what follows it."""
         dice = random.Random(f"{self._seed} {talk.name} {talk.turns}")
         try:
             answers = await self._answers(line, talk, dice)
@@ -261,7 +259,6 @@ class Agent:
         await asyncio.gather(*(self._talk(line, each) for each in talks))
 
     async def _answers(self, line: Line, talk: Talk, dice: random.Random) -> list[Given]:
-        """One answer as a rule; several where the agent wants to choose."""
         wishes = self._wishes(dice, talk)
         goes_on = ""
         if isinstance(line.speaker, Responses) and talk.kind == "plain" and dice.random() < 0.5:
@@ -297,7 +294,6 @@ class Agent:
         return wishes
 
     def _completed(self, dice: random.Random, talk: Talk, given: Given, name: str) -> Talk:
-        """Goes on behind a text completion, by ids or by text."""
         before, added = talk.messages[-1]["content"], f"\n{dice.choice(QUESTIONS)} "
         prompt: Any
         if isinstance(before, str) and dice.random() < 0.3:
@@ -332,7 +328,6 @@ class Agent:
 
 
 def _calling(dice: random.Random) -> Json:
-    """Wishes that make the model call the tool."""
     if dice.random() < 0.2:
         choice = {"type": "function", "function": {"name": TOOL["function"]["name"]}}
         return {"tool_choice": choice, "max_tokens": _CALL_TOKENS}
@@ -352,7 +347,6 @@ def _kind(dice: random.Random, talk: Talk, given: Given) -> str:
 
 
 def _behind(dice: random.Random, answer: Message) -> list[Message]:
-    """What comes after the answer: results of its calls, questions."""
     results = [
         {"role": "tool", "tool_call_id": made["id"], "content": str(dice.randrange(999))}
         for made in answer.get("tool_calls") or []
@@ -364,7 +358,6 @@ def _behind(dice: random.Random, answer: Message) -> list[Message]:
 
 
 def _changed(dice: random.Random, kind: str, given: Given) -> Message:
-    """The answer as it is sent back."""
     message: Message = json.loads(json.dumps(given.message))
     text = text_of(message)
     if kind == "stripped":

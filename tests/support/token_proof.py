@@ -81,7 +81,6 @@ class Proof:
     furthest: float = 0.0
 
     def table(self, title: str) -> str:
-        """All of it, for people."""
         lines = (f"  {name:20}{value}" for name, value in self.facts().items() if value)
         return "\n".join([title, *lines])
 
@@ -155,7 +154,6 @@ class Bench:
         return calls
 
     async def _all_is_recorded(self) -> None:
-        """Waits for answers whose agent is gone."""
         async with asyncio.timeout(PATIENCE):
             await asyncio.sleep(0.3)
             while self.proxy.gate.in_flight:

@@ -127,5 +127,4 @@ def _number(folder: str, file: str) -> int:
 
 
 def scripted_engine() -> AbstractContextManager[ScriptedEngine]:
-    """One that listens."""
     return in_thread(ScriptedEngine())

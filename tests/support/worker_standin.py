@@ -120,7 +120,6 @@ class StandIn:
 
 @asynccontextmanager
 async def serving(kind: type[StandIn] = StandIn) -> AsyncIterator[Any]:
-    """One of this kind."""
     standin = kind()
     async with serving_aiohttp(standin.app(), shutdown_timeout=60) as runner:
         standin.runner, standin.url = runner, runner.url

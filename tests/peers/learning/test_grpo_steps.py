@@ -308,7 +308,6 @@ def source_of(waiting: list[Batch]) -> Any:
 
 @contextmanager
 def publisher(*_: object) -> Iterator[Any]:
-    """Publishes to nobody."""
     yield SimpleNamespace(
         first_version=lambda saved: saved, publish=lambda version, examples=(): None
     )

@@ -198,7 +198,6 @@ PLAIN: dict[str, Any] = {
 
 
 def change(trainer: Any, **attributes: Any) -> None:
-    """Of the trainer, or of its arguments."""
     for name, value in attributes.items():
         setattr(trainer if hasattr(trainer, name) else trainer.args, name, value)
 

@@ -80,7 +80,6 @@ async def code(api: Api, token: str | None, method: str, path: str, **more: Any)
 
 
 def filled(path: str) -> str:
-    """`path` as a request has it."""
     return re.sub(r"{.*?}", "e", path)
 
 

@@ -101,8 +101,6 @@ class Page:
 
 
 class Connection:
-    """One connection of a page."""
-
     def __init__(self, page: Page, answer: httpx.Response) -> None:
         self._page = page
         self._lines = answer.aiter_lines()

@@ -126,7 +126,6 @@ def says_half(messages: list[dict[str, Any]]) -> str:
 async def house(
     environment: str, engine: JudgeEngine | None, folder: Path, scorers: int = 1, **settings: Any
 ) -> AsyncIterator[tuple[ScorerPool, JudgeServer]]:
-    """Scorers with a judge."""
     config = JudgeConfig(base_url=engine.url if engine else "http://127.0.0.1:9/v1", **settings)
     async with judge_of(config, folder) as judge:
         assert judge is not None
@@ -252,7 +251,6 @@ SIM = "--env judged.py --model sim"
 
 
 def priced(engine: JudgeEngine, price: int = 1) -> str:
-    """The flags of this judge."""
     prices = f"--judge.prompt_price {price} --judge.completion_price {price}"
     return f"--judge.base_url {engine.url} {prices}"
 

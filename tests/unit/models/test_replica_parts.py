@@ -237,7 +237,6 @@ LARGE = 32_000_000
 
 
 async def resolve(host: str, port: int) -> list[Any]:
-    """The addresses of a host."""
     return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 

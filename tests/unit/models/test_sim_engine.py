@@ -277,7 +277,6 @@ async def message(sim: SimEngine, rollout_id: str = "r", **fields: Any) -> dict[
 async def after(
     sim: SimEngine, messages: list[dict[str, Any]], rollout_id: str = "r", **fields: Any
 ) -> dict[str, Any]:
-    """What is said after `messages`."""
     answer = await post(sim, ask(**fields) | {"messages": messages}, rollout_id=rollout_id)
     found: dict[str, Any] = answer["choices"][0]["message"]
     return found

@@ -201,7 +201,6 @@ def exact_in(answer: Json) -> set[int]:
 
 
 def exact_in_stream(parts: list[Json]) -> set[int]:
-    """`may_be_exact` of a stream."""
     prompts = [part.get("prompt_token_ids") for part in parts]
     counts = [count for part in parts if (count := count_of(part)) is not None]
     given: Given = {}

@@ -17,8 +17,6 @@ from envserver.running.ray_runners import divided
 
 
 class StandIn:
-    """An actor."""
-
     def __init__(self, spec: CommandSpec) -> None:
         self.number = int(spec.argv[0])
         self.state: dict[str, Any] = {"host": "node", "status": None}

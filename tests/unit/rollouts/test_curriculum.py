@@ -138,7 +138,6 @@ def test_unsolved_tasks_come_back_with_their_share_and_all_of_them(order: Any) -
 
 
 def knowing(known: dict[str, Estimate], rules: CurriculumConfig, **more: Any) -> TaskStream:
-    """A stream of tasks with these estimates."""
     return TaskStream(
         rules,
         look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked}),
