@@ -298,9 +298,7 @@ def at(page: Page, pattern: str) -> None:
     expect(page).to_have_url(re.compile(pattern))
 
 
-def test_a_hundred_thousand_groups_are_read_by_pages_and_do_not_move(
-    house: GroupsHouse, visitor: Visitor
-) -> None:
+def test_100_000_groups_are_read_by_pages_and_stay(house: GroupsHouse, visitor: Visitor) -> None:
     page = visitor.context().new_page()
     asked: list[str] = []
     page.on("request", lambda one: asked.append(one.url) if "order=newest" in one.url else None)
@@ -330,9 +328,7 @@ def test_a_hundred_thousand_groups_are_read_by_pages_and_do_not_move(
     expect(page.get_by_role("button", name="1 new")).not_to_be_visible()
 
 
-def test_a_group_that_arrives_before_the_first_page_is_listed_once(
-    house: GroupsHouse, visitor: Visitor
-) -> None:
+def test_a_group_before_the_first_page_is_listed_once(house: GroupsHouse, visitor: Visitor) -> None:
     page = visitor.context().new_page()
     held: list[Route] = []
     page.route(re.compile("order=newest"), lambda route: held.append(route))
@@ -349,9 +345,7 @@ def test_a_group_that_arrives_before_the_first_page_is_listed_once(
     assert rows.filter(has_text="early").count() == 1
 
 
-def test_filters_and_the_bars_of_the_histogram_lie_in_the_address(
-    house: GroupsHouse, visitor: Visitor
-) -> None:
+def test_filters_and_the_histogram_are_in_the_address(house: GroupsHouse, visitor: Visitor) -> None:
     page = visitor.page(f"{house.url}/#/groups")
     page.get_by_label("Environment").fill("math")
     at(page, "environment=math")

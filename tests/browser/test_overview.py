@@ -62,9 +62,7 @@ def measurements(page: Page) -> int:
     return int(found[1])
 
 
-def test_pages_are_clean_in_light_dark_and_on_a_small_screen(
-    house: PageHouse, visitor: Visitor
-) -> None:
+def test_pages_are_clean_in_light_dark_and_small(house: PageHouse, visitor: Visitor) -> None:
     page = visitor.page(house.url)
     for look, size in {"light": None, "dark": None, "small": SMALL}.items():
         page.emulate_media(color_scheme="dark" if look == "dark" else "light")
@@ -160,9 +158,7 @@ def test_without_locks_each_tab_has_its_own_stream(house: PageHouse, visitor: Vi
     assert len(streams) == 2
 
 
-def test_a_page_that_stays_open_goes_on_when_the_server_was_killed(
-    house: PageHouse, visitor: Visitor
-) -> None:
+def test_an_open_page_goes_on_when_a_server_was_killed(house: PageHouse, visitor: Visitor) -> None:
     visitor.allow("net::ERR_|status of 503")
     page = visitor.page(f"{house.url}#/?range=15m")
     expect(page.get_by_text("● live")).to_be_visible()
@@ -336,9 +332,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield view.wait_for(r"http://[\d.]+:\d+/")[0]
 
 
-def test_two_runs_are_compared_down_to_both_groups_of_a_task(
-    two_runs: str, visitor: Visitor
-) -> None:
+def test_two_runs_are_compared_down_to_groups_of_a_task(two_runs: str, visitor: Visitor) -> None:
     page = visitor.page(two_runs)
     panel = page.get_by_role("region", name="math")
     expect(panel.get_by_role("row")).to_have_count(3)

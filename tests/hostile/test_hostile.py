@@ -102,9 +102,7 @@ def test_a_container_lets_through_what_it_is_known_to(
 
 
 @pytest.mark.slow
-def test_podman_lets_through_what_it_is_known_to(
-    podman_image: str, tell: Callable[[str], None]
-) -> None:
+def test_podman_lets_through_what_is_known(podman_image: str, tell: Callable[[str], None]) -> None:
     tell(_summary("podman", report(AS_IT_IS, "docker", "--image", podman_image, "--every", "1")))
 
 

@@ -106,7 +106,7 @@ async def honest(parts: RolloutContext, rollouts: int = 6) -> None:
 
 
 @in_module
-async def test_a_thousand_held_connections_are_no_business_of_others(
+async def test_thousand_held_connections_harm_nobody_else(
     server: RolloutContext,
 ) -> None:
     async with beside(server, "hold"):
@@ -118,7 +118,7 @@ async def test_a_thousand_held_connections_are_no_business_of_others(
 
 
 @in_module
-async def test_connections_that_come_and_go_are_no_business_of_others(
+async def test_connections_that_come_and_go_harm_nobody_else(
     server: RolloutContext,
 ) -> None:
     before = refused(server, "connections")

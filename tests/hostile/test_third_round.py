@@ -117,9 +117,7 @@ def test_no_such_field_reaches_the_engine(name: str) -> None:
     assert (answered, asked) == (400, [])
 
 
-async def test_no_program_leaves_its_sandbox(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_program_gets_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLOVER", "plover-77")
     (tmp_path / "secret").write_text("plover-77")
     limits = SandboxLimits(

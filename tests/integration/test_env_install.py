@@ -105,9 +105,7 @@ def test_a_package_whose_dependencies_are_met_shares_the_interpreter(
     assert not list(home.iterdir())
 
 
-def test_what_is_not_a_new_package_of_environments_is_refused(
-    run: Line, tmp_path: Path, home: Path
-) -> None:
+def test_what_is_no_new_package_is_refused(run: Line, tmp_path: Path, home: Path) -> None:
     (tmp_path / "my_env").mkdir()
     nothing = wheel(tmp_path, "nothing", {"nothing.py": ""})
     math = wheel(tmp_path, "other", {"other.py": ""}, environments=["math = other:Math"])
@@ -139,9 +137,7 @@ def test_what_cannot_be_used_leaves_nothing(run: Line, tmp_path: Path, home: Pat
 
 
 @pytest.mark.thorough
-def test_a_package_with_conflicting_dependencies_runs_beside_math(
-    run: Line, tmp_path: Path
-) -> None:
+def test_a_package_with_conflicting_versions_runs_beside_math(run: Line, tmp_path: Path) -> None:
     """The other package is made here."""
     wheel(tmp_path, "simpleeval", {"simpleeval.py": "VERSION = 0.5\n"}, version="0.5")
     version = "simpleeval.VERSION"

@@ -129,9 +129,7 @@ def test_what_an_import_means(case: dict[str, Any], tmp_path: Path) -> None:
         ("import sys\nsys.exit(3)\n", 2, "SystemExit: 3"),
     ],
 )
-def test_an_error_in_a_helper_names_its_file_and_line(
-    helpers: str, line: int, words: str, tmp_path: Path
-) -> None:
+def test_helpers_errors_name_a_line(helpers: str, line: int, words: str, tmp_path: Path) -> None:
     write(tmp_path / "helpers.py", helpers)
     reference = write_environment(tmp_path / "mine.py", "from helpers import SHARED")
     with pytest.raises(ConfigError) as caught:

@@ -44,7 +44,7 @@ def test_a_change_runs_its_own_groups(changed: str, runs: str, not_run: str) -> 
     assert not_run not in choice.files
 
 
-def test_what_all_share_and_what_nobody_knows_runs_everything(
+def test_what_is_shared_or_unknown_runs_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert gate.choose(["README.md", "tests/support/api.py"]).everything == "tests/support/api.py"
@@ -58,9 +58,7 @@ def test_what_all_share_and_what_nobody_knows_runs_everything(
     assert not gate.choose(["gone"]).everything
 
 
-def test_the_newest_commit_that_passed_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_passed_commit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
         return subprocess.run(

@@ -79,9 +79,7 @@ def pods(objects: list[Tree]) -> Iterator[tuple[str, Tree]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_object_is_what_kubernetes_expects(
-    kubernetes_python: Path, way: str, tmp_path: Path
-) -> None:
+def test_kubernetes_takes_all_objects(kubernetes_python: Path, way: str, tmp_path: Path) -> None:
     objects = built(*WAYS[way])
     templates = [
         {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": name}}

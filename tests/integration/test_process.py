@@ -157,9 +157,7 @@ def test_a_file_is_neither_overwritten_nor_mixed_and_resume_cuts_off_only_what_i
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_and_resumed_it_writes_the_same_groups(
-    process: Process, folder: Path, kills: int
-) -> None:
+def test_killed_and_resumed_it_writes_the_same(process: Process, folder: Path, kills: int) -> None:
     total = 5 * (kills + 2)
     more = f"--sim.seconds_per_token 0.01 --env.total_steps {total} --rollouts.max_concurrent 8"
     resumed = f"{more} {OUT} --resume"
@@ -185,9 +183,7 @@ def lines_of(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_one_interrupt_finishes_open_groups_and_resume_goes_on(
-    process: Process, folder: Path
-) -> None:
+def test_an_interrupt_finishes_open_groups_and_it_resumes(process: Process, folder: Path) -> None:
     more = f"--sim.seconds_per_token 0.01 --env.total_steps 30 --rollouts.max_concurrent 8 {OUT}"
     output = folder / "out.jsonl"
     with running(*shlex.split(LINE.format(env="echo", more=more)), folder=folder) as interrupted:
@@ -276,9 +272,7 @@ def test_what_failed_once_and_a_flaky_engine_cost_no_group(process: Process, fol
     assert all(one["agent_metrics"]["attempts"] == one["attempt"] for one in rollouts)
 
 
-def test_an_agent_that_hides_the_engines_failure_is_not_scored_for_it(
-    process: Process, folder: Path
-) -> None:
+def test_an_agent_that_hides_engine_failures_is_not_scored(process: Process, folder: Path) -> None:
     more = "--env.broken swallows --sim.error_rate 1 --env.group_size 2 --rollouts.max_attempts 1"
     assert "engine_unavailable" in process(f"{more} --rollouts.stop_after_failed_groups 1", 1)
     assert read_jsonl(folder / "data" / "echo.jsonl") == []

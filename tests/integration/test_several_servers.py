@@ -104,9 +104,7 @@ def ack(server: Server, leased: Any) -> None:
     asked(server, "/v1/runs/trainer/ack", json={"lease_id": leased["lease_id"]})
 
 
-def test_all_answer_and_another_leads_when_the_leader_is_killed(
-    postgres_url: str, tmp_path: Path
-) -> None:
+def test_all_answer_and_another_leads_after_the_leader(postgres_url: str, tmp_path: Path) -> None:
     with servers(3, postgres_url, tmp_path) as made:
         leader, (one, other) = parted(made)
         assert [one.metric("envserver_leader"), leader.metric("envserver_leader")] == [0, 1]

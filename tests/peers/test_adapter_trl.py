@@ -157,9 +157,7 @@ def test_trls_asynchronous_trainer_trains_a_lora_of_both_agents(
 
 
 @pytest.mark.slow
-def test_trls_own_loop_plays_our_environment(
-    learn_python: Path, babbler: Path, tmp_path: Path
-) -> None:
+def test_trls_loop_plays_our_environment(learn_python: Path, babbler: Path, tmp_path: Path) -> None:
     nowhere = ("http://127.0.0.1:9", "http://127.0.0.1:9")
     asked = ("--environment", "math", "--seats", 1)
     assert "rewards/MathSeat/mean" in trained(learn_python, babbler, tmp_path, nowhere, *asked)

@@ -148,9 +148,7 @@ def test_its_trainer_is_fed_by_our_rollouts_and_by_its_own_environment(
     assert all(isinstance(group["inference_logprobs"], list) for group in ours)
 
 
-def test_its_trainer_trains_two_players_each_by_its_own_score(
-    atropos_python: Path, tmp_path: Path
-) -> None:
+def test_its_trainer_trains_two_players_by_own_score(atropos_python: Path, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = ["serve", "--env", DUEL, "--env.group_size", 2, "--model", "sim", "--port", port]
     command += FEW
@@ -306,8 +304,6 @@ BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bench_api.py"
 
 
 @pytest.mark.slow
-def test_batches_leases_status_calls_and_memory_keep_their_budgets(
-    atropos_python: Path, tmp_path: Path
-) -> None:
+def test_batches_leases_status_memory_keep_budgets(atropos_python: Path, tmp_path: Path) -> None:
     # CPU time of the servers: what else the machine does changes the ratios little.
     printed(sys.executable, BENCHMARK, "--quick", folder=tmp_path, seconds=4 * PATIENCE)

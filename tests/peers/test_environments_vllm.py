@@ -40,9 +40,7 @@ AGENTS = {"tau": {"agent"}, "video": {"captions", "organizer"}, "router": {"rout
 """Of those with several: who speaks in every rollout, or almost, and is trained."""
 
 
-def test_what_a_trainer_gets_of_each_is_what_was_sampled(
-    vllm_server: VllmServer, tmp_path: Path
-) -> None:
+def test_a_trainer_gets_of_each_what_was_sampled(vllm_server: VllmServer, tmp_path: Path) -> None:
     """Its model is random. The engine is asked again for the logprobs of every row."""
     settings = {
         "environments": [

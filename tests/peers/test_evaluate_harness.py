@@ -92,9 +92,7 @@ def test_what_is_asked_as_text_needs_no_tokenizer(learn_python: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
-    learn_python: Path, tmp_path: Path
-) -> None:
+def test_tasks_of_the_harness_stand_in_a_report(learn_python: Path, tmp_path: Path) -> None:
     with_sums(learn_python, tmp_path)
     (tmp_path / "texts.py").write_text(ENVIRONMENT)
     server = Sums()

@@ -113,9 +113,7 @@ def test_from_nothing_to_a_fine_tuned_model(factory: Path, tell: Callable[[str],
 
 
 @pytest.mark.slow
-def test_preferences_go_on_from_there(
-    learn_python: Path, factory: Path, tell: Callable[[str], None]
-) -> None:
+def test_preferences_go_on(learn_python: Path, factory: Path, tell: Callable[[str], None]) -> None:
     for words in commands(1):
         run(words, learn_python, factory)
     judge_merged(factory, "out/reasoning", "out/tiny", "out/sft", "out/dpo")

@@ -68,9 +68,7 @@ def conversations(group: Json, agent: str) -> list[list[Json]]:
     return [group["messages"][row] for row, name in agents if name == agent]
 
 
-def test_two_players_get_rewards_of_their_own_and_see_only_their_cards(
-    games_python: Path, place: Path
-) -> None:
+def test_two_players_get_own_rewards_and_see_own_cards(games_python: Path, place: Path) -> None:
     moves = {"player0": ["[check]"], "player1": ["[check]"]}
     groups = played(games_python, "textarena:KuhnPoker-v0", {"moves": moves}, place)
     for one in rollouts(groups):
@@ -102,9 +100,7 @@ def test_a_game_of_one_player_is_one_conversation(games_python: Path, place: Pat
 
 
 @pytest.mark.slow
-def test_a_word_game_needs_its_words_and_never_fetches_them(
-    games_python: Path, place: Path
-) -> None:
+def test_a_word_game_needs_its_words_and_fetches_none(games_python: Path, place: Path) -> None:
     install(games_python, "games", "textarena:Wordle-v0")
     refused = process("textarena:Wordle-v0", {}, place, 1)
     assert refused.returncode == 2

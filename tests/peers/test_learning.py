@@ -83,9 +83,7 @@ def whole_run(python: Path, model: Path, folder: Path, *words: object) -> Learni
     return run
 
 
-def test_learning_goes_on_after_its_trainer_was_killed(
-    learn_python: Path, model: Path, tmp_path: Path
-) -> None:
+def test_learning_survives_a_killed_one(learn_python: Path, model: Path, tmp_path: Path) -> None:
     with ended(learn_python, model, tmp_path, *SHORT, 5) as run:
         run.wait_for_step(2)
         run.kill("trainer")

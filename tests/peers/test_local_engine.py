@@ -147,7 +147,7 @@ async def test_the_proxy_can_ask_it_in_every_way(engine: Local) -> None:
         assert found.root == str(engine.model_folder)
 
 
-async def test_what_it_samples_beyond_its_tokenizer_it_takes_as_a_prompt(
+async def test_what_it_samples_beyond_its_tokenizer_is_a_prompt(
     http: httpx.AsyncClient,
 ) -> None:
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "return_token_ids": True}
@@ -217,9 +217,7 @@ async def test_who_hangs_up_makes_room(http: httpx.AsyncClient) -> None:
         await until_running(http, 0)
 
 
-async def test_weights_are_named_and_replaced_while_it_runs(
-    engine: Local, http: httpx.AsyncClient
-) -> None:
+async def test_weights_are_replaced_while_it_runs(engine: Local, http: httpx.AsyncClient) -> None:
     asked = {
         "token_ids": PROMPT,
         "sampling_params": {"max_tokens": 300, "ignore_eos": True, "seed": 2},

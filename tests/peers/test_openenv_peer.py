@@ -90,9 +90,7 @@ def test_its_tool_accepts_our_environments(ours: str, openenv_python: Path) -> N
         assert json.loads(report)["passed"], report
 
 
-def test_its_clients_play_our_environments(
-    ours: str, openenv_python: Path, task: tuple[str, Any]
-) -> None:
+def test_its_clients_play_our_own(ours: str, openenv_python: Path, task: tuple[str, Any]) -> None:
     task_id, turns = task
     actions = json.dumps([{"task_id": task_id}, *map(action_of, turns)])
     for *results, state in json.loads(

@@ -66,9 +66,7 @@ def test_several_prompts_and_choices_are_calls_of_their_own(house: SdkHouse) -> 
 
 @whole_and_streamed
 @pytest.mark.parametrize("by_id", [False, True])
-def test_a_response_calls_tools_and_is_gone_on_from(
-    house: SdkHouse, streamed: bool, by_id: bool
-) -> None:
+def test_a_response_calls_tools_and_goes_on(house: SdkHouse, streamed: bool, by_id: bool) -> None:
     with house.seat(CALLS, DONE) as seat:
         asked: list[Any] = user()
         first = respond(seat, streamed, input=asked, tools=RESPONSE_TOOLS)
@@ -94,9 +92,7 @@ def test_a_response_calls_tools_and_is_gone_on_from(
 
 
 @whole_and_streamed
-def test_ids_are_told_to_those_who_ask_for_them_and_to_nobody_else(
-    house: SdkHouse, streamed: bool
-) -> None:
+def test_ids_are_told_to_those_who_ask_and_to_nobody_else(house: SdkHouse, streamed: bool) -> None:
     with house.seat(DONE) as seat:
         client = seat.lenient_openai
         for extra in ({}, {"return_token_ids": True}):
@@ -222,9 +218,7 @@ def test_structured_output(
 
 @pytest.mark.parametrize("responses", [False, True])
 @whole_and_streamed
-def test_an_agent_loops_until_no_tool_is_called(
-    house: SdkHouse, streamed: bool, responses: bool
-) -> None:
+def test_agents_loop_until_no_tool_call(house: SdkHouse, streamed: bool, responses: bool) -> None:
     with house.seat(PRODUCTS, PRODUCTS, MULTIPLIED) as seat:
         model = seat.langchain(use_responses_api=responses, streaming=streamed)
         agent = create_agent(model, [multiply], system_prompt="Be brief.")
@@ -253,9 +247,7 @@ def calculate(expression: str) -> str:
 
 
 @whole_and_streamed
-def test_a_tool_calling_agent_calls_tools_at_once_and_one_after_the_other(
-    house: SdkHouse, streamed: bool
-) -> None:
+def test_an_agent_calls_tools_at_once_and_in_sequence(house: SdkHouse, streamed: bool) -> None:
     turns = [
         said(
             "I multiply.",

@@ -49,9 +49,7 @@ def written(trackers_python: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def test_each_tracker_has_the_settings_the_scalars_and_the_table(
-    trackers_python: Path, written: Path
-) -> None:
+def test_each_tracker_has_settings_scalars_and_table(trackers_python: Path, written: Path) -> None:
     lines = [json.loads(line) for line in (written / "runs/first.jsonl").read_text().splitlines()]
     scalars = [[line["step"], line["reward"]] for line in lines if "reward" in line]
     rows = [row for line in lines for row in line.get("rollouts", ())]

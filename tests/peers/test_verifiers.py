@@ -205,9 +205,7 @@ def test_evaluate_and_check(home: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_function_pays_on_rows_what_it_pays_there(
-    verifiers_classic_python: Path, tmp_path: Path
-) -> None:
+def test_each_function_pays_on_rows_so_too(verifiers_classic_python: Path, tmp_path: Path) -> None:
     command = (verifiers_classic_python, "-W", "ignore", SUPPORT / "verifiers_rubrics.py")
     found = told(*command, sysconfig.get_path("purelib"), folder=tmp_path)
     for name, pairs in found.items():

@@ -29,7 +29,7 @@ from envserver.tokens_config import TokensConfig
 pytestmark = pytest.mark.vllm
 
 
-def test_ids_and_logprobs_come_with_an_answer_and_tools_are_in_the_prompt(
+def test_ids_and_logprobs_come_and_tools_are_in_the_prompt(
     vllm_server: VllmServer,
 ) -> None:
     def answered(**more: Any) -> dict[str, Any]:
@@ -303,9 +303,7 @@ def compare(ours: Shape, theirs: Shape) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), CASES, ids=lambda case: str(case)[:60])
-async def test_answers_have_vllms_places(
-    vllm_server: VllmServer, path: str, body: dict[str, Any]
-) -> None:
+async def test_answers_are_vllms(vllm_server: VllmServer, path: str, body: dict[str, Any]) -> None:
     async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=PATIENCE) as client:
         response = await client.post(path, json={**body, "model": vllm_server.model})
     assert response.status_code == 200, response.text
@@ -314,9 +312,7 @@ async def test_answers_have_vllms_places(
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS, ids=lambda case: str(case)[:60])
-async def test_chunks_have_vllms_places(
-    vllm_server: VllmServer, path: str, body: dict[str, Any]
-) -> None:
+async def test_chunks_are_vllms(vllm_server: VllmServer, path: str, body: dict[str, Any]) -> None:
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=PATIENCE) as client:
         response = await client.post(path, json={**body, "model": vllm_server.model})

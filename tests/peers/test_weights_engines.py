@@ -514,9 +514,7 @@ def full_weights(
 
 
 @pytest.mark.vllm
-def test_what_would_go_wrong_unseen_is_seen(
-    learning_vllm: VllmServer, vllm_python: Path, tmp_path: Path
-) -> None:
+def test_faults_are_seen(learning_vllm: VllmServer, vllm_python: Path, tmp_path: Path) -> None:
     with version_maker(vllm_python, learning_vllm.model_folder, "full") as maker:
         right = VllmFull(learning_vllm.base_url, tmp_path / "right")
         right.publish(1, maker.saver(1), maker.check(1))

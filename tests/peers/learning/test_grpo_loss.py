@@ -220,9 +220,7 @@ examples = st.lists(
 
 @settings(max_examples=50)
 @given(examples, st.integers(1, 200))
-def test_the_loss_is_the_same_however_rows_are_padded_and_parted(
-    rows: list[Example], most_tokens: int
-) -> None:
+def test_the_loss_is_that_of_any_padding_and_parting(rows: list[Example], most_tokens: int) -> None:
     table = torch.linspace(-3, 3, 121).reshape(11, 11)
 
     def total(most: int) -> float:

@@ -128,9 +128,7 @@ def test_what_must_not_be_learned_changes_nothing(model: Path) -> None:
     assert "skipped" not in numbers
 
 
-def test_what_an_earlier_policy_sampled_is_told_from_tampered_logprobs(
-    model: Path, policy: Policy
-) -> None:
+def test_an_earlier_policy_is_told_from_tampered_logprobs(model: Path, policy: Policy) -> None:
     """A policy that has moved far since differs by more than the bound, and legitimately."""
     torch.manual_seed(1)
     sampled = policy.model.generate(
@@ -171,9 +169,7 @@ def moves(one: Learner, steps: int) -> torch.Tensor:
     )
 
 
-def test_bfloat16_moves_the_weights_as_float32_does(
-    model: Path, policy: Policy, tmp_path: Path
-) -> None:
+def test_bfloat16_moves_weights_as_float32(model: Path, policy: Policy, tmp_path: Path) -> None:
     """At a usual learning rate: of bfloat16 weights nine of ten would stay where they are."""
     rules = StepSettings(learning_rate=1e-6)
     half = Learner(Policy(str(model), dtype=torch.bfloat16), rules)
@@ -188,9 +184,7 @@ def test_bfloat16_moves_the_weights_as_float32_does(
     assert are_equal(rounded, Policy(str(tmp_path)).state())  # which is read as float32
 
 
-def test_a_step_that_is_lost_in_the_rounding_is_told(
-    policy: Policy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_lost_in_rounding_is_told(policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
     numbers = Learner(policy, StepSettings(learning_rate=1e-12)).step(batch(policy, 0))
     assert float(numbers["weights_moved"]) < 0.1
     Guard(GuardSettings()).judge({"step": 1, **numbers})
@@ -251,9 +245,7 @@ def test_rows_of_recurrent_models_are_not_packed(
     assert not policy.is_recurrent
 
 
-def test_a_lora_of_chosen_layers_leaves_the_model_which_is_its_reference(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_lora_of_chosen_layers_leaves_the_reference(model: Path, tmp_path: Path) -> None:
     policy = Policy(str(model), lora=LoraSettings(4, alpha=12, targets="q_proj, v_proj"))
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in policy.trained}
     assert layers == {"q_proj", "v_proj"}
@@ -341,9 +333,7 @@ def train(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_noise_on_the_logprobs_ends_the_run_with_the_reason(
-    policy: Policy, tmp_path: Path, train: Any
-) -> None:
+def test_noise_on_logprobs_ends_it_with_reasons(policy: Policy, tmp_path: Path, train: Any) -> None:
     spoiled = [leased(policy, number, 2.0) for number in range(4)]
     with pytest.raises(MismatchError, match=r"differ .* nats per token") as raised:
         train(spoiled, steps=8)

@@ -126,9 +126,7 @@ def gradient(policy: Policy, batch: Padded) -> dict[str, Tensor]:
     return {name: one.grad for name, one in policy.trained.items() if one.grad is not None}
 
 
-def test_rows_in_one_line_and_activations_computed_again_replay_the_same(
-    policy: Policy, experts: str
-) -> None:
+def test_packed_rows_and_checkpointed_activations_replay_it(policy: Policy, experts: str) -> None:
     made = rows(others)
     made[1] = replace(made[1], experts=None)  # routes by itself
     expected = gradient(policy, padded(made))

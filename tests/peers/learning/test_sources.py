@@ -45,9 +45,7 @@ def posted(group_id: str) -> ClientGroup:
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_groups_that_teach_nothing_are_replaced_before_a_batch_is_learned(
-    tmp_path: Path, dynamic: bool
-) -> None:
+def test_groups_that_teach_nothing_are_replaced_in_a_batch(tmp_path: Path, dynamic: bool) -> None:
     """A real server: the batch is full, and only this run's queue loses the others."""
     rewards = {"a": (0, 1), "b": (1, 1), "c": (0, 0), "d": (1, 0), "e": (0, 1)}
     with running("run-api", "--port", free_port(), folder=tmp_path) as api, ExitStack() as stack:

@@ -312,9 +312,7 @@ def test_temperatures(
     assert wrong > 0.05  # so the temperature matters
 
 
-def test_logprobs_from_before_the_temperature_are_compared_as_such(
-    model: Path, trl_at: Any
-) -> None:
+def test_logprobs_before_the_temperature_are_compared_as_such(model: Path, trl_at: Any) -> None:
     """Tokens of the policy's own version: the ratio is to its own distribution, as TRL's is."""
     sampling = {"temperature": 0.7, "logprobs": "raw"}
     found = compare(model, trl_at(0.7), settings("grpo"), lambda *_: None, **sampling)

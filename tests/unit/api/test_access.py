@@ -109,9 +109,7 @@ def test_a_broken_file_changes_nothing_for_a_server_that_runs(path: Path, broken
         AccessTokens(path)
 
 
-def test_the_command_makes_lists_and_revokes(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_makes_lists_revokes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--tokens", str(path)]
     more = ["--role", "trainer", "--name", "t", "--expires", "30d", *place]
     assert main(["token", "create", *more]) == 0
@@ -153,9 +151,7 @@ async def test_every_route_is_in_the_table(path: Path, tokens: dict[str, str]) -
         assert declared - {(rule.method, filled(rule.path)) for rule in RULES} == set()
 
 
-async def test_each_role_may_do_its_own_and_nothing_else(
-    path: Path, tokens: dict[str, str]
-) -> None:
+async def test_each_role_may_do_its_own_and_no_more(path: Path, tokens: dict[str, str]) -> None:
     async with guarded(path) as api:
         for rule in RULES:
             place = filled(rule.path)
@@ -174,9 +170,7 @@ async def test_each_role_may_do_its_own_and_nothing_else(
                 assert answer.status_code not in (401, 500), (role, rule)
 
 
-async def test_without_a_good_token_there_is_only_health(
-    path: Path, tokens: dict[str, str]
-) -> None:
+async def test_without_a_token_there_is_only_health(path: Path, tokens: dict[str, str]) -> None:
     expired = create_token(path, "old", "admin", timedelta(seconds=-1))[0]
     gone = create_token(path, "gone", "admin")[0]
     revoke_token(path, "gone")
@@ -266,9 +260,7 @@ async def test_bytes_are_counted_in_both_directions(path: Path, tokens: dict[str
         assert await code(api, tokens["reader"], "GET", "/v1/runs") == 429
 
 
-async def test_streams_have_a_number_and_end_with_their_token(
-    path: Path, tokens: dict[str, str]
-) -> None:
+async def test_streams_are_limited_and_end_with_a_token(path: Path, tokens: dict[str, str]) -> None:
     async with guarded(path, quota={"open_streams": 1}) as api:
         await ask(api, tokens["trainer"], "POST", "/v1/runs", json={"name": "run"})
         sse = {"accept": "text/event-stream"}

@@ -96,9 +96,7 @@ def test_other_fields_and_values_have_the_effect_that_they_always_had(
 
 @given(usual, st.data())
 @settings(max_examples=examples(150))
-def test_damaged_bodies_have_the_effect_that_they_always_had(
-    rows: list[list[int]], data: st.DataObject
-) -> None:
+def test_damaged_bodies_have_their_usual_effect(rows: list[list[int]], data: st.DataObject) -> None:
     raw = bytearray(raw_group(rows))
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, len(raw) - 1))
@@ -136,9 +134,7 @@ def test_clients_can_read_what_is_accepted(row: list[tuple[int, int]]) -> None:
         ({"inference_logprobs": [[1] * 100]}, False),
     ],
 )
-def test_what_trainers_get_as_it_came_is_stored_as_it_came(
-    fields: dict[str, Any], is_kept: bool
-) -> None:
+def test_what_trainers_get_unchanged_is_stored_so(fields: dict[str, Any], is_kept: bool) -> None:
     raw = raw_group([list(range(100))], **fields)
     gzipped = gzip.compress(raw)
     found = read_group(raw, gzipped)

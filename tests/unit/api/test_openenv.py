@@ -78,9 +78,7 @@ SESSIONS = conversations(Path(__file__).with_name("openenv.txt"))
 
 
 @pytest.mark.parametrize("title", SESSIONS)
-async def test_a_session_answers_as_openenv_says_and_shows_nothing_hidden(
-    url: str, title: str
-) -> None:
+async def test_a_session_answers_as_openenv_and_hides_what_is_hidden(url: str, title: str) -> None:
     async with socket(url, "lengths") as session:
         for line in SESSIONS[title]:
             told, _, expected = line.partition(" -> ")

@@ -181,9 +181,7 @@ async def to_raw(follower: Follower, answer: Answering) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-async def test_a_request_that_may_have_reached_the_leader_is_not_repeated(
-    follower: Follower, method: str
-) -> None:
+async def test_a_request_the_leader_has_is_not_repeated(follower: Follower, method: str) -> None:
     asked = 0
 
     async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -230,7 +228,7 @@ async def test_only_followers_say_who_asks(follower: Follower) -> None:
             assert refused.json()["type"] == "urn:envserver:error:no_leader"
 
 
-async def test_another_server_at_the_address_of_a_leader_that_is_gone_does_nothing(
+async def test_another_server_at_the_address_of_a_gone_leader_is_idle(
     follower: Follower,
 ) -> None:
     """Another store's leader, or a server alone: nothing may be posted or leased there."""

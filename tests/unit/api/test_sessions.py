@@ -108,9 +108,7 @@ async def test_the_cookie_of_any_token_only_reads(api: Api, tokens: dict[str, st
     assert await status_of(api, cookie, "/v1/tasks") == 403
 
 
-async def test_the_cookie_counts_only_for_pages_of_this_origin(
-    api: Api, tokens: dict[str, str]
-) -> None:
+async def test_the_cookie_counts_for_this_origin_only(api: Api, tokens: dict[str, str]) -> None:
     cookie = cookie_of(await log_in(api, tokens["reader"]))
     for site in ("same-site", "cross-site", "none", "", "same-origin, none"):
         assert await status_of(api, cookie, sec_fetch_site=site) == 401, site
@@ -167,9 +165,7 @@ async def test_a_login_adds_no_rights_and_ends_with_its_token(
     assert await status_of(api, trainer) == await status_of(api, reader) == 401
 
 
-async def test_a_login_survives_a_restart_and_not_another_key(
-    path: Path, tokens: dict[str, str]
-) -> None:
+async def test_a_login_survives_restarts_but_no_new_key(path: Path, tokens: dict[str, str]) -> None:
     async with guarded(path) as api:
         cookie = cookie_of(await log_in(api, tokens["reader"]))
     async with guarded(path) as api:
@@ -204,9 +200,7 @@ async def test_forged_and_planted_cookies(api: Api, path: Path, tokens: dict[str
     assert await status_of(api, cookie, authorization="Bearer x") in (401, 429)
 
 
-async def test_under_https_the_cookie_is_of_this_host_alone(
-    api: Api, tokens: dict[str, str]
-) -> None:
+async def test_under_https_the_cookie_is_for_this_host(api: Api, tokens: dict[str, str]) -> None:
     answer = await log_in(api, tokens["reader"], x_forwarded_proto="https")
     secure = cookie_of(answer)
     assert secure.startswith("__Host-envserver_")
@@ -217,9 +211,7 @@ async def test_under_https_the_cookie_is_of_this_host_alone(
     assert await status_of(api, secure) == 401
 
 
-async def test_wrong_tokens_are_limited_and_the_right_one_is_not(
-    path: Path, tokens: dict[str, str]
-) -> None:
+async def test_wrong_tokens_are_limited_the_right_not(path: Path, tokens: dict[str, str]) -> None:
     async with guarded(path) as api:
         seen = [(await log_in(api, "evs_wrong")).status_code for _ in range(25)]
         assert seen[:20] == [401] * 20
@@ -242,9 +234,7 @@ def test_a_login_ends_after_twelve_hours(path: Path, tokens: dict[str, str]) -> 
     assert sessions.reader(scope) is None
 
 
-def test_the_key_is_made_once_and_is_nobody_elses(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_is_made_once_and_is_private(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = session_key(path)
     assert len(key) == 32 and session_key(path) == key
     file = path.with_name("tokens.yaml.session-key")

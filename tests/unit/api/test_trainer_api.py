@@ -96,9 +96,7 @@ async def test_a_warning_with_any_names_is_a_valid_header(api: Api) -> None:
 
 
 @pytest.mark.parametrize(("limit", "most"), [("max_waiting_groups", 2), ("max_waiting_gb", 1e-9)])
-async def test_posts_are_refused_while_too_much_waits(
-    tmp_path: Path, limit: str, most: float
-) -> None:
+async def test_posts_are_refused_when_much_waits(tmp_path: Path, limit: str, most: float) -> None:
     async with running_api(tmp_path / "store.db", server={limit: most}) as api:
 
         async def post() -> httpx.Response:
@@ -209,9 +207,7 @@ def train_and_fall_behind(url: str) -> None:
 # Starting
 
 
-async def test_what_cannot_be_served_says_why_to_its_caller(
-    api: Api, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_cannot_be_served_says_why(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[str] = []
     starting = asyncio.Event()
     port = int(api.url.rpartition(":")[2])

@@ -173,7 +173,7 @@ sys.exit(main(["doctor"]))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
-def test_an_entry_module_offers_commands_of_its_environment(
+def test_entry_modules_offer_commands_of_environments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["process", "--env", "other"], environment="math") == 2

@@ -101,7 +101,7 @@ async def test_the_client_without_asyncio_reads_and_trains(api: Api) -> None:
     assert await asyncio.to_thread(train) == [["a"], ["b/c"], ["d"]]
 
 
-async def test_what_is_given_back_comes_again_and_a_run_goes_back_to_its_checkpoints(
+async def test_what_is_given_back_comes_again_and_a_run_resumes_its_checkpoints(
     api: Api,
 ) -> None:
     await api.put("a", "b", "c")
@@ -528,9 +528,7 @@ async def test_the_error_names_every_server_and_why(two: list[Door]) -> None:
     ("wire", "state"),
     [("native", "closed"), ("atropos", "loses answers"), ("acknowledged", "loses answers")],
 )
-async def test_clients_without_asyncio_go_on_too(
-    wire: str, state: State, api: Api, two: list[Door]
-) -> None:
+async def test_blocking_clients_go_on(wire: str, state: State, api: Api, two: list[Door]) -> None:
     def opened() -> SyncEnvClient | AtroposTrainerClient:
         if wire == "native":
             return SyncEnvClient(urls(two), run="run", batch_size=1, retries=QUICK)

@@ -120,9 +120,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}
         ('{"name": "add", "arguments": {"a": 1}', 0, False),
     ],
 )
-def test_calls_are_found_in_the_forms_of_chat_templates_and_checked(
-    text: str, calls: int, valid: bool
-) -> None:
+def test_calls_are_found_in_chat_templates_and_checked(text: str, calls: int, valid: bool) -> None:
     found = calls_in(text)
     assert len(found) == calls and are_valid(found, [ADD]) == valid
     if valid:

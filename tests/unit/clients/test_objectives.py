@@ -165,9 +165,7 @@ def rolled(rewards: dict[int, float], outcome: float) -> Trajectory:
 
 @given(st.dictionaries(st.sampled_from([0, 1, 2, 3, 9, -1]), VALUES), VALUES)
 @many
-def test_the_rewards_of_tokens_add_up_to_the_reward(
-    rewards: dict[int, float], outcome: float
-) -> None:
+def test_rewards_of_tokens_add_up_to_the_reward(rewards: dict[int, float], outcome: float) -> None:
     made = rolled(rewards, outcome)
     told = output_of([made], None, step_wise=True)["rewards"]
     assert sum(map(sum, told)) == pytest.approx(made.score.reward, abs=1e-6)  # type: ignore[arg-type]

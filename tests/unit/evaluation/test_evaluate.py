@@ -28,9 +28,7 @@ shares = st.floats(0, 1, allow_nan=False)
 
 
 @given(outcomes, st.data())
-def test_estimates_of_k_attempts_are_the_shares_of_all_choices(
-    passed: list[bool], data: st.DataObject
-) -> None:
+def test_estimates_of_k_are_the_shares_of_choices(passed: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(passed)))
     choices = list(itertools.combinations(passed, k))
     some = sum(map(any, choices)) / len(choices)
@@ -223,9 +221,7 @@ openai: {base_url: http://localhost:1/v1}
 """
 
 
-def test_a_folder_is_evaluated_whole_and_its_report_follows_from_its_groups(
-    evaluate: Run, run: Run
-) -> None:
+def test_a_folder_is_evaluated_and_its_report_follows_from_groups(evaluate: Run, run: Run) -> None:
     """Of one environment that cannot, one that can, and what is none."""
     Path("envs").mkdir()
     broken = FAILING.replace("Failing", "Broken").replace("bool = False", "bool = True")

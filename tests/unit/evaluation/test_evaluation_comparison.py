@@ -127,7 +127,7 @@ def test_tasks_are_paired_and_those_that_differ_are_named() -> None:
 
 @settings(max_examples=examples(20))
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
-def test_the_other_way_round_it_is_the_same_the_other_way_round(
+def test_swapped_sides_give_the_same_the_other_way_round(
     passed: list[tuple[bool, bool]],
 ) -> None:
     a = report({str(n): [float(one)] for n, (one, _) in enumerate(passed)})

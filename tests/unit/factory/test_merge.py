@@ -295,7 +295,7 @@ def test_a_full_disk_leaves_nothing(three: Callable[..., Said]) -> None:
     assert names_in("out") == set()
 
 
-def test_what_killed_merges_left_is_cleared_and_what_living_ones_write_is_not(
+def test_what_killed_merges_left_is_cleared_of_living_ones_not(
     three: Callable[..., Said],
 ) -> None:
     outs = Path("outs")

@@ -218,9 +218,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("count", "counts", "digest"), SPLITS)
-def test_rows_are_split_as_the_original_does(
-    count: int, counts: tuple[int, int, int], digest: str
-) -> None:
+def test_rows_are_split_as_there_too(count: int, counts: tuple[int, int, int], digest: str) -> None:
     parts = split_three(count, seed=42)
     assert tuple(map(len, parts)) == counts
     ids = "\n".join(f"router_{number + 1:04d}" for number in parts.train)

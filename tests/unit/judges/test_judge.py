@@ -525,9 +525,7 @@ async def test_ties_and_rivals() -> None:
     values=st.lists(st.integers(0, 5), min_size=2, max_size=6),
     place=st.sampled_from(["A", "B", None]),
 )
-def test_shares_follow_the_answers_and_never_the_place(
-    values: list[int], place: str | None
-) -> None:
+def test_shares_follow_the_answers_never_the_place(values: list[int], place: str | None) -> None:
     """With a judge that prefers a place whenever two answers are equally good."""
 
     def say(asked: dict[str, Any]) -> str:

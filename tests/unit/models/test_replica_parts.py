@@ -71,7 +71,7 @@ EVENTS = st.sampled_from(["begin", "good", "bad", "refused", "silent", "well", "
 
 @calm
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=80))
-def test_whatever_happens_a_breaker_opens_tries_one_call_and_closes(
+def test_a_breaker_opens_tries_one_call_and_closes(
     events: list[tuple[str, float]],
 ) -> None:
     now = 0.0
@@ -275,9 +275,7 @@ NO = head("text/plain", 2) + b"no"
         (b"HTTP/1.1 101 Else\r\n\r\n", b"", False),
     ],
 )
-async def test_a_connection_is_kept_after_a_whole_answer_only(
-    answer: bytes, body: bytes, kept: bool
-) -> None:
+async def test_whole_answers_keep_connections(answer: bytes, body: bytes, kept: bool) -> None:
     async with server_and_pool() as (raw, pool):
         raw.pieces, raw.end = [answer], "keep"
         for count in (1, 2, 3):

@@ -62,7 +62,7 @@ class Talk(Environment):
 '''
 
 
-async def test_an_untrained_agent_on_a_text_engine_leaves_the_rows_as_they_are(
+async def test_an_untrained_agent_on_a_text_engine_leaves_rows_as_they_are(
     tmp_path: Path,
 ) -> None:
     talk, output = tmp_path / "talk.py", tmp_path / "out.jsonl"
@@ -251,7 +251,7 @@ def recorded(attempt: ProxyAttempt) -> list[tuple[str, str | None, bool]]:
     return [(call.messages[0]["content"], call.agent, call.trained) for call in attempt.calls]
 
 
-async def test_what_a_program_asks_without_tools_beside_its_conversation_is_not_trained(
+async def test_what_programs_ask_sans_tools_beside_the_talk_is_not_trained(
     home: House,
 ) -> None:
     attempt, _ = home.open(max_turns=2)

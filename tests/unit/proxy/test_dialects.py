@@ -368,9 +368,7 @@ CONVERSATION = [
     ("api", "speaker"),
     [(CHAT, speaking.Chat()), (RESPONSES, speaking.Responses()), (MESSAGES, speaking.Messages())],
 )
-def test_the_same_conversation_is_the_same_request_in_every_dialect(
-    api: Api, speaker: speaking.Speaker
-) -> None:
+def test_a_conversation_is_one_request_in_all_dialects(api: Api, speaker: speaking.Speaker) -> None:
     function = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
     tool = {"type": "function", "function": function}
     choice = {"type": "function", "function": {"name": "add"}}

@@ -99,7 +99,7 @@ async def test_the_models_list_says_the_size_of_the_context() -> None:
         assert model.model_dump()["max_model_len"] == 2048
 
 
-async def test_what_is_not_offered_is_refused_in_the_form_of_the_api_that_was_meant(
+async def test_what_is_not_offered_is_refused_in_the_form_of_the_api_meant(
     home: House,
 ) -> None:
     attempt, _ = home.open()
@@ -194,7 +194,7 @@ class Counting(Environment):
 
 
 @pytest.mark.thorough
-def test_the_count_is_that_of_the_prompt_and_a_shortened_conversation_goes_on(
+def test_the_count_is_that_of_the_prompt_and_a_shortened_talk_goes_on(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "counting.py").write_text(COUNTING)

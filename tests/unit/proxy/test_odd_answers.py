@@ -417,9 +417,7 @@ async def check(mode: EngineMode, spoil: Spoil, *requests: Json, failed: bool) -
         (lambda answer: answer.update(request_id=deep(300)), True),
     ],
 )
-async def test_numbers_that_are_no_ids_and_what_cannot_be_written_again(
-    change: Any, failed: bool
-) -> None:
+async def test_numbers_that_are_no_ids_or_cannot_be_rewritten(change: Any, failed: bool) -> None:
     for stream in (False, True):
         for wanted in ({}, ALL):
             request = {**HI, "stream": stream, **wanted}

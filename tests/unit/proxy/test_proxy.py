@@ -217,7 +217,7 @@ async def test_constrained_sampling_is_flagged_and_masked() -> None:
         assert "unchecked_fields" in build(unchecked.calls)[0].flags
 
 
-async def test_strict_is_taken_off_tools_where_it_alone_constrains_a_trained_call(
+async def test_strict_is_taken_off_tools_where_it_alone_binds_a_trained_call(
     home: House,
 ) -> None:
     attempt, client = home.open()
@@ -302,7 +302,7 @@ async def test_what_an_answer_lacks_and_how_it_ended_is_flagged(
             assert call.finish_reason == "length"
 
 
-async def test_a_logprob_that_stands_for_minus_infinity_is_flagged_and_not_trained(
+async def test_logprobs_that_stand_for_minus_infinity_are_flagged_untrained(
     home: House,
 ) -> None:
     def extreme(answer: Any) -> None:
@@ -440,9 +440,7 @@ async def test_an_answer_that_is_being_sent_at_the_end_stays_undelivered(home: H
 
 
 @pytest.mark.parametrize("fault", ["cut", "reset", "error_chunk"])
-async def test_an_engine_that_fails_within_a_stream_is_told_and_recorded(
-    home: House, fault: str
-) -> None:
+async def test_an_engine_that_fails_in_a_stream_is_recorded(home: House, fault: str) -> None:
     home.fake.faults = deque([fault])
     attempt, client = home.open()
     with pytest.raises(openai.APIError):

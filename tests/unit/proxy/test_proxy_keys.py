@@ -109,7 +109,7 @@ async def test_a_posted_failure_means_what_its_kind_means_and_holds_no_key(home:
         assert attempt.key not in str(attempt.failure.detail)
 
 
-async def test_a_failure_is_bounded_and_may_come_with_what_the_agent_had_until_then(
+async def test_a_failure_is_bounded_and_may_bring_what_the_agent_had_so_far(
     home: House,
 ) -> None:
     attempt, _ = home.open()
@@ -149,9 +149,7 @@ DEEP = b'{"output": ' + b"[" * 900 + b"]" * 900 + b"}"
         ({"output": 1, "metrics": {"x" * 5000: 1, "\x1b[2J": 2}}, {LEFT_OUT}, 1),
     ],
 )
-async def test_a_result_beyond_its_bounds_is_scored_with_a_flag(
-    body: Any, flags: set[str], output: Any
-) -> None:
+async def test_a_result_beyond_bounds_is_flagged(body: Any, flags: set[str], output: Any) -> None:
     async with house(max_body_bytes=10_000_000) as home:
         attempt, _ = home.open()
         status = 413 if output is None and isinstance(body, dict) else 204

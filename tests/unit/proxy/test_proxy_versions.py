@@ -49,9 +49,7 @@ def names_weights(home: House, *versions: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["policy@{version}", "v{version}.2"])
-async def test_a_version_in_the_models_name_is_asked_for_and_recorded(
-    home: House, name: str
-) -> None:
+async def test_a_version_in_the_model_name_is_asked_for_recorded(home: House, name: str) -> None:
     attempt, client = named(home, name)
     await chat(client)
     home.proxy.publish_version(3)
@@ -104,9 +102,7 @@ async def test_what_was_sampled_before_the_first_version_is_of_none(home: House)
 
 
 @STREAMED
-async def test_a_version_that_went_is_asked_for_by_the_name_of_now(
-    home: House, streamed: bool
-) -> None:
+async def test_a_version_that_went_is_asked_for_as_it_is_now(home: House, streamed: bool) -> None:
     """As when the call waited so long for room that its adapter was unloaded meanwhile."""
     home.proxy.publish_version(1)
     home.fake.faults.extend([404, 404])
@@ -163,7 +159,7 @@ async def paused_within_a_call(
     return attempt, asking, pausing
 
 
-async def test_drain_waits_for_the_calls_at_the_engine_and_says_when_they_do_not_end(
+async def test_drain_waits_for_calls_at_the_engine_and_says_if_they_do_not_end(
     home: House,
 ) -> None:
     attempt, asking, pausing = await paused_within_a_call(home, "drain")
@@ -381,7 +377,7 @@ async def test_what_a_coding_program_asks_again_after_its_answer_is_one_sample(
     assert len(attempt.calls) == 3
 
 
-async def test_what_helpers_of_a_coding_program_ask_at_once_are_samples_of_their_own(
+async def test_what_helpers_of_a_program_ask_at_once_are_own_samples(
     home: House,
 ) -> None:
     home.fake.held = asyncio.Event()
@@ -416,7 +412,7 @@ async def test_of_equal_requests_a_retry_gets_the_answer_that_was_lost(home: Hou
     assert sum(call.replayed for call in attempt.calls) == 1
 
 
-async def test_what_one_request_got_is_delivered_though_another_with_its_key_is_gone(
+async def test_what_a_request_got_is_delivered_though_its_twin_is_gone(
     home: House,
 ) -> None:
     home.fake.held = asyncio.Event()

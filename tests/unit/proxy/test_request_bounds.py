@@ -155,7 +155,7 @@ DENSE = b'{"messages": [], "x": [%b[]]}' % (b"[]," * 200_000)
 """A body whose values cost as much to read as a text of a hundred times its size."""
 
 
-async def test_an_attempt_waits_that_had_more_than_its_share(
+async def test_an_attempt_with_more_than_its_share_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bounds, "READING_BURST_SECONDS", 0.01)

@@ -155,9 +155,7 @@ async def test_tavilys_own_client_works_against_the_server() -> None:
         assert sites.keys == {f"Bearer {KEY}"}
 
 
-async def test_services_say_what_they_counted_and_a_provider_that_fails_is_a_failure_of_ours() -> (
-    None
-):
+async def test_services_say_what_they_counted_and_a_failing_provider_is_ours() -> None:
     async with web() as (sites, place):
         attempt, run = place.open()
         await run.call_tool("web_search", {"query": "herons"})
@@ -305,9 +303,7 @@ async def playing(folder: Path, elsewhere: bool) -> AsyncIterator[Desk]:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-async def test_attempts_play_side_by_side_each_with_its_own_state(
-    tmp_path: Path, elsewhere: bool
-) -> None:
+async def test_attempts_play_side_by_side_with_own_state(tmp_path: Path, elsewhere: bool) -> None:
     log = tmp_path / "log"
     async with playing(tmp_path, elsewhere) as place:
         one, first = game(place, 1)
@@ -347,7 +343,7 @@ async def test_attempts_play_side_by_side_each_with_its_own_state(
 
 
 @pytest.mark.thorough
-async def test_a_process_that_dies_fails_its_rollouts_which_may_be_tried_again(
+async def test_a_dying_process_fails_its_rollouts_which_are_tried_again(
     tmp_path: Path,
 ) -> None:
     async with playing(tmp_path, elsewhere=True) as place:

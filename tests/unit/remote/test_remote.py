@@ -205,9 +205,7 @@ def test_what_was_asked_changed_and_fetched_comes_with_a_group() -> None:
 # News
 
 
-async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
-    api: Api, silence: Clock
-) -> None:
+async def test_a_pause_waits_for_joiners_but_not_silent_ones(api: Api, silence: Clock) -> None:
     one = await join(api)
     await one.beat()
     pausing = asyncio.create_task(api.post("/v1/policy/pause", {"timeout_seconds": 20}))
@@ -226,9 +224,7 @@ async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
     assert (await api.post("/v1/policy/pause", {"timeout_seconds": 20}))["idle"]
 
 
-async def test_a_silent_one_gives_its_room_and_its_minimum_share_to_others(
-    api: Api, silence: Clock
-) -> None:
+async def test_a_silent_one_gives_its_room_and_share_to_others(api: Api, silence: Clock) -> None:
     # A batch is four sequences, two groups, a half of which must be code's while it is there.
     await api.start(batch_size=4)
     one = await join(api, "math@one")

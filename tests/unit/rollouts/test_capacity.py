@@ -238,7 +238,7 @@ async def test_what_is_being_made_counts_where_it_would_grow_too_old(store: Stor
     await asyncio.wait_for(waiting, PATIENCE)
 
 
-async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_waits_for_ever(
+async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_starves(
     store: Store,
 ) -> None:
     demand = Demand(store, Bounds(most_groups=100, most_batches=1, max_staleness=0))
@@ -252,7 +252,7 @@ async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_waits_for_ever(
     assert demand.free_capacity("a") == 0
 
 
-async def test_a_broadcast_run_that_is_gone_is_closed_and_gets_all_when_it_is_back(
+async def test_a_broadcast_run_that_left_is_closed_and_gets_all_later(
     store: Store,
 ) -> None:
     now = [0.0]
@@ -293,7 +293,7 @@ async def test_a_run_that_holds_a_lease_or_has_nothing_to_take_is_not_silent(sto
     assert {run.name for run in demand.run_activity() if run.silent_seconds >= 10} == set()
 
 
-async def test_nothing_too_old_is_leased_from_the_moment_a_version_is_published(
+async def test_nothing_too_old_is_leased_once_a_version_is_published(
     store: Store,
 ) -> None:
     staleness = Staleness(store, 1)

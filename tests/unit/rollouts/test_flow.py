@@ -270,7 +270,7 @@ def over_bound(attempt: ProxyAttempt, *, spoke: bool = True) -> ProxyAttempt:
 
 
 @pytest.mark.parametrize("posted", [RAISED, WorkerGarbage("?"), None])
-def test_who_asks_too_much_of_the_proxy_pays_for_what_came_of_it(
+def test_who_asks_too_much_of_the_proxy_pays_for_it(
     posted: RolloutError | None,
 ) -> None:
     def one() -> ProxyAttempt:
@@ -347,9 +347,7 @@ HUNG = WorkerHung("It went on after it was cancelled.")
         (WorkerGarbage("?"), None),
     ],
 )
-def test_who_ends_its_own_worker_is_scored_and_ours_are_not(
-    death: WorkerError, limit: str | None
-) -> None:
+def test_who_ends_its_worker_is_scored_ours_not(death: WorkerError, limit: str | None) -> None:
     assert limit_of_death(death, "sandboxed", spoke=True, overdue=True) == limit
     assert limit_of_death(death, "sandboxed", spoke=False, overdue=True) is None
     assert limit_of_death(death, "dedicated", spoke=True, overdue=True) is None

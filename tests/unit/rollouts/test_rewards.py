@@ -141,7 +141,7 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(played: bytes) ->
     assert [two.turn_rewards[call] for call in two.turns] == [-0.5, 0.125]
 
 
-def test_a_written_rollout_keeps_its_conversation_also_without_a_row_of_its_main_agent(
+def test_a_written_rollout_keeps_its_talk_without_a_row_of_its_main_agent(
     played: bytes,
 ) -> None:
     group = unpack(played, Group)
@@ -218,7 +218,7 @@ class Sandboxed(Environment):
 
 
 @pytest.mark.thorough
-def test_a_turn_rewarded_in_a_sandboxed_worker_ends_the_run_and_is_not_tried_again(
+def test_a_reward_in_a_sandboxed_worker_ends_the_run_and_has_no_retry(
     tmp_path: Path,
 ) -> None:
     path, out = tmp_path / "walled.py", tmp_path / "out.jsonl"

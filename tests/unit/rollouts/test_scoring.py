@@ -200,9 +200,7 @@ async def test_what_the_text_is_not_to_blame_for_is_no_zero(pool: ScorerPool) ->
             await pool.score(task, Result(output=output))
 
 
-async def test_a_rubric_loads_its_own_libraries_and_those_of_the_environment(
-    moody: str, tmp_path: Path
-) -> None:
+async def test_a_rubric_loads_its_libraries_and_an_environments(moody: str, tmp_path: Path) -> None:
     rubric = tmp_path / "rubric.py"
     rubric.write_text(
         "from envserver import Result, Score\n"
@@ -312,7 +310,7 @@ GSM8K = {"question": "q", "answer": "#### 42"}
 AQUA = {"question": "q", "options": ["A)1", "B)2"], "correct": "B"}
 
 
-async def test_rows_of_every_form_are_scored_in_order_whatever_hostile_ones_do(
+async def test_rows_of_all_forms_are_scored_in_order_whatever_some_do(
     tmp_path: Path,
 ) -> None:
     said = {"role": "assistant", "content": r"\boxed{42}"}

@@ -97,9 +97,7 @@ def test_an_environment_may_be_an_instance_but_not_a_class_without_a_file() -> N
         ("maths", SIM, "Did you mean 'math'"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(
-    environment: str, settings: dict[str, Any], message: str
-) -> None:
+def test_mistakes_are_told_first(environment: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, NotFoundError), match=message):
         envserver.process(environment, **settings)
 

@@ -163,7 +163,7 @@ def table(tokens: int) -> str:
     return table_to_text(np.full((tokens - 1, 2, 2), 200, np.uint8))
 
 
-async def test_the_record_has_them_bounded_and_the_agent_does_not(
+async def test_the_record_has_them_bounded_no_agent_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("envserver.proxy.experts.MOST_BYTES", 200)

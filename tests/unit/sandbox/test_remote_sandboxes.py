@@ -79,9 +79,7 @@ def stay(box: Sandbox, mark: str) -> asyncio.Task[ExecResult]:
 
 
 @of_module
-async def test_numbers_come_as_the_machine_counted_them(
-    served: ServedSandboxes, boxes: Machines
-) -> None:
+async def test_numbers_come_as_they_were_counted(served: ServedSandboxes, boxes: Machines) -> None:
     before = served.machine.cpu_seconds
     async with boxes.open(SandboxSpec(files={"in/a.txt": b"6 7"})) as box:
         code = "a, b = open('in/a.txt').read().split(); print(int(a) * int(b))"
@@ -146,9 +144,7 @@ async def test_sandboxes_end_with_their_client(served: ServedSandboxes) -> None:
 
 
 @of_module
-async def test_programs_and_sandboxes_wait_in_order(
-    served: ServedSandboxes, boxes: Machines
-) -> None:
+async def test_programs_sandboxes_wait_in_order(served: ServedSandboxes, boxes: Machines) -> None:
     ended = []
 
     async def use(number: int) -> None:
@@ -181,9 +177,7 @@ async def test_programs_and_sandboxes_wait_in_order(
     ],
 )
 @of_module
-async def test_limits_above_the_machines_are_refused(
-    boxes: Machines, limits: SandboxLimits
-) -> None:
+async def test_limits_above_its_own_are_refused(boxes: Machines, limits: SandboxLimits) -> None:
     with pytest.raises(InputError, match=r"memory_mb|wall_seconds|put_kb"):
         async with boxes.open(SandboxSpec(limits=limits)):
             pass

@@ -452,9 +452,7 @@ async def test_it_starts_with_its_archive_and_files(boxes: Sandboxes) -> None:
         ),
     ],
 )
-async def test_what_cannot_be_unpacked_is_the_callers_mistake(
-    boxes: Sandboxes, spec: SandboxSpec
-) -> None:
+async def test_what_cannot_be_unpacked_is_a_mistake(boxes: Sandboxes, spec: SandboxSpec) -> None:
     with pytest.raises(InputError):
         async with boxes.open(spec):
             pass

@@ -162,9 +162,7 @@ def test_containers_stay_of_servers_whose_processes_cannot_be_seen(
     ],
     ids=["version 1", "version 2"],
 )
-def test_the_numbers_of_cgroups_are_read_in_both_layouts(
-    tmp_path: Path, files: dict[str, str]
-) -> None:
+def test_cgroup_numbers_are_read_in_both_layouts(tmp_path: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
@@ -260,9 +258,7 @@ def maker(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.thorough
-async def test_sandboxes_of_others_are_used_like_any(
-    maker: Any, request: pytest.FixtureRequest
-) -> None:
+async def test_foreign_sandboxes_are_used_so(maker: Any, request: pytest.FixtureRequest) -> None:
     is_ours = isinstance(maker, SandboxClient)
     spec = SandboxSpec(files={"a/b.txt": b"6 7"}, archive=archive(c=b"!"), env={"COLOR": "blue"})
     async with contextlib.AsyncExitStack() as stack:

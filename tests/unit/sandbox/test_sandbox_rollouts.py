@@ -309,9 +309,7 @@ async def test_a_scorer_that_is_killed_takes_its_sandboxes_along(zoo: RolloutCon
     await until(lambda: not alive_with(marker))
 
 
-async def test_a_scorer_that_hides_a_lost_sandbox_gives_no_score(
-    zoo: RolloutContext, tmp_path: Path
-) -> None:
+async def test_a_scorer_that_hides_a_loss_scores_none(zoo: RolloutContext, tmp_path: Path) -> None:
     (pid,) = supervisors()
     marker = tmp_path / "open"
     scoring = asyncio.create_task(scored(zoo, "swallow", str(marker)))

@@ -90,7 +90,7 @@ class Exhausted(HostBackend):
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 
 
-async def test_a_program_that_the_machine_cannot_start_is_no_mistake_of_the_asker(
+async def test_a_program_the_machine_cannot_start_is_no_mistake_of_callers(
     tmp_path: Path,
 ) -> None:
     def room() -> Exhausted:

@@ -268,9 +268,7 @@ async def leased(api: Api, run: str = "run", *, packed: bool = False, **wanted: 
 
 
 @pytest.mark.parametrize("packed", [False, True])
-async def test_a_trainer_gets_the_groups_that_are_whole_at_once(
-    api: Api, harm: Harm, packed: bool
-) -> None:
+async def test_a_trainer_gets_whole_groups_at_once(api: Api, harm: Harm, packed: bool) -> None:
     await put(api, "a", "b", "c", "d", "e")
     harm("a", "d")
     for _ in range(2):
@@ -342,9 +340,7 @@ class MadeOrders:
         return False
 
 
-async def test_an_order_of_which_a_group_was_damaged_says_what_to_do(
-    where: str, harm: Harm
-) -> None:
+async def test_an_order_with_a_damaged_group_says_what_to_do(where: str, harm: Harm) -> None:
     order = GroupsOrder(
         key="key", environment="math", split="train", task_ids=("a", "b"), group_size=2
     )

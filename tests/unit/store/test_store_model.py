@@ -389,16 +389,12 @@ def test_the_store_does_what_the_model_does_on_sqlite() -> None:
     try_machine(None, 8, 25)
 
 
-def test_the_store_does_what_the_model_does_on_postgresql(
-    postgres: Postgres, postgres_url: str
-) -> None:
+def test_the_store_does_as_the_model_on_postgresql(postgres: Postgres, postgres_url: str) -> None:
     try_machine(postgres, 2, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_the_store_does_what_the_model_does_for_long(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_store_does_as_the_model_for_long(kind: str, request: pytest.FixtureRequest) -> None:
     postgres = None if kind == "sqlite" else request.getfixturevalue("postgres")
     try_machine(postgres, 100 if kind == "sqlite" else 30, 50)

@@ -77,9 +77,7 @@ async def test_search_and_pages_with_tavily(sites: Websites) -> None:
 
 
 @pytest.mark.parametrize("provider", ["tavily", "duckduckgo"])
-async def test_a_search_asks_for_a_number_of_results_of_a_year(
-    sites: Websites, provider: str
-) -> None:
+async def test_a_search_asks_for_some_results_of_a_year(sites: Websites, provider: str) -> None:
     place = {"tavily": sites.url, "duckduckgo": f"{sites.url}/html"}[provider]
     async with seen_at(sites, provider=provider, provider_url=place, depth="advanced") as web:
         tools = tools_of(web)

@@ -217,9 +217,7 @@ def changed(top: dict[str, Any] | None = None, **of_rollouts: Any) -> dict[str, 
     ],
     ids=range(8),
 )
-async def test_a_line_that_only_looks_like_a_group_is_told(
-    tmp_path: Path, wrong: dict[str, Any]
-) -> None:
+async def test_a_line_that_seems_a_group_is_told(tmp_path: Path, wrong: dict[str, Any]) -> None:
     async with looking_at(tmp_path / "index", write_lines(tmp_path / "run.jsonl", [wrong])) as http:
         for path in ("", "/rollouts", "/rollouts/0", "/rollouts/0/tokens"):
             answer = await http.get(f"/v1/groups/math-train-0-000001{path}")

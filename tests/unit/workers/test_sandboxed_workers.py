@@ -62,9 +62,7 @@ async def death(pool: LocalPool, proxy: StandIn, do: str) -> WorkerDied:
     return caught.value
 
 
-async def test_it_sees_nothing_of_the_machine(
-    pool: LocalPool, proxy: StandIn, tmp_path: Path
-) -> None:
+async def test_it_sees_none_of_the_machine(pool: LocalPool, proxy: StandIn, tmp_path: Path) -> None:
     seen = await said(pool, proxy, "look")
     assert seen["cwd"] == "/work"
     assert seen["uid"] == 1000
@@ -109,9 +107,7 @@ async def test_memory_is_bounded_for_all_its_processes_together(
     assert "passed its 400 MB" in (await death(pool, proxy, do)).detail["output"]
 
 
-async def test_a_worker_that_used_up_its_descriptors_is_told_so(
-    pool: LocalPool, proxy: StandIn
-) -> None:
+async def test_a_worker_without_descriptors_is_told_so(pool: LocalPool, proxy: StandIn) -> None:
     """It cannot post a large result; without its exit code that would be a failure of ours."""
     died = await death(pool, proxy, "hold_files_and_hang_up")
     assert "Too many open files" in died.detail["output"]
@@ -174,9 +170,7 @@ async def played(pair: LocalPool, proxy: StandIn, do: str) -> tuple[dict[str, An
     return proxy.posted(asked)["output"], spent
 
 
-async def test_a_companion_has_what_the_worker_has_and_no_more(
-    pair: LocalPool, proxy: StandIn
-) -> None:
+async def test_a_companion_has_what_its_worker_has_only(pair: LocalPool, proxy: StandIn) -> None:
     told, _ = await played(pair, proxy, "facts")
     for fact, own in told["own"].items():
         assert told["its"][fact] == own, fact
@@ -189,9 +183,7 @@ async def test_a_companion_has_what_the_worker_has_and_no_more(
     )
 
 
-async def test_the_end_and_the_work_of_a_companion_are_told(
-    pair: LocalPool, proxy: StandIn
-) -> None:
+async def test_the_end_and_work_of_a_companion_are_told(pair: LocalPool, proxy: StandIn) -> None:
     _, idle = await played(pair, proxy, "facts")
     told, busy = await played(pair, proxy, "work")
     assert os.waitstatus_to_exitcode(told["status"]) == 1
@@ -201,9 +193,7 @@ async def test_the_end_and_the_work_of_a_companion_are_told(
     assert os.waitstatus_to_exitcode(told["status"]) == -signal.SIGKILL
 
 
-async def test_a_companion_that_is_not_used_ends_with_its_worker(
-    pair: LocalPool, proxy: StandIn
-) -> None:
+async def test_an_unused_companion_ends_with_its_worker(pair: LocalPool, proxy: StandIn) -> None:
     for _ in range(3):
         told, spent = await played(pair, proxy, "nothing")
         assert told is None and spent is not None

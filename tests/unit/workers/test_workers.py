@@ -82,9 +82,7 @@ async def pid_of_pooled(pool: LocalPool, proxy: StandIn) -> int:
 
 
 @pytest.mark.parametrize("isolation", LEVELS)
-async def test_an_agent_runs_and_its_result_is_posted(
-    pool: LocalPool, proxy: StandIn, isolation: str
-) -> None:
+async def test_an_agent_runs_and_posts_it(pool: LocalPool, proxy: StandIn, isolation: str) -> None:
     logged = len(proxy.logs)
     echo = proxy.open("echo", isolation=isolation, text="four")
     chat = proxy.open("chat", isolation=isolation)
@@ -134,9 +132,7 @@ async def test_what_the_proxy_refuses_keeps_its_kind(
         assert proxy.posted(refused)["failure"]["kind"] == kind
 
 
-async def test_a_worker_has_its_own_directory_and_leaves_nothing(
-    pool: LocalPool, proxy: StandIn
-) -> None:
+async def test_a_worker_has_a_directory_and_leaves_nothing(pool: LocalPool, proxy: StandIn) -> None:
     dirty = proxy.open("dirty_directory", isolation="dedicated")
     await pool.run(dirty)
     directory = Path(proxy.posted(dirty)["output"])
@@ -187,9 +183,7 @@ async def test_busy_threads_and_slow_setups_are_no_hang(
     assert "output" in proxy.posted(slow)
 
 
-async def test_a_busy_server_does_not_blame_its_workers(
-    pool_that_listens: LocalPool, proxy: StandIn
-) -> None:
+async def test_a_busy_server_blames_no_worker(pool_that_listens: LocalPool, proxy: StandIn) -> None:
     pool = pool_that_listens
     before = await pid_of_pooled(pool, proxy)
     time.sleep(4.5)  # longer than heartbeat_seconds, on the server's own event loop
@@ -217,9 +211,7 @@ async def test_a_flood_of_output_is_bounded_and_told(pool: LocalPool, proxy: Sta
 # Deadlines and cancelling.
 
 
-async def test_at_the_deadline_the_agent_is_cancelled(
-    pool: LocalPool, proxy: StandIn, tmp_path: Path
-) -> None:
+async def test_deadlines_cancel_the_agent(pool: LocalPool, proxy: StandIn, tmp_path: Path) -> None:
     before = await pid_of_pooled(pool, proxy)
     paths = {"started": str(tmp_path / "started"), "ended": str(tmp_path / "ended")}
 
@@ -277,9 +269,7 @@ async def test_a_death_of_unknown_cause_is_tried_again_alone(
     assert await pid_of_pooled(pool, proxy) == pooled
 
 
-async def test_cancelling_a_run_cancels_the_agent(
-    pool: LocalPool, proxy: StandIn, tmp_path: Path
-) -> None:
+async def test_cancelling_ends_the_agent(pool: LocalPool, proxy: StandIn, tmp_path: Path) -> None:
     before = await pid_of_pooled(pool, proxy)
     paths = {"started": str(tmp_path / "started"), "ended": str(tmp_path / "ended")}
     obedient = proxy.open("sleep", **paths)
@@ -338,9 +328,7 @@ async def test_a_setup_without_end_is_not_the_models_fault(pool: LocalPool, prox
 @pytest.mark.parametrize(
     "way", ["worker exits", "rollout ends", "forkserver is killed", "pool ends"]
 )
-async def test_nothing_that_an_agent_started_survives_it(
-    proxy: StandIn, tmp_path: Path, way: str
-) -> None:
+async def test_what_an_agent_started_is_gone(proxy: StandIn, tmp_path: Path, way: str) -> None:
     isolation = "dedicated" if way == "rollout ends" else "pooled"
     written = tmp_path / "pids"
     async with pool_with("Zoo", kill_grace_seconds=0.2) as pool:
