@@ -43,20 +43,9 @@ REGISTRATION = {
 GROUP = {"content-type": "application/vnd.envserver.group+msgpack"}
 ENVIRONMENT = {"max_token_length": 100, "desired_name": "env", "weight": 1.0, "group_size": 2}
 KEYS = [
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "messages",
-    "generation_params",
-    "inference_logprobs",
-    "overrides",
-    "group_overrides",
-    "images",
-    "env_id",
-    "distill_token_ids",
-    "distill_logprobs",
+    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
+    *("inference_logprobs", "overrides", "group_overrides", "images", "env_id"),
+    *("distill_token_ids", "distill_logprobs"),
 ]
 
 

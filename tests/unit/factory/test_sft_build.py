@@ -18,21 +18,7 @@ from support.in_process import Run
 
 from envserver.export import problems_of
 
-TEMPLATES = """
-tools:
-  reason:
-    instruction: |
-      Task: {question}
-      Context: {context}
-    postprocess: {keep_first_bash_block: true}
-  bash:
-    instruction: "Next command for {question}"
-    response_from: action_input.command
-  reason_hop:
-    instruction: "{question} Notes: {notes}"
-  load_context:
-    instruction: "Load {path}."
-"""
+TEMPLATES = Path(__file__).with_name("templates.yaml").read_text()
 Build = Callable[..., dict[str, Any]]
 
 

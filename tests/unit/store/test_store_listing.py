@@ -17,30 +17,6 @@ from envserver.store import open_store
 from envserver.store.facts import facts_of_rewards
 from envserver.store.listing import GroupQuery, Page
 
-LISTS = """
-order=oldest: g0 g1 g2 g3
-order=newest: g3 g2 g1 g0
-order=best: g1 g0 g2
-order=worst: g2 g0 g1
-order=widest: g0 g2 g1
-order=longest: g2 g1 g3 g0
-after=2: g2 g3
-environment=code: g1
-task=task_1: g0
-min_reward=0.5: g0 g1
-max_reward=0.5: g0 g2
-spread_above=0: g0
-version_from=1: g1 g2
-version_to=0: g0 g3
-min_length=2: g1 g2
-max_length=2: g0 g1 g3
-flag=a: g1
-end=turns: g1
-text=_1: g0
-text=%: g2
-text=g1: g1
-"""
-
 
 def names(*listed: Page) -> list[str]:
     return [one.row.group_id for page in listed for one in page.groups]
@@ -57,7 +33,7 @@ async def test_groups_are_filtered_sorted_and_counted(where: str) -> None:
     ]
     async with open_store(where) as store:
         await store.put(seen)
-        for line in LISTS.split("\n")[1:-1]:
+        for line in Path(__file__).with_name("lists.txt").read_text().splitlines():
             wish, _, expected = line.partition(": ")
             name, _, value = wish.partition("=")
             query = msgspec.convert({name: value}, GroupQuery, strict=False)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.engine_stand_in import ScaleOut
 from support.extent import examples
 from support.forests import call as call_of
-from support.templates import vocabulary
+from support.templates import TEMPLATES, vocabulary
 
 from envserver.export.stored import group_of
 from envserver.models import ProbeResult
@@ -28,20 +28,7 @@ from envserver.tokens import ChatFormat, History, PromptPlan, build
 from envserver.tokens.images import digest_of, folded, placed, url_from
 
 Json = dict[str, Any]
-TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}{% else %}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}<|image|>{%- else -%}{{ part.text }}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% endif -%}
-"""
+TEMPLATE = TEMPLATES["vision"].replace("IMAGE", "<|image|>")
 RED, BLUE = (b"\x89PNG\r\n\x1a\n" + colour for colour in (b"red", b"blue"))
 TOKEN, TOKENS = 7, 3
 
