@@ -181,18 +181,17 @@ def test_of_several_answers_the_one_that_the_agent_went_on_with_is_the_turn() ->
 def test_a_reward_that_cannot_be_ends_the_run_and_is_not_tried_again(
     game: str, tmp_path: Path, ask: str, says: str
 ) -> None:
-    out = tmp_path / "out.jsonl"
-    env = {"ask": ask, "group_size": 4, "total_steps": 8}
+    assert_ends_the_run(game, tmp_path, says, ask=ask, group_size=4)
+
+
+def assert_ends_the_run(environment: object, folder: Path, says: str, **settings: Any) -> None:
     with pytest.raises(envserver.EnvserverError, match=says):
-        envserver.process(game, model="sim", out=str(out), env=env)
-    assert failed_attempts(out) == {(1, "reward_error", "environment")}
-
-
-def failed_attempts(out: Path) -> set[tuple[int, str, str]]:
-    """The number, the kind and the blame of each failed attempt."""
-    lines = out.with_name("out.failures.jsonl").read_text().splitlines()
+        out, env = str(folder / "out.jsonl"), {"total_steps": 8, **settings}
+        envserver.process(str(environment), model="sim", out=out, env=env)
+    lines = (folder / "out.failures.jsonl").read_text().splitlines()
     events = [event for line in lines if (event := orjson.loads(line)).get("attempt")]
-    return {(event["attempt"], event["kind"], event["blame"]) for event in events}
+    failed = {(event["attempt"], event["kind"], event["blame"]) for event in events}
+    assert failed == {(1, "reward_error", "environment")}
 
 
 SANDBOXED = '''
@@ -218,15 +217,10 @@ class Sandboxed(Environment):
 
 
 @pytest.mark.thorough
-def test_a_reward_in_a_sandboxed_worker_ends_the_run_and_has_no_retry(
-    tmp_path: Path,
-) -> None:
-    path, out = tmp_path / "walled.py", tmp_path / "out.jsonl"
+def test_a_reward_in_a_sandboxed_worker_ends_the_run_and_has_no_retry(tmp_path: Path) -> None:
+    path = tmp_path / "walled.py"
     path.write_text(SANDBOXED)
-    env = {"group_size": 2, "total_steps": 8}
-    with pytest.raises(envserver.EnvserverError, match=r"run\.reward is not available"):
-        envserver.process(str(path), model="sim", out=str(out), env=env)
-    assert failed_attempts(out) == {(1, "reward_error", "environment")}
+    assert_ends_the_run(path, tmp_path, r"run\.reward is not available", group_size=2)
 
 
 def evaluated(environment: str, out: Path, steps: int) -> Report:

@@ -1,7 +1,5 @@
 """Has the same name as a file of another environment."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

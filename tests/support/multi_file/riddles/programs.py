@@ -1,7 +1,5 @@
 """Runs programs of the agent."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
