@@ -106,9 +106,7 @@ async def honest(parts: RolloutContext, rollouts: int = 6) -> None:
 
 
 @in_module
-async def test_thousand_held_connections_harm_nobody_else(
-    server: RolloutContext,
-) -> None:
+async def test_thousand_held_connections_harm_nobody_else(server: RolloutContext) -> None:
     async with beside(server, "hold"):
         await until(lambda: refused(server, "connections") >= 1000 - 2 * 64)
         # Those that were refused end a moment later.
@@ -118,9 +116,7 @@ async def test_thousand_held_connections_harm_nobody_else(
 
 
 @in_module
-async def test_connections_that_come_and_go_harm_nobody_else(
-    server: RolloutContext,
-) -> None:
+async def test_connections_that_come_and_go_harm_nobody_else(server: RolloutContext) -> None:
     before = refused(server, "connections")
     async with beside(server, "come_and_go"):
         await until(lambda: refused(server, "connections") > before)

@@ -44,9 +44,7 @@ def test_a_change_runs_its_own_groups(changed: str, runs: str, not_run: str) -> 
     assert not_run not in choice.files
 
 
-def test_what_is_shared_or_unknown_runs_everything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_shared_or_unknown_runs_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gate.choose(["README.md", "tests/support/api.py"]).everything == "tests/support/api.py"
     assert gate.choose(["pyproject.toml"]).everything
     texts = ["README.md", "envserver/proxy/README.md", "clients/envserver_clients/vertex/README.md"]

@@ -147,9 +147,7 @@ async def test_the_proxy_can_ask_it_in_every_way(engine: Local) -> None:
         assert found.root == str(engine.model_folder)
 
 
-async def test_what_it_samples_beyond_its_tokenizer_is_a_prompt(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_what_it_samples_beyond_its_tokenizer_is_a_prompt(http: httpx.AsyncClient) -> None:
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "return_token_ids": True}
     asked |= {"logit_bias": {"4100": 100}, "logprobs": 0}
     (choice,) = (await http.post("/v1/completions", json=asked)).json()["choices"]

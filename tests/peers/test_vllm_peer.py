@@ -29,9 +29,7 @@ from envserver.tokens_config import TokensConfig
 pytestmark = pytest.mark.vllm
 
 
-def test_ids_and_logprobs_come_and_tools_are_in_the_prompt(
-    vllm_server: VllmServer,
-) -> None:
+def test_ids_and_logprobs_come_and_tools_are_in_the_prompt(vllm_server: VllmServer) -> None:
     def answered(**more: Any) -> dict[str, Any]:
         body = {"model": vllm_server.model, "messages": user("What is 2 + 2?"), **more}
         url = f"{vllm_server.base_url}/chat/completions"

@@ -124,9 +124,7 @@ async def test_the_least_loaded_one_is_next(one: FakeVllm, two: FakeVllm, tmp_pa
         assert [row["rollouts"] for row in await house.rows()] == [5, 5]
 
 
-async def test_old_weights_get_no_calls_and_tokens_have_engine_versions(
-    house: FleetHouse,
-) -> None:
+async def test_old_weights_get_no_calls_and_tokens_have_engine_versions(house: FleetHouse) -> None:
     async with versioned_vllm(3) as one, versioned_vllm(2) as late:
         await house.publish(3)
         await house.register(one.url, version=3)
@@ -161,9 +159,7 @@ async def test_an_engine_that_tells_no_version_follows_publications_only_from_th
     assert (await house.row(two.url))["standing"] == "old"
 
 
-async def test_an_allowed_lag_lets_old_weights_sample_as_what_they_are(
-    tmp_path: Path,
-) -> None:
+async def test_an_allowed_lag_lets_old_weights_sample_as_what_they_are(tmp_path: Path) -> None:
     async with (
         versioned_vllm(2) as late,
         fleet_house(tmp_path / "s.db", max_version_lag=1) as house,
@@ -194,9 +190,7 @@ async def test_a_paused_engine_is_idle_and_the_others_take_its_calls(
     assert (await house.row(one.url))["weights_version"] == 7
 
 
-async def test_engines_come_drain_die_and_return_with_old_weights_in_use(
-    house: FleetHouse,
-) -> None:
+async def test_engines_come_drain_die_and_return_with_old_weights_in_use(house: FleetHouse) -> None:
     """No call fails, and each carries the version of the weights that sampled it."""
     done = asyncio.Event()
     calls = []

@@ -295,9 +295,7 @@ _STEPS = st.lists(
 @given(_STEPS)
 @example([("read", 1, False), ("put", 3, False), ("restart", 0, False), ("read", 2, False)])
 @settings(max_examples=examples(120), deadline=None)
-def test_whatever_breaks_each_group_comes_once(
-    steps: list[tuple[str, int, bool]],
-) -> None:
+def test_whatever_breaks_each_group_comes_once(steps: list[tuple[str, int, bool]]) -> None:
     """A stream breaks after any of its events, again and again, over a small ring, restarts and a
     store that fails; other events come once, in order, and are missed only with a `resync`."""
 

@@ -228,9 +228,7 @@ async def test_only_followers_say_who_asks(follower: Follower) -> None:
             assert refused.json()["type"] == "urn:envserver:error:no_leader"
 
 
-async def test_another_server_at_the_address_of_a_gone_leader_is_idle(
-    follower: Follower,
-) -> None:
+async def test_another_server_at_the_address_of_a_gone_leader_is_idle(follower: Follower) -> None:
     """Another store's leader, or a server alone: nothing may be posted or leased there."""
     done = []
 

@@ -63,9 +63,7 @@ async def events(api: Api, **query: Any) -> AsyncIterator[Listener]:
         yield Listener(answer.aiter_lines())
 
 
-async def test_events_come_as_far_as_the_window_goes_and_acks_and_nacks_make_room(
-    api: Api,
-) -> None:
+async def test_events_come_as_far_as_the_window_goes_and_acks_and_nacks_make_room(api: Api) -> None:
     async with events(api, window=2) as listener:
         await api.put("a", "b", "c", "d")
         first, groups = await listener.next()

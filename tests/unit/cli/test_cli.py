@@ -173,9 +173,7 @@ sys.exit(main(["doctor"]))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
-def test_entry_modules_offer_commands_of_environments(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_entry_modules_offer_commands_of_environments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["process", "--env", "other"], environment="math") == 2
     assert "--env is given twice (math and other)" in capsys.readouterr().err
     assert main(["--help"], environment="math") == 0

@@ -255,9 +255,7 @@ def test_a_command_skips_what_shared_sources_say_of_other_commands() -> None:
     assert "--sim.seed has no meaning for this command" in told
 
 
-def test_an_old_name_is_accepted_with_a_line_of_the_new(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_old_name_is_accepted_with_a_line_of_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"environment_set.digit_count": "env.digits", "judging": "env.judge", "out_file": "out"}
     monkeypatch.setattr(renamed, "RENAMED", table)
     told: list[str] = []

@@ -287,9 +287,7 @@ def test_sampling_that_a_trainer_would_get_wrong_is_refused(
     check_spans([SamplingSpan(2, 5, 1.0, "raw")], 1.0, "x")
 
 
-async def test_adapters_compare_temperatures_with_trainers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_adapters_compare_temperatures_with_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def complete(*_: object, **__: object) -> list[list[Trajectory]]:
         row = sequence([1, 2, 3], [0, 1, 1])
         row.sampling = [SamplingSpan(1, 3, 0.7, "processed")]

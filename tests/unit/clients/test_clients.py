@@ -101,9 +101,7 @@ async def test_the_client_without_asyncio_reads_and_trains(api: Api) -> None:
     assert await asyncio.to_thread(train) == [["a"], ["b/c"], ["d"]]
 
 
-async def test_what_is_given_back_comes_again_and_a_run_resumes_its_checkpoints(
-    api: Api,
-) -> None:
+async def test_what_is_given_back_comes_again_and_a_run_resumes_its_checkpoints(api: Api) -> None:
     await api.put("a", "b", "c")
     async with EnvClient(api.url, run="run", batch_size=1, delivery="broadcast") as client:
         first = await leased(client)

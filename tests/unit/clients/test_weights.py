@@ -277,9 +277,7 @@ def test_a_check_compares_something() -> None:
 # A trainer's own engines behind a server: registered, paused, published with their versions.
 
 
-async def test_engines_get_calls_with_weights_and_tokens_carry_the_version(
-    tmp_path: Path,
-) -> None:
+async def test_engines_get_calls_with_weights_and_tokens_carry_the_version(tmp_path: Path) -> None:
     async with versioned_vllm(3) as one, fleet_house(tmp_path / "s.db") as house:
         engines = TrainersEngines(house.api.url)
         await engines.pause()

@@ -127,9 +127,7 @@ def test_tasks_are_paired_and_those_that_differ_are_named() -> None:
 
 @settings(max_examples=examples(20))
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
-def test_swapped_sides_give_the_same_the_other_way_round(
-    passed: list[tuple[bool, bool]],
-) -> None:
+def test_swapped_sides_give_the_same_the_other_way_round(passed: list[tuple[bool, bool]]) -> None:
     a = report({str(n): [float(one)] for n, (one, _) in enumerate(passed)})
     b = report({str(n): [float(two)] for n, (_, two) in enumerate(passed)})
     there, back = compared(a, b).parts[0].reward, compared(b, a).parts[0].reward

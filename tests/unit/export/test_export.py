@@ -434,9 +434,7 @@ def news(path: Path) -> list[int]:
     return [line["new"] for line in read_jsonl(path)]
 
 
-def test_the_first_line_replaces_old_content_and_later_lines_are_appended(
-    tmp_path: Path,
-) -> None:
+def test_the_first_line_replaces_old_content_and_later_lines_are_appended(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("old 1\nold 2\n")
     with open_appending(path) as old, contextlib.closing(OutputFile(path, old, replaces=True)) as f:

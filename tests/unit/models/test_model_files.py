@@ -114,9 +114,7 @@ def test_the_simulated_engine_brings_its_own() -> None:
     assert found.folder is not None and (found.folder / "tokenizer.json").is_file()
 
 
-def test_why_prompts_are_not_continued_leaves_this_machine_sans_folders(
-    tmp_path: Path,
-) -> None:
+def test_why_prompts_are_not_continued_leaves_this_machine_sans_folders(tmp_path: Path) -> None:
     empty = tmp_path / "secret" / "run-7"
     empty.mkdir(parents=True)
     why = find_model_files(served(str(empty))).reason

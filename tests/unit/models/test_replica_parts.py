@@ -71,9 +71,7 @@ EVENTS = st.sampled_from(["begin", "good", "bad", "refused", "silent", "well", "
 
 @calm
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=80))
-def test_a_breaker_opens_tries_one_call_and_closes(
-    events: list[tuple[str, float]],
-) -> None:
+def test_a_breaker_opens_tries_one_call_and_closes(events: list[tuple[str, float]]) -> None:
     now = 0.0
     breaker = Breaker(lambda: now)
     calls: list[tuple[float, bool]] = []

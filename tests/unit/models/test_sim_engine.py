@@ -578,9 +578,7 @@ def test_tokenize_detokenize_and_generate(http: httpx.Client) -> None:
     assert told == answer["token_ids"] and [len(ids) for ids in told] == [4, 4]
 
 
-def test_wrong_requests_get_openais_errors_and_pages_in_browser_none(
-    http: httpx.Client,
-) -> None:
+def test_wrong_requests_get_openais_errors_and_pages_in_browser_none(http: httpx.Client) -> None:
     for payload in (b"{", b"[]", b"\xff", b'{"messages": 3}', b""):
         response = http.post(CHAT, content=payload)
         assert response.status_code == 400

@@ -62,9 +62,7 @@ class Talk(Environment):
 '''
 
 
-async def test_an_untrained_agent_on_a_text_engine_leaves_rows_as_they_are(
-    tmp_path: Path,
-) -> None:
+async def test_an_untrained_agent_on_a_text_engine_leaves_rows_as_they_are(tmp_path: Path) -> None:
     talk, output = tmp_path / "talk.py", tmp_path / "out.jsonl"
     talk.write_text(TAU)
     words = f"""--env {talk} --model sim --sim.latency_seconds 0 --env.group_size 2
@@ -251,9 +249,7 @@ def recorded(attempt: ProxyAttempt) -> list[tuple[str, str | None, bool]]:
     return [(call.messages[0]["content"], call.agent, call.trained) for call in attempt.calls]
 
 
-async def test_what_programs_ask_sans_tools_beside_the_talk_is_not_trained(
-    home: House,
-) -> None:
+async def test_what_programs_ask_sans_tools_beside_the_talk_is_not_trained(home: House) -> None:
     attempt, _ = home.open(max_turns=2)
     await ask(home, attempt, "Title?")
     assert recorded(attempt) == [("Title?", None, True)]  # it could be all that is asked

@@ -349,9 +349,7 @@ async def test_an_engine_that_fails_one_rollout_fails_no_other() -> None:
     assert engine.paths.count("render") == 2
 
 
-async def test_a_rollout_on_a_hung_replica_holds_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_rollout_on_a_hung_replica_holds_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{CACHE}._PATIENCE_SECONDS", 0.01)
     engine = ScaleOut(format(), "Hello.")
     asked = asking(engine, "tokens")

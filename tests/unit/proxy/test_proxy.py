@@ -217,9 +217,7 @@ async def test_constrained_sampling_is_flagged_and_masked() -> None:
         assert "unchecked_fields" in build(unchecked.calls)[0].flags
 
 
-async def test_strict_is_taken_off_tools_where_it_alone_binds_a_trained_call(
-    home: House,
-) -> None:
+async def test_strict_is_taken_off_tools_where_it_alone_binds_a_trained_call(home: House) -> None:
     attempt, client = home.open()
     await chat(client, tools=STRICT)
     await chat(client, tools=STRICT, tool_choice="required")
@@ -302,9 +300,7 @@ async def test_what_an_answer_lacks_and_how_it_ended_is_flagged(
             assert call.finish_reason == "length"
 
 
-async def test_logprobs_that_stand_for_minus_infinity_are_flagged_untrained(
-    home: House,
-) -> None:
+async def test_logprobs_that_stand_for_minus_infinity_are_flagged_untrained(home: House) -> None:
     def extreme(answer: Any) -> None:
         answer["choices"][0]["logprobs"]["content"][-1]["logprob"] = -9999.0  # vLLM's stand-in
 

@@ -159,9 +159,7 @@ async def paused_within_a_call(
     return attempt, asking, pausing
 
 
-async def test_drain_waits_for_calls_at_the_engine_and_says_if_they_do_not_end(
-    home: House,
-) -> None:
+async def test_drain_waits_for_calls_at_the_engine_and_says_if_they_do_not_end(home: House) -> None:
     attempt, asking, pausing = await paused_within_a_call(home, "drain")
     assert not await home.proxy.gate.pause("drain", 0.05)
     assert not pausing.done()
@@ -377,9 +375,7 @@ async def test_what_a_coding_program_asks_again_after_its_answer_is_one_sample(
     assert len(attempt.calls) == 3
 
 
-async def test_what_helpers_of_a_program_ask_at_once_are_own_samples(
-    home: House,
-) -> None:
+async def test_what_helpers_of_a_program_ask_at_once_are_own_samples(home: House) -> None:
     home.fake.held = asyncio.Event()
     attempt, _ = home.open()
     asking = [home.asks(attempt.key, PATH, BODY, **CODEX) for _ in range(2)]
@@ -412,9 +408,7 @@ async def test_of_equal_requests_a_retry_gets_the_answer_that_was_lost(home: Hou
     assert sum(call.replayed for call in attempt.calls) == 1
 
 
-async def test_what_a_request_got_is_delivered_though_its_twin_is_gone(
-    home: House,
-) -> None:
+async def test_what_a_request_got_is_delivered_though_its_twin_is_gone(home: House) -> None:
     home.fake.held = asyncio.Event()
     attempt, _ = home.open()
     first, second = (

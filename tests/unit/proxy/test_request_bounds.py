@@ -165,9 +165,7 @@ DENSE = b'{"messages": [], "x": [%b[]]}' % (b"[]," * 200_000)
 """A body whose values cost as much to read as a text of a hundred times its size."""
 
 
-async def test_an_attempt_with_more_than_its_share_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_attempt_with_more_than_its_share_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "READING_BURST_SECONDS", 0.01)
     async with house(max_body_bytes=10**6) as home:
         (greedy, _), (other, client) = home.open(), home.open()
@@ -365,9 +363,7 @@ async def test_a_posted_failure_means_what_its_kind_means_and_holds_no_key(home:
         assert attempt.key not in str(attempt.failure.detail)
 
 
-async def test_a_failure_is_bounded_and_may_bring_what_the_agent_had_so_far(
-    home: House,
-) -> None:
+async def test_a_failure_is_bounded_and_may_bring_what_the_agent_had_so_far(home: House) -> None:
     attempt, _ = home.open()
     error = LimitReached("20 messages", limit="turns", output={"answer": "4\ud800"})
     assert (await home.post(attempt.key, "result", orjson.loads(_failure(error))))[0] == 204

@@ -343,9 +343,7 @@ async def test_attempts_play_side_by_side_with_own_state(tmp_path: Path, elsewhe
 
 
 @pytest.mark.thorough
-async def test_a_dying_process_fails_its_rollouts_which_are_tried_again(
-    tmp_path: Path,
-) -> None:
+async def test_a_dying_process_fails_its_rollouts_which_are_tried_again(tmp_path: Path) -> None:
     async with playing(tmp_path, elsewhere=True) as place:
         attempt, run = game(place, 1)
         hanging = asyncio.create_task(run.call_tool("hangs", {}))

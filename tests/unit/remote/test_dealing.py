@@ -62,9 +62,7 @@ def made(group_id: str) -> Made:
 
 @settings(max_examples=examples(60))
 @given(steps=STEPS)
-def test_each_group_is_answered_once_if_runners_are_lost(
-    steps: list[tuple[str, str]],
-) -> None:
+def test_each_group_is_answered_once_if_runners_are_lost(steps: list[tuple[str, str]]) -> None:
     asyncio.run(played(steps))
 
 
@@ -134,9 +132,7 @@ async def test_at_the_end_no_runner_waits_for_an_answer() -> None:
     assert (await dealer.take(Take("a", 1, []))).drain
 
 
-async def test_a_runner_that_leaves_is_no_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_runner_that_leaves_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     server = await serve_api(dealing_app(Dealer(Rules()), "token"), "127.0.0.1", 0)
     _, writer = await asyncio.open_connection(server.host, server.port)
     writer.write(

@@ -270,9 +270,7 @@ def over_bound(attempt: ProxyAttempt, *, spoke: bool = True) -> ProxyAttempt:
 
 
 @pytest.mark.parametrize("posted", [RAISED, WorkerGarbage("?"), None])
-def test_who_asks_too_much_of_the_proxy_pays_for_it(
-    posted: RolloutError | None,
-) -> None:
+def test_who_asks_too_much_of_the_proxy_pays_for_it(posted: RolloutError | None) -> None:
     def one() -> ProxyAttempt:
         return ended(posted) if posted else ProxyAttempt("key", attempt_spec())
 

@@ -141,9 +141,7 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(played: bytes) ->
     assert [two.turn_rewards[call] for call in two.turns] == [-0.5, 0.125]
 
 
-def test_a_written_rollout_keeps_its_talk_without_a_row_of_its_main_agent(
-    played: bytes,
-) -> None:
+def test_a_written_rollout_keeps_its_talk_without_a_row_of_its_main_agent(played: bytes) -> None:
     group = unpack(played, Group)
     for rollout in group.trajectories:
         rollout.sequences = [row for row in rollout.sequences if row.agent == "two"]

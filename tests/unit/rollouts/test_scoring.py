@@ -310,9 +310,7 @@ GSM8K = {"question": "q", "answer": "#### 42"}
 AQUA = {"question": "q", "options": ["A)1", "B)2"], "correct": "B"}
 
 
-async def test_rows_of_all_forms_are_scored_in_order_whatever_some_do(
-    tmp_path: Path,
-) -> None:
+async def test_rows_of_all_forms_are_scored_in_order_whatever_some_do(tmp_path: Path) -> None:
     said = {"role": "assistant", "content": r"\boxed{42}"}
     finish = {"type": "function", "function": {"name": "finish", "arguments": '{"answer": "42"}'}}
     called = {"role": "assistant", "content": None, "tool_calls": [finish]}

@@ -163,9 +163,7 @@ def table(tokens: int) -> str:
     return table_to_text(np.full((tokens - 1, 2, 2), 200, np.uint8))
 
 
-async def test_the_record_has_them_bounded_no_agent_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_record_has_them_bounded_no_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envserver.proxy.experts.MOST_BYTES", 200)
     async with house(experts=table, tokens=TokensConfig(experts=True)) as home:
         attempt, client = home.open()

@@ -155,9 +155,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(tmp_pat
 
 
 @pytest.mark.thorough
-async def test_a_server_goes_on_where_it_was_and_an_evaluation_has_results(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_goes_on_where_it_was_and_an_evaluation_has_results(tmp_path: Path) -> None:
     settings = {
         "model": "sim", "env": {"group_size": 2}, "store": str(tmp_path / "s.db"),
         "server": {"port": 0, "drain_seconds": 0},

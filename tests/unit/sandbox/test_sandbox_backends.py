@@ -416,9 +416,7 @@ async def test_nobody_steps_down_in_silence(monkeypatch: pytest.MonkeyPatch) -> 
     assert "docker" in refusal.value.hint
 
 
-def test_landlock_without_signals_is_only_taken_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_landlock_without_signals_is_only_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: 4)
     report = selection.missing("landlock", by_name=False)
     assert report is not None

@@ -90,9 +90,7 @@ class Exhausted(HostBackend):
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 
 
-async def test_a_program_the_machine_cannot_start_is_no_mistake_of_callers(
-    tmp_path: Path,
-) -> None:
+async def test_a_program_the_machine_cannot_start_is_no_mistake_of_callers(tmp_path: Path) -> None:
     def room() -> Exhausted:
         return Exhausted(
             str(tmp_path),

@@ -223,9 +223,7 @@ async def test_bodies_of_any_size_and_many_groups_come_back_as_they_were(store: 
     assert counts == {"buffered": 0, "queued": 0, "leased": 0, "acked": 1703, "dropped": 0}
 
 
-async def test_neither_a_failing_put_nor_a_caller_that_gives_up_harms_others(
-    store: Store,
-) -> None:
+async def test_neither_a_failing_put_nor_a_caller_that_gives_up_harms_others(store: Store) -> None:
     good = [store.put([group(f"good-{index}")]) for index in range(5)]
     bad = [
         store.put([group("half of a bad put"), group("\ud800")]),
