@@ -89,9 +89,7 @@ def run(tmp_path: Path) -> Line:
 
 
 @pytest.mark.thorough
-def test_a_package_whose_dependencies_are_met_shares_the_interpreter(
-    run: Line, tmp_path: Path, home: Path
-) -> None:
+def test_a_package_with_met_dependencies_is_shared(run: Line, tmp_path: Path, home: Path) -> None:
     path = sums(tmp_path, "envserver>=0.2", "pydantic>=2", manifest="name: sums\nversion: '1.0'\n")
     assert run(f"env install {path}") == "sums\n"
     assert "already" in run.refused(f"env install {path}")

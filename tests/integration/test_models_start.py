@@ -107,9 +107,7 @@ def _answers(url: str) -> bool:
     return False
 
 
-def test_where_vllm_does_not_come_up_the_local_engine_is_used_and_why_is_said(
-    tmp_path: Path, model: Path
-) -> None:
+def test_without_vllm_the_local_engine_is_used_and_why_is_said(tmp_path: Path, model: Path) -> None:
     (tmp_path / "broken").write_text("RuntimeError: no accelerator was found")
     line = f"models start {model} --vllm_python {scripted_vllm(tmp_path)} --port 0"
     said = typed(f"{line} --local_args=--no-such-word", tmp_path, status=1).stderr.splitlines()

@@ -227,9 +227,7 @@ def test_a_trainer_gets_every_group_once_through_a_crash_and_a_restart(
     assert made <= set(taken)
 
 
-def test_any_user_runs_programs_of_a_model_in_a_default_container(
-    docker_engine: Engine, server_image: str
-) -> None:
+def test_any_user_runs_programs_in_a_container(docker_engine: Engine, server_image: str) -> None:
     """As OpenShift does it: a user id that no account has, of the group root."""
     words = (
         "--model sim --sim.latency_seconds 0 --sim.solve_probability 1 --env.group_size 2"

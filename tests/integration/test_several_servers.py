@@ -148,9 +148,7 @@ def test_all_answer_and_another_leads_after_the_leader(postgres_url: str, tmp_pa
         assert last.process.end() == 0
 
 
-def test_a_leader_that_is_stopped_loses_the_store_and_ends_when_it_wakes(
-    postgres_url: str, tmp_path: Path
-) -> None:
+def test_a_stopped_leader_loses_the_store_and_then_ends(postgres_url: str, tmp_path: Path) -> None:
     with servers(2, postgres_url, tmp_path) as made:
         leader, (other,) = parted(made)
         assert other.client.post("/v1/runs", json=RUN).status_code == 201

@@ -63,9 +63,7 @@ async def test_a_trainer_must_say_everything(api: Api) -> None:
     assert answer.json()["uuid"] > 2**53
 
 
-async def test_an_environment_that_went_silent_holds_nobody_up(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_environments_block_nobody(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("envserver.api.heartbeats.time", clock)
     await api.start()
@@ -147,9 +145,7 @@ async def test_a_request_for_a_batch_that_is_repeated_with_its_key_gets_the_same
             assert await fetch("one") == [0, 1]  # its lease ended: another one
 
 
-async def test_what_the_store_refuses_is_neither_accepted_nor_lost(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_the_store_refuses_stays_here(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     await api.start()
     for error, status in ((StoreError, 503), (StoreFull, 507)):
 

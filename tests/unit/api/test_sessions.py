@@ -135,9 +135,7 @@ async def test_only_our_own_page_logs_in(api: Api, tokens: dict[str, str]) -> No
     assert await api.status("DELETE", "/v1/session", headers={"origin": "http://x"}) == 403
 
 
-async def test_a_login_adds_no_rights_and_ends_with_its_token(
-    api: Api, path: Path, tokens: dict[str, str]
-) -> None:
+async def test_logins_add_no_rights_and_end(api: Api, path: Path, tokens: dict[str, str]) -> None:
     answer = await log_in(api, tokens["environment"])
     assert answer.status_code == 403
     assert "set-cookie" not in answer.headers

@@ -285,9 +285,7 @@ def earned(draw: st.DrawFn, *, turns: int | None = None, rewarded: bool = True) 
 
 @given(st.lists(earned(rewarded=False), min_size=1, max_size=5), st.sampled_from(["std", "mean"]))
 @many_rows
-def test_without_rewards_of_turns_each_turn_has_its_trajectorys_advantage(
-    group: list[Earned], scaling: str
-) -> None:
+def test_turns_without_rewards_have_its_advantage(group: list[Earned], scaling: str) -> None:
     whole = advantages([one.reward for one in group], scaling)  # type: ignore[arg-type]
     by_call = turn_advantages(group, scaling)  # type: ignore[arg-type]
     for one, found, value in zip(group, by_call, whole, strict=True):

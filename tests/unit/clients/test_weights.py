@@ -130,9 +130,7 @@ def test_the_server_holds_calls_meanwhile_and_knows_the_version_then(
     assert names(house.folder) == ["version-7"]
 
 
-def test_an_engine_that_is_started_again_is_noticed_and_gets_them_anew(
-    engine: ScriptedEngine, tmp_path: Path
-) -> None:
+def test_a_restarted_engine_is_noticed_and_updated(engine: ScriptedEngine, tmp_path: Path) -> None:
     push = LocalFull(engine.url, tmp_path)
     assert push.restore() == []
 

@@ -339,9 +339,7 @@ def test_a_finished_folder_is_put_into_a_bucket_and_a_folder(run: Run) -> None:
     assert Path("copy/test.jsonl").read_bytes() == (out / "test.jsonl").read_bytes()
 
 
-def test_a_finished_folder_is_put_on_the_hub_in_one_commit(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_put_on_the_hub_in_a_commit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
     calls: list[dict[str, Any]] = []
 

@@ -54,9 +54,7 @@ def test_templates_run_as_in_transformers(source: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(("source", "words"), TEMPLATES["refuses"])
-def test_what_a_template_refuses_or_may_not_do_is_told_in_its_words(
-    source: str, words: str
-) -> None:
+def test_what_a_template_refuses_or_may_not_do_is_in_its_words(source: str, words: str) -> None:
     with pytest.raises(TemplateRefused, match=words):
         rendered(source)
 

@@ -260,9 +260,7 @@ async def test_a_replica_that_is_killed_under_load_loses_no_call() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["killed", "hung", "unwell"])
-async def test_a_replica_in_trouble_gets_no_calls_until_it_is_well_and_changes_are_logged_once(
-    trouble: str,
-) -> None:
+async def test_a_replica_in_trouble_gets_no_calls_and_changes_are_logged_once(trouble: str) -> None:
     with capture_logs() as lines:
         async with pair({"check_seconds": 0.5}) as (one, _, opened), AsyncExitStack() as again:
             home = await homed(opened, one)

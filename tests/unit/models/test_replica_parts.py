@@ -49,9 +49,7 @@ def test_calls_that_began_before_a_replica_was_set_aside_do_not_bring_it_back() 
 @pytest.mark.parametrize(
     ("waited", "heard", "counts"), [(10.0, False, True), (10.0, True, False), (1.0, False, False)]
 )
-def test_running_out_of_time_counts_only_where_nobody_is_answered(
-    waited: float, heard: bool, counts: bool
-) -> None:
+def test_timeouts_count_where_nobody_is_answered(waited: float, heard: bool, counts: bool) -> None:
     now = 0.0
     replica = Replica("http://a", 1, lambda: now)
     for _ in range(8):
@@ -120,9 +118,7 @@ STEPS = st.sampled_from(["enter", "leave", "cancel", "resize", "turn"])
 @example(1, [("enter", 0), ("enter", 0), ("leave", 0), ("enter", 0), ("cancel", 1)])
 @calm
 @given(st.integers(1, 3), st.lists(st.tuples(STEPS, st.integers(0, 7)), min_size=10, max_size=40))
-def test_there_are_never_too_many_calls_and_no_slot_gets_lost(
-    limit: int, steps: list[tuple[str, int]]
-) -> None:
+def test_never_too_many_calls_and_no_slot_lost(limit: int, steps: list[tuple[str, int]]) -> None:
     async def work() -> None:
         slots = Slots(limit)
         order: list[int] = []

@@ -612,9 +612,7 @@ async def test_simulated_errors_are_http_500_and_a_disconnect_breaks_the_body() 
                 await streamed_over_http(engine, ASK)
 
 
-def test_a_command_with_a_wrong_model_name_says_which_there_are(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_model_name_says_which_exist(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "probe", url, "--openai.model_name", "Qwen/Qwen3-4B"]) == 1
     assert f"The model 'Qwen/Qwen3-4B' does not exist. {HAS}" in capsys.readouterr().err
 

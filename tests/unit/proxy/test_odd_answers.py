@@ -464,9 +464,7 @@ async def test_logprobs_of_a_completion_that_are_not_those_of_its_tokens(
     ("place", "finish", "failed"),
     [(2, "stop", True), (5, "length", True), (None, "", True), (2, "", False)],
 )
-async def test_a_choice_of_a_stream_ends_once_and_with_a_reason(
-    place: int | None, finish: str, failed: bool
-) -> None:
+async def test_choices_end_once_with_a_reason(place: int | None, finish: str, failed: bool) -> None:
     seen: list[Json] = []
 
     def change(chunk: Json) -> None:

@@ -47,9 +47,7 @@ STREAMED = pytest.mark.parametrize("streamed", [False, True])
 
 
 @STREAMED
-async def test_a_call_is_recorded_exactly_and_the_answer_shows_nothing_of_it(
-    home: House, streamed: bool
-) -> None:
+async def test_a_call_is_recorded_exactly_and_not_shown_so(home: House, streamed: bool) -> None:
     attempt, client = home.open()
     home.proxy.publish_version(7)
     raw = await client.chat.completions.with_raw_response.create(

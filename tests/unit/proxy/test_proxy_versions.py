@@ -117,9 +117,7 @@ async def test_a_version_that_went_is_asked_for_as_it_is_now(home: House, stream
     assert call.flags == []
 
 
-async def test_a_version_that_does_not_come_is_the_engines_fault(
-    home: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_version_is_its_fault(home: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envserver.proxy.missing_version.PATIENCE_SECONDS", 1.0)
     home.proxy.publish_version(1)
     home.fake.faults.extend([404] * 20)

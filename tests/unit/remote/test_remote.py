@@ -307,9 +307,7 @@ async def test_a_link_registers_again_with_a_server_that_has_forgotten_it(
 
 
 @pytest.mark.parametrize("in_flight", ["drain", "abort"])
-async def test_no_call_spans_an_update_of_an_engine_that_joiner_and_trainer_share(
-    api: Api, in_flight: str
-) -> None:
+async def test_no_call_spans_an_update_of_a_shared_engine(api: Api, in_flight: str) -> None:
     gate, weights, known = RunnerGate(), -1, -1
     sampled: list[tuple[int, int, int]] = []
 
@@ -358,9 +356,7 @@ async def test_a_link_needs_a_token_where_the_server_has_some(tmp_path: Path) ->
         assert (await api.store.counts())["queued"] == 1
 
 
-async def test_what_is_sampled_without_hearing_of_the_server_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_is_sampled_unheard_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("envserver.remote.gate.time", clock)
     gate = RunnerGate()

@@ -104,9 +104,7 @@ def test_uniform_is_the_order_of_the_environment() -> None:
 
 @settings(max_examples=5)
 @given(st.integers(0, 10**6), st.sampled_from([None, 7, 60]), st.sampled_from([8, 64]))
-def test_streams_hold_their_shares_and_bounds_and_starve_nobody(
-    seed: int, tasks: int | None, memory: int
-) -> None:
+def test_streams_hold_shares_and_starve_nobody(seed: int, tasks: int | None, memory: int) -> None:
     for rules in (DIFFICULTY, REPLAY):
         rules = rules.model_copy(update={"memory": memory})
         played = Played(rules, tasks, seed).play(600)

@@ -81,9 +81,7 @@ def attempt(*calls: Call) -> ProxyAttempt:
 
 
 @given(VERSIONS, VERSIONS, MOST)
-def test_a_token_is_stale_when_it_is_further_behind_than_it_may_be(
-    oldest: int, version: int, most: int | None
-) -> None:
+def test_a_token_is_stale_when_too_far_behind(oldest: int, version: int, most: int | None) -> None:
     behind = version - oldest if oldest >= 0 else 0
     assert is_stale(oldest, version, most) == (most is not None and behind > most)
 

@@ -322,9 +322,7 @@ def ranges() -> Iterator[RewardRange]:
 
 @given(st.sampled_from(list(ranges())), st.floats(-20, 20), st.floats(-20, 20))
 @settings(max_examples=examples(100))
-def test_a_share_rises_with_the_reward_up_to_a_solved_task(
-    bounds: RewardRange, one: float, two: float
-) -> None:
+def test_a_share_rises_up_to_a_solved_task(bounds: RewardRange, one: float, two: float) -> None:
     assert range_from_json(orjson.loads(orjson.dumps(range_as_json(bounds)))) == bounds
     low, high = sorted((one, two))
     assert 0.0 <= bounds.share(low) <= bounds.share(high) <= 1.0

@@ -144,9 +144,7 @@ async def test_versions_are_evaluated_beside_training_and_compared(tmp_path: Pat
 
 
 @pytest.mark.thorough
-async def test_rollouts_of_two_versions_are_said_and_a_restart_evaluates_the_current_one(
-    tmp_path: Path,
-) -> None:
+async def test_rollouts_of_two_versions_are_said_and_restarts_go_on_anew(tmp_path: Path) -> None:
     environment, own = waits(tmp_path)
     async with serving(tmp_path, environment, own, every=1) as served:
         await served.publish(0)

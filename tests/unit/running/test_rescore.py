@@ -286,9 +286,7 @@ def test_in_the_debugger_all_is_as_it_was(place: Path, monkeypatch: pytest.Monke
     assert "The same: 3 calls, the result and the score." in ran.stdout
 
 
-def test_what_an_agent_says_otherwise_is_shown(
-    place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_else_it_says_is_shown(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     rollout = rollout_id(place)
     said = run(f"{PLAY} {rollout} --env.greeting 'Good day'", status=1).out

@@ -102,9 +102,7 @@ async def test_images_are_pulled_only_where_that_is_allowed(engine: Path) -> Non
     assert ["pull", "--quiet", "pulled"] in fake_engine.commands(engine)
 
 
-async def test_a_missing_image_of_a_sandbox_is_a_failure_that_no_retry_cures(
-    containers: SandboxClient,
-) -> None:
+async def test_a_missing_sandbox_image_is_not_cured_by_retries(containers: SandboxClient) -> None:
     with pytest.raises(SandboxImageMissing, match="lacks an image: other") as missing:
         await containers.create(SandboxSpec(image="other"))
     assert missing.value.detail["missing"] == "other"

@@ -101,9 +101,7 @@ async def test_ordinary_work_goes_on(pool: LocalPool, proxy: StandIn) -> None:
 
 
 @pytest.mark.parametrize("do", ["eat_memory", "fill_sockets"])
-async def test_memory_is_bounded_for_all_its_processes_together(
-    pool: LocalPool, proxy: StandIn, do: str
-) -> None:
+async def test_memory_is_bounded_for_all_of_them(pool: LocalPool, proxy: StandIn, do: str) -> None:
     assert "passed its 400 MB" in (await death(pool, proxy, do)).detail["output"]
 
 

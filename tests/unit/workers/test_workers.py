@@ -283,9 +283,7 @@ async def test_cancelling_ends_the_agent(pool: LocalPool, proxy: StandIn, tmp_pa
     assert await pid_of_pooled(pool, proxy) == before
 
 
-async def test_tasks_that_an_agent_forgot_end_with_its_rollout(
-    pool: LocalPool, proxy: StandIn, tmp_path: Path
-) -> None:
+async def test_forgotten_tasks_end_with_it(pool: LocalPool, proxy: StandIn, tmp_path: Path) -> None:
     paths = {"started": str(tmp_path / "started"), "ended": str(tmp_path / "ended")}
     await pool.run(proxy.open("forget_a_task", **paths))
     assert (tmp_path / "ended").exists()
@@ -357,9 +355,7 @@ async def test_what_an_agent_started_is_gone(proxy: StandIn, tmp_path: Path, way
 # Secrets.
 
 
-async def test_workers_get_no_secret_and_no_hidden_part(
-    proxy: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_workers_get_nothing_hidden(proxy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-top-secret")
     monkeypatch.setenv("ENVSERVER_OPENAI__API_KEY", "sk-top-secret")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
