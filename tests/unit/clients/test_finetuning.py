@@ -99,12 +99,8 @@ def test_a_card_never_shows_a_path_and_an_error_keeps_the_brackets_of_an_extra(
     assert told.startswith("envserver: No trl. pip install 'envserver[train,data]'")
 
 
-PARAMETERS = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+PARAMETERS |= {"additionalProperties": False}
 ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 
 
