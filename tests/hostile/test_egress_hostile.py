@@ -141,6 +141,3 @@ async def test_sandboxed_code_reaches_what_is_listed_only(tmp_path: Path, kind_n
             400,
         )
         assert said["proxy"] == "http://127.0.0.1" and not said["key"]
-
-
-pytestmark = pytest.mark.thorough

@@ -151,7 +151,6 @@ def check(found: list[dict[str, Any]], rewards: dict[str, float], turns: int, to
 
 
 @pytest.mark.peer
-@pytest.mark.thorough
 def test_phoenix_shows_agents_calls_tools_and_rewards(tmp_path: Path) -> None:
     with phoenix(tmp_path) as url:
         words = ("--telemetry.otlp_endpoint", url, "--telemetry.otlp_texts", "true")
