@@ -353,7 +353,6 @@ def load(name):
 BRIDGE = '''
 from envserver import Backend, Environment, Integration, NotFoundError, Score, Task
 
-
 def environment(name):
     import little_gym
 
@@ -378,14 +377,12 @@ def environment(name):
     Played.name = "gym_" + name
     return Played
 
-
 def backend(name, packages):
     return Backend(
         name="little-gym",
         requirements=["little-gym==2.0"],
         prepare="import little_gym as g; open(g.__path__[0] + '/ready', 'w').close()",
     )
-
 
 INTEGRATION = Integration(
     what="games of a gym", environment=environment, module="little_gym", backend=backend

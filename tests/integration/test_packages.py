@@ -208,7 +208,6 @@ from envserver import Environment, Score, Task
 from environments import ENVIRONMENT
 from tools import TOOL
 
-
 class Mine(Environment):
     def tasks(self, split):
         yield Task("one", {"question": TOOL + ENVIRONMENT + CLIENT}, {})

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.vllm
 HELD = r'''
 from collections import Counter
 
-
 class Held:
     """A run whose agents say something of the form of their turn."""
 
@@ -36,11 +35,9 @@ class Held:
             messages, agent=agent, structured_outputs={"regex": form}, **how
         )
 
-
 def call(name, arguments=""):
     head = r'<tool_call>\{"name": "' + name + r'", "arguments": \{'
     return head + arguments + r"\}\}</tool_call>"
-
 
 from envserver_environments.tau.env import Tau
 
@@ -54,7 +51,6 @@ TURNS = {
         WORDS,
     ],
 }
-
 
 class HeldTau(Tau):
     """`tau` with models that obey."""

@@ -181,13 +181,10 @@ class Sandboxed(Zoo):
     isolation = "sandboxed"
 
     async def look(self, public, run):
-        return {
-            "environ": dict(os.environ),
-            "cwd": str(Path.cwd()),
-            "uid": os.getuid(),
-            "processes": [int(e.name) for e in Path("/proc").iterdir() if e.name.isdigit()],
-            "root": sorted(e.name for e in Path("/").iterdir()),
-        }
+        facts = {"environ": dict(os.environ), "cwd": str(Path.cwd()), "uid": os.getuid()}
+        facts |= {"processes": [int(e.name) for e in Path("/proc").iterdir() if e.name.isdigit()]}
+        facts |= {"root": sorted(e.name for e in Path("/").iterdir())}
+        return facts
 
     async def read(self, public, run):
         return Path(public["path"]).read_text()[:200]

@@ -26,7 +26,6 @@ from envserver.rollouts.episodes import Episodes, EpisodesFull
 LENGTHS = '''
 from envserver import Environment, Score, Task, tool
 
-
 class Lengths(Environment):
     """Say how long a word is."""
 

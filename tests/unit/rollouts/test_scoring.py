@@ -29,7 +29,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from envserver import Environment, Score, ScorerError, Task
 
-
 class Moody(Environment):
     """Does what the response says."""
 

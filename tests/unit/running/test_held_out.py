@@ -23,7 +23,6 @@ from pathlib import Path
 
 from envserver import Environment, Score, Task
 
-
 class Waits(Environment):
     name = "waits"
 
