@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import group_ids, read_jsonl, running, typed
+from support.commands import group_ids, read_jsonl, rollouts_of, running, typed
 
 OWN_ENVIRONMENT = '''
 import os, signal, time
@@ -98,10 +98,6 @@ def process(folder: Path) -> Process:
         return typed(LINE.format(env=env, more=more), folder, status, **popen).stderr
 
     return run
-
-
-def rollouts_of(path: Path) -> list[dict[str, Any]]:
-    return [rollout for group in read_jsonl(path) for rollout in group["envserver"]["rollouts"]]
 
 
 def test_math_groups_have_atropos_keys_and_exact_rows(tmp_path: Path) -> None:
@@ -266,7 +262,7 @@ def test_what_failed_once_and_a_flaky_engine_cost_no_group(process: Process, fol
     process(
         "--env.broken once --sim.error_rate 0.3 --rollouts.max_attempts 20 --env.total_steps 12"
     )
-    rollouts = rollouts_of(folder / "data" / "echo.jsonl")
+    rollouts = rollouts_of(read_jsonl(folder / "data" / "echo.jsonl"))
     assert len(group_ids(folder / "data" / "echo.jsonl")) == 12
     assert min(rollout["attempt"] for rollout in rollouts) == 2
     assert all(one["agent_metrics"]["attempts"] == one["attempt"] for one in rollouts)

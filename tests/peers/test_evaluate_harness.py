@@ -11,22 +11,6 @@ import pytest
 from support.commands import envserver
 from support.http_stand_in import standing_in
 
-TASK = """
-task: sums
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-output_type: generate_until
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 16, temperature: 0}}
-filter_list:
-  - {{name: number, filter: [{{function: regex, regex_pattern: "(-?[0-9]+)"}},
-                            {{function: take_first}}]}}
-  - {{name: whole, filter: [{{function: take_first}}]}}
-metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
-metadata: {{version: 2.0}}
-"""
 ENVIRONMENT = """
 from envserver import Environment, Score, Task
 
@@ -76,7 +60,8 @@ def with_sums(learn_python: Path, folder: Path) -> None:
     (folder / "tasks").mkdir()
     data = folder / "tasks" / "sums.jsonl"
     data.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in sums))
-    (folder / "tasks" / "sums.yaml").write_text(TASK.format(data=data))
+    task = Path(__file__).with_name("harness_task.yaml.txt").read_text()
+    (folder / "tasks" / "sums.yaml").write_text(task.format(data=data))
 
 
 @pytest.mark.slow

@@ -45,8 +45,7 @@ def stored(run: Learning) -> list[GroupSummary]:
     """All groups in the store that the run left behind."""
     words = ("run-api", "--port", free_port(), "--store", run.output / "store.db")
     with running(*words, folder=run.output) as api:
-        url = api.wait_for(r"http://127\.0\.0\.1:\d+")[0]
-        with SyncEnvClient(url, run="judge") as client:
+        with SyncEnvClient(api.wait_for(r"http://127\.0\.0\.1:\d+")[0], run="judge") as client:
             found: list[GroupSummary] = []
             while page := client.list_groups(after=found[-1].seq if found else 0, limit=1024):
                 found += page
@@ -55,8 +54,7 @@ def stored(run: Learning) -> list[GroupSummary]:
 
 def judge(run: Learning) -> None:
     """No batch was lost, none was learned from twice: not over all restarts."""
-    acked = {group.group_id for group in stored(run) if group.state == "acked"}
-    assert acked == learned_once(run)
+    assert {group.group_id for group in stored(run) if group.state == "acked"} == learned_once(run)
 
 
 def learned_once(run: Learning) -> set[str]:
@@ -96,8 +94,7 @@ def test_learning_survives_a_killed_one(learn_python: Path, model: Path, tmp_pat
 def test_what_is_learned_generalises(
     learn_python: Path, model_of_many: Path, tmp_path: Path, tell: Tell, task: str
 ) -> None:
-    words = ("--task", task, *PROOF)
-    run = whole_run(learn_python, model_of_many, tmp_path, *words)
+    run = whole_run(learn_python, model_of_many, tmp_path, "--task", task, *PROOF)
     start, *_, end = run.held_out()
     tell(f"{task}, held out: {start:.2f} -> {end:.2f}")
     assert start < 0.5
@@ -125,8 +122,7 @@ def test_rewards_dealt_out_by_chance_teach_nothing(
     learn_python: Path, model_of_many: Path, tmp_path: Path, tell: Tell
 ) -> None:
     words = ("--task", "sort", "--shuffle-rewards", *PROOF)
-    run = whole_run(learn_python, model_of_many, tmp_path, *words)
-    start, *_, end = run.held_out()
+    start, *_, end = whole_run(learn_python, model_of_many, tmp_path, *words).held_out()
     tell(f"by chance, held out: {start:.2f} -> {end:.2f}")
     assert end < start + 0.15
 
@@ -189,10 +185,9 @@ def ranks(
 
 def kill_rank(process: Running, rank: int) -> None:
     """kill -9 of one rank; torchrun's processes are its children, in order."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     found = [
         int(child)
-        for child in children
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
     ]
     assert len(found) == 1

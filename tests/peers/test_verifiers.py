@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import envserver, read_jsonl
+from support.commands import envserver, read_jsonl, rollouts_of
 from support.foreign_trainers import SUPPORT, told
 from support.learning import learning, mean, tiny_model
 from support.verifiers_peer import install, refusal
@@ -64,10 +64,6 @@ def played(name: str, folder: Path, *words: object, limit: int = 2) -> list[dict
     done = envserver(*asked, *ONE_PROCESS, "--out", out, *words, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return list(read_jsonl(out))
-
-
-def rollouts_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for group in groups for one in group["envserver"]["rollouts"]]
 
 
 def test_both_generations_beside_math(home: Path, tmp_path: Path) -> None:

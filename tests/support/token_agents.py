@@ -38,22 +38,12 @@ QUESTIONS = (
     "How many apples has Ann?", "Grüß dich, wie geht's?", "数えてください: 一、二、三",
     "👩‍👩‍👧 and é", "Say\n\n  more\t!", "", "<tool_call>?", "x" * 40, "What is 2+2<|im_end|>",
 )  # fmt: skip
-TOOL: Json = {
-    "type": "function",
-    "function": {
-        "name": "calculate",
-        "description": "Works out a sum.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {"type": "string", "maxLength": 4},
-                "digits": {"type": "integer", "minimum": 0, "maximum": 9},
-            },
-            "required": ["expression", "digits"],
-            "additionalProperties": False,
-        },
-    },
-}
+_ARGUMENTS = {"expression": {"type": "string", "maxLength": 4}}
+_ARGUMENTS |= {"digits": {"type": "integer", "minimum": 0, "maximum": 9}}
+_SCHEMA: Json = {"type": "object", "properties": _ARGUMENTS, "required": [*_ARGUMENTS]}
+_SCHEMA |= {"additionalProperties": False}
+_FUNCTION = {"name": "calculate", "description": "Works out a sum.", "parameters": _SCHEMA}
+TOOL: Json = {"type": "function", "function": _FUNCTION}
 STRICT_TOOL: Json = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 OTHER_TOOL: Json = {
     "type": "function",

@@ -7,6 +7,7 @@ import gzip
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,27 +189,12 @@ def test_the_limit_keeps_its_bounds(most: int, polls: list[tuple[Load, int]]) ->
     assert limit.forget() == most
 
 
-VLLM = """\
-# HELP vllm:num_requests_running Number of requests in model execution batches.
-vllm:num_requests_running{engine="0",model_name="a } b"} 3.0
-vllm:num_requests_running{engine="1",model_name="tiny"} 4.0 1712345678
-vllm:num_requests_waiting{engine="0",model_name="tiny"} 2
-vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 7.0
-vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
-vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.5
-vllm:num_preemptions_total{engine="0",model_name="tiny"} 1e1
-vllm:num_preemptions_created{engine="0",model_name="tiny"} 1.79e+09
-"""
-SGLANG = """\
-sglang:num_running_reqs{model_name="m",tp_rank="0"} 5.0
-sglang:num_queue_reqs{model_name="m",tp_rank="0"} 1.0
-sglang:token_usage{model_name="m",tp_rank="0"} 0.75
-"""
-
-
 def test_vllm_and_sglang_say_how_loaded_they_are() -> None:
-    assert read_load(VLLM) == Load(running=7, waiting=2, preempted=10, cache=0.5)
-    assert read_load(SGLANG) == Load(running=5, waiting=1, cache=0.75)
+    vllm, sglang = (
+        Path(__file__).with_name(f"{name}_metrics.txt").read_text() for name in ("vllm", "sglang")
+    )
+    assert read_load(vllm) == Load(running=7, waiting=2, preempted=10, cache=0.5)
+    assert read_load(sglang) == Load(running=5, waiting=1, cache=0.75)
     assert read_load("python_gc_objects_collected_total 1\n") is None
 
 
