@@ -69,7 +69,8 @@ def test_on_sqlite_two_trainers_share_every_group_exactly_once(
     faults: int, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        with world(tmp_path, store=str(disk / "store.db"), postgres=None) as made:
+        store = str(disk / "store.db")
+        with world(tmp_path, store=store, postgres=None) as made:
             torture(made, faults, tell)
 
 
@@ -92,5 +93,6 @@ def test_several_servers_on_one_postgresql_lose_nothing_and_repeat_nothing(
     faults: int, servers: int, tmp_path: Path, postgres: Postgres, tell: Callable[[str], None]
 ) -> None:
     """Kills and pauses of the servers and the database, and cut connections: clients go on."""
-    with world(tmp_path, store=postgres.emptied(), postgres=postgres, servers=servers) as made:
+    store = postgres.emptied()
+    with world(tmp_path, store=store, postgres=postgres, servers=servers) as made:
         torture(made, faults, tell)

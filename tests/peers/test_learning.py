@@ -45,7 +45,8 @@ def stored(run: Learning) -> list[GroupSummary]:
     """All groups in the store that the run left behind."""
     words = ("run-api", "--port", free_port(), "--store", run.output / "store.db")
     with running(*words, folder=run.output) as api:
-        with SyncEnvClient(api.wait_for(r"http://127\.0\.0\.1:\d+")[0], run="judge") as client:
+        url = api.wait_for(r"http://127\.0\.0\.1:\d+")[0]
+        with SyncEnvClient(url, run="judge") as client:
             found: list[GroupSummary] = []
             while page := client.list_groups(after=found[-1].seq if found else 0, limit=1024):
                 found += page
@@ -54,7 +55,8 @@ def stored(run: Learning) -> list[GroupSummary]:
 
 def judge(run: Learning) -> None:
     """No batch was lost, none was learned from twice: not over all restarts."""
-    assert {group.group_id for group in stored(run) if group.state == "acked"} == learned_once(run)
+    acked = {group.group_id for group in stored(run) if group.state == "acked"}
+    assert acked == learned_once(run)
 
 
 def learned_once(run: Learning) -> set[str]:
@@ -94,7 +96,8 @@ def test_learning_survives_a_killed_one(learn_python: Path, model: Path, tmp_pat
 def test_what_is_learned_generalises(
     learn_python: Path, model_of_many: Path, tmp_path: Path, tell: Tell, task: str
 ) -> None:
-    run = whole_run(learn_python, model_of_many, tmp_path, "--task", task, *PROOF)
+    words = ("--task", task, *PROOF)
+    run = whole_run(learn_python, model_of_many, tmp_path, *words)
     start, *_, end = run.held_out()
     tell(f"{task}, held out: {start:.2f} -> {end:.2f}")
     assert start < 0.5
@@ -122,7 +125,8 @@ def test_rewards_dealt_out_by_chance_teach_nothing(
     learn_python: Path, model_of_many: Path, tmp_path: Path, tell: Tell
 ) -> None:
     words = ("--task", "sort", "--shuffle-rewards", *PROOF)
-    start, *_, end = whole_run(learn_python, model_of_many, tmp_path, *words).held_out()
+    run = whole_run(learn_python, model_of_many, tmp_path, *words)
+    start, *_, end = run.held_out()
     tell(f"by chance, held out: {start:.2f} -> {end:.2f}")
     assert end < start + 0.15
 
@@ -185,9 +189,10 @@ def ranks(
 
 def kill_rank(process: Running, rank: int) -> None:
     """kill -9 of one rank; torchrun's processes are its children, in order."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     found = [
         int(child)
-        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for child in children
         if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
     ]
     assert len(found) == 1
