@@ -127,10 +127,8 @@ async def opened(boxes: Sandboxes, python: bool) -> AsyncIterator[Execution]:
 async def executions(boxes: Sandboxes) -> AsyncIterator[dict[str, tuple[Execution, float]]]:
     """Each with the share of all executions that it is worth."""
     python = sys.executable
-    rows = {
-        "true": (process("/bin/true"), 1.0),
-        ISOLATED_PYTHON: (process(python, "-I", "-S", "-c", "pass"), 1.0),
-    }
+    rows = {"true": (process("/bin/true"), 1.0)}
+    rows |= {ISOLATED_PYTHON: (process(python, "-I", "-S", "-c", "pass"), 1.0)}
     if shutil.which("bwrap"):
         rows["cold bwrap, python -I -S -c pass"] = (bubblewrap(), 0.5)
     rows[FRESH] = (fresh(boxes, "pass"), 1.0)

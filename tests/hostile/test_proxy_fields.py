@@ -336,10 +336,8 @@ def test_listed_fields_have_types_and_bounds(path: str, wrong: Json) -> None:
 
 @DIALECTS
 def test_a_run_may_pass_on_more_and_its_calls_say_so(path: str) -> None:
-    allowed: Any = {
-        "constraints": "all",
-        "extra_fields": ["priority", "best_of", "model", "service_tier"],
-    }
+    allowed: Any = {"constraints": "all"}
+    allowed |= {"extra_fields": ["priority", "best_of", "model", "service_tier"]}
     more = {"priority": 5, "logit_bias": {"5": 1}, "user": "me", "service_tier": "flex"}
     _, _, (asked,) = send(path, {**PLAIN[path], **more}, **allowed)
     assert (asked["priority"], asked["logit_bias"], asked["model"]) == (5, {"5": 1}, "tiny")

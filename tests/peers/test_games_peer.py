@@ -82,10 +82,8 @@ def test_two_players_get_own_rewards_and_see_own_cards(games_python: Path, place
 
 
 def test_a_game_of_one_player_is_one_conversation(games_python: Path, place: Path) -> None:
-    settings = {
-        "options": {"min_number": 1, "max_number": 5, "max_turns": 9},
-        "moves": {"player0": [f"[{number}]" for number in range(1, 6)]},
-    }
+    settings = {"options": {"min_number": 1, "max_number": 5, "max_turns": 9}}
+    settings |= {"moves": {"player0": [f"[{number}]" for number in range(1, 6)]}}
     groups = played(games_python, "textarena:GuessTheNumber-v0", settings, place, groups=4)
     assert {one["reward"] for one in rollouts_of(groups)} == {1.0}
     for group in groups:

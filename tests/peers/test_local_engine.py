@@ -160,10 +160,8 @@ async def test_what_it_samples_beyond_its_tokenizer_is_a_prompt(http: httpx.Asyn
 
 async def test_calls_of_tools_are_read(http: httpx.AsyncClient) -> None:
     ids = (await http.post("/tokenize", json={"prompt": CALL})).json()["tokens"]
-    body = {
-        "chat_request": {"model": "tiny", "messages": SAY, "tools": [TOOL]},
-        "generate_response": {"choices": [{"index": 0, "token_ids": ids}]},
-    }
+    body = {"chat_request": {"model": "tiny", "messages": SAY, "tools": [TOOL]}}
+    body |= {"generate_response": {"choices": [{"index": 0, "token_ids": ids}]}}
     answer = await http.post("/v1/chat/completions/derender", json=body)
     message = answer.json()["choices"][0]["message"]
     assert message["content"].strip() == "Well."

@@ -508,10 +508,8 @@ class FakeVllm:
             await response.write(b": soon\n\n" if body.get("stream") else b'{"id": ')
             request.transport.abort()
             return response
-        others = {
-            "garbage": "<html>not JSON</html>",
-            "error_body": '{"error": {"message": "CUDA out of memory", "code": 500}}',
-        }
+        others = {"garbage": "<html>not JSON</html>"}
+        others |= {"error_body": '{"error": {"message": "CUDA out of memory", "code": 500}}'}
         if fault not in others:
             return None
         kind = "text/plain" if fault == "garbage" else "application/json"

@@ -232,10 +232,8 @@ def _reachable(programs: Path, folder: Path) -> Path:
 
 
 def _ordinary() -> Mapping[str, Any]:
-    shared: dict[str, Any] = {
-        "env": {"PATH": os.environ.get("PATH", ""), "LC_ALL": "C"},
-        "cwd": "/",
-    }
+    shared: dict[str, Any] = {"env": {"PATH": os.environ.get("PATH", ""), "LC_ALL": "C"}}
+    shared |= {"cwd": "/"}
     if os.geteuid() == 0:
         shared |= {"user": _nobody().pw_uid, "group": _nobody().pw_gid, "extra_groups": []}
     return shared

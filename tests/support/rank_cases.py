@@ -220,10 +220,8 @@ def trained(model: Path, folder: Path, steps: int) -> dict[str, Any]:
 
 def main(model: Path, folder: Path, device: str, *cases: str) -> None:
     with Ranks.joined(device) as ranks:
-        policies = {
-            "whole": Policy(str(model), ranks=ranks, dtype=torch.bfloat16),
-            "lora": learner(CASES["LoRA"], model, ranks).policy,
-        }
+        policies = {"whole": Policy(str(model), ranks=ranks, dtype=torch.bfloat16)}
+        policies |= {"lora": learner(CASES["LoRA"], model, ranks).policy}
 
         def case(name: str) -> None:
             made = stepped(CASES[name], model, ranks)

@@ -13,10 +13,8 @@ from envserver import Environment, Result, Score
 
 ROW = {"problem": "What is a half?", "solution": r"$\frac{1}{2}$"}
 RIGHT = r"<think>easy</think> It is \boxed{\frac{1}{2}}"
-SETTINGS: dict[str, Any] = {
-    "prompt": "problem",
-    "demonstration": RIGHT.replace("{", "{{").replace("}", "}}"),
-}
+SETTINGS: dict[str, Any] = {"prompt": "problem"}
+SETTINGS |= {"demonstration": RIGHT.replace("{", "{{").replace("}", "}}")}
 LENGTH = """
 def length(completion_ids, **_):
     return [len(completion_ids[0])]

@@ -49,10 +49,8 @@ def told(row: Row) -> list[object]:
 
 async def test_rows_are_the_arrays_that_were_stored_or_posted(api: Api) -> None:
     await put_native(api.store, native_group("a", truncated=True))
-    posted = {
-        "inference_logprobs": [[1.0, -0.5, -0.25]] * 2,
-        "overrides": [{"set_advantage_to_zero": True}],
-    }
+    posted = {"inference_logprobs": [[1.0, -0.5, -0.25]] * 2}
+    posted |= {"overrides": [{"set_advantage_to_zero": True}]}
     await api.post("/scored_data", wire_group(2, 9, **posted))
     await api.post("/scored_data", wire_group(1, 8))
     async with EnvClient(api.url, run="run", batch_size=3) as client:

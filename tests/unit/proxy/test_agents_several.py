@@ -70,10 +70,8 @@ async def test_an_untrained_agent_on_a_text_engine_leaves_rows_as_they_are(tmp_p
         --env.data_path_to_save_groups {output} --env.agents.user.model_name gpt-user
         --env.agents.user.temperature 0.3 --env.agents.user.server_type openai"""
     async with fake_vllm(omit=frozenset({"token_ids", "logprobs", "prompt_token_ids"})) as fake:
-        variables = {
-            "ENVSERVER_ENV__AGENTS__USER__BASE_URL": fake.url,
-            "ENVSERVER_ENV__AGENTS__USER__API_KEY": "sk-of-the-user",
-        }
+        variables = {"ENVSERVER_ENV__AGENTS__USER__BASE_URL": fake.url}
+        variables |= {"ENVSERVER_ENV__AGENTS__USER__API_KEY": "sk-of-the-user"}
         settings = load_settings(
             words.split(), settings_class=ProcessSettings, environ=variables, folder=tmp_path
         )

@@ -268,12 +268,10 @@ def test_another_prompt_than_ours_ends_all_continuing_and_images_are_the_engines
     assert here.plan(messages).edge == "root"
 
 
-TRAPS = {
-    **TEMPLATE_TRAPS,
-    "cuts_old_answers": Trap(CHATML.replace(SHOWN, "'\\n' + message.content[:5] }}"), True),
-    "shows_capitals": Trap(CHATML.replace(SHOWN, "'\\n' + message.content | upper }}"), True),
-    "hides_that_turns_end": Trap(CHATML.replace(ENDED, "{%- endfor %}\n{{- '\\n' }}")),
-}
+TRAPS = {**TEMPLATE_TRAPS}
+TRAPS |= {"cuts_old_answers": Trap(CHATML.replace(SHOWN, "'\\n' + message.content[:5] }}"), True)}
+TRAPS |= {"shows_capitals": Trap(CHATML.replace(SHOWN, "'\\n' + message.content | upper }}"), True)}
+TRAPS |= {"hides_that_turns_end": Trap(CHATML.replace(ENDED, "{%- endfor %}\n{{- '\\n' }}"))}
 
 
 @pytest.mark.parametrize("name", TRAPS)
