@@ -318,7 +318,7 @@ async def test_a_machine_that_drains_takes_no_more(served: ServedSandboxes) -> N
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 50)), min_size=1))
-def test_the_machine_with_most_free_room_is_first(loads: list[tuple[int, int, int]]) -> None:
+async def test_the_machine_with_most_free_room_is_first(loads: list[tuple[int, int, int]]) -> None:
     machines = []
     for places, taken, waiting in loads:
         machine = Machine("http://machine")
