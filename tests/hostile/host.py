@@ -82,13 +82,21 @@ class Host:
         writable.write_text(AS_IT_WAS)
         writable.chmod(0o666)
         os.utime(writable, (_LONG_AGO, _LONG_AGO))
-        facts: Told = {"MARK": mark, "PORT": self._port, "FREE_PORT": _free_port()}
-        facts |= {"ABSTRACT": self._abstract, "SOCKET": str(self.folder / "socket")}
-        facts |= {"SERVICE": self._service, "VICTIM": victim.pid if victim else os.getpid()}
-        facts |= {"SERVER": os.getpid(), "SECRET_FILE": str(self.folder / "secret.txt")}
-        facts |= {"WRITABLE_FILE": str(writable), "FOLDER": str(self.open), "PROJECT": str(PROJECT)}
-        facts |= {"HOME_OF_SERVER": str(Path("~").expanduser())}
-        return facts
+        return {
+            "MARK": mark,
+            "PORT": self._port,
+            "FREE_PORT": _free_port(),
+            "ABSTRACT": self._abstract,
+            "SOCKET": str(self.folder / "socket"),
+            "SERVICE": self._service,
+            "VICTIM": victim.pid if victim else os.getpid(),
+            "SERVER": os.getpid(),
+            "SECRET_FILE": str(self.folder / "secret.txt"),
+            "WRITABLE_FILE": str(writable),
+            "FOLDER": str(self.open),
+            "PROJECT": str(PROJECT),
+            "HOME_OF_SERVER": str(Path("~").expanduser()),
+        }
 
     def secrets_in(self, data: bytes) -> list[str]:
         return [f"saw the secret {word!r}" for word in self._secrets if word in data]

@@ -54,6 +54,7 @@ for path in ("/r/KEY/v1/models", "/v1/models"):
 print(json.dumps(said))
 """
 
+
 class Outgoing(Environment):
     """Its agent fetches what the task says."""
 
@@ -74,6 +75,7 @@ class Outgoing(Environment):
 
     def score(self, task, result):
         return Score(reward=1.0)
+
 
 class Boxed(Outgoing):
     """A program of its agent does."""

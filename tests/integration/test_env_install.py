@@ -353,6 +353,7 @@ def load(name):
 BRIDGE = '''
 from envserver import Backend, Environment, Integration, NotFoundError, Score, Task
 
+
 def environment(name):
     import little_gym
 
@@ -377,12 +378,14 @@ def environment(name):
     Played.name = "gym_" + name
     return Played
 
+
 def backend(name, packages):
     return Backend(
         name="little-gym",
         requirements=["little-gym==2.0"],
         prepare="import little_gym as g; open(g.__path__[0] + '/ready', 'w').close()",
     )
+
 
 INTEGRATION = Integration(
     what="games of a gym", environment=environment, module="little_gym", backend=backend

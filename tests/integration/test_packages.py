@@ -208,6 +208,7 @@ from envserver import Environment, Score, Task
 from environments import ENVIRONMENT
 from tools import TOOL
 
+
 class Mine(Environment):
     def tasks(self, split):
         yield Task("one", {"question": TOOL + ENVIRONMENT + CLIENT}, {})

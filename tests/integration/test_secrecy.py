@@ -163,6 +163,7 @@ from pydantic import SecretStr
 
 from envserver import AgentRole, Environment, SandboxSpec, Score, Services, Task, tool
 
+
 class Loose(Environment):
     """Knows what must not be seen, stumbles where it can, and says its key wherever it can."""
 

@@ -40,8 +40,12 @@ class Images:
         self.engine = engine
         self._pip = folder / "pip.conf"
         self._pip.write_text(_settings_of_pip())
-        self.variables = {**engine.variables, "BASE": engine.python_image}
-        self.variables |= {"PIP_CONF": str(self._pip), "CA_FILE": str(_CERTIFICATES)}
+        self.variables = {
+            **engine.variables,
+            "BASE": engine.python_image,
+            "PIP_CONF": str(self._pip),
+            "CA_FILE": str(_CERTIFICATES),
+        }
 
     def build(self, file: str, name: str, *words: str, base: str = "") -> str:
         self.engine.output(

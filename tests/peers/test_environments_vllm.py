@@ -158,6 +158,10 @@ def test_marks_of_a_judge_that_is_held_to_their_form_are_half_of_the_reward(
     for one in found:
         parts = one["components"]
         assert parts["rule"] == 1.0 and {parts["faithful"], parts["clear"]} <= {
-            *(0, 0.25, 0.5, 0.75, 1)
+            0,
+            0.25,
+            0.5,
+            0.75,
+            1,
         }
         assert one["reward"] == 0.5 + 0.25 * (parts["faithful"] + parts["clear"])

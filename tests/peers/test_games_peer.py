@@ -143,6 +143,7 @@ WORLD = """
 import gymnasium
 from gymnasium.spaces import Text
 
+
 class Echo(gymnasium.Env):
     \"\"\"Say the word that is shown, three times.\"\"\"
 
@@ -161,6 +162,7 @@ class Echo(gymnasium.Env):
         reward = float(action == self.word) / 3
         self.left -= 1
         return self._next(), reward, self.left == 0, False, {}
+
 
 gymnasium.register("Echo-v0", Echo)
 """

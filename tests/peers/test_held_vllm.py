@@ -19,6 +19,7 @@ pytestmark = pytest.mark.vllm
 HELD = r'''
 from collections import Counter
 
+
 class Held:
     """A run whose agents say something of the form of their turn."""
 
@@ -35,9 +36,11 @@ class Held:
             messages, agent=agent, structured_outputs={"regex": form}, **how
         )
 
+
 def call(name, arguments=""):
     head = r'<tool_call>\{"name": "' + name + r'", "arguments": \{'
     return head + arguments + r"\}\}</tool_call>"
+
 
 from envserver_environments.tau.env import Tau
 
@@ -51,6 +54,7 @@ TURNS = {
         WORDS,
     ],
 }
+
 
 class HeldTau(Tau):
     """`tau` with models that obey."""

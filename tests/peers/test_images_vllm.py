@@ -34,6 +34,7 @@ import base64, struct, zlib
 
 from envserver import Environment, Score, Task
 
+
 def png(width, height, red, green):
     rows = b"".join(
         b"\\0" + bytes(v for x in range(width) for v in (red, (x * 5 + y) % 256, green))
@@ -46,9 +47,11 @@ def png(width, height, red, green):
     chunks = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     return b"\\x89PNG\\r\\n\\x1a\\n" + chunks
 
+
 def part(data):
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     return {"type": "image_url", "image_url": {"url": url}}
+
 
 class Pictures(Environment):
     def tasks(self, split):
@@ -217,6 +220,7 @@ from envserver_environments.video.env import Video
 VIEW = r'TOOL_CALL: \{"tool": "view_frames", "args": \{"t0": [0-3], "t1": [4-6]\}\}'
 TURNS = [VIEW, VIEW, "FINAL: [ABC]"]
 
+
 class Held:
     """A run whose agent says something of the form of its turn."""
 
@@ -229,6 +233,7 @@ class Held:
     async def chat(self, messages, **how):
         how["structured_outputs"] = {"regex": next(self.turn)}
         return await self.run.chat(messages, **how)
+
 
 class HeldVideo(Video):
     """`video` with a model that obeys."""

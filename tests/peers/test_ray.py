@@ -24,6 +24,7 @@ SIM = (
 SUMS = """
 from envserver import Environment, Score, Task
 
+
 class Sums(Environment):
     def tasks(self, split):
         for number in range(100):

@@ -146,7 +146,10 @@ def test_thoughts_are_blocks_that_can_be_sent_back(house: SdkHouse, streamed: bo
         asked: Any = {"tools": [TOOL], "thinking": THINK, "max_tokens": 2000}
         first = message_of(seat, streamed, messages=messages, **asked)
         assert [block.type for block in first.content] == [
-            *("thinking", "text", "tool_use", "tool_use")
+            "thinking",
+            "text",
+            "tool_use",
+            "tool_use",
         ]
         assert first.content[0].thinking == "Two sums it takes."
         messages += [{"role": "assistant", "content": first.content}, results(first, "2", "4")]

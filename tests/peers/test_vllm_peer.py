@@ -144,6 +144,7 @@ TEMPERATURE = 0.7
 ENVIRONMENT = """
 from envserver import Environment, Score, Task
 
+
 class Babble(Environment):
     def tasks(self, split):
         for number in range(2):

@@ -29,8 +29,11 @@ SCREENSHOTS = ROOT / "tests" / "browser" / "screenshots"
 SMALL = {"width": 380, "height": 740}
 _SIZE = {"width": 1280, "height": 800}
 _FLAGS = (
-    *("--disable-gpu", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
 )
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _RULES = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice")

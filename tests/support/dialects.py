@@ -343,10 +343,13 @@ def _choice(
     finish: str | None = None,
     stop: str | None = None,
 ) -> Json:
-    facts: Json = {"index": 0, part: said}
-    facts |= {"logprobs": None if logprobs is None else {"content": logprobs}}
-    facts |= {"finish_reason": finish, "stop_reason": stop}
-    return facts
+    return {
+        "index": 0,
+        part: said,
+        "logprobs": None if logprobs is None else {"content": logprobs},
+        "finish_reason": finish,
+        "stop_reason": stop,
+    }
 
 
 def _chunk(answer: Json, delta: Json, **how: Any) -> Json:

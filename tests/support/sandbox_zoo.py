@@ -57,10 +57,14 @@ class Zoo(Base):
             await sandbox.exec(["bash", "-c", "echo $COLOR > color"])
             color = await sandbox.read("/work/color")
             total = await sandbox.total()
-        facts = {"said": reply.content, "shown": shown.stdout.decode()}
-        facts |= {"summed": summed.stdout.decode(), "color": color.decode()}
-        facts |= {"executions": total.executions, "backend": sandbox.isolation}
-        return facts
+        return {
+            "said": reply.content,
+            "shown": shown.stdout.decode(),
+            "summed": summed.stdout.decode(),
+            "color": color.decode(),
+            "executions": total.executions,
+            "backend": sandbox.isolation,
+        }
 
     async def leave_open(self, run, marker):
         """Two sandboxes, one with a program that runs; nothing is ever closed."""

@@ -73,10 +73,13 @@ class Halting(list[Bucket]):
 
 
 def told(published: Published) -> dict[str, Any]:
-    facts: dict[str, Any] = {"version": published.version, "engines": published.engines}
-    facts |= {"difference": published.difference, "seconds": published.seconds}
-    facts |= {"failed": {url: error.message for url, error in published.failed.items()}}
-    return facts
+    return {
+        "version": published.version,
+        "engines": published.engines,
+        "difference": published.difference,
+        "seconds": published.seconds,
+        "failed": {url: error.message for url, error in published.failed.items()},
+    }
 
 
 if __name__ == "__main__":

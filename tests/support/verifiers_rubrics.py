@@ -24,8 +24,12 @@ from envserver import Environment, Result  # noqa: E402
 
 ROW = {"question": "What is a half?", "answer": r"\frac{1}{2}"}
 TEXTS = [
-    *(r"It is \boxed{0.5}", r"<think>easy</think> \boxed{\frac12}"),
-    *("<think>\nx\n</think>\n<answer>\n0.5\n</answer>", r"\boxed{2} or \boxed{1/2}", "none", ""),
+    r"It is \boxed{0.5}",
+    r"<think>easy</think> \boxed{\frac12}",
+    "<think>\nx\n</think>\n<answer>\n0.5\n</answer>",
+    r"\boxed{2} or \boxed{1/2}",
+    "none",
+    "",
 ]
 
 

@@ -181,10 +181,13 @@ class Sandboxed(Zoo):
     isolation = "sandboxed"
 
     async def look(self, public, run):
-        facts = {"environ": dict(os.environ), "cwd": str(Path.cwd()), "uid": os.getuid()}
-        facts |= {"processes": [int(e.name) for e in Path("/proc").iterdir() if e.name.isdigit()]}
-        facts |= {"root": sorted(e.name for e in Path("/").iterdir())}
-        return facts
+        return {
+            "environ": dict(os.environ),
+            "cwd": str(Path.cwd()),
+            "uid": os.getuid(),
+            "processes": [int(e.name) for e in Path("/proc").iterdir() if e.name.isdigit()],
+            "root": sorted(e.name for e in Path("/").iterdir()),
+        }
 
     async def read(self, public, run):
         return Path(public["path"]).read_text()[:200]

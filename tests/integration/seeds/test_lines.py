@@ -97,15 +97,21 @@ def test_each_line_of_the_table(section: dict[str, Any], clone: Path, engine: st
 
 def route(number: int) -> dict[str, Any]:
     """A row of CourseGPT-Pro's routing data."""
-    facts: dict[str, Any] = {"id": f"router_{number:04}"}
-    facts |= {"user_query": f"What is {number} * {number}?", "task_summary": "A product."}
-    facts |= {"route_plan": [f"/math(expression='{number} * {number}')"]}
-    facts |= {"route_rationale": "It is arithmetic.", "expected_artifacts": ["the number"]}
-    facts |= {"thinking_outline": ["multiply"], "handoff_plan": "/math", "todo_list": ["multiply"]}
-    facts |= {"difficulty": "introductory", "tags": ["arithmetic"]}
-    facts |= {"acceptance_criteria": ["the number is right"]}
-    facts |= {"metrics": {"primary": ["exact"], "secondary": []}}
-    return facts
+    return {
+        "id": f"router_{number:04}",
+        "user_query": f"What is {number} * {number}?",
+        "task_summary": "A product.",
+        "route_plan": [f"/math(expression='{number} * {number}')"],
+        "route_rationale": "It is arithmetic.",
+        "expected_artifacts": ["the number"],
+        "thinking_outline": ["multiply"],
+        "handoff_plan": "/math",
+        "todo_list": ["multiply"],
+        "difficulty": "introductory",
+        "tags": ["arithmetic"],
+        "acceptance_criteria": ["the number is right"],
+        "metrics": {"primary": ["exact"], "secondary": []},
+    }
 
 
 @pytest.mark.thorough

@@ -180,7 +180,10 @@ def malformed(good: bytes) -> Iterator[tuple[bytes, dict[str, str]]]:
     ):
         yield raw, plain
     for kind in (
-        *("text/plain", "", "application/x-www-form-urlencoded", "application/json; charset=utf-7"),
+        "text/plain",
+        "",
+        "application/x-www-form-urlencoded",
+        "application/json; charset=utf-7",
         MSGPACK,
     ):
         yield good, {"content-type": kind}
@@ -201,7 +204,11 @@ def malformed(good: bytes) -> Iterator[tuple[bytes, dict[str, str]]]:
         yield body, plain | {"content-encoding": coding}
     group = pack(native_group("g"))
     for body in (
-        *(group, group[:-3], group + b"x", b"\x91" * deep, b"\x81\xa1a" * deep),
+        group,
+        group[:-3],
+        group + b"x",
+        b"\x91" * deep,
+        b"\x81\xa1a" * deep,
         b"\xc9\xff\xff\xff\xff\x00",
     ):
         yield body, {"content-type": MSGPACK}

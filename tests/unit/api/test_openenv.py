@@ -26,6 +26,7 @@ from envserver.rollouts.episodes import Episodes, EpisodesFull
 LENGTHS = '''
 from envserver import Environment, Score, Task, tool
 
+
 class Lengths(Environment):
     """Say how long a word is."""
 

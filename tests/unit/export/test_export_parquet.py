@@ -50,9 +50,12 @@ def line(rollouts: Sequence[dict[str, Any]], group_id: str = "g-0") -> dict[str,
             made["inference_logprobs"].append([1.0 if p is None else p for _, p in row])
             made["messages"].append(rollout["messages"])
             made["scores"].append(facts["reward"])
-        facts |= {"rows": list(range(begin, begin + len(rows))), "output": rollout.get("output")}
-        facts |= {"row_flags": [["lossy_detok"]] * len(rows)}
-        facts |= {"versions": [[[3, 0, len(row)]] for row in rows]}
+        facts |= {
+            "rows": list(range(begin, begin + len(rows))),
+            "output": rollout.get("output"),
+            "row_flags": [["lossy_detok"]] * len(rows),
+            "versions": [[[3, 0, len(row)]] for row in rows],
+        }
     return made
 
 

@@ -61,6 +61,7 @@ import asyncio, os
 from pathlib import Path
 from envserver import Environment, JudgeError, Score, Task
 
+
 class Judged(Environment):
     """Scores as its judge says; the answer says how the judge is asked."""
 

@@ -375,7 +375,10 @@ BODIES = 30
 NOTHING_FORCED = ("tool_choice", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias")
 WRITTEN = [
     *(
-        *(HERMES, HERMES, HERMES.removesuffix("</tool_call>"), "<tool_call>{bad}</tool_call>"),
+        HERMES,
+        HERMES,
+        HERMES.removesuffix("</tool_call>"),
+        "<tool_call>{bad}</tool_call>",
         "Sure.\n",
     ),
     *("\n", '<tool_call>{"name": "f", "arguments": {"é": [1.0, null]}}</tool_call>'),

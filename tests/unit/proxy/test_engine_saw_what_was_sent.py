@@ -78,10 +78,13 @@ class Scripted(ScaleOut):
         elif end != "limit":
             ids = [*ids, self.format.encode(END)[0]]
         text = self.format.decode([id for id in ids if not self.format.vocabulary.is_special(id)])
-        facts: Json = {"index": index, "text": text if stop is None else text.partition(stop)[0]}
-        facts |= {"token_ids": ids, "finish_reason": "length" if end == "limit" else "stop"}
-        facts |= {"stop_reason": stop}
-        return facts
+        return {
+            "index": index,
+            "text": text if stop is None else text.partition(stop)[0],
+            "token_ids": ids,
+            "finish_reason": "length" if end == "limit" else "stop",
+            "stop_reason": stop,
+        }
 
 
 _format = cache(format_of)

@@ -202,6 +202,7 @@ from pathlib import Path
 
 from envserver import Caller, Environment, InputError, Score, Services, Task, ToolError, tool
 
+
 class Games(Environment):
     class Config(Environment.Config):
         log: str = ""
@@ -267,6 +268,7 @@ class Games(Environment):
             raise KeyError("k")
         call.caller.flag("looked")
         call.change("shorter", messages=call.messages[-1:])
+
 
 class Broken(Games):
     def services(self):

@@ -204,6 +204,7 @@ from envserver import Environment, Score, Task
 
 CHANCES = (0.0, 0.5, 1.0)
 
+
 class Thirds(Environment):
     """See the module."""
 

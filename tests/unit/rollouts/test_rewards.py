@@ -32,6 +32,7 @@ from envserver.running.metrics import RolloutNumbers
 GAME = '''
 from envserver import AgentRole, Environment, Score, Task, TurnReward
 
+
 class Game(Environment):
     """Two players and a referee who is not trained; `ask` says what goes wrong."""
 
@@ -193,6 +194,7 @@ def assert_ends_the_run(environment: object, folder: Path, says: str, **settings
 
 SANDBOXED = '''
 from envserver import Environment, Score, Task
+
 
 class Sandboxed(Environment):
     """Rewards a turn where code of the model could do it, too."""

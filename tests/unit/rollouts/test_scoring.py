@@ -29,6 +29,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from envserver import Environment, Score, ScorerError, Task
 
+
 class Moody(Environment):
     """Does what the response says."""
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from envserver import Environment, Score, Task
 
+
 class Waits(Environment):
     name = "waits"
 

@@ -206,10 +206,14 @@ def changed(top: dict[str, Any] | None = None, **of_rollouts: Any) -> dict[str, 
 @pytest.mark.parametrize(
     "wrong",
     [
-        *(changed({"masks": [[1]]}), changed({"tokens": [["a"], ["b"]]})),
-        *(changed({"messages": [[1], [2]]}), changed({"generation_params": 3})),
-        *(changed(usage={"sandbox": 7}), changed(versions=[[[1]]])),
-        *(changed(others=[{"agent": "x"}]), changed(rows=[0])),
+        changed({"masks": [[1]]}),
+        changed({"tokens": [["a"], ["b"]]}),
+        changed({"messages": [[1], [2]]}),
+        changed({"generation_params": 3}),
+        changed(usage={"sandbox": 7}),
+        changed(versions=[[[1]]]),
+        changed(others=[{"agent": "x"}]),
+        changed(rows=[0]),
     ],
     ids=range(8),
 )
