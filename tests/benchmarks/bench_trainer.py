@@ -36,10 +36,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.tiny_model import tokenizer
 
-CASES: dict[str, dict[str, Any]] = {"padded": {}, "packed": {"packed": True}}
-CASES |= {"packed, activations again": {"packed": True, "checkpointed": True}}
-CASES |= {"packed, LoRA 32": {"packed": True, "lora": LoraSettings(32)}}
-CASES |= {"packed, float32": {"packed": True, "dtype": torch.float32, "checkpointed": True}}
+CASES: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "packed": {"packed": True},
+    "packed, activations again": {"packed": True, "checkpointed": True},
+    "packed, LoRA 32": {"packed": True, "lora": LoraSettings(32)},
+    "packed, float32": {"packed": True, "dtype": torch.float32, "checkpointed": True},
+}
 STEPS = 3
 
 

@@ -67,10 +67,13 @@ async def chat(request: web.Request) -> web.Response:
     body = await request.json()
     content = await sample()
     ids = prompt_ids(body["messages"])
-    choice = {"index": 0, "message": {"role": "assistant", "content": SAID}}
-    choice |= {"finish_reason": "stop"}
-    choice |= {"logprobs": {"content": content} if body.get("logprobs") else None}
-    choice |= {"token_ids": _SAMPLED if body.get("return_token_ids") else None}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": SAID},
+        "finish_reason": "stop",
+        "logprobs": {"content": content} if body.get("logprobs") else None,
+        "token_ids": _SAMPLED if body.get("return_token_ids") else None,
+    }
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(_SAMPLED)}
     answer = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"]}
     answer |= {"choices": [choice], "prompt_token_ids": ids}

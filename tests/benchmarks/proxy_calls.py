@@ -140,10 +140,13 @@ def chat_chunks() -> list[bytes]:
     first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
     events = [{**head, "choices": [{**first, "finish_reason": None}], "prompt_token_ids": []}]
     for token, entry, last in _tokens(said):
-        choice = {"index": 0, "delta": {} if last else {"content": entry["token"]}}
-        choice |= {"logprobs": {"content": [entry]}}
-        choice |= {**(_ending(said.finish_reason) if last else {"finish_reason": None})}
-        choice |= {"token_ids": [token]}
+        choice = {
+            "index": 0,
+            "delta": {} if last else {"content": entry["token"]},
+            "logprobs": {"content": [entry]},
+            **(_ending(said.finish_reason) if last else {"finish_reason": None}),
+            "token_ids": [token],
+        }
         events.append({**head, "choices": [choice]})
     return _as_events([*events, {**head, "choices": [], **_usage()}])
 

@@ -95,8 +95,11 @@ def row(length: int, agent: str | None = None, seed: int = 0) -> Sequence:
 
 def conversation(place: int, said: str = "") -> list[dict[str, Any]]:
     """A conversation that parts from the others' in its first answer."""
-    call = {"id": f"call-{place}", "type": "function"}
-    call |= {"function": {"name": "look", "arguments": f'{{"where": "shelf {place}"}}'}}
+    call = {
+        "id": f"call-{place}",
+        "type": "function",
+        "function": {"name": "look", "arguments": f'{{"where": "shelf {place}"}}'},
+    }
     return [
         {"role": "system", "content": "You look for things.\n" + "Be careful. " * 80},
         {

@@ -46,9 +46,12 @@ _numbers = count(1)
 @asynccontextmanager
 async def house(**workers: Any) -> AsyncIterator[RolloutContext]:
     """All that `envserver process` runs."""
-    tree = {"model": "sim", "sim": {"latency_seconds": 0}}
-    tree |= {"workers": {"heartbeat_seconds": 30, "kill_grace_seconds": 0.3, **workers}}
-    tree |= {"sandbox": {"backend": "namespace"}}
+    tree = {
+        "model": "sim",
+        "sim": {"latency_seconds": 0},
+        "workers": {"heartbeat_seconds": 30, "kill_grace_seconds": 0.3, **workers},
+        "sandbox": {"backend": "namespace"},
+    }
     async with rollout_context(Settings.model_validate(tree), find(ZOO)(), ZOO) as parts:
         yield parts
 

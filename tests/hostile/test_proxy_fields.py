@@ -46,9 +46,12 @@ ANSWER: Json = {
     "usage": {"completion_tokens": 1, "prompt_tokens": 1},
 }
 BACKTRACKS = "(a+)+$"
-PLAIN: dict[str, Json] = {CHAT: {"messages": [{"role": "user", "content": "Hi."}]}}
-PLAIN |= {TEXT: {"prompt": "Hi."}, RESPONSES: {"input": "Hi."}}
-PLAIN |= {MESSAGES: {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}]}}
+PLAIN: dict[str, Json] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi."}]},
+    TEXT: {"prompt": "Hi."},
+    RESPONSES: {"input": "Hi."},
+    MESSAGES: {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}]},
+}
 CASES: Json = yaml.safe_load((Path(__file__).parent / "hostile_requests.yaml").read_text())
 IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf"
 DIALECTS = pytest.mark.parametrize("path", PLAIN)
@@ -209,9 +212,11 @@ def test_only_listed_fields_of_what_is_nested_go_on() -> None:
     made = {**call, "function": {"name": "a", "arguments": "{}", **extra}, **extra}
     said = {"role": "assistant", "content": None}
     tool = {"description": "A.", "parameters": {"type": "object"}}
-    body = {"messages": [message, {**said, "tool_calls": [made], "reasoning_details": [extra]}]}
-    body |= {"tools": [{**function(**tool, **extra, server_label="x"), **extra}]}
-    body |= {"tool_choice": {**function(**extra), **extra}}
+    body = {
+        "messages": [message, {**said, "tool_calls": [made], "reasoning_details": [extra]}],
+        "tools": [{**function(**tool, **extra, server_label="x"), **extra}],
+        "tool_choice": {**function(**extra), **extra},
+    }
     status, _, (asked,) = send(CHAT, body)
     assert status == 200
     assert asked["messages"] == [

@@ -75,9 +75,11 @@ def data(tmp_path: Path) -> Path:
     note = {"notification_id": "n1", "message": "t1 is yours"}
     scenario = {"instructions": "Have t1 finished; SECRET-WISH."}
     asked = {"user_scenario": scenario, "evaluation_criteria": {"actions": [DONE]}}
-    contents: dict[str, Any] = {"db": {"tasks": {"t1": task}, "users": {"u": user}}}
-    contents |= {"user_db": {"notifications": {"n1": note}}}
-    contents |= {"tasks": [{"id": "one", **asked}, {"id": "two", **asked}]}
+    contents: dict[str, Any] = {
+        "db": {"tasks": {"t1": task}, "users": {"u": user}},
+        "user_db": {"notifications": {"n1": note}},
+        "tasks": [{"id": "one", **asked}, {"id": "two", **asked}],
+    }
     for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "policy.md").write_text("Finish what its owner wants finished.")

@@ -110,8 +110,11 @@ def _run(
 
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
-CALL = {"id": "c1", "type": "function"}
-CALL |= {"function": {"name": "search", "arguments": '{"query":"tea"}'}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "search", "arguments": '{"query":"tea"}'},
+}
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "You help."},
     {"role": "user", "content": f"Where is the tea? {HOSTILE}"},

@@ -214,9 +214,11 @@ async def test_who_hangs_up_makes_room(http: httpx.AsyncClient) -> None:
 
 
 async def test_weights_are_replaced_while_it_runs(engine: Local, http: httpx.AsyncClient) -> None:
-    asked = {"token_ids": PROMPT}
-    asked |= {"sampling_params": {"max_tokens": 300, "ignore_eos": True, "seed": 2}}
-    asked |= {"model": "tiny"}
+    asked = {
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 300, "ignore_eos": True, "seed": 2},
+        "model": "tiny",
+    }
     await http.post("/update_weight_version", json={"new_version": "1"})
     before = (await http.post("/inference/v1/generate", json=asked)).json()["choices"][0]
     task = asyncio.create_task(http.post("/inference/v1/generate", json=asked))

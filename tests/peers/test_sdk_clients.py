@@ -111,8 +111,11 @@ def test_ids_are_told_to_those_who_ask_and_to_nobody_else(house: SdkHouse, strea
 # Anthropic's client
 
 
-TOOL: Any = {"name": "calculate", "description": "Works it out."}
-TOOL |= {"input_schema": TOOLS[0]["function"]["parameters"]}
+TOOL: Any = {
+    "name": "calculate",
+    "description": "Works it out.",
+    "input_schema": TOOLS[0]["function"]["parameters"],
+}
 THINK = {"type": "enabled", "budget_tokens": 1024}
 
 

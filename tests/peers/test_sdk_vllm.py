@@ -24,8 +24,11 @@ SEED = {"seed": 5}
 SCHEMA: Any = {"type": "object", "properties": {"loud": {"type": "boolean"}}, "required": ["loud"]}
 SCHEMA |= {"additionalProperties": False}
 RING: Any = {"name": "ring", "description": "Rings.", "strict": True}
-FORCED: Any = {"tools": [{"type": "function", "function": RING | {"parameters": SCHEMA}}]}
-FORCED |= {"tool_choice": "required", "parallel_tool_calls": False}
+FORCED: Any = {
+    "tools": [{"type": "function", "function": RING | {"parameters": SCHEMA}}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+}
 WORDS = {"structured_outputs": {"regex": "[a-z]{3,9} [a-z]{3,9}"}}
 
 

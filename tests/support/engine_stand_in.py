@@ -325,9 +325,12 @@ class FakeVllm:
             part = ids[start : start + self.group]
             last = start + self.group >= len(ids)
             text = decoder.decode(bytes(token for token in part if token < EOS), final=last)
-            chunk: Json = {"index": sampled["index"], "delta": {"content": text} if text else {}}
-            chunk |= {"finish_reason": sampled["finish_reason"] if last else None}
-            chunk |= {"logprobs": self.scored(part, body, 0) if body.get("logprobs") else None}
+            chunk: Json = {
+                "index": sampled["index"],
+                "delta": {"content": text} if text else {},
+                "finish_reason": sampled["finish_reason"] if last else None,
+                "logprobs": self.scored(part, body, 0) if body.get("logprobs") else None,
+            }
             if last:
                 chunk["stop_reason"] = sampled["stop_reason"]
             if body.get("return_token_ids"):

@@ -33,8 +33,11 @@ def wheel(
     info = f"{package.replace('-', '_')}-{version}.dist-info"
     metadata = ["Metadata-Version: 2.1", f"Name: {package}", f"Version: {version}", "License: MIT"]
     metadata += [f"Requires-Dist: {one}" for one in requires]
-    content = {**files, f"{info}/METADATA": "\n".join(metadata) + "\n"}
-    content |= {f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}
+    content = {
+        **files,
+        f"{info}/METADATA": "\n".join(metadata) + "\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
     if environments:
         content[f"{info}/entry_points.txt"] = "\n".join(["[envserver.environments]", *environments])
     content[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*content, f"{info}/RECORD"))

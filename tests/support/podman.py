@@ -53,9 +53,11 @@ def podman(folder: Path) -> Iterator[Podman]:
     # Debian's default runtime does not know machines with both versions of cgroups.
     runtime = 'runtime = "runc"' if shutil.which("runc") else ""
     (folder / "containers.conf").write_text(_CONTAINERS.format(runtime=runtime))
-    variables = {"CONTAINERS_STORAGE_CONF": str(folder / "storage.conf")}
-    variables |= {"CONTAINERS_CONF": str(folder / "containers.conf")}
-    variables |= {"DOCKER_HOST": f"unix://{folder}/no-docker"}
+    variables = {
+        "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"),
+        "CONTAINERS_CONF": str(folder / "containers.conf"),
+        "DOCKER_HOST": f"unix://{folder}/no-docker",
+    }
     made = Podman(variables)
     with subprocess.Popen(["zstd", "-dcq", str(BASE)], stdout=subprocess.PIPE) as base:
         done = subprocess.run(

@@ -67,9 +67,12 @@ def mentions_half(prompt: Any, completion: Any, answer: str, state: Any, **objec
 def main() -> None:
     math = vf.MathRubric()
     found = {"MathRubric": [(there(math, text), here(math.correct_answer, text)) for text in TEXTS]}
-    functions = {"XMLParser": vf.XMLParser(["think", "answer"]).get_format_reward_func()}
-    functions |= {"ThinkParser": vf.ThinkParser().get_format_reward_func()}
-    functions |= {"Parser": vf.Parser().get_format_reward_func(), "own": mentions_half}
+    functions = {
+        "XMLParser": vf.XMLParser(["think", "answer"]).get_format_reward_func(),
+        "ThinkParser": vf.ThinkParser().get_format_reward_func(),
+        "Parser": vf.Parser().get_format_reward_func(),
+        "own": mentions_half,
+    }
     for name, function in functions.items():
         rubric = vf.Rubric(funcs=[function])
         found[name] = [(there(rubric, text), here(function, text)) for text in TEXTS]

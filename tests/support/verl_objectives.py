@@ -23,8 +23,11 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import FSDPActorConfig
 
 ROWS, GROUPS, LONGEST = 4, 3, 14
-MODES = {"trajectory": "seq-mean-token-mean", "token": "token-mean"}
-MODES |= {"constant": "seq-mean-token-sum-norm"}
+MODES = {
+    "trajectory": "seq-mean-token-mean",
+    "token": "token-mean",
+    "constant": "seq-mean-token-sum-norm",
+}
 LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo+dual_clip", "grpo, kl_form k1")
 LOSSES += ("grpo, kl_form k2", "grpo, kl_form k3", "grpo, kl_form k3+", "grpo, entropy_weight")
 ADVANTAGES = {"rloo": "rloo", "reinforce_pp": "reinforce_plus_plus"}

@@ -188,9 +188,11 @@ async def test_what_is_not_listed_is_refused_typed_and_counted() -> None:
     async with house("localhost", "127.0.0.1") as made:
         attempt = made.open()
         port = made.outside.port
-        refused = {"host": [f"http://other.test:{port}/", f"http://xapi.test:{port}/"]}
-        refused |= {"port": ["http://api.test/"]}
-        refused |= {"address": [f"http://localhost:{port}/", f"http://127.0.0.1:{port}/"]}
+        refused = {
+            "host": [f"http://other.test:{port}/", f"http://xapi.test:{port}/"],
+            "port": ["http://api.test/"],
+            "address": [f"http://localhost:{port}/", f"http://127.0.0.1:{port}/"],
+        }
         for urls in refused.values():
             for url in urls:
                 answer = await made.fetch(attempt.key, url)

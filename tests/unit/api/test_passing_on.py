@@ -69,10 +69,13 @@ async def following(settings: ServerConfig) -> AsyncIterator[Follower]:
 async def echo(request: Request) -> Response:
     """What the leader was asked."""
     headers = {name: value for name, value in request.headers.items() if name != "host"}
-    facts = {"method": request.method}
-    facts |= {"target": f"{request.scope['raw_path'].decode()}?{request.url.query}"}
-    facts |= {"headers": headers, "body": (await request.body()).decode("latin-1")}
-    facts |= {"client": request.client.host if request.client else ""}
+    facts = {
+        "method": request.method,
+        "target": f"{request.scope['raw_path'].decode()}?{request.url.query}",
+        "headers": headers,
+        "body": (await request.body()).decode("latin-1"),
+        "client": request.client.host if request.client else "",
+    }
     return JSONResponse(facts, 201, {"x-envserver-lease": "abc"})
 
 

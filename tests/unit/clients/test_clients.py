@@ -183,9 +183,11 @@ async def test_a_group_that_cannot_be_used_is_set_aside_and_the_rest_acknowledge
 
 
 async def test_groups_that_cannot_be_read_are_named(api: Api) -> None:
-    bodies = {"short": ("group", b"\x00")}
-    bodies |= {"ragged": ("atropos", b'{"tokens":[[1]],"masks":[[1]],"scores":[1,2]}')}
-    bodies |= {"large": ("atropos", b'{"tokens":[[2147483648]],"masks":[[-100]],"scores":[1]}')}
+    bodies = {
+        "short": ("group", b"\x00"),
+        "ragged": ("atropos", b'{"tokens":[[1]],"masks":[[1]],"scores":[1,2]}'),
+        "large": ("atropos", b'{"tokens":[[2147483648]],"masks":[[-100]],"scores":[1]}'),
+    }
     odd = {"env": "e", "size": 1, "tokens": 1, "max_length": 1}
     await api.store.put(
         [

@@ -213,8 +213,11 @@ def test_what_cannot_be_is_said_and_leaves_nothing(export: Run) -> None:
     expressions |= {"reward.real > 1": "attribute", "__import__('os').getpid()": "__import__"}
     expressions |= {"(lambda: 1)()": "lambda", "open('/etc/passwd')": "open"}
     expressions |= {"len(turns) > 1": "math-train-0-000000-r0"}
-    others = {"messages --against nowhere.jsonl": "nowhere.jsonl", "papyrus": "papyrus"}
-    others |= {"messages --per_group worst": "per_group"}
+    others = {
+        "messages --against nowhere.jsonl": "nowhere.jsonl",
+        "papyrus": "papyrus",
+        "messages --per_group worst": "per_group",
+    }
     lines = {f'messages --where "{where}"': said for where, said in expressions.items()}
     for words, said in (lines | others).items():
         assert said in export(f"{words} --out out", status=2)

@@ -27,9 +27,11 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments":
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "image"}]}]
 
 
-FACTS: dict[str, Any] = {"flags": ["lossy_detok"]}
-FACTS |= {"hooks": [{"at": "request", "reason": "shorter", "changed": ["messages"]}]}
-FACTS |= {"egress": [{"method": "GET", "host": "api.test", "port": 80, "status": 200}]}
+FACTS: dict[str, Any] = {
+    "flags": ["lossy_detok"],
+    "hooks": [{"at": "request", "reason": "shorter", "changed": ["messages"]}],
+    "egress": [{"method": "GET", "host": "api.test", "port": 80, "status": 200}],
+}
 
 
 def line(rollouts: Sequence[dict[str, Any]], group_id: str = "g-0") -> dict[str, Any]:

@@ -230,13 +230,18 @@ def test_no_group_is_on_both_sides(groups: dict[str, list[str]], seed: int, rati
 
 # `envserver sft router|math|code`: data sets prepared for fine-tuning, and where they are put
 
-PLAN = {"route_plan": ['/general-search(query="stability, größte", mode=web)', "/math(Derive it.)"]}
-PLAN |= {"route_rationale": "Look it up, then derive.", "expected_artifacts": ["- notes.md"]}
-PLAN |= {"thinking_outline": ["1. Search", "2. Derive"]}
-PLAN |= {"handoff_plan": "/general-search -> /math (verify: the numbers; fallback: search again)"}
-PLAN |= {"todo_list": ["- [ ] /general-search: one source", "- [ ] /math: derive"]}
-PLAN |= {"difficulty": "intermediate", "tags": ["pde"]}
-PLAN |= {"acceptance_criteria": ["- the limit is stated"], "metrics": {"primary": ["error"]}}
+PLAN = {
+    "route_plan": ['/general-search(query="stability, größte", mode=web)', "/math(Derive it.)"],
+    "route_rationale": "Look it up, then derive.",
+    "expected_artifacts": ["- notes.md"],
+    "thinking_outline": ["1. Search", "2. Derive"],
+    "handoff_plan": "/general-search -> /math (verify: the numbers; fallback: search again)",
+    "todo_list": ["- [ ] /general-search: one source", "- [ ] /math: derive"],
+    "difficulty": "intermediate",
+    "tags": ["pde"],
+    "acceptance_criteria": ["- the limit is stated"],
+    "metrics": {"primary": ["error"]},
+}
 ROUTER = "sft router rows.jsonl --out out"
 
 

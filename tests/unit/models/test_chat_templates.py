@@ -148,8 +148,11 @@ def test_prompts_are_those_of_vllm(vllm_server: VllmServer) -> None:
     ]
     talks = [(case.messages, case.tools) for case in CASES.values()]
     for messages, tools in [*talks, *((messages, None) for messages in odd)]:
-        body = {"model": vllm_server.model, "messages": messages}
-        body |= {**({"tools": tools} if tools else {})}
+        body = {
+            "model": vllm_server.model,
+            "messages": messages,
+            **({"tools": tools} if tools else {}),
+        }
         url = f"{vllm_server.base_url}/chat/completions/render"
         theirs = httpx.post(url, json=body, timeout=PATIENCE).json()
         assert format.prompt_ids(messages, tools, {}) == theirs["token_ids"]
@@ -158,10 +161,13 @@ def test_prompts_are_those_of_vllm(vllm_server: VllmServer) -> None:
 # This project's parsers of model output: tool calls, reasoning, and the text around them
 
 PARSED = tomllib.loads(Path(__file__).with_name("parsers.toml").read_text())
-WRITERS = {"hermes": ("qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507")}
-WRITERS |= {"functions": ("qwen3_5_think", "qwen3_6", "nemotron_3_nano"), "keys": ("glm4moe",)}
-WRITERS |= {"llama": ("llama3_1", "llama3_2")}
-WRITERS |= {None: ("gptoss", "deepseekv3", "phi3", "gemma3", "cohere2")}
+WRITERS = {
+    "hermes": ("qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507"),
+    "functions": ("qwen3_5_think", "qwen3_6", "nemotron_3_nano"),
+    "keys": ("glm4moe",),
+    "llama": ("llama3_1", "llama3_2"),
+    None: ("gptoss", "deepseekv3", "phi3", "gemma3", "cohere2"),
+}
 
 
 def test_the_format_of_a_model_is_the_one_that_reads_its_template() -> None:

@@ -322,8 +322,11 @@ async def test_a_scorer_that_hides_a_loss_scores_none(zoo: RolloutContext, tmp_p
 
 @pytest.mark.slow
 async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None:
-    settings = {"rollouts": {"max_attempts": MOST_ATTEMPTS}}
-    settings |= {"workers": {"processes": 1, "dedicated": 8}, "sandbox": {"concurrent": 12}}
+    settings = {
+        "rollouts": {"max_attempts": MOST_ATTEMPTS},
+        "workers": {"processes": 1, "dedicated": 8},
+        "sandbox": {"concurrent": 12},
+    }
     rng, killed, before = random.Random(1), 0, set(supervisors())
     async with house("Plain", **settings) as parts:
         parts.environment.config.group_size = 8

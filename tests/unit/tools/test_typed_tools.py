@@ -179,8 +179,11 @@ def _unheld(a: asyncio.Event) -> str:
 
 
 def test_a_function_that_cannot_be_a_tool_is_refused() -> None:
-    refused: dict[Any, str] = {_untyped: "'a' .* needs a type", _bare: "needs a docstring"}
-    refused |= {_unheld: "JSON cannot hold"}
+    refused: dict[Any, str] = {
+        _untyped: "'a' .* needs a type",
+        _bare: "needs a docstring",
+        _unheld: "JSON cannot hold",
+    }
     for function, told in refused.items():
         with pytest.raises(TypeError, match=told):
             tool(function)

@@ -27,8 +27,11 @@ def load_environment(paid_for=True):
     rows = []
     for number, item in enumerate(PRICES):
         call = {"name": "price", "arguments": json.dumps({"item": item})}
-        first = {"role": "assistant", "content": ""}
-        first |= {"tool_calls": [{"id": f"call-{number}", "type": "function", "function": call}]}
+        first = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": f"call-{number}", "type": "function", "function": call}],
+        }
         last = {"role": "assistant", "content": str(2 * PRICES[item]), "tool_calls": None}
         rows.append(
             {
