@@ -185,10 +185,16 @@ def rows(count: int, tokens: int, seed: int) -> list[dict[str, list[Any]]]:
 def posted(count: int, tokens: int, seed: int = 0, env_id: int | None = None) -> bytes:
     """A group as an environment posts it, before gzip."""
     made = rows(count, tokens, seed)
-    group = {"tokens": [row["tokens"] for row in made], "masks": [row["masks"] for row in made]}
-    group |= {"scores": [float(index % 2) for index in range(count)]}
-    group |= {"inference_logprobs": [row["logprobs"] for row in made], "ref_logprobs": None}
-    group |= {"overrides": None, "group_overrides": {}, "env_id": env_id}
+    group = {
+        "tokens": [row["tokens"] for row in made],
+        "masks": [row["masks"] for row in made],
+        "scores": [float(index % 2) for index in range(count)],
+        "inference_logprobs": [row["logprobs"] for row in made],
+        "ref_logprobs": None,
+        "overrides": None,
+        "group_overrides": {},
+        "env_id": env_id,
+    }
     return json.dumps(group).encode()
 
 

@@ -42,10 +42,14 @@ def measured(server: Server, rollouts: int, step: int) -> list[list[float]]:
 def main() -> None:
     words = asked(__doc__, rollouts=10_000, in_flight=1000, turns=1, call_seconds=10.0)
     with runs.engine(words.call_seconds, 0.5) as engine, tempfile.TemporaryDirectory() as name:
-        settings = {"--openai.num_max_requests_at_once": 2 * words.in_flight}
-        settings |= {"--rollouts.max_queued_groups": 10**6}
-        settings |= {"--workers.rollouts_per_process": words.in_flight, "--port": 0}
-        settings |= {"--store": f"{name}/groups.db", "--log_level": "warning"}
+        settings = {
+            "--openai.num_max_requests_at_once": 2 * words.in_flight,
+            "--rollouts.max_queued_groups": 10**6,
+            "--workers.rollouts_per_process": words.in_flight,
+            "--port": 0,
+            "--store": f"{name}/groups.db",
+            "--log_level": "warning",
+        }
         pairs = [word for pair in settings.items() for word in pair]
         talk = runs.talking(runs.HERE / "compare_talk.py", engine, words.turns, words.in_flight)
         serve = ("-m", "envserver", "serve", *talk, *pairs)

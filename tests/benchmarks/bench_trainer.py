@@ -114,11 +114,17 @@ def measured(
     weights = sum(value.numel() for value in policy.model.parameters())
     attention = 6 * config.num_hidden_layers * config.hidden_size * float((lengths**2).sum())
     operations = 6 * weights * int(lengths.sum()) + attention  # causal: half of 12
-    found = {"weights": weights, "rows": len(examples), "tokens": int(lengths.sum())}
-    found |= {"seconds": [round(second, 4) for second in seconds], "loading": round(loading, 1)}
-    found |= {"tokens_per_second": round(lengths.sum() / one)}
-    found |= {"tflops": round(operations / one / 1e12, 1)}
-    found |= {"gradient_norm": numbers["gradient_norm"], "mismatch_mean": numbers["mismatch_mean"]}
+    found = {
+        "weights": weights,
+        "rows": len(examples),
+        "tokens": int(lengths.sum()),
+        "seconds": [round(second, 4) for second in seconds],
+        "loading": round(loading, 1),
+        "tokens_per_second": round(lengths.sum() / one),
+        "tflops": round(operations / one / 1e12, 1),
+        "gradient_norm": numbers["gradient_norm"],
+        "mismatch_mean": numbers["mismatch_mean"],
+    }
     if on_gpu:
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return found

@@ -75,9 +75,15 @@ async def chat(request: web.Request) -> web.Response:
         "token_ids": _SAMPLED if body.get("return_token_ids") else None,
     }
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(_SAMPLED)}
-    answer = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"]}
-    answer |= {"choices": [choice], "prompt_token_ids": ids}
-    answer |= {"usage": usage | {"total_tokens": sum(usage.values())}}
+    answer = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": body["model"],
+        "choices": [choice],
+        "prompt_token_ids": ids,
+        "usage": usage | {"total_tokens": sum(usage.values())},
+    }
     return answered(answer)
 
 

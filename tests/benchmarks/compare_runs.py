@@ -91,9 +91,15 @@ def by_us(
 
 def talking(environment: Path, url: str, turns: int, at_a_time: int) -> list[str]:
     """The settings of rollouts of `compare_talk.py`."""
-    settings = {"--env": environment, "--env.turns": turns, "--env.group_size": GROUP_SIZE}
-    settings |= {"--env.ensure_scores_are_not_same": "false", "--openai.base_url": f"{url}/v1"}
-    settings |= {"--openai.model_name": "m", "--rollouts.max_concurrent": at_a_time}
+    settings = {
+        "--env": environment,
+        "--env.turns": turns,
+        "--env.group_size": GROUP_SIZE,
+        "--env.ensure_scores_are_not_same": "false",
+        "--openai.base_url": f"{url}/v1",
+        "--openai.model_name": "m",
+        "--rollouts.max_concurrent": at_a_time,
+    }
     return [str(word) for pair in settings.items() for word in pair]
 
 

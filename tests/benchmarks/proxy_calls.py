@@ -127,9 +127,14 @@ def with_prompt(data: bytes, ids: bytes) -> bytes:
 def chat_whole() -> bytes:
     """What /v1/chat/completions says; there are no tools."""
     said = answer(tools=False)
-    choice = {"index": 0, "message": {**said.message, **_NOTHING_SAID}}
-    choice |= {"logprobs": {"content": _scored(said.ids)}, **_ending(said.finish_reason)}
-    choice |= {"token_ids": said.ids, "routed_experts": None}
+    choice = {
+        "index": 0,
+        "message": {**said.message, **_NOTHING_SAID},
+        "logprobs": {"content": _scored(said.ids)},
+        **_ending(said.finish_reason),
+        "token_ids": said.ids,
+        "routed_experts": None,
+    }
     return orjson.dumps({**_head("chat.completion"), "choices": [choice], **_usage(), **_LAST})
 
 
@@ -153,11 +158,20 @@ def chat_chunks() -> list[bytes]:
 
 def rendered(body: dict[str, Any]) -> bytes:
     """What /v1/chat/completions/render says."""
-    sampling = {"temperature": body.get("temperature", 1.0), "top_p": 1.0, "min_p": 0.0, "stop": []}
-    sampling |= {**dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0)}
-    sampling |= {"repetition_penalty": 1.0, "stop_token_ids": []}
-    sampling |= {"max_tokens": body.get("max_tokens"), "logprobs": 0, "output_kind": 2}
-    sampling |= {"skip_clone": True, "bad_words": []}
+    sampling = {
+        "temperature": body.get("temperature", 1.0),
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "stop": [],
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),
+        "repetition_penalty": 1.0,
+        "stop_token_ids": [],
+        "max_tokens": body.get("max_tokens"),
+        "logprobs": 0,
+        "output_kind": 2,
+        "skip_clone": True,
+        "bad_words": [],
+    }
     ids = FORMAT.prompt_ids(body["messages"], body.get("tools"), {})
     more = {"token_offsets": None, "features": None, "model": MODEL, "output_mode": "tokens"}
     more |= {"return_token_ids": None, "stream": False, "stream_options": None, "priority": 0}
@@ -170,9 +184,16 @@ def rendered(body: dict[str, Any]) -> bytes:
 def generated(tools: bool) -> bytes:
     """What /inference/v1/generate says."""
     said = answer(tools)
-    choice = {"index": 0, **_ending("stop"), "token_ids": said.ids, "routed_experts": None}
-    choice |= {"sampling_mask": None, "weight_versions": _versions(), "text": said.text}
-    choice |= {"logprobs": {"content": _scored(said.ids, top=True)}}
+    choice = {
+        "index": 0,
+        **_ending("stop"),
+        "token_ids": said.ids,
+        "routed_experts": None,
+        "sampling_mask": None,
+        "weight_versions": _versions(),
+        "text": said.text,
+        "logprobs": {"content": _scored(said.ids, top=True)},
+    }
     return orjson.dumps({**_generated_head(), **_usage(), **_LAST, "choices": [choice]})
 
 
@@ -182,10 +203,17 @@ def generated_chunks() -> list[bytes]:
     said, head = answer(tools=False), {"request_id": "generate-tokens-1", "usage": None}
     events: list[dict[str, Any]] = []
     for token, entry, last in _tokens(said, top=True):
-        choice = {"index": 0, "finish_reason": "stop" if last else None, "stop_reason": None}
-        choice |= {"token_ids": [token], "routed_experts": None, "sampling_mask": None}
-        choice |= {"weight_versions": _versions() if last else None}
-        choice |= {"text": "" if last else entry["token"], "logprobs": {"content": [entry]}}
+        choice = {
+            "index": 0,
+            "finish_reason": "stop" if last else None,
+            "stop_reason": None,
+            "token_ids": [token],
+            "routed_experts": None,
+            "sampling_mask": None,
+            "weight_versions": _versions() if last else None,
+            "text": "" if last else entry["token"],
+            "logprobs": {"content": [entry]},
+        }
         events.append({**head, "output_mode": "text", "choices": [choice]})
     events[0]["prompt_token_ids"] = []
     return _as_events([*events, {**head, **_usage(), "output_mode": "text", "choices": []}])
@@ -200,8 +228,12 @@ def derendered(tools: bool) -> bytes:
 
 
 _NOTHING_SAID = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-_LAST = {"prompt_logprobs": None, "prompt_token_ids": [], "prompt_text": None}
-_LAST |= {**dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics"))}
+_LAST = {
+    "prompt_logprobs": None,
+    "prompt_token_ids": [],
+    "prompt_text": None,
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics")),
+}
 
 
 def _head(kind: str) -> dict[str, Any]:

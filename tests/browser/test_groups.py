@@ -183,9 +183,16 @@ def _rollout(group_id: str, place: int, said: str = "", **changes: Any) -> Traje
 
 
 def group_of(group_id: str, rollouts: list[Trajectory], **changes: Any) -> Group:
-    facts: dict[str, Any] = {"index": 0, "env": "rooms", "task_id": "lamp", "split": "train"}
-    facts |= {"model": "sim", "policy_version": 3, "created_at": 1_790_000_000.0}
-    facts |= {"public": {"question": "Where is the lamp?"}}
+    facts: dict[str, Any] = {
+        "index": 0,
+        "env": "rooms",
+        "task_id": "lamp",
+        "split": "train",
+        "model": "sim",
+        "policy_version": 3,
+        "created_at": 1_790_000_000.0,
+        "public": {"question": "Where is the lamp?"},
+    }
     return Group(group_id=group_id, trajectories=rollouts, **(facts | changes))
 
 

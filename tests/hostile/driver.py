@@ -35,8 +35,16 @@ from .host import Host, children, random_secret
 from .program import Program, Told, python, shell, table
 
 TABLES = [
-    *("disclosure", "processes", "cleanup", "kernel", "limits", "output", "files", "network"),
-    *("channel", "agents"),
+    "disclosure",
+    "processes",
+    "cleanup",
+    "kernel",
+    "limits",
+    "output",
+    "files",
+    "network",
+    "channel",
+    "agents",
 ]
 _GRACE_SECONDS = 60.0
 _SECRET_VARIABLE = "SERVER_API_KEY"

@@ -19,8 +19,12 @@ FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"
 README = (FOLDER / "README.md").read_text()
 KUSTOMIZATION = "kustomization.yaml"
 Tree = dict[str, Any]
-WAYS = {"sqlite": (FOLDER, ()), "postgres": (FOLDER / "postgres", ()), "ray": (FOLDER / "ray", ())}
-WAYS |= {"sqlite with sandboxes": (FOLDER, (FOLDER / "sandboxes",))}
+WAYS = {
+    "sqlite": (FOLDER, ()),
+    "postgres": (FOLDER / "postgres", ()),
+    "ray": (FOLDER / "ray", ()),
+    "sqlite with sandboxes": (FOLDER, (FOLDER / "sandboxes",)),
+}
 
 
 def built(folder: Path, components: tuple[Path, ...] = ()) -> list[Tree]:

@@ -29,9 +29,13 @@ from envserver.scaffold import create
 
 pytestmark = pytest.mark.vllm
 
-ENVIRONMENTS: dict[str, dict[str, Any]] = {"tau": {"user": "model", "max_turns": 3}}
-ENVIRONMENTS |= {"mhqa": {"max_turns": 3}, "video": {"mode": "report", "max_turns": 2}}
-ENVIRONMENTS |= {"router": {"max_turns": 2}, "code": {"mode": "single"}}
+ENVIRONMENTS: dict[str, dict[str, Any]] = {
+    "tau": {"user": "model", "max_turns": 3},
+    "mhqa": {"max_turns": 3},
+    "video": {"mode": "report", "max_turns": 2},
+    "router": {"max_turns": 2},
+    "code": {"mode": "single"},
+}
 AGENTS = {"tau": {"agent"}, "video": {"captions", "organizer"}, "router": {"router"}}
 """Of those with several: who speaks in every rollout, or almost, and is trained."""
 

@@ -22,8 +22,13 @@ pytestmark = pytest.mark.peer
 ROOT = Path(__file__).parents[2]
 AGENTS = ROOT / ".agents"
 TASKS = ROOT / "tests/support/harness_swe.py"
-SHELLS = {"claude-code": "Bash:command", "codex": "exec_command:cmd", "opencode": "bash:command"}
-SHELLS |= {"mini-swe-agent": "bash:command", "smolagents": "code:bash"}
+SHELLS = {
+    "claude-code": "Bash:command",
+    "codex": "exec_command:cmd",
+    "opencode": "bash:command",
+    "mini-swe-agent": "bash:command",
+    "smolagents": "code:bash",
+}
 SCENARIO = """\
 prompt: Write what can be reached into net.txt.
 files: {notes.txt: "Nothing yet."}

@@ -315,8 +315,13 @@ def test_logs_of_others_and_broken_ones(inspect_python: Path, tmp_path: Path) ->
         "scores": {"match": {"value": "C"}},
     }
     broken = {**sample, "id": "capital-2", "store": {"envserver": {"tokens": []}}}
-    spec = {"created": "2026-01-01T00:00:00+00:00", "task": "capitals", "dataset": {}, "model": "m"}
-    spec |= {"config": {}}
+    spec = {
+        "created": "2026-01-01T00:00:00+00:00",
+        "task": "capitals",
+        "dataset": {},
+        "model": "m",
+        "config": {},
+    }
     log = {"status": "success", "eval": spec, "samples": [sample, broken]}
     folder = tmp_path / "logs"
     folder.mkdir()

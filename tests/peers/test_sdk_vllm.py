@@ -21,8 +21,12 @@ pytestmark = pytest.mark.vllm
 
 TURNS = 3
 SEED = {"seed": 5}
-SCHEMA: Any = {"type": "object", "properties": {"loud": {"type": "boolean"}}, "required": ["loud"]}
-SCHEMA |= {"additionalProperties": False}
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"loud": {"type": "boolean"}},
+    "required": ["loud"],
+    "additionalProperties": False,
+}
 RING: Any = {"name": "ring", "description": "Rings.", "strict": True}
 FORCED: Any = {
     "tools": [{"type": "function", "function": RING | {"parameters": SCHEMA}}],

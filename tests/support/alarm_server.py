@@ -17,8 +17,14 @@ import envserver
 from .waiting import PATIENCE, until
 
 ZOO = Path(__file__).with_name("alarm_zoo.py")
-AT_ONCE = {"fewest": 10, "no_trainer_minutes": 0.05, "no_rollout_minutes": 0, "paused_minutes": 0}
-AT_ONCE |= {"store_seconds": 1e-9, "disk_free_gb": 1e9}
+AT_ONCE = {
+    "fewest": 10,
+    "no_trainer_minutes": 0.05,
+    "no_rollout_minutes": 0,
+    "paused_minutes": 0,
+    "store_seconds": 1e-9,
+    "disk_free_gb": 1e9,
+}
 ENVIRONMENT = {"group_size": 2, "max_turns": 30, "ensure_scores_are_not_same": False}
 
 

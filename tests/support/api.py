@@ -30,9 +30,16 @@ from .records import sequence as row_of
 from .records import trajectory
 from .waiting import PATIENCE
 
-REGISTRATION = {"wandb_group": "group", "wandb_project": "project", "batch_size": 4}
-REGISTRATION |= {"max_token_len": 512, "checkpoint_dir": "/checkpoints"}
-REGISTRATION |= {"save_checkpoint_interval": 10, "starting_step": 3, "num_steps": 100}
+REGISTRATION = {
+    "wandb_group": "group",
+    "wandb_project": "project",
+    "batch_size": 4,
+    "max_token_len": 512,
+    "checkpoint_dir": "/checkpoints",
+    "save_checkpoint_interval": 10,
+    "starting_step": 3,
+    "num_steps": 100,
+}
 GROUP = {"content-type": "application/vnd.envserver.group+msgpack"}
 ENVIRONMENT = {"max_token_length": 100, "desired_name": "env", "weight": 1.0, "group_size": 2}
 KEYS = [

@@ -34,8 +34,15 @@ from support.serving import AiohttpServer, serving_aiohttp
 Json = dict[str, Any]
 EOS = 256
 END = "<|im_end|>"
-ASK: Json = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 1.0}
-ASK |= {"seed": 3, "max_tokens": 200, "logprobs": True, "return_token_ids": True}
+ASK: Json = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "temperature": 1.0,
+    "seed": 3,
+    "max_tokens": 200,
+    "logprobs": True,
+    "return_token_ids": True,
+}
 SOME = frozenset({"ids", "top", "completions", "tools"})
 ALL = SOME | {"scale_out", "versions", "dev"}
 """What vLLM can do with every switch set."""
@@ -267,10 +274,14 @@ class FakeVllm:
         """A whole chat answer."""
         self._check_chat(body)
         prompt, sampled = self.words.prompt(body), self.all_sampled(body)
-        answer = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1}
-        answer |= {"model": self.served or body["model"]}
-        answer |= {"choices": [self._choice(body, one) for one in sampled]}
-        answer |= {"usage": self.usage(prompt, sampled)}
+        answer = {
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": self.served or body["model"],
+            "choices": [self._choice(body, one) for one in sampled],
+            "usage": self.usage(prompt, sampled),
+        }
         if "ids" in self.can:
             answer["prompt_token_ids"] = prompt
         return {name: value for name, value in answer.items() if name not in self.omit}
@@ -411,9 +422,14 @@ class FakeVllm:
         """The whole answer to a POST."""
         if path in (RENDER, DERENDER, GENERATE) and "scale_out" not in self.can:
             raise _refused(403, _DISABLED)
-        ways: dict[str, Callable[[Json], Json]] = {CHAT: self.answer, RENDER: self.render}
-        ways |= {DERENDER: self.derender, GENERATE: self.generate, COMPLETIONS: self.completions}
-        ways |= {"/tokenize": lambda body: {"tokens": self.words.encode(body["prompt"])}}
+        ways: dict[str, Callable[[Json], Json]] = {
+            CHAT: self.answer,
+            RENDER: self.render,
+            DERENDER: self.derender,
+            GENERATE: self.generate,
+            COMPLETIONS: self.completions,
+            "/tokenize": lambda body: {"tokens": self.words.encode(body["prompt"])},
+        }
         if path not in ways or (path == "/tokenize" and "scale_out" not in self.can):
             raise _refused(404, f"There is no {path}.")
         answer: Json = json.loads(json.dumps(ways[path](body)))

@@ -113,8 +113,12 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
 
 
 def weights(seed: int, dtype: str = "F32") -> dict[str, Stored]:
-    shapes = {EMBEDDING: (ROWS, COLUMNS), "model.layers.0.mlp.up_proj.weight": (5, COLUMNS)}
-    shapes |= {"model.norm.weight": (COLUMNS,), HEAD: (ROWS, COLUMNS)}
+    shapes = {
+        EMBEDDING: (ROWS, COLUMNS),
+        "model.layers.0.mlp.up_proj.weight": (5, COLUMNS),
+        "model.norm.weight": (COLUMNS,),
+        HEAD: (ROWS, COLUMNS),
+    }
     return {
         name: stored(numbers(seed * 10 + place, *shape), dtype)
         for place, (name, shape) in enumerate(shapes.items())

@@ -76,9 +76,13 @@ class Server:
             self._faults -= 1
             if self._fault == "slow":
                 await asyncio.sleep(60)
-            faults = {"gone": None, "garbage": "garbage", "raises": _error("EXECUTION_ERROR")}
-            faults |= {"nan": '{"type": "observation", "data": {"observation": {}, "reward": NaN}}'}
-            faults |= {"other": '{"type": "state", "data": {}}'}
+            faults = {
+                "gone": None,
+                "garbage": "garbage",
+                "raises": _error("EXECUTION_ERROR"),
+                "nan": '{"type": "observation", "data": {"observation": {}, "reward": NaN}}',
+                "other": '{"type": "state", "data": {}}',
+            }
             return faults[self._fault]
         return _GAMES[game](data)
 

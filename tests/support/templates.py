@@ -19,8 +19,13 @@ from tokenizers.trainers import BpeTrainer
 from envserver.tokens import ChatFormat
 from envserver.tokens.vocabulary import Vocabulary
 
-STOPS_OF = {"chatml": ["<|im_end|>"], "thinking": ["<|im_end|>"], "llama": ["<|eot_id|>"]}
-STOPS_OF |= {"mistral": ["</s>"], "role_stops": ["<|user|>", "<|observation|>"]}
+STOPS_OF = {
+    "chatml": ["<|im_end|>"],
+    "thinking": ["<|im_end|>"],
+    "llama": ["<|eot_id|>"],
+    "mistral": ["</s>"],
+    "role_stops": ["<|user|>", "<|observation|>"],
+}
 """The tokens by which a model ends its turn, by template."""
 
 TEMPLATES = {

@@ -24,10 +24,19 @@ IDEFICS = [
     *(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7)),
 ]
 IMAGE = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>", "idefics": "<image>"}
-TEXT = {"vocab_size": VOCABULARY + 64, "hidden_size": 128, "intermediate_size": 256}
-TEXT |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-TEXT |= {"max_position_embeddings": 4096, "initializer_range": 0.2, "tie_word_embeddings": False}
-TEXT |= {"bos_token_id": None}
+TEXT = {
+    "vocab_size": VOCABULARY + 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+}
 
 
 def words_of(kind: str) -> Any:

@@ -120,6 +120,10 @@ def of_tensorboard(folder: Path, run: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     place, project, run = Path(sys.argv[1]).absolute(), *sys.argv[2:4]
-    found = {"wandb": of_wandb(place), "trackio": of_trackio(project)}
-    found |= {"mlflow": of_mlflow(place, project), "tensorboard": of_tensorboard(place, run)}
+    found = {
+        "wandb": of_wandb(place),
+        "trackio": of_trackio(project),
+        "mlflow": of_mlflow(place, project),
+        "tensorboard": of_tensorboard(place, run),
+    }
     print(json.dumps(found))

@@ -70,10 +70,16 @@ async def by_verl(folder: Path, made: list[Trajectory]) -> dict[str, Any]:
     )
     for loop in OmegaConf.load(loops):
         agent_loop._agent_loop_registry[loop.name] = loop
-    rollout = {"prompt_length": PROMPT, "response_length": RESPONSE, "temperature": 1.0}
-    rollout |= {"top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
-    rollout |= {"agent": {"default_agent_loop": "envserver"}}
-    rollout |= {"trace": {"max_samples_per_step_per_worker": None}}
+    rollout = {
+        "prompt_length": PROMPT,
+        "response_length": RESPONSE,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "calculate_log_probs": True,
+        "agent": {"default_agent_loop": "envserver"},
+        "trace": {"max_samples_per_step_per_worker": None},
+    }
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
     worker = object.__new__(agent_loop.AgentLoopWorker)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")

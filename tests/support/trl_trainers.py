@@ -21,8 +21,14 @@ from envserver_clients.adapters.trl_rollouts import EnvserverRollouts, environme
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import LocalFull
 
-ON_A_CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
-ON_A_CPU |= {"logging_steps": 1, "lr_scheduler_type": "constant"}
+ON_A_CPU = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "logging_steps": 1,
+    "lr_scheduler_type": "constant",
+}
 
 
 class Recorded:
@@ -120,10 +126,15 @@ def asynchronous(asked: argparse.Namespace, output: Path, weights: LocalFull) ->
 
     def recorded(*args: Any, **more: Any) -> Any:
         sample = taken(*args, **more)
-        line = {"trainer_version": trainer.model_version, "version": sample.model_version}
-        line |= {"group": sample.group_id, "advantage": sample.advantage}
-        line |= {"reward": sample.metrics["reward"], "prompt": sample.prompt}
-        line |= {"completion": sample.completion}
+        line = {
+            "trainer_version": trainer.model_version,
+            "version": sample.model_version,
+            "group": sample.group_id,
+            "advantage": sample.advantage,
+            "reward": sample.metrics["reward"],
+            "prompt": sample.prompt,
+            "completion": sample.completion,
+        }
         if sample.model_version == trainer.model_version and not write_distance.done:
             write_distance(line, sample)
         write(output / "async.jsonl", line)

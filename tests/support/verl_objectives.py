@@ -30,8 +30,12 @@ MODES = {
 }
 LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo+dual_clip", "grpo, kl_form k1")
 LOSSES += ("grpo, kl_form k2", "grpo, kl_form k3", "grpo, kl_form k3+", "grpo, entropy_weight")
-ADVANTAGES = {"rloo": "rloo", "reinforce_pp": "reinforce_plus_plus"}
-ADVANTAGES |= {"reinforce_pp_baseline": "reinforce_plus_plus_baseline", "gdpo": "gdpo"}
+ADVANTAGES = {
+    "rloo": "rloo",
+    "reinforce_pp": "reinforce_plus_plus",
+    "reinforce_pp_baseline": "reinforce_plus_plus_baseline",
+    "gdpo": "gdpo",
+}
 
 torch.set_num_threads(1)
 

@@ -180,11 +180,21 @@ def trl_gradient(
     return {name: value.grad for name, value in trainer.model.named_parameters()}
 
 
-PLAIN: dict[str, Any] = {"beta": 0.0, "use_vllm": False, "loss_type": "grpo", "epsilon_low": 0.2}
-PLAIN |= {"epsilon_high": 0.2, "delta": None, "use_bias_correction_kl": False}
-PLAIN |= {"importance_sampling_level": "token", "off_policy_mask_threshold": None}
-PLAIN |= {"entropy_coef": 0.0, "_entropy_bonus_enabled": False, "use_adaptive_entropy": False}
-PLAIN |= {"vllm_importance_sampling_correction": True}
+PLAIN: dict[str, Any] = {
+    "beta": 0.0,
+    "use_vllm": False,
+    "loss_type": "grpo",
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.2,
+    "delta": None,
+    "use_bias_correction_kl": False,
+    "importance_sampling_level": "token",
+    "off_policy_mask_threshold": None,
+    "entropy_coef": 0.0,
+    "_entropy_bonus_enabled": False,
+    "use_adaptive_entropy": False,
+    "vllm_importance_sampling_correction": True,
+}
 
 
 def change(trainer: Any, **attributes: Any) -> None:

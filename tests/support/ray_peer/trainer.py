@@ -24,8 +24,12 @@ assert batch is not None
 server.ack(batch, checkpoint="step-1")
 others = envserver.RayServer.named()
 row = batch.rows[0]
-facts = {"groups": len(batch.groups), "rows": len(batch.rows)}
-facts |= {"dtypes": [str(row.tokens.dtype), str(row.logprobs.dtype)]}
-facts |= {"same": others.url == server.url, "url": server.url}
+facts = {
+    "groups": len(batch.groups),
+    "rows": len(batch.rows),
+    "dtypes": [str(row.tokens.dtype), str(row.logprobs.dtype)],
+    "same": others.url == server.url,
+    "url": server.url,
+}
 server.close()
 sys.stdout.write(json.dumps(facts) + "\n")

@@ -169,14 +169,28 @@ def malformed(good: bytes) -> Iterator[tuple[bytes, dict[str, str]]]:
         yield good[:cut], plain
     deep = 5000
     for raw in (
-        *(b"", b"[]", b"null", b"NaN", b"\0", b"[" * deep, b'{"a":' * deep + b"1" + b"}" * deep),
-        *(b'{"a":1,"a":2,"name":"x","name":"y"}', b'{"name": "\xff\xfe"}', b'{"name": "\\ud800"}'),
-        *(b'{"name": "\\u0000"}', b'{"name": 1e999}', b'{"version": 1' + b"0" * 5000 + b"}"),
-        *(b'{"env_id": 9e99}', b"[null]"),
+        b"",
+        b"[]",
+        b"null",
+        b"NaN",
+        b"\0",
+        b"[" * deep,
+        b'{"a":' * deep + b"1" + b"}" * deep,
+        b'{"a":1,"a":2,"name":"x","name":"y"}',
+        b'{"name": "\xff\xfe"}',
+        b'{"name": "\\ud800"}',
+        b'{"name": "\\u0000"}',
+        b'{"name": 1e999}',
+        b'{"version": 1' + b"0" * 5000 + b"}",
+        b'{"env_id": 9e99}',
+        b"[null]",
         json.dumps(dict.fromkeys([*REGISTRATION, *ENVIRONMENT, *KEYS], -1)).encode(),
-        *(b'{"lease_id": "\' OR 1=1 --"}', b'{"name": "' + b"A" * 300_000 + b'"}'),
-        *(b"\xef\xbb\xbf" + good, good.decode().encode("utf-16")),
-        *(b"--x\r\ncontent-disposition: form-data; name=a\r\n\r\n1\r\n--x--", b"a=1&b=2"),
+        b'{"lease_id": "\' OR 1=1 --"}',
+        b'{"name": "' + b"A" * 300_000 + b'"}',
+        b"\xef\xbb\xbf" + good,
+        good.decode().encode("utf-16"),
+        b"--x\r\ncontent-disposition: form-data; name=a\r\n\r\n1\r\n--x--",
+        b"a=1&b=2",
     ):
         yield raw, plain
     for kind in (

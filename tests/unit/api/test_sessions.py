@@ -181,8 +181,13 @@ async def test_forged_and_planted_cookies(api: Api, path: Path, tokens: dict[str
     token_id, end, signature = value.split(".")
     other = next(one.id for one in read_tokens(path) if one.role == "admin")
     for wrong in (
-        *("", f"{token_id}.{int(end) + 1}.{signature}", f"{other}.{end}.{signature}"),
-        *(f"{token_id}.{end}.{signature[:-1]}", "é.1.é", tokens["reader"], "x" * 5000),
+        "",
+        f"{token_id}.{int(end) + 1}.{signature}",
+        f"{other}.{end}.{signature}",
+        f"{token_id}.{end}.{signature[:-1]}",
+        "é.1.é",
+        tokens["reader"],
+        "x" * 5000,
     ):
         header = f"{name}={wrong}".encode("latin-1", "replace")
         answer = await api.http.get("/v1/status", headers=[*OWN.items(), ("cookie", header)])

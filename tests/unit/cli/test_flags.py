@@ -127,12 +127,20 @@ def names(line: str) -> list[str]:
 
 
 def test_what_a_word_may_become() -> None:
-    exactly = {"": list(COMMANDS), "re": ["rescore", "replay"], "models s": ["start", "sim"]}
-    exactly |= {"completion ": list(SCRIPTS), "nothing ": [], "process --resu": ["--resume"]}
-    exactly |= {"process --no-resu": ["--no-resume"], "serve --por": ["--port"]}
-    exactly |= {"process --log_format ": ["auto", "console", "json"]}
-    exactly |= {"process --log_format=c": ["--log_format=console"]}
-    exactly |= {"process --log_format = c": ["console"], "export ": [PATHS]}
+    exactly = {
+        "": list(COMMANDS),
+        "re": ["rescore", "replay"],
+        "models s": ["start", "sim"],
+        "completion ": list(SCRIPTS),
+        "nothing ": [],
+        "process --resu": ["--resume"],
+        "process --no-resu": ["--no-resume"],
+        "serve --por": ["--port"],
+        "process --log_format ": ["auto", "console", "json"],
+        "process --log_format=c": ["--log_format=console"],
+        "process --log_format = c": ["console"],
+        "export ": [PATHS],
+    }
     assert {line: names(line) for line in exactly} == exactly
     assert "--openai.base_url" in names("process --op")
     assert "--env.data_set" in names("process --env math --env.da")
@@ -170,8 +178,13 @@ def asked(shell: str, script: str, folder: Path, environment: dict[str, str]) ->
 
 @pytest.mark.thorough
 def test_bash_completes(tmp_path: Path, shell_environment: dict[str, str]) -> None:
-    expected = {"pro": ["process"], "models st": ["start"], "process --log_format = js": ["json"]}
-    expected |= {"process --env ma": ["math"], "export some": ["some file.txt", "some.jsonl"]}
+    expected = {
+        "pro": ["process"],
+        "models st": ["start"],
+        "process --log_format = js": ["json"],
+        "process --env ma": ["math"],
+        "export some": ["some file.txt", "some.jsonl"],
+    }
     script = 'eval "$(envserver completion bash)"\n' + "".join(
         f"""
         COMP_WORDS=(envserver {line}); COMP_CWORD={len(line.split())}

@@ -209,10 +209,15 @@ def test_a_torn_last_line_is_passed_over_and_a_bad_one_named(export: Run) -> Non
 
 
 def test_what_cannot_be_is_said_and_leaves_nothing(export: Run) -> None:
-    expressions = {"rewrd > 1": "Did you mean reward?", "reward >": "is not an expression"}
-    expressions |= {"reward.real > 1": "attribute", "__import__('os').getpid()": "__import__"}
-    expressions |= {"(lambda: 1)()": "lambda", "open('/etc/passwd')": "open"}
-    expressions |= {"len(turns) > 1": "math-train-0-000000-r0"}
+    expressions = {
+        "rewrd > 1": "Did you mean reward?",
+        "reward >": "is not an expression",
+        "reward.real > 1": "attribute",
+        "__import__('os').getpid()": "__import__",
+        "(lambda: 1)()": "lambda",
+        "open('/etc/passwd')": "open",
+        "len(turns) > 1": "math-train-0-000000-r0",
+    }
     others = {
         "messages --against nowhere.jsonl": "nowhere.jsonl",
         "papyrus": "papyrus",

@@ -100,8 +100,12 @@ def test_a_model_folder_is_read_like_transformers_does(tmp_path: Path) -> None:
         {"name": "default", "template": "{{ bos_token }}"},
         {"name": "tool_use", "template": "T"},
     ]
-    config = {"chat_template": named, "bos_token": "<begin>"}
-    config |= {"eos_token": {"content": "<|im_end|>", "special": True}, "add_bos_token": True}
+    config = {
+        "chat_template": named,
+        "bos_token": "<begin>",
+        "eos_token": {"content": "<|im_end|>", "special": True},
+        "add_bos_token": True,
+    }
     folder = model_folder(tmp_path, config)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     format = ChatFormat.load(folder)

@@ -388,9 +388,13 @@ WRITTEN = [
 
 def random_body(chance: random.Random) -> Json:
     """A request with any of the fields that change what is sampled, or how it is told."""
-    body = {**ASK, "seed": chance.randrange(10**9), "temperature": chance.choice([1.0, 0.7])}
-    body |= {"messages": [user(f"Ann has {chance.randrange(99)} apples.")]}
-    body |= {"max_tokens": chance.choice([1, 16, 24, 64])}
+    body = {
+        **ASK,
+        "seed": chance.randrange(10**9),
+        "temperature": chance.choice([1.0, 0.7]),
+        "messages": [user(f"Ann has {chance.randrange(99)} apples.")],
+        "max_tokens": chance.choice([1, 16, 24, 64]),
+    }
     choices: list[tuple[float, str, Any]] = [
         (0.3, "n", 3),
         (0.4, "top_logprobs", chance.choice([1, 5])),

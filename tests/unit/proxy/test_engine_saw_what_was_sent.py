@@ -89,7 +89,17 @@ class Scripted(ScaleOut):
 
 _format = cache(format_of)
 PIECES = (
-    *("Four", " fo", "ur", "é", "\n", "  ", "<|im_start|>", "</code", '{"a": 1}', "calculate", "x"),
+    "Four",
+    " fo",
+    "ur",
+    "é",
+    "\n",
+    "  ",
+    "<|im_start|>",
+    "</code",
+    '{"a": 1}',
+    "calculate",
+    "x",
 )
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression":  "1+1"}}\n</tool_call>'
 

@@ -54,8 +54,12 @@ MESSAGES = [
 ]  # fmt: skip
 
 
-BODIES = {"v1/chat/completions": {"messages": ASK}, "v1/completions": {"prompt": "hi"}}
-BODIES |= {"v1/responses": {"input": "hi"}, "v1/messages": {"max_tokens": 9, "messages": ASK}}
+BODIES = {
+    "v1/chat/completions": {"messages": ASK},
+    "v1/completions": {"prompt": "hi"},
+    "v1/responses": {"input": "hi"},
+    "v1/messages": {"max_tokens": 9, "messages": ASK},
+}
 
 
 async def test_what_there_is_is_found_by_the_official_clients(home: House) -> None:

@@ -140,8 +140,13 @@ def chunks(body: Json) -> list[Json]:
     return list(fake.chunks(body))
 
 
-ASKED: Json = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
-ASKED |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
+ASKED: Json = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "logprobs": True,
+    "return_token_ids": True,
+    "stream_options": {"include_usage": True},
+}
 
 
 Given = dict[int, Json]

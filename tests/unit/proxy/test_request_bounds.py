@@ -468,8 +468,13 @@ async def test_a_guest_is_passed_through_and_not_recorded(home: House) -> None:
 
 async def test_generate_gives_ids_and_logprobs_for_ids(home: House) -> None:
     key = home.proxy.open_guest()
-    body = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
-    body |= {"temperature": 0.7}
+    body = {
+        "prompt": {"prompt_token_ids": [5, 6]},
+        "logprobs": 0,
+        "n": 2,
+        "max_tokens": 3,
+        "temperature": 0.7,
+    }
     status, told = await home.post(key, "generate", body)
     assert status == 200
     sent = home.fake.requests[0]

@@ -92,11 +92,19 @@ raise ValueError("wrong")
     assert (result.exit, result.stdout, result.stderr) == (1, plain.stdout, plain.stderr)
 
 
-EXITS = {"": 0, "raise SystemExit": 0, "import sys; sys.exit(7)": 7}
-EXITS |= {"import sys; sys.exit(256 + 7)": 7, "import sys; sys.exit(-1)": 255}
-EXITS |= {"import sys; sys.exit('why')": 1, "import os; os._exit(9)": 9, "1 / 0": 1}
-EXITS |= {"this is not Python": 1, "raise KeyboardInterrupt": 130}
-EXITS |= {"import atexit; atexit.register(print, 'late'); raise SystemExit(5)": 5}
+EXITS = {
+    "": 0,
+    "raise SystemExit": 0,
+    "import sys; sys.exit(7)": 7,
+    "import sys; sys.exit(256 + 7)": 7,
+    "import sys; sys.exit(-1)": 255,
+    "import sys; sys.exit('why')": 1,
+    "import os; os._exit(9)": 9,
+    "1 / 0": 1,
+    "this is not Python": 1,
+    "raise KeyboardInterrupt": 130,
+    "import atexit; atexit.register(print, 'late'); raise SystemExit(5)": 5,
+}
 
 
 async def test_exit_statuses_are_those_of_python_and_signals_are_told(box: Sandbox) -> None:

@@ -73,9 +73,13 @@ def made(family: int, kind: int = 1) -> Callable[[], None]:
 
 def test_the_filter_refuses_what_no_program_needs() -> None:
     def attempts() -> dict[str, str]:
-        known = {"PARENT": os.getppid(), "FILE": os.open(__file__, os.O_RDONLY)}
-        known |= {"NAMESPACE": os.open("/proc/self/ns/user", os.O_RDONLY), "PIPE": os.pipe()[0]}
-        known |= {"PATH": __file__.encode()}
+        known = {
+            "PARENT": os.getppid(),
+            "FILE": os.open(__file__, os.O_RDONLY),
+            "NAMESPACE": os.open("/proc/self/ns/user", os.O_RDONLY),
+            "PIPE": os.pipe()[0],
+            "PATH": __file__.encode(),
+        }
 
         def argument(told: Any) -> Any:
             if isinstance(told, list):  # the number of a call on x86-64, and on aarch64
@@ -173,8 +177,12 @@ def test_calls_by_another_table_kill() -> None:
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 VERDICTS = {"allow": 0x7FFF0000, "kill": 0x80000000, "nothing": 0x50000}
 VERDICTS |= {name: 0x50000 | getattr(errno, name) for name in ("EPERM", "ENOSYS", "EAFNOSUPPORT")}
-JUMPS: dict[int, Callable[[int, int], object]] = {0x15: operator.eq, 0x25: operator.gt}
-JUMPS |= {0x35: operator.ge, 0x45: operator.and_}
+JUMPS: dict[int, Callable[[int, int], object]] = {
+    0x15: operator.eq,
+    0x25: operator.gt,
+    0x35: operator.ge,
+    0x45: operator.and_,
+}
 
 
 def verdict(program: bytes, audit: int, number: int, *arguments: int) -> int:

@@ -56,9 +56,15 @@ async def test_a_container_holds_all_that_walls_promise(engine: Path) -> None:
     (told, *_) = [words for words in fake_engine.commands(engine) if words[0] == "run"]
     line = " ".join(told)
     for words in (
-        *("--network none", "--cap-drop ALL", "--security-opt no-new-privileges"),
-        *("--user 1000:1000", "--read-only", "--pids-limit 12", "--memory-swap 168m"),
-        *("/work:rw,exec,nosuid,nodev,size=8m,mode=1777,nr_inodes=4096", "--pull never"),
+        "--network none",
+        "--cap-drop ALL",
+        "--security-opt no-new-privileges",
+        "--user 1000:1000",
+        "--read-only",
+        "--pids-limit 12",
+        "--memory-swap 168m",
+        "/work:rw,exec,nosuid,nodev,size=8m,mode=1777,nr_inodes=4096",
+        "--pull never",
     ):
         assert words in line
 

@@ -34,8 +34,12 @@ MEMORY = Path("/dev/shm")
 """Durability is tested elsewhere."""
 NAMES = [f"group-{index}" for index in range(16)]
 STATES = ["buffered", "queued", "leased", "acked", "dropped"]
-RUNS: dict[str, tuple[Delivery, list[str]]] = {"one": ("shared", []), "two": ("shared", ["math"])}
-RUNS |= {"all": ("broadcast", []), "code": ("broadcast", ["code", "logic"])}
+RUNS: dict[str, tuple[Delivery, list[str]]] = {
+    "one": ("shared", []),
+    "two": ("shared", ["math"]),
+    "all": ("broadcast", []),
+    "code": ("broadcast", ["code", "logic"]),
+}
 BODIES = st.sampled_from([b"one", b"two" * 5000])
 GROUPS = st.builds(
     Group,

@@ -245,11 +245,20 @@ KEY = st.text(
     KEY,
     st.sampled_from(
         [
-            *("http://127.0.0.1:8123/r/{}/v1/chat/completions", "authorization: Bearer {}"),
-            *('{{"Authorization": "Bearer {}"}}', "x-api-key={}", '{{\\"api_key\\": \\"{}\\"}}'),
-            *("OPENAI_API_KEY={}", "postgresql://me:{}@host/name", "the key sk-{} was refused"),
-            *("token: {}", "AWS_SECRET_ACCESS_KEY={}", "x-environment-key: {}"),
-            *("redis://:{}@host/0", "https://h/v1?alt=sse&key={}", "Set-Cookie: session={}"),
+            "http://127.0.0.1:8123/r/{}/v1/chat/completions",
+            "authorization: Bearer {}",
+            '{{"Authorization": "Bearer {}"}}',
+            "x-api-key={}",
+            '{{\\"api_key\\": \\"{}\\"}}',
+            "OPENAI_API_KEY={}",
+            "postgresql://me:{}@host/name",
+            "the key sk-{} was refused",
+            "token: {}",
+            "AWS_SECRET_ACCESS_KEY={}",
+            "x-environment-key: {}",
+            "redis://:{}@host/0",
+            "https://h/v1?alt=sse&key={}",
+            "Set-Cookie: session={}",
         ]
     ),
 )

@@ -59,7 +59,14 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "experts": st.just(RoutedExperts(2, 1, 2, np.array([300, 1], np.uint16))),
 }
 OF_FORESTS = {
-    *("agent", "index", "model", "prompt_ids", "completion_ids", "logprobs", "versions", "exact")
+    "agent",
+    "index",
+    "model",
+    "prompt_ids",
+    "completion_ids",
+    "logprobs",
+    "versions",
+    "exact",
 }
 
 

@@ -110,9 +110,14 @@ async def test_a_provider_that_fails_is_asked_again_and_then_no_observation(
         assert KEY not in str(caught.value)
 
 
-NO_PAGES = {"/none": "HTTP status 404", "/loop": "redirects more than 5"}
-NO_PAGES |= {"/bomb": "more than 1,048,576 bytes", "/film": "video/mp4 is not a document"}
-NO_PAGES |= {"/hang": "within 0.5 seconds", "/out?to=file:///etc/passwd": "only http and https"}
+NO_PAGES = {
+    "/none": "HTTP status 404",
+    "/loop": "redirects more than 5",
+    "/bomb": "more than 1,048,576 bytes",
+    "/film": "video/mp4 is not a document",
+    "/hang": "within 0.5 seconds",
+    "/out?to=file:///etc/passwd": "only http and https",
+}
 
 
 @pytest.mark.parametrize("path", NO_PAGES)
