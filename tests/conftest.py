@@ -108,8 +108,7 @@ def _is_fresh() -> bool:
     """Whether most test files of the rooms have not been rewritten yet."""
     rooms = ROOT / "tests/unit"
     files = len(list(rooms.rglob("test_*.py")))
-    written = len(list(rooms.rglob(f"__pycache__/test_*-pytest-{pytest.__version__}.pyc")))
-    return written < files / 2
+    return len(list(rooms.rglob(f"__pycache__/test_*-pytest-{pytest.__version__}.pyc"))) < files / 2
 
 
 def pytest_collection_finish() -> None:

@@ -335,7 +335,6 @@ class Wire:
             return await answer.read()
 
     async def get(self, path: str) -> bytes:
-        """The answer to a GET."""
         async with self._kept.get(self.url + path) as answer:
             answer.raise_for_status()
             return await answer.read()
@@ -391,8 +390,7 @@ class Server(NamedTuple):
     def metric(self, name: str) -> float:
         """The sum of a metric's values over its labels."""
         text = body_of(f"{self.url}/metrics")
-        lines = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, lines))
+        return sum(map(float, re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)))
 
 
 def body_of(url: str) -> str:

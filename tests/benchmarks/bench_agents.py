@@ -135,7 +135,6 @@ def archived(agents: int) -> Run:
 
 
 def _group(context: Any, manager: Any) -> tuple[int, int]:
-    """How many agents of one group hung, and how many answered."""
     requests, results = manager.Queue(), manager.Queue()
     answers: dict[int, Any] = {}
     over = threading.Event()

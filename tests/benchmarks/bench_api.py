@@ -91,8 +91,7 @@ async def measure_wire(server: Server, size: Size) -> Costs:
             await load.post_and_fetch(wire, costs, SHORT, size.short_posts)
             await wire.start(10**6)
             posting = wire.post_all(listed, size.short_posts // LISTED, "/scored_data_list")
-            case = f"post 8 x {SHORT}, {LISTED} at once"
-            await costs.measure(case, size.short_posts, posting)
+            await costs.measure(f"post 8 x {SHORT}, {LISTED} at once", size.short_posts, posting)
             for sequences in size.fetches:
                 await load.post_and_fetch(wire, costs, LONG, sequences // GROUP_SIZE)
         await wire.start(10**6)
@@ -172,7 +171,6 @@ def native_groups(size: Size) -> list[GroupPut]:
 
 
 def shown(ours_: Costs, theirs_: Costs | None) -> Table:
-    """The costs side by side."""
     title = "CPU of the server, milliseconds: best (median)"
     table = load.table(title, "", "ours", "atroposlib", "ratio", "goal", "held")
     for case in ours_.of:
@@ -201,7 +199,6 @@ def _held_against(case: str) -> str:
 
 
 def _kind(case: str) -> str:
-    """The case without its numbers."""
     return case.rpartition(" x ")[0].rpartition(" ")[0]
 
 

@@ -53,8 +53,7 @@ def pair(store: str, folder: Path, *, https: bool) -> Iterator[Pair]:
         for name in ("leader", "follower"):
             port = free_port()
             url = f"{'https' if https else 'http'}://127.0.0.1:{port}"
-            command = ["run-api", *words, "--port", port]
-            process = stack.enter_context(running(*command, folder=folder))
+            process = stack.enter_context(running("run-api", *words, "--port", port, folder=folder))
             until(lambda url=url, name=name: role(url) == name, process.output)  # type: ignore[misc]
             servers.append(Server(name, url, process.pid))
         tls = ssl.create_default_context(cafile=certificate) if certificate else None
@@ -92,8 +91,7 @@ async def compare(servers: Pair, posts: int, tokens: int, costs: list[load.Costs
 
 
 def table(title: str, at_leader: load.Costs, at_follower: load.Costs) -> Table:
-    columns = ("ms of CPU", "leader alone", "leader", "follower", "taken off")
-    shown = load.table(title, *columns)
+    shown = load.table(title, "ms of CPU", "leader alone", "leader", "follower", "taken off")
     for name in at_leader.of:
         (alone, _), shared = at_leader.best(name), at_follower.best(name)
         cells = [f"{one:.2f}" for one in (alone, *shared)]

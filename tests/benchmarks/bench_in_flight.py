@@ -57,8 +57,7 @@ def main() -> None:
             url = process.wait_for(r"(http://127\.0\.0\.1:\d+)")[1]
             rows = measured(Server("ours", url, process.pid), words.rollouts, 1000)
     title = f"{words.in_flight:,} rollouts of {words.turns} turn(s) in flight"
-    columns = ("rollouts", "in flight", "MB", "CPU s", "lag p99 ms")
-    shown = table(title, *columns, left=0)
+    shown = table(title, "rollouts", "in flight", "MB", "CPU s", "lag p99 ms", left=0)
     for row in rows:
         shown.add_row(*(f"{value:,.1f}" for value in row))
     show(shown)

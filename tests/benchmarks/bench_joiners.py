@@ -140,12 +140,10 @@ class Joiner:
 
 
 async def join_all(url: str, joiners: int, posts: float, seconds: float) -> Seen:
-    """Plays the joiners."""
     seen = Seen()
     template = load.packed(0, 2, 16).body
-    connections = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
-        connector=connections, timeout=aiohttp.ClientTimeout(total=60)
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=60)
     ) as http:
         everyone = [Joiner(http, url, f"{load.ENVIRONMENT}@{n}", seen) for n in range(joiners)]
         began, limit = time.monotonic(), asyncio.Semaphore(REGISTERING)
@@ -214,7 +212,6 @@ async def taken(server: Server, database: Sequence[int], work: AsyncResult[bytes
 
 
 def _tree(pids: Sequence[int]) -> list[int]:
-    """Processes with all below them."""
     return [one for pid in pids for one in (pid, *process_tree.descendants(pid))]
 
 
@@ -257,8 +254,7 @@ def main() -> None:
     print("| " + " | ".join(COLUMNS) + " |\n|---|" + "---:|" * (len(COLUMNS) - 1), flush=True)
     for kind in given.databases:
         for joiners in given.joiners:
-            posts = given.posts or joiners / given.every
-            row = measured(kind, joiners, posts, given.seconds)
+            row = measured(kind, joiners, given.posts or joiners / given.every, given.seconds)
             print("| " + " | ".join(row) + " |", flush=True)
     print(f"\n{os.cpu_count()} cores; load of the machine: {os.getloadavg()}")
 

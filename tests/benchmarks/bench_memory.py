@@ -94,7 +94,6 @@ async def walled() -> float:
 
 
 def _sleeps(pid: int) -> bool:
-    """Whether the folder of a process has the file that the last step makes."""
     return Path(f"/proc/{pid}/root/work/up").exists()
 
 

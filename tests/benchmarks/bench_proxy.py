@@ -122,8 +122,7 @@ class House:
 
     def start(self, names: Sequence[str], engine_url: str) -> None:
         """Starts proxies before that engine."""
-        started = {name: self._serve(name, engine_url) for name in names}
-        for name, server in started.items():
+        for name, server in {name: self._serve(name, engine_url) for name in names}.items():
             self._servers[name, engine_url] = (server, server.wait_for(r"serves (\S+)\n")[1])
 
     def urls(self, name: str, engine_url: str, count: int) -> list[str]:

@@ -127,10 +127,8 @@ async def opened(boxes: Sandboxes, python: bool) -> AsyncIterator[Execution]:
 async def executions(boxes: Sandboxes) -> AsyncIterator[dict[str, tuple[Execution, float]]]:
     """Each with the share of all executions that it is worth."""
     python = sys.executable
-    rows = {
-        "true": (process("/bin/true"), 1.0),
-        ISOLATED_PYTHON: (process(python, "-I", "-S", "-c", "pass"), 1.0),
-    }
+    rows = {"true": (process("/bin/true"), 1.0)}
+    rows |= {ISOLATED_PYTHON: (process(python, "-I", "-S", "-c", "pass"), 1.0)}
     if shutil.which("bwrap"):
         rows["cold bwrap, python -I -S -c pass"] = (bubblewrap(), 0.5)
     rows[FRESH] = (fresh(boxes, "pass"), 1.0)
@@ -151,10 +149,9 @@ def table(rows: dict[str, Measured], title: str) -> Table:
     shown = columned(title, "what", *(heading + each for heading in headings))
     for name, one in rows.items():
         cells = [f"{{:.{digits}f}}" for digits in (1, 1, 0, 1)]
-        columns = (one.p50, one.p99, one.per_second, one.cpu)
         texts = [
             " / ".join(cell.format(column[at_a_time]) for at_a_time in AT_A_TIME)
-            for cell, column in zip(cells, columns, strict=True)
+            for cell, column in zip(cells, (one.p50, one.p99, one.per_second, one.cpu), strict=True)
         ]
         shown.add_row(name, *texts)
     return shown

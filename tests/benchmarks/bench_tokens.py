@@ -75,8 +75,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 def main() -> None:
     columns = ("rollout", "calls", "M tokens in", "rows", "M out", "parents", "pairwise", "build")
-    title = f"CPU seconds, lowest of {RUNS} runs"
-    table = columned(title, *columns, "check", "budget", "trace")
+    table = columned(f"CPU seconds, lowest of {RUNS} runs", *columns, "check", "budget", "trace")
     missed, found, compared = [], 0.0, 0.0
     for case in CASES:
         calls = case.make()

@@ -195,12 +195,10 @@ def beyond(found: Costs, kind: str, case: Case) -> float:
 
 
 def shown(found: Costs) -> Table:
-    """What was measured."""
     columns = ("", "watchers", "of a core", "ms a group", "groups/s", "watchers' share")
     table = load.table("CPU of the server", *columns, left=2)
     for kind, case in product(("full", "steady"), CASES):
-        costs = found[kind, case]
-        middle = [statistics.median(values) for values in zip(*costs, strict=True)]
+        middle = [statistics.median(values) for values in zip(*found[kind, case], strict=True)]
         share, each, rate = middle
         extra = f"{100 * beyond(found, kind, case):+.2f} %" if case.watchers else ""
         table.add_row(kind, str(case), f"{100 * share:.1f} %", f"{each:.3f}", f"{rate:.0f}", extra)

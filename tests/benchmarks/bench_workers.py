@@ -47,7 +47,6 @@ def memory(pid: int) -> dict[str, float]:
 
 
 def _workers_cpu_seconds(pool: LocalPool) -> float:
-    """Of the living workers and, through their parent, of those that ended."""
     pids = pool.snapshot()["pids"]
     return cpu_seconds({parents()[pids[0]], *pids})
 

@@ -233,9 +233,8 @@ def page(rows: Rows, said: list[str]) -> str:
     lines = [f"| {' | '.join(HEADS)} |", "|---|---|---:|---|---:|---:|"]
     lines += [f"| {' | '.join(row.cells())} |" for row in rows.of.values()]
     body = (Path(__file__).parent / "compare_page.txt").read_text()
-    made = "\n".join(f"- {line}." for line in said)
     return (
-        body.replace("{facts}", made)
+        body.replace("{facts}", "\n".join(f"- {line}." for line in said))
         .replace("{hung}", str(rows.hung))
         .replace("{table}", "\n".join(lines))
     )

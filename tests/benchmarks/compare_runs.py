@@ -195,7 +195,6 @@ def _player(pid: int) -> int:
 
 
 def _children_cpu() -> float:
-    """CPU seconds of this process's children that have ended."""
     return sum(os.times()[2:4])
 
 

@@ -10,8 +10,6 @@ from envserver import Environment, PublicTask, Result, Rollout, Score, Task
 
 
 class Talk(Environment):
-    """Talks for some turns."""
-
     class Config(Environment.Config):
         turns: int = 1
 

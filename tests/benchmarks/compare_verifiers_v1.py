@@ -39,8 +39,7 @@ class TalkConfig(vf.TasksetConfig):
 class Talk(vf.Taskset[TalkTask, TalkConfig]):
     def load(self):
         for number in range(self.config.count):
-            data = vf.TaskData(prompt=f"Question {number}: say hello.")
-            yield TalkTask(data, self.config.task)
+            yield TalkTask(vf.TaskData(prompt=f"Question {number}: say hello."), self.config.task)
 
 
 class Call(vf.Harness[vf.HarnessConfig]):
@@ -135,8 +134,7 @@ async def main() -> None:
             "run": {"dir": "run"},
         }
     )
-    episodes = await run_eval(config)
-    print("whole", sum(is_whole(episode, turns) for episode in episodes))
+    print("whole", sum(is_whole(episode, turns) for episode in await run_eval(config)))
 
 
 if __name__ == "__main__":

@@ -269,11 +269,9 @@ def _scored(ids: list[int], *, top: bool = False) -> list[dict[str, Any]]:
 
 
 def _tokens(said: Answer, *, top: bool = False) -> Iterator[tuple[int, dict[str, Any], bool]]:
-    """Each token, what is told of it, and whether it is the last."""
     for place, (token, entry) in enumerate(zip(said.ids, _scored(said.ids, top=top), strict=True)):
         yield token, entry, place + 1 == len(said.ids)
 
 
 def _as_events(chunks: list[dict[str, Any]]) -> list[bytes]:
-    events = [b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks]
-    return [*events, b"data: [DONE]\n\n"]
+    return [*[b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks], b"data: [DONE]\n\n"]

@@ -25,32 +25,6 @@ from envserver.api.metrics import Metrics
 from envserver.store import open_store
 
 LINK = "#/?window=900"
-_ATTACK = """<!doctype html><title>other</title><script type="module">
-const told = [];
-for (const credentials of ["include", "omit"]) {
-  for (const path of ["v1/status", "latest_example", "v1/session", ""]) {
-    try {
-      const answer = await fetch("TARGET/" + path, {credentials, headers: {accept: "text/html"}});
-      told.push(path + " was read: " + answer.status);
-    } catch {}
-  }
-  for (const init of [{}, {mode: "no-cors"}]) {
-    try {
-      const answer = await fetch("TARGET/v1/runs", {...init, method: "POST", credentials,
-        headers: {"content-type": "text/plain"}, body: '{"name": "evil"}'});
-      if (answer.type !== "opaque") told.push("runs answered " + answer.status);
-    } catch {}
-    try { await fetch("TARGET/v1/session", {...init, method: "DELETE", credentials}); } catch {}
-  }
-}
-const frame = document.createElement("iframe");
-frame.src = "TARGET/";
-frame.onload = () => {
-  try { told.push("framed " + frame.contentDocument.title); } catch {}
-  document.title = "done " + JSON.stringify(told);
-};
-document.body.append(frame);
-</script>"""
 
 
 @pytest.fixture
@@ -136,7 +110,7 @@ def test_a_page_of_another_port_reads_and_changes_nothing(
         if with_tokens:
             log_in(page, token)
         expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
-        body = _ATTACK.replace("TARGET", api.url)
+        body = Path(__file__).with_name("attack.html").read_text().replace("TARGET", api.url)
 
         async def attack(request: web.Request) -> web.Response:
             return web.Response(text=body, content_type="text/html")
@@ -148,8 +122,7 @@ def test_a_page_of_another_port_reads_and_changes_nothing(
         # Nothing was made, and the reader is still logged in.
         page.reload()
         expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
-        runs = page.evaluate("() => fetch('v1/runs').then((answer) => answer.text())")
-        assert "evil" not in runs
+        assert "evil" not in page.evaluate("() => fetch('v1/runs').then((answer) => answer.text())")
 
 
 def test_a_server_that_starts_is_waited_for(tmp_path: Path, visitor: Visitor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,14 +14,17 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from playwright.sync_api import Page, Request, expect
+from playwright.sync_api import Locator, Page, Request, expect
 from support.alarm_server import serving
 from support.browsers import DASHBOARD, SMALL, Visitor, axe, no_sideways_scroll
-from support.commands import until
+from support.commands import running, until
+from support.delivered import line, write_lines
 from support.page_house import PageHouse, in_a_thread, page_house, put_history, rows, small_api
+from support.views import write_evaluation
 from support.waiting import PATIENCE
 
 import envserver
+from envserver import main
 from envserver.telemetry.history import curves
 
 PAGES = ("", "runs", "runs/trainer", "engines", "workers", "failures")
@@ -57,12 +62,9 @@ def measurements(page: Page) -> int:
     return int(found[1])
 
 
-def test_pages_are_clean_in_light_dark_and_on_a_small_screen(
-    house: PageHouse, visitor: Visitor
-) -> None:
+def test_pages_are_clean_in_light_dark_and_small(house: PageHouse, visitor: Visitor) -> None:
     page = visitor.page(house.url)
-    looks = {"light": None, "dark": None, "small": SMALL}
-    for look, size in looks.items():
+    for look, size in {"light": None, "dark": None, "small": SMALL}.items():
         page.emulate_media(color_scheme="dark" if look == "dark" else "light")
         if size:
             page.set_viewport_size(size)
@@ -78,9 +80,9 @@ def test_pages_are_clean_in_light_dark_and_on_a_small_screen(
 def test_counters_that_begin_again_do_not_fall(house: PageHouse, visitor: Visitor) -> None:
     page = visitor.page(f"{house.url}#/?range=2h")
     for title, most in (("Rollouts a minute", 1000), ("Reward", 1)):
-        for line, numbers in chart(page, title).items():
+        for name, numbers in chart(page, title).items():
             last, lowest, highest = (float(text.replace(",", "")) for text in numbers)
-            assert 0 < lowest <= last <= highest <= most, (title, line, numbers)
+            assert 0 < lowest <= last <= highest <= most, (title, name, numbers)
     page.keyboard.press("v")  # over policy versions
     expect(page).to_have_url(re.compile("x=version"))
     versions = page.locator("caption", has_text="Reward in numbers")
@@ -156,9 +158,7 @@ def test_without_locks_each_tab_has_its_own_stream(house: PageHouse, visitor: Vi
     assert len(streams) == 2
 
 
-def test_a_page_that_stays_open_goes_on_when_the_server_was_killed(
-    house: PageHouse, visitor: Visitor
-) -> None:
+def test_an_open_page_goes_on_when_a_server_was_killed(house: PageHouse, visitor: Visitor) -> None:
     visitor.allow("net::ERR_|status of 503")
     page = visitor.page(f"{house.url}#/?range=15m")
     expect(page.get_by_text("● live")).to_be_visible()
@@ -304,3 +304,106 @@ def test_a_day_of_noise_and_slow_progress_has_no_changes(tmp_path: Path) -> None
     said = said_of(tmp_path)
     assert len(said) > 250
     assert [one for one in said if one] == []
+
+
+# `envserver view` in a browser: evaluations, their comparison, a file that grows; and pages that
+# are files, with hostile text in them: nothing acts, nothing is fetched
+
+AT_ITS_END = "ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_REFUSED"
+HOSTILE = '<img src=x onerror="alert(1)">\u202eevil'
+
+
+def listed(page: Page) -> Locator:
+    return page.get_by_role("listbox", name="Groups").get_by_role("option")
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`view` over two evaluations of forty tasks, the second a little better."""
+    folder = tmp_path_factory.mktemp("runs")
+    numbers = range(40)
+    base = [line(n, (float(n % 2), float(n % 3 == 0)), split="test") for n in numbers]
+    tuned = [line(n, (float(n % 2), float(n % 3 != 1)), split="test") for n in numbers]
+    for one in tuned:
+        one["envserver"]["model"] = HOSTILE
+    write_evaluation(folder / "base", base)
+    write_evaluation(folder / "tuned", tuned)
+    with running("view", folder / "base", folder / "tuned", folder=folder) as view:
+        yield view.wait_for(r"http://[\d.]+:\d+/")[0]
+
+
+def test_two_runs_are_compared_down_to_groups_of_a_task(two_runs: str, visitor: Visitor) -> None:
+    page = visitor.page(two_runs)
+    panel = page.get_by_role("region", name="math")
+    expect(panel.get_by_role("row")).to_have_count(3)
+    expect(panel.get_by_role("row", name="tuned")).to_contain_text("0.588 [")
+    expect(panel.get_by_role("row", name="tuned")).to_contain_text("<img src=x")
+    axe(page)
+    page.get_by_role("link", name="Task by task").click()
+    expect(page.get_by_role("heading", name="tuned against base")).to_be_visible()
+    first = page.get_by_role("region", name="Tasks").get_by_role("row").nth(1)
+    expect(first).to_contain_text("0.5")
+    axe(page)
+    page.get_by_label("Order").select_option("largest gain first")
+    expect(first).to_contain_text("▲ +0.5")
+    page.get_by_label("Search").fill("math-000002")
+    expect(page.get_by_role("region", name="Tasks").get_by_role("row")).to_have_count(2)
+    assert "text=math-000002" in page.url and "order=best" in page.url
+    page.get_by_label("Search").blur()
+    page.keyboard.press("j")
+    expect(first.get_by_role("link", name="side by side")).to_be_focused()
+    page.keyboard.press("Enter")
+    for run in ("base", "tuned"):
+        expect(page.get_by_text(f"{run}/math-train-0-000002").first).to_be_visible()
+    expect(page.get_by_text("It is 2, says the 1.").first).to_be_visible()
+
+
+@pytest.mark.slow
+def test_a_file_of_a_gigabyte_is_shown_while_it_is_read(tmp_path: Path, visitor: Visitor) -> None:
+    file, size = tmp_path / "run.jsonl", 0
+    with file.open("wb") as out:
+        for number in itertools.count():
+            if size > 1_000_000_000:
+                break
+            answers = [f"{which} " * 20_000 for which in range(8)]
+            size += out.write(orjson.dumps(line(number, (0.0, 1.0) * 4, answers=answers)) + b"\n")
+    visitor.allow(AT_ITS_END)
+    with running("view", file, folder=tmp_path) as view:
+        started = time.monotonic()
+        page = visitor.page(view.wait_for(r"http://[\d.]+:\d+/")[0])
+        expect(listed(page).first).to_contain_text("math-")
+        shown = time.monotonic() - started
+        expect(page.get_by_text("so far")).to_have_count(0)
+        whole = time.monotonic() - started
+        memory = peak_mb(view.pid)
+        print(f"{number} groups: page after {shown:.2f} s, all after {whole:.2f} s, {memory} MB")
+        assert memory < 400
+
+
+def peak_mb(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+
+
+# Pages that are files
+
+
+ATTACKS = (
+    "</pre></style><script>document.title='owned'</script>"
+    "<img src=//evil.example/x onerror=alert(1)><svg onload=alert(2)>"
+    "<a href='javascript:alert(3)'>\u202e\x1b[31m"
+)
+
+
+def test_exported_rollouts_are_inert(visitor: Visitor, tmp_path: Path) -> None:
+    facts = {"tools": [{"type": "function", "function": {"name": ATTACKS}}], "flags": [ATTACKS]}
+    source = write_lines(
+        tmp_path / "run.jsonl", [line(0, (0.0, 1.0), answers=[ATTACKS] * 2, **facts)]
+    )
+    assert main(["export", str(source), "--to", "html", "--out", str(tmp_path / "out.html")]) == 0
+    page = visitor.page((tmp_path / "out.html").as_uri())
+    assert "owned" not in page.title()
+    closed = page.locator("details:not([open]) > summary")
+    while closed.count():
+        closed.first.click()
+    expect(page.get_by_text("onerror=alert(1)").first).to_be_visible()
+    assert page.locator("script, img, svg[onload], a[href^='javascript']").count() == 0

@@ -28,7 +28,6 @@ def digest_of_rows(rows: Rows) -> str:
 
 
 def id_and_digest_of_group(body: bytes) -> tuple[str, str]:
-    """Of a packed group."""
     group = unpack(body, Group)
     rows = [row for trajectory in group.trajectories for row in trajectory.sequences]
     return group.group_id, digest_of_rows((row.tokens, row.mask) for row in rows)

@@ -58,8 +58,7 @@ def _database(world: World, draw: random.Random) -> bool:
 
 
 def _trouble(world: World, draw: random.Random) -> bool:
-    relay = draw.choice([*world.relays.values()])
-    relay.trouble(draw.choice(TROUBLES), draw.randint(1, 3))
+    draw.choice([*world.relays.values()]).trouble(draw.choice(TROUBLES), draw.randint(1, 3))
     return True
 
 

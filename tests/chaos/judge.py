@@ -98,8 +98,7 @@ def _look_at_queue(
     holders: Counter[str] = Counter()
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for _, lines in journals:
-        held = _acknowledged(lines, spans)
-        holders.update(held)
+        holders.update(_acknowledged(lines, spans))
         verdict.returns += sum(line["what"] == "going back" for line in lines)
     verdict.acknowledged += len(holders)
     for group_id, times in holders.items():

@@ -42,8 +42,6 @@ class Told:
 
 
 class FaultyRelay(Forwarder):
-    """Made by `faulty_relay`."""
-
     longest_seconds = 120.0
 
     def __init__(self, server_url: str, told: Told) -> None:
@@ -104,7 +102,6 @@ class FaultyRelay(Forwarder):
         return passed
 
     def _groups_of(self, request: web.Request, body: bytes) -> list[str]:
-        """The ids of the groups that a joiner sends."""
         path = request.path
         if path == "/scored_data":
             self._told.sent[POSTS].add(digest_of_post(body))
@@ -118,12 +115,10 @@ class FaultyRelay(Forwarder):
 
 
 def _passed(headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the headers that do not belong to one connection."""
     return {name: value for name, value in headers.items() if name.lower() not in _HOP}
 
 
 def _refused(answer: bytes) -> list[dict[str, Any]]:
-    """Of the answer to several groups, those that were not stored."""
     refused: list[dict[str, Any]] = orjson.loads(answer).get("refused") or []
     return refused
 

@@ -80,7 +80,6 @@ def main(url: str, run: str, delivery: str, folder: Path, way: str) -> None:
 
 
 def _start_again(trainer: SyncEnvClient, journal: Journal, go_back: Path) -> int:
-    """Number of the checkpoint that it goes on from."""
     saved = [line for line in journal.lines if line["what"] == "saved"]
     if not saved:
         return 0

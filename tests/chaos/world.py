@@ -8,14 +8,17 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 import httpx
+from envserver_records.servers import ServersClient
+from envserver_records.urls import Urls
 from prometheus_client.parser import text_string_to_metric_families
 from support.commands import ENVSERVER, environment_variables, free_port, until
 from support.postgres import Postgres
@@ -23,9 +26,62 @@ from support.process_tree import command, descendants
 from support.relay import Relay, relay
 from support.waiting import PATIENCE
 
-from .poster import Poster
 from .relay import FaultyRelay, Told, faulty_relay
 from .trainer import GO_BACK, read_journal
+
+_PAUSE_SECONDS = 0.15
+
+
+class Poster:
+    """A thread; `start` it, `stop` it. The relay in between remembers what was accepted."""
+
+    def __init__(self, urls: Urls) -> None:
+        self._urls = urls
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="poster", daemon=True)
+        self._random = random.Random(17)
+        self.repeated = 0
+        self.posted = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends after the group that is under way."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        with ServersClient(self._urls, timeout=15) as http:
+            while not self._stopping.wait(_PAUSE_SECONDS):
+                self._post(http, f"poster-{self.posted}")
+                self.posted += 1
+
+    def _post(self, http: httpx.Client, key: str) -> None:
+        """Until it is accepted; the same key makes sure that it is stored once."""
+        draw = self._random
+        lengths = [draw.randint(4, 300) for _ in range(2)]
+        tokens = [[draw.randrange(50_000) for _ in range(length)] for length in lengths]
+        masks = [[-100] * 2 + row[2:] for row in tokens]
+        group = {"tokens": tokens, "masks": masks, "scores": [0.0, 1.0]}
+        for _ in range(600):
+            try:
+                answer = http.post("/scored_data", json=group, headers={"Idempotency-Key": key})
+            except httpx.TransportError:
+                answer = None
+            if answer is not None and answer.status_code == 200:
+                return
+            self.repeated += 1
+            if self._stopping.wait(0.1) and self.repeated % 600 == 599:
+                return
+
 
 TESTS: Final = Path(__file__).parent.parent
 FEW_WAIT: Final = "--rollouts.max_queued_groups=24"
@@ -68,7 +124,6 @@ class World:
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """Those of all processes."""
         return ("engine", *self.relays, "joined", "a", "b")
 
     @property
@@ -134,8 +189,7 @@ class World:
 
     def kill_child(self, of: Name, part: str, draw: random.Random) -> bool:
         """kill -9 of one of the processes below `of` with `part` in their words; False: none is."""
-        below = sorted(descendants(self.processes[of].pid))
-        found = [pid for pid in below if part in command(pid)]
+        found = [pid for pid in sorted(descendants(self.processes[of].pid)) if part in command(pid)]
         if found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(draw.choice(found), signal.SIGKILL)
@@ -299,16 +353,7 @@ def world(
         }
         poster = stack.enter_context(Poster([one.url for one in relays.values()]))
         made = World(
-            folder,
-            store,
-            ports,
-            deliveries,
-            witness,
-            witness_url,
-            relays,
-            told,
-            poster,
-            postgres,
+            folder, store, ports, deliveries, witness, witness_url, relays, told, poster, postgres
         )
         try:
             made.until_up()

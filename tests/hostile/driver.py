@@ -290,8 +290,7 @@ def main() -> None:
         os.environ[_SECRET_VARIABLE] = random_secret("server")
         os.execv(sys.executable, [sys.executable, "-m", "hostile.driver", *sys.argv[1:]])
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    report = asyncio.run(report_on(**vars(arguments)))
-    print(json.dumps(asdict(report)))
+    print(json.dumps(asdict(asyncio.run(report_on(**vars(arguments))))))
 
 
 if __name__ == "__main__":

@@ -126,7 +126,6 @@ class Host:
         return []
 
     def _listen(self) -> None:
-        """On TCP, UDP and unix sockets; whatever comes is kept."""
         self._abstract = f"host-{secrets.token_hex(6)}"
         self._port = _free_port()
         wanted: list[tuple[int, int, object]] = [
@@ -188,7 +187,6 @@ class Victim:
         self._process.communicate()
 
     def harm(self) -> list[str]:
-        """What became of it."""
         if self._process.poll() is not None:
             return ["a process of the host was ended"]
         found = []
@@ -207,13 +205,11 @@ class Victim:
         """Who traces it, its processors, its limits, its priority, whether it is stopped."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         words = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-        limits = Path(f"/proc/{self.pid}/limits").read_text()
-        priority = os.getpriority(os.PRIO_PROCESS, self.pid)
         return (
             words["TracerPid"],
             words["Cpus_allowed"],
-            limits,
-            priority,
+            Path(f"/proc/{self.pid}/limits").read_text(),
+            os.getpriority(os.PRIO_PROCESS, self.pid),
             words["State"][0] in "Tt",
         )
 

@@ -35,10 +35,7 @@ USERS = (
     else [pytest.param(AS_IT_IS, 1, id="as an ordinary user")]
 )
 """Users, and N where a user tries every Nth program."""
-SOME_OR_ALL = [
-    pytest.param(4, id="some"),
-    pytest.param(1, id="all", marks=pytest.mark.slow),
-]
+SOME_OR_ALL = [pytest.param(4, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 
 
 def report(command: tuple[str, ...], *words: str) -> dict[str, Any]:
@@ -85,8 +82,7 @@ def test_the_walls_hold_every_hostile_program_and_no_ordinary_one(
 
 
 @pytest.mark.parametrize(
-    "every",
-    [pytest.param("8", id="some"), pytest.param("1", id="all", marks=pytest.mark.slow)],
+    "every", [pytest.param("8", id="some"), pytest.param("1", id="all", marks=pytest.mark.slow)]
 )
 def test_the_walls_of_another_machine_hold(every: str, tell: Callable[[str], None]) -> None:
     told = report(AS_IT_IS, "namespace", "--elsewhere", "--every", every)
@@ -102,16 +98,12 @@ def test_the_walls_of_another_machine_hold(every: str, tell: Callable[[str], Non
 def test_a_container_lets_through_what_it_is_known_to(
     docker_image: str, part: list[str], tell: Callable[[str], None]
 ) -> None:
-    told = report(AS_IT_IS, "docker", "--image", docker_image, *part)
-    tell(_summary("docker", told))
+    tell(_summary("docker", report(AS_IT_IS, "docker", "--image", docker_image, *part)))
 
 
 @pytest.mark.slow
-def test_podman_lets_through_what_it_is_known_to(
-    podman_image: str, tell: Callable[[str], None]
-) -> None:
-    told = report(AS_IT_IS, "docker", "--image", podman_image, "--every", "1")
-    tell(_summary("podman", told))
+def test_podman_lets_through_what_is_known(podman_image: str, tell: Callable[[str], None]) -> None:
+    tell(_summary("podman", report(AS_IT_IS, "docker", "--image", podman_image, "--every", "1")))
 
 
 def _summary(name: str, told: dict[str, Any]) -> str:

@@ -52,8 +52,7 @@ async def house(**workers: Any) -> AsyncIterator[RolloutContext]:
         "workers": {"heartbeat_seconds": 30, "kill_grace_seconds": 0.3, **workers},
         "sandbox": {"backend": "namespace"},
     }
-    settings = Settings.model_validate(tree)
-    async with rollout_context(settings, find(ZOO)(), ZOO) as parts:
+    async with rollout_context(Settings.model_validate(tree), find(ZOO)(), ZOO) as parts:
         yield parts
 
 
@@ -107,9 +106,7 @@ async def honest(parts: RolloutContext, rollouts: int = 6) -> None:
 
 
 @in_module
-async def test_a_thousand_held_connections_are_no_business_of_others(
-    server: RolloutContext,
-) -> None:
+async def test_thousand_held_connections_harm_nobody_else(server: RolloutContext) -> None:
     async with beside(server, "hold"):
         await until(lambda: refused(server, "connections") >= 1000 - 2 * 64)
         # Those that were refused end a moment later.
@@ -119,9 +116,7 @@ async def test_a_thousand_held_connections_are_no_business_of_others(
 
 
 @in_module
-async def test_connections_that_come_and_go_are_no_business_of_others(
-    server: RolloutContext,
-) -> None:
+async def test_connections_that_come_and_go_harm_nobody_else(server: RolloutContext) -> None:
     before = refused(server, "connections")
     async with beside(server, "come_and_go"):
         await until(lambda: refused(server, "connections") > before)

@@ -10,22 +10,31 @@ import asyncio
 import base64
 import copy
 import json
+import os
+import pty
+import re
+import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import ENVSERVER, environment_variables
 from support.dialects import json_values, mangled
 from support.extent import examples
-from support.proxy_house import asgi_answer
+from support.proxy_house import asgi_answer, house
 from support.serving import attempt_spec
+from support.waiting import PATIENCE
 
 from envserver import TokensConfig
 from envserver.proxy import EngineEndpoint, Proxy
+from envserver.telemetry.log_budget import BURST_BYTES, BYTES_PER_SECOND
 
 Json = dict[str, Any]
 
@@ -134,8 +143,7 @@ def shown(url: str) -> dict[str, tuple[str, Json]]:
 @pytest.mark.parametrize("way", shown(IMAGE))
 def test_the_engine_fetches_nothing_for_an_agent(way: str) -> None:
     for url in CASES["urls"]:
-        request = shown(url)[way]
-        refused(*request, "url must begin with data:image/", "Let the environment fetch it")
+        refused(*shown(url)[way], "url must begin with data:image/", "Let the environment fetch it")
     status, _, (asked,) = send(*shown(IMAGE)[way])  # by value it passes
     assert status == 200
     assert part(IMAGE) in asked["messages"][-1]["content"]
@@ -219,8 +227,7 @@ def test_only_listed_fields_of_what_is_nested_go_on() -> None:
 
 
 def test_a_chat_may_allow_some_of_its_tools() -> None:
-    allowed = {"mode": "required", "tools": [function()]}
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function()]}}
     body = {"messages": [user()], "tools": [function(), function("b")], "tool_choice": choice}
     _, _, (asked,) = send(CHAT, body)
     assert (asked["tools"], asked["tool_choice"]) == ([function()], "required")
@@ -294,9 +301,7 @@ KNOWN = {
     listed=st.dictionaries(st.sampled_from(list(FORWARDED)), json_values, max_size=2),
     kept=st.lists(st.sampled_from(list(FORWARDED)), max_size=3),
 )
-def test_no_field_arrives_that_is_not_listed(
-    path: str, extra: Json, listed: Json, kept: list[str]
-) -> None:
+def test_only_listed_fields_arrive(path: str, extra: Json, listed: Json, kept: list[str]) -> None:
     """Listed fields may hold anything: they arrive as they should be, or the request is refused."""
     asked_for = {name: FORWARDED[name] for name in kept} | listed | extra | PLAIN[path]
     status, answer, asked = send(path, asked_for)
@@ -336,10 +341,8 @@ def test_listed_fields_have_types_and_bounds(path: str, wrong: Json) -> None:
 
 @DIALECTS
 def test_a_run_may_pass_on_more_and_its_calls_say_so(path: str) -> None:
-    allowed: Any = {
-        "constraints": "all",
-        "extra_fields": ["priority", "best_of", "model", "service_tier"],
-    }
+    allowed: Any = {"constraints": "all"}
+    allowed |= {"extra_fields": ["priority", "best_of", "model", "service_tier"]}
     more = {"priority": 5, "logit_bias": {"5": 1}, "user": "me", "service_tier": "flex"}
     _, _, (asked,) = send(path, {**PLAIN[path], **more}, **allowed)
     assert (asked["priority"], asked["logit_bias"], asked["model"]) == (5, {"5": 1}, "tiny")
@@ -368,9 +371,7 @@ def test_half_a_surrogate_pair_in_arguments_is_replaced(written: str, arrives: s
 
 
 @pytest.mark.parametrize(("path", "fields"), CASES["constrained"])
-def test_a_run_may_refuse_everything_that_constrains_what_is_sampled(
-    path: str, fields: Json
-) -> None:
+def test_a_run_may_refuse_all_that_constrains_what_is_sampled(path: str, fields: Json) -> None:
     body = {**PLAIN[path], **fields}
     assert send(path, body)[0] == 200
     refused(path, body, "--tokens.constraints forms", constraints="none")
@@ -413,3 +414,100 @@ def test_an_ordinary_pattern_passes_and_any_schema_that_nothing_enforces() -> No
     body = {**PLAIN[CHAT], "tools": [function(parameters={"pattern": BACKTRACKS})]}
     assert send(CHAT, body)[0] == 200
     refused(CHAT, {**body, "tool_choice": "required"}, "parameters.pattern")
+
+
+# What one rollout may write to the log and a terminal is bounded and harmless
+
+
+async def test_a_rollout_cannot_fill_the_servers_log() -> None:
+    async with house() as home:
+        attempt, _ = home.open()
+        began = time.monotonic()
+        with structlog.testing.capture_logs() as logged:
+            for _ in range(200):
+                body = {"event": "a line", "facts": {"text": "x" * 60_000}}
+                assert (await home.post(attempt.key, "log", body))[0] == 204
+                assert (await home.post(attempt.key, "v1/embeddings", {}))[0] == 404
+            home.proxy.seal(attempt)
+            for _ in range(9):
+                assert (await home.post(attempt.key, "v1/messages", {}))[0] == 409
+    earned = (time.monotonic() - began) * BYTES_PER_SECOND
+    assert len(json.dumps(logged)) < BURST_BYTES + earned
+    events = [line["event"] for line in logged]
+    (dropped,) = (line["lines"] for line in logged if line["event"] == "log_lines_dropped")
+    assert events.count("a line") + dropped == 200
+    assert events.count("call_after_seal") == 1
+    assert attempt.late_calls == 9
+
+
+FORGING = r"""
+from envserver import Environment, Score, Task
+
+FORGED = "\x1b[2J\x1b]0;owned\x07\u202e\n2026-01-01 00:00:00 [error    ] FORGED reward=1.0"
+
+class Forging(Environment):
+    def tasks(self, split):
+        yield Task("task " + FORGED, {}, {})
+
+    def task_from_question(self, question):
+        return next(iter(self.tasks("train")))
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": "hi"}])
+        run.log("event " + FORGED, fact="fact" + FORGED, facts=[FORGED])
+        print("printed " + FORGED.replace("\n", "\r"), flush=True)
+        if run.rollout_id.endswith("1") and run.attempt == 1:
+            raise ValueError("raised " + FORGED)
+        return "an answer " + FORGED
+
+    def score(self, task, result):
+        return Score(reward=0.0)
+"""
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_a_rollout_forges_no_line_on_a_terminal(tmp_path: Path, form: str) -> None:
+    (tmp_path / "forging.py").write_text(FORGING)
+    shown = shown_on_a_terminal(
+        tmp_path, "process", "--env", "forging.py", "--model", "sim", "--sim.latency_seconds", "0",
+        "--workers.processes", "1", "--env.group_size", "2", "--env.total_steps", "1",
+        "--log_format", form, "--env.data_path_to_save_groups", "out.jsonl",
+    )  # fmt: skip
+    assert_harmless(shown)
+    for place in ("event", "fact", "printed", "raised", "task"):
+        assert re.search(rf"{place}[ \\]", shown), place
+
+
+def test_an_answer_is_harmless_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "forging.py").write_text(FORGING)
+    shown = shown_on_a_terminal(
+        tmp_path, "run", "--env", "forging.py", "--model", "sim", "--question", "?"
+    )
+    assert "an answer" in shown
+    assert not re.search(r"\x1b\[2J|\x1b\]|\x07|\u202e", shown)
+
+
+def assert_harmless(shown: str) -> None:
+    assert not re.search(r"\x1b\[2J|\x1b\]|\x07|\u202e", shown)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", shown)]
+    assert not [line for line in lines if line.lstrip().startswith("2026-01-01")]
+    assert any("FORGED" in line for line in lines)
+
+
+def shown_on_a_terminal(folder: Path, *words: str) -> str:
+    """What the command shows where its output is a terminal of 200 columns."""
+    ours, theirs = pty.openpty()
+    variables = environment_variables() | {"TERM": "xterm", "COLUMNS": "200"}
+    process = subprocess.Popen(
+        [ENVSERVER, *words], cwd=folder, env=variables, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    read = bytearray()
+    while True:
+        try:
+            read += os.read(ours, 65536)
+        except OSError:  # Linux says so when the last program at the terminal has ended
+            break
+    os.close(ours)
+    assert process.wait(PATIENCE) == 0, read.decode(errors="replace")
+    return read.decode(errors="replace")

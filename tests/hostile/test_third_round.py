@@ -102,8 +102,7 @@ async def test_no_path_leads_to_another_rollout(home: House) -> None:
 
 async def test_pipelined_calls_and_kept_connections_pass_no_limit(home: House) -> None:
     attempt, _ = home.open(max_turns=2)
-    path = f"/r/{attempt.key}/v1/chat/completions"
-    one = request(path, BODY, f"content-length: {len(BODY)}")
+    one = request(f"/r/{attempt.key}/v1/chat/completions", BODY, f"content-length: {len(BODY)}")
     kept = one.replace(b"connection: close", b"connection: keep-alive")
     answer = await exchange(home.url, kept * 11 + one)
     assert answer.count(b"HTTP/1.1 200") == len(attempt.calls) == 2
@@ -118,9 +117,7 @@ def test_no_such_field_reaches_the_engine(name: str) -> None:
     assert (answered, asked) == (400, [])
 
 
-async def test_no_program_leaves_its_sandbox(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_program_gets_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLOVER", "plover-77")
     (tmp_path / "secret").write_text("plover-77")
     limits = SandboxLimits(
@@ -174,10 +171,9 @@ def test_nothing_is_paid_that_is_not_the_answer(environment: str) -> None:
         answers = TABLES["answers"][environment]
         texts = [one if isinstance(one, str) else one[0] * one[1] for one in answers["texts"]]
         rows = [{"task": answers["task"], "response": text} for text in texts]
-    scored = envserver.score(environment, rows, processes=1).rows
     assert [
         (row["response"][:60], one["reward"], one["error"])
-        for row, one in zip(rows, scored, strict=True)
+        for row, one in zip(rows, envserver.score(environment, rows, processes=1).rows, strict=True)
         if one["reward"] or one["error"]
     ] == []
 

@@ -71,8 +71,7 @@ async def ask(connection: Connection) -> None:
     writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200"), head
-    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-    await reader.readexactly(length)
+    await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
 
 
 @pytest.fixture

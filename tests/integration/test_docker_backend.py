@@ -35,8 +35,7 @@ async def test_what_a_program_used_is_told_exactly(docker_image: str) -> None:
         SandboxClient(service.address) as client,
         client.open(SandboxSpec(limits=limits)) as sandbox,
     ):
-        plain = (await sandbox.run_python("pass")).usage
-        assert plain.cpu_exact
+        assert (await sandbox.run_python("pass")).usage.cpu_exact
         burned = (await sandbox.run_python(_BURNS_IN_ORPHANS)).usage
         assert burned.cpu_exact and burned.cpu_seconds >= 0.4
         peak = (await sandbox.run_python("bytearray(200 << 20)")).usage

@@ -63,8 +63,7 @@ def test_files_that_the_map_names_exist(page: str) -> None:
 
 
 def block(language: str) -> str:
-    readme = (ROOT / "README.md").read_text()
-    found = re.search(rf"```{language}\n(.*?)```", readme, re.DOTALL)
+    found = re.search(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert found, f"the README has no {language} block"
     return found.group(1)
 
@@ -136,8 +135,7 @@ ELSEWHERE = ("make ", "source ", "mkdir ", "cd ")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the tutorial, with its files."""
-    written = write_files(PAGE, tmp_path)
-    assert written == ["make_rows.py", "first_try.py", "sums.py", "serve.yaml"]
+    assert write_files(PAGE, tmp_path) == ["make_rows.py", "first_try.py", "sums.py", "serve.yaml"]
     subprocess.run([sys.executable, "-S", "make_rows.py"], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -145,14 +143,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(python: Path, lines: list[str]) -> str:
     """Runs the page's commands with the programs beside `python`; returns what they print."""
-    given = [line for line in lines if not line.startswith(ELSEWHERE)]
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-euxc", "\n".join(given)],
+        ["bash", "-euxc", "\n".join([line for line in lines if not line.startswith(ELSEWHERE)])],
         capture_output=True,
         text=True,
         check=False,
-        env={**variables(), "PATH": path},
+        env={**variables(), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout

@@ -65,8 +65,7 @@ def sums(folder: Path, *requires: str, code: str = PLAIN, manifest: str = "") ->
     files = {"my_sums/__init__.py": code} | (
         {"my_sums/environment.yaml": manifest} if manifest else {}
     )
-    point = "sums = my_sums:Sums"
-    return wheel(folder, "my-sums", files, requires=requires, environments=[point])
+    return wheel(folder, "my-sums", files, requires=requires, environments=["sums = my_sums:Sums"])
 
 
 class Line:
@@ -90,9 +89,7 @@ def run(tmp_path: Path) -> Line:
 
 
 @pytest.mark.thorough
-def test_a_package_whose_dependencies_are_met_shares_the_interpreter(
-    run: Line, tmp_path: Path, home: Path
-) -> None:
+def test_a_package_with_met_dependencies_is_shared(run: Line, tmp_path: Path, home: Path) -> None:
     path = sums(tmp_path, "envserver>=0.2", "pydantic>=2", manifest="name: sums\nversion: '1.0'\n")
     assert run(f"env install {path}") == "sums\n"
     assert "already" in run.refused(f"env install {path}")
@@ -106,9 +103,7 @@ def test_a_package_whose_dependencies_are_met_shares_the_interpreter(
     assert not list(home.iterdir())
 
 
-def test_what_is_not_a_new_package_of_environments_is_refused(
-    run: Line, tmp_path: Path, home: Path
-) -> None:
+def test_what_is_no_new_package_is_refused(run: Line, tmp_path: Path, home: Path) -> None:
     (tmp_path / "my_env").mkdir()
     nothing = wheel(tmp_path, "nothing", {"nothing.py": ""})
     math = wheel(tmp_path, "other", {"other.py": ""}, environments=["math = other:Math"])
@@ -140,9 +135,7 @@ def test_what_cannot_be_used_leaves_nothing(run: Line, tmp_path: Path, home: Pat
 
 
 @pytest.mark.thorough
-def test_a_package_with_conflicting_dependencies_runs_beside_math(
-    run: Line, tmp_path: Path
-) -> None:
+def test_a_package_with_conflicting_versions_runs_beside_math(run: Line, tmp_path: Path) -> None:
     """The other package is made here."""
     wheel(tmp_path, "simpleeval", {"simpleeval.py": "VERSION = 0.5\n"}, version="0.5")
     version = "simpleeval.VERSION"
@@ -150,8 +143,7 @@ def test_a_package_with_conflicting_dependencies_runs_beside_math(
     run(f"env install {sums(tmp_path, 'envserver>=0.2', 'simpleeval<1', code=code)}")
     assert "my-sums (own venv)" in run("list")
     check_mix(run, 0.5)
-    said = run.refused("process --env sums --model sim --env.largest x")
-    assert "--env.largest" in said
+    assert "--env.largest" in run.refused("process --env sums --model sim --env.largest x")
 
 
 SERVED = """

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from envserver_records.errors import ConfigError, NotFoundError
-from support.commands import read_jsonl, typed
+from support.commands import read_jsonl, rollouts_of, typed
 from support.extent import first_of
 
 from envserver.registry import absolute, find
@@ -55,10 +55,6 @@ def shared(reference: str | Path) -> str:
     return next(iter(find(str(reference))().tasks("train"))).public["question"]
 
 
-def rollouts_of(path: Path) -> list[dict[str, Any]]:
-    return [rollout for group in read_jsonl(path) for rollout in group["envserver"]["rollouts"]]
-
-
 ABSOLUTE, RELATIVE, RIDDLES = "absolute/my_env.py", "relative/my_env.py", "riddles"
 
 
@@ -77,7 +73,7 @@ def test_it_runs_in_every_isolation_and_only_pooled_and_dedicated_agents_can_rea
     isolation, reference = given
     environment = f"--env {FOLDERS / reference}:{isolation}"
     typed(f"process {environment} {QUICK} --env.total_steps 2 --out groups.jsonl", tmp_path)
-    rollouts = rollouts_of(tmp_path / "groups.jsonl")
+    rollouts = rollouts_of(read_jsonl(tmp_path / "groups.jsonl"))
     readable = float(isolation != "Sandboxed")
     assert [(one["reward"], one["metrics"]["read"]) for one in rollouts] == [(1.0, readable)] * 4
     if isolation == "Pooled":  # a rubric, too, imports the modules beside it
@@ -86,7 +82,7 @@ def test_it_runs_in_every_isolation_and_only_pooled_and_dedicated_agents_can_rea
         imports = "from envserver import Score\nfrom worth import HALF\n"
         write(tmp_path / "rubric.py", f"{imports}class Half:\n{score}")
         typed(f"rescore groups.jsonl {environment} --rubric rubric.py --out half.jsonl", tmp_path)
-        assert {one["reward"] for one in rollouts_of(tmp_path / "half.jsonl")} == {0.5}
+        assert {one["reward"] for one in rollouts_of(read_jsonl(tmp_path / "half.jsonl"))} == {0.5}
 
 
 @pytest.mark.thorough
@@ -129,9 +125,7 @@ def test_what_an_import_means(case: dict[str, Any], tmp_path: Path) -> None:
         ("import sys\nsys.exit(3)\n", 2, "SystemExit: 3"),
     ],
 )
-def test_an_error_in_a_helper_names_its_file_and_line(
-    helpers: str, line: int, words: str, tmp_path: Path
-) -> None:
+def test_helpers_errors_name_a_line(helpers: str, line: int, words: str, tmp_path: Path) -> None:
     write(tmp_path / "helpers.py", helpers)
     reference = write_environment(tmp_path / "mine.py", "from helpers import SHARED")
     with pytest.raises(ConfigError) as caught:

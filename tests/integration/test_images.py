@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import orjson
 import pytest
 from support.docker_engine import Engine
+from support.installed import ASK, LIBRARIES, LOOK, add_libraries, build_wheels
 from support.openenv_server import OPENING, played, transcript
 
 import envserver
+from envserver.sandbox import selection
 
 SERVER = Path(__file__).parents[1] / "support" / "openenv_in_an_image.py"
 TOML = '[environment]\ndocker_image = "{image}"\n[verifier]\nenv = {{ WANTED = "6" }}\n'
@@ -86,8 +91,7 @@ async def test_the_server_of_an_openenv_image_is_started_and_ended(
 ) -> None:
     lines = 'COPY server.py /server.py\nCMD ["python3", "/server.py"]\n'
     image = build(lines, server_py=SERVER.read_text())
-    script = transcript(tmp_path / "t.json", OPENING, "4", "7")
-    result = await played(f"docker://{image}", script)
+    result = await played(f"docker://{image}", transcript(tmp_path / "t.json", OPENING, "4", "7"))
     (group,) = result.groups
     assert [one.score.reward for one in group.trajectories] == pytest.approx([1.1, 1.1])
     assert not docker_engine.output("ps", "--all", "--quiet", "--filter", f"ancestor={image}")
@@ -101,3 +105,64 @@ async def test_an_openenv_image_whose_server_ends_is_told_with_its_last_output(
     with pytest.raises(envserver.ConfigError, match="has ended: no configuration"):
         await played(f"docker://{image}", script)
     assert not docker_engine.output("ps", "--all", "--quiet", "--filter", f"ancestor={image}")
+
+
+# envserver installed in a container with Docker's default settings, its filter of calls included
+
+INSTALL = """
+set -e
+python3 -m venv --without-pip /opt/venv
+PYTHONPATH=/libraries python3 -m pip --python /opt/venv/bin/python install \\
+  --quiet --no-index --no-deps --no-compile --no-warn-script-location /wheels/*.whl
+cp -r /wheels/site/. /opt/venv/lib/python3.*/site-packages
+"""
+
+
+class Container:
+    """A running container with envserver in /opt/venv."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self._name = name
+
+    def run(self, *words: object, user: int = 0) -> str:
+        """The standard output of a command that must succeed."""
+        who = ["--user", f"{user}:{user}", "--env", "HOME=/tmp", "--workdir", "/tmp"]
+        return self._engine.output("exec", *who, self._name, *map(str, words))
+
+
+@pytest.fixture(scope="module")
+def container(docker_engine: Engine) -> Iterator[Container]:
+    image, once = docker_engine.python_image, ("run", "--rm", "--network", "none")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = docker_engine.output(*once, image, "python3", "--version").split()[-1]
+    if not found.startswith(f"{version}."):
+        pytest.skip(f"{image} has Python {found}; ENVSERVER_TEST_IMAGE may name one with {version}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        build_wheels(folder)
+        (folder / "site").mkdir()
+        add_libraries(folder / "site", Path("/libraries"))
+        mounts = ["--volume", f"{LIBRARIES}:/libraries:ro", "--volume", f"{folder}:/wheels:ro"]
+        started = docker_engine.output(*once, "--detach", *mounts, image, "sleep", "3600")
+        running = Container(docker_engine, started.strip())
+        try:
+            running.run("sh", "-c", INSTALL)
+            yield running
+        finally:
+            docker_engine.output("kill", running._name)
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_graders_are_hidden_or_the_backend_is_refused(container: Container, user: int) -> None:
+    works = []
+    for backend in selection.ORDER:
+        told = container.run("/opt/venv/bin/python", "-c", ASK, backend, LOOK, user=user)
+        seen, tries = orjson.loads(told.splitlines()[-1])
+        assert seen == "" or tries < 0, f"{backend}: {seen}"
+        assert "graders" not in seen, "the view of programs is wrong, not the machine"
+        works += [backend] if tries > 20 else []
+    assert works, "no backend works in the container"
+    told = orjson.loads(container.run("/opt/venv/bin/envserver", "doctor", "--json", user=user))
+    assert told["backend"] == works[0]

@@ -79,9 +79,7 @@ def pods(objects: list[Tree]) -> Iterator[tuple[str, Tree]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_object_is_what_kubernetes_expects(
-    kubernetes_python: Path, way: str, tmp_path: Path
-) -> None:
+def test_kubernetes_takes_all_objects(kubernetes_python: Path, way: str, tmp_path: Path) -> None:
     objects = built(*WAYS[way])
     templates = [
         {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": name}}
@@ -111,8 +109,7 @@ def test_pods_may_little_and_end_in_time(way: str) -> None:
             may = container["securityContext"]
             assert may["readOnlyRootFilesystem"] and not may["allowPrivilegeEscalation"]
             assert may["capabilities"] == {"drop": ["ALL"]}
-            mounts = {mount["name"] for mount in container["volumeMounts"]}
-            assert mounts == volumes.keys()
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims
@@ -155,7 +152,6 @@ def read(args: list[str], variables: list[Tree], monkeypatch: pytest.MonkeyPatch
     said: list[str] = []
     with monkeypatch.context() as environment:
         for name, value in values.items():
-            expanded = re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], value)
-            environment.setenv(name, expanded)
+            environment.setenv(name, re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], value))
         spec.read(args[1:], warn=said.append)
     assert not said, said

@@ -6,18 +6,50 @@ import contextlib
 import json
 import os
 import signal
+import stat
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 import yaml
 from support.commands import running, typed, until
-from support.scripted_vllm import scripted_vllm
 from support.waiting import PATIENCE
 
 from envserver import Settings, main
 from envserver.cli.settings import load_settings
 from envserver.running.run_settings import ServeSettings
+
+_SCRIPT = """#!{python}
+import http.server, json, os, subprocess, sys, pathlib
+folder = pathlib.Path({folder!r})
+if "-c" in sys.argv:
+    print(json.dumps({{"there": True, "version": "0.32.0", "cpu": True}}))
+    raise SystemExit
+if (folder / "broken").exists():
+    raise SystemExit((folder / "broken").read_text())
+beside = subprocess.Popen(["sleep", "1000"])
+with (folder / "pids").open("a") as pids:
+    pids.write(f"{{os.getpid()}} {{beside.pid}}\\n")
+(folder / "words").write_text(json.dumps(sys.argv[1:]))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer.allow_reuse_address = True
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def scripted_vllm(folder: Path) -> Path:
+    """The program; `pids` in `folder` has a line for each start: its id and that of its process."""
+    program = folder / "python-with-vllm"
+    program.write_text(_SCRIPT.format(python=sys.executable, folder=str(folder)))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return program
 
 
 @pytest.fixture
@@ -75,17 +107,14 @@ def _answers(url: str) -> bool:
     return False
 
 
-def test_where_vllm_does_not_come_up_the_local_engine_is_used_and_why_is_said(
-    tmp_path: Path, model: Path
-) -> None:
+def test_without_vllm_the_local_engine_is_used_and_why_is_said(tmp_path: Path, model: Path) -> None:
     (tmp_path / "broken").write_text("RuntimeError: no accelerator was found")
     line = f"models start {model} --vllm_python {scripted_vllm(tmp_path)} --port 0"
     said = typed(f"{line} --local_args=--no-such-word", tmp_path, status=1).stderr.splitlines()
     (why,) = [line for line in said if "The local engine is used" in line]
     assert "RuntimeError: no accelerator was found" in why
     assert "The local engine ended before it answered" in said[-1]
-    only = typed(f"{line} --backend vllm", tmp_path, status=1)
-    assert "The local engine" not in only.stderr
+    assert "The local engine" not in typed(f"{line} --backend vllm", tmp_path, status=1).stderr
     missing = typed(f"models start {model} --backend vllm", tmp_path, status=2)
     assert "vLLM is not installed" in missing.stderr
 

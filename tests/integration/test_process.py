@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import group_ids, read_jsonl, running, typed
+from support.commands import group_ids, read_jsonl, rollouts_of, running, typed
 
 OWN_ENVIRONMENT = '''
 import os, signal, time
@@ -100,10 +100,6 @@ def process(folder: Path) -> Process:
     return run
 
 
-def rollouts_of(path: Path) -> list[dict[str, Any]]:
-    return [rollout for group in read_jsonl(path) for rollout in group["envserver"]["rollouts"]]
-
-
 def test_math_groups_have_atropos_keys_and_exact_rows(tmp_path: Path) -> None:
     more = f"--env.total_steps 4 --env.group_size 3 {OUT}"
     said = typed(f"process --env math --model sim --sim.latency_seconds 0 {more}", tmp_path).stderr
@@ -157,9 +153,7 @@ def test_a_file_is_neither_overwritten_nor_mixed_and_resume_cuts_off_only_what_i
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_and_resumed_it_writes_the_same_groups(
-    process: Process, folder: Path, kills: int
-) -> None:
+def test_killed_and_resumed_it_writes_the_same(process: Process, folder: Path, kills: int) -> None:
     total = 5 * (kills + 2)
     more = f"--sim.seconds_per_token 0.01 --env.total_steps {total} --rollouts.max_concurrent 8"
     resumed = f"{more} {OUT} --resume"
@@ -185,9 +179,7 @@ def lines_of(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_one_interrupt_finishes_open_groups_and_resume_goes_on(
-    process: Process, folder: Path
-) -> None:
+def test_an_interrupt_finishes_open_groups_and_it_resumes(process: Process, folder: Path) -> None:
     more = f"--sim.seconds_per_token 0.01 --env.total_steps 30 --rollouts.max_concurrent 8 {OUT}"
     output = folder / "out.jsonl"
     with running(*shlex.split(LINE.format(env="echo", more=more)), folder=folder) as interrupted:
@@ -270,15 +262,13 @@ def test_what_failed_once_and_a_flaky_engine_cost_no_group(process: Process, fol
     process(
         "--env.broken once --sim.error_rate 0.3 --rollouts.max_attempts 20 --env.total_steps 12"
     )
-    rollouts = rollouts_of(folder / "data" / "echo.jsonl")
+    rollouts = rollouts_of(read_jsonl(folder / "data" / "echo.jsonl"))
     assert len(group_ids(folder / "data" / "echo.jsonl")) == 12
     assert min(rollout["attempt"] for rollout in rollouts) == 2
     assert all(one["agent_metrics"]["attempts"] == one["attempt"] for one in rollouts)
 
 
-def test_an_agent_that_hides_the_engines_failure_is_not_scored_for_it(
-    process: Process, folder: Path
-) -> None:
+def test_an_agent_that_hides_engine_failures_is_not_scored(process: Process, folder: Path) -> None:
     more = "--env.broken swallows --sim.error_rate 1 --env.group_size 2 --rollouts.max_attempts 1"
     assert "engine_unavailable" in process(f"{more} --rollouts.stop_after_failed_groups 1", 1)
     assert read_jsonl(folder / "data" / "echo.jsonl") == []
@@ -289,8 +279,7 @@ def test_a_full_disk_loses_nothing_that_was_written(process: Process, folder: Pa
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    said = process("--env.total_steps 40", 1, preexec_fn=small_files)
-    assert "cannot be written" in said
+    assert "cannot be written" in process("--env.total_steps 40", 1, preexec_fn=small_files)
     output = folder / "data" / "echo.jsonl"
     kept = group_ids(output)
     assert kept

@@ -50,7 +50,6 @@ class House:
                 client.ack(batch)
 
     def take_all(self) -> None:
-        """What is left."""
         with SyncEnvClient(self.url, run="trainer", batch_size=64) as client:
             while batch := client.lease(whole=False):
                 self.got += [group.group_id for group in batch.groups]

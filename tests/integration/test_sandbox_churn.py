@@ -119,8 +119,7 @@ def lasting() -> tuple[int, int, int]:
 
 
 def cgroups() -> int:
-    lines = Path("/proc/cgroups").read_text().splitlines()[1:]
-    return sum(int(line.split()[2]) for line in lines)
+    return sum(int(line.split()[2]) for line in Path("/proc/cgroups").read_text().splitlines()[1:])
 
 
 def held(pids: tuple[int, ...]) -> dict[str, int]:

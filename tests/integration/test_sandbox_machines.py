@@ -18,7 +18,6 @@ CODE = ("process", "--env", "code", "--model", "sim", "--env.group_size", 4)
 
 @contextlib.contextmanager
 def machine(folder: Path, *words: object) -> Iterator[tuple[Running, str]]:
-    """A machine and its URL."""
     with running("sandboxes", "serve", "--port", 0, *words, folder=folder) as process:
         yield process, process.wait_for(r"--sandbox\.remote (http\S+)")[1]
 

@@ -434,8 +434,7 @@ def wheels(folder: Path) -> list[str]:
 def base_python() -> str:
     """Python without an environment; one that all users may execute."""
     name = f"bin/python3.{sys.version_info.minor}"
-    candidates = (f"{sys.base_prefix}/{name}", f"/usr/{name}")
-    for path in map(os.path.realpath, candidates):
+    for path in map(os.path.realpath, (f"{sys.base_prefix}/{name}", f"/usr/{name}")):
         open_to_all = all(parent.stat().st_mode & 1 for parent in Path(path).parents)
         if Path(path).exists() and open_to_all:
             return path

@@ -35,8 +35,7 @@ def queued(url: str) -> int:
 
 def next_batch(url: str, server: Running) -> list[dict[str, Any]]:
     """The next batch over the Atropos wire."""
-    answer = server.until(lambda: get(f"{url}/batch")["batch"])
-    return list(answer)
+    return list(server.until(lambda: get(f"{url}/batch")["batch"]))
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(15, marks=pytest.mark.slow)])
@@ -87,10 +86,7 @@ def test_a_lease_that_was_not_acknowledged_comes_again_after_a_crash(tmp_path: P
 
 
 def test_sigterm_finishes_what_is_open_and_keeps_it(tmp_path: Path) -> None:
-    with served(f"{QUICK} --sim.seconds_per_token 0.005", tmp_path) as (
-        server,
-        url,
-    ):
+    with served(f"{QUICK} --sim.seconds_per_token 0.005", tmp_path) as (server, url):
         server.until(lambda: queued(url) and playing(url))
         server.send(signal.SIGTERM)
         assert server.end() == 0

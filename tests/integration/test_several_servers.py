@@ -104,17 +104,14 @@ def ack(server: Server, leased: Any) -> None:
     asked(server, "/v1/runs/trainer/ack", json={"lease_id": leased["lease_id"]})
 
 
-def test_all_answer_and_another_leads_when_the_leader_is_killed(
-    postgres_url: str, tmp_path: Path
-) -> None:
+def test_all_answer_and_another_leads_after_the_leader(postgres_url: str, tmp_path: Path) -> None:
     with servers(3, postgres_url, tmp_path) as made:
         leader, (one, other) = parted(made)
         assert [one.metric("envserver_leader"), leader.metric("envserver_leader")] == [0, 1]
 
         def known() -> bool:
             status = other.client.get("/v1/status").json()["server"]["leader"]
-            follow = {one.url, other.url}
-            return status["url"] == leader.url and set(status["followers"]) == follow
+            return status["url"] == leader.url and set(status["followers"]) == {one.url, other.url}
 
         until(known, leader.said)
         assert leader.metric("envserver_followers") == 2
@@ -151,9 +148,7 @@ def test_all_answer_and_another_leads_when_the_leader_is_killed(
         assert last.process.end() == 0
 
 
-def test_a_leader_that_is_stopped_loses_the_store_and_ends_when_it_wakes(
-    postgres_url: str, tmp_path: Path
-) -> None:
+def test_a_stopped_leader_loses_the_store_and_then_ends(postgres_url: str, tmp_path: Path) -> None:
     with servers(2, postgres_url, tmp_path) as made:
         leader, (other,) = parted(made)
         assert other.client.post("/v1/runs", json=RUN).status_code == 201

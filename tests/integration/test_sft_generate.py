@@ -55,9 +55,7 @@ def plans_of(teacher: Teacher, *, is_graph: bool) -> list[Any]:
     ("lines", "kills"),
     [(200, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((400, 20), (10_000, 3)))],
 )
-def test_plans_of_a_killed_and_resumed_run_are_all_there_once(
-    tmp_path: Path, lines: int, kills: int
-) -> None:
+def test_a_killed_and_resumed_run_has_plans_once(tmp_path: Path, lines: int, kills: int) -> None:
     groups = tmp_path / "made" / "groups.jsonl"
     teacher = Teacher(kinds_of(lines), busy_every=97)
     with serving(teacher):
@@ -140,9 +138,7 @@ def test_bad_lines_are_named_before_anything_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "problems"), [("math", 8), ("code", 4)])
-def test_right_solutions_of_several_tries_become_conversations(
-    tmp_path: Path, name: str, problems: int
-) -> None:
+def test_right_solutions_become_conversations(tmp_path: Path, name: str, problems: int) -> None:
     line = f"sft {name} generate --model sim --sim.solve_probability 0.5 --k 3 --out made"
     typed(f"{line} --limit {problems} --log_level warning", tmp_path)
     groups = read_jsonl(tmp_path / "made" / "groups.jsonl")

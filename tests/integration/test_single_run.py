@@ -136,8 +136,7 @@ class Slow(Environment):
 
 def test_what_was_done_before_the_time_was_up_is_kept(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    line = f"run --env slow.py {SIM} --question ? --answer ! --steps 4"
-    said = typed(line, tmp_path).stderr
+    said = typed(f"run --env slow.py {SIM} --question ? --answer ! --steps 4", tmp_path).stderr
     assert "hit its limit: time" in said
     assert "Reward: 0.4" in said
     document = json.loads((tmp_path / "runs" / "slow_one.traj.json").read_text())

@@ -48,9 +48,7 @@ async def test_a_server_waits_for_a_database_that_is_started_after_it(
 
 
 @thorough
-async def test_another_process_that_came_between_ends_this_one(
-    postgres: Postgres, postgres_url: str
-) -> None:
+async def test_another_process_between_ends_this_one(postgres: Postgres, postgres_url: str) -> None:
     refused: list[Exception] = []
 
     async def serve() -> None:
@@ -138,9 +136,7 @@ async def cut_after(word: bytes, port: int, cuts: list[bytes]) -> AsyncIterator[
 
 
 @thorough
-async def test_a_commit_whose_answer_is_lost_has_happened_once(
-    postgres: Postgres, postgres_url: str
-) -> None:
+async def test_a_commit_with_a_lost_answer_is_one(postgres: Postgres, postgres_url: str) -> None:
     cuts: list[bytes] = []
     async with (
         cut_after(b"COMMIT;", postgres.port, cuts) as port,
@@ -193,9 +189,7 @@ async def test_a_full_tablespace_refuses_and_goes_on(postgres: Postgres, postgre
         assert await store.put([group("after", noise(100_000))]) == [True]
 
 
-async def test_a_database_that_stands_still_makes_callers_wait(
-    postgres: Postgres, postgres_url: str
-) -> None:
+async def test_a_halted_database_makes_callers_wait(postgres: Postgres, postgres_url: str) -> None:
     async with open_store(postgres_url) as store:
         await store.put([group("before")])
         with postgres.paused():

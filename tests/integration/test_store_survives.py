@@ -502,8 +502,7 @@ async def test_more_readers_than_connections_wait_and_none_is_lost(where: str) -
         await asyncio.sleep(0.01)
         for reader in readers[::2]:
             reader.cancel()  # callers that give up give their connections back
-        results = await asyncio.gather(*readers[1::2])
-        assert all(len(result) == 20 for result in results)
+        assert all(len(result) == 20 for result in await asyncio.gather(*readers[1::2]))
         async with asyncio.timeout(PATIENCE):
             assert all(await asyncio.gather(*[store.pending() for _ in range(20)]))
 

@@ -118,28 +118,26 @@ def test_the_asynchronous_trainer_learns_two_players_each_against_itself(
 
 def recipe(
     python: Path, model: Path, folder: Path, which: str, *words: object, more: tuple[object, ...]
-) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
-    """Two steps of the documentation's recipe with two players of two turns: what it printed, the
-    server's status, the engine's models."""
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Two steps of the documentation's recipe with two players of two turns: the server's status,
+    the engine's models."""
     asked = (which, "--environment", "duel", "--steps", 2, "--batch", 8, "--group", 4)
     served = ("--env", SUPPORT / "duel.py", "--env.group_size", 4, "--sampling.max_tokens", 16)
     with house(*(python, model, folder, *served, *more), engine_words=("--enable-lora",)) as urls:
         program = (*asked, "--cpu", "--rate", 1e-3, *words)
         output = trained(python, model, folder, urls, *program, script="trl_recipe.py")
         models = httpx.get(f"{urls[1]}/v1/models", timeout=PATIENCE).json()["data"]
-        return output, httpx.get(f"{urls[0]}/v1/status", timeout=PATIENCE).json(), models
+        losses = re.findall(r"'loss': '?(-?[\d.e-]+)", output)
+        assert len(losses) == 2 and len(set(losses)) == 2, losses
+        return httpx.get(f"{urls[0]}/v1/status", timeout=PATIENCE).json(), models
 
 
 @pytest.mark.slow
 def test_trls_trainer_gives_a_lora_of_one_agent_to_the_engine(
     learn_python: Path, babbler: Path, tmp_path: Path
 ) -> None:
-    more = ("--openai.model_name", "policy@{version}")
-    output, status, models = recipe(
-        *(learn_python, babbler, tmp_path, "grpo", "--agent", "two"), more=more
-    )
-    losses = re.findall(r"'loss': '?(-?[\d.e-]+)", output)
-    assert len(losses) == 2 and len(set(losses)) == 2, losses
+    more, words = ("--openai.model_name", "policy@{version}"), ("grpo", "--agent", "two")
+    status, models = recipe(learn_python, babbler, tmp_path, *words, more=more)
     assert status["policy_version"] == 1  # the weights after step 1 sampled step 2
     assert {"policy@0", "policy@1"} <= {one["id"] for one in models}
 
@@ -149,21 +147,16 @@ def test_trls_asynchronous_trainer_trains_a_lora_of_both_agents(
     learn_python: Path, babbler: Path, tmp_path: Path
 ) -> None:
     more = ("--rollouts.max_queued_groups", 4)
-    output, status, _ = recipe(learn_python, babbler, tmp_path, "async", more=more)
-    losses = re.findall(r"'loss': '?(-?[\d.e-]+)", output)
-    assert len(losses) == 2 and len(set(losses)) == 2, losses
+    status, _ = recipe(learn_python, babbler, tmp_path, "async", more=more)
     assert status["policy_version"] >= 2
     assert status["groups"]["acked"] > 0
 
 
 @pytest.mark.slow
-def test_trls_own_loop_plays_our_environment(
-    learn_python: Path, babbler: Path, tmp_path: Path
-) -> None:
+def test_trls_loop_plays_our_environment(learn_python: Path, babbler: Path, tmp_path: Path) -> None:
     nowhere = ("http://127.0.0.1:9", "http://127.0.0.1:9")
     asked = ("--environment", "math", "--seats", 1)
-    output = trained(learn_python, babbler, tmp_path, nowhere, *asked)
-    assert "rewards/MathSeat/mean" in output
+    assert "rewards/MathSeat/mean" in trained(learn_python, babbler, tmp_path, nowhere, *asked)
 
 
 # Pure parts
@@ -181,8 +174,7 @@ def test_a_seat_plays_a_task_with_tools_and_is_scored() -> None:
     row = dataset_rows(seats)[0]
     seat: Any = seats()
     assert isinstance(seat, TrlEnvironment)
-    question = seat.reset(**row)
-    assert question.startswith("What is")
+    assert seat.reset(**row).startswith("What is")
     assert seat.calculate(expression="2*3") == "6"
     assert seat.get_reward() == 0.0
     with pytest.raises(ToolError):

@@ -13,21 +13,38 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from support.answering import answering
 from support.api import api_process, running_api
 from support.commands import free_port, running, until
 from support.foreign_trainers import printed, told
+from support.http_stand_in import standing_in
 from support.waiting import PATIENCE
 
 from envserver.models import ASSETS
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[dict[str, Any]], str]) -> Iterator[str]:
+    """The base URL of an engine; `answer` gets the body of each chat request."""
+
+    def told(path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        said = {"role": "assistant", "content": answer(json.loads(body))}
+        choice = {"index": 0, "message": said, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        facts = {"id": "x", "object": "chat.completion", "created": 0, "model": "x"}
+        return 200, json.dumps({**facts, "choices": [choice], "usage": usage}).encode()
+
+    with standing_in(told) as url:
+        yield f"{url}/v1"
+
 
 DUEL = Path(__file__).parents[1] / "support/duel.py"
 PEER = Path(__file__).parents[1] / "support" / "atropos_peer"
@@ -131,9 +148,7 @@ def test_its_trainer_is_fed_by_our_rollouts_and_by_its_own_environment(
     assert all(isinstance(group["inference_logprobs"], list) for group in ours)
 
 
-def test_its_trainer_trains_two_players_each_by_its_own_score(
-    atropos_python: Path, tmp_path: Path
-) -> None:
+def test_its_trainer_trains_two_players_by_own_score(atropos_python: Path, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = ["serve", "--env", DUEL, "--env.group_size", 2, "--model", "sim", "--port", port]
     command += FEW
@@ -144,8 +159,7 @@ def test_its_trainer_trains_two_players_each_by_its_own_score(
     assert trained["rows"] == 8 * trained["batches"]
     assert trained["spread"] == pytest.approx(1.0, abs=1e-3)  # of the scores, as it scaled them
     # A rollout has two rows for each player, whose turns do not continue each other.
-    scores = np.array(group["scores"])
-    assert len(set(scores.tolist())) > 2
+    assert len(set(np.array(group["scores"]).tolist())) > 2
     for tokens, masks, advantages in zip(
         group["tokens"], group["masks"], group["advantages"], strict=True
     ):
@@ -277,8 +291,7 @@ def test_the_same_groups_arrive_from_either_server(atropos_python: Path, tmp_pat
     for key in ("batches", "rows", "trained"):
         assert made["ours"][key] == made["theirs"][key]
     assert made["ours"]["spread"] == pytest.approx(made["theirs"]["spread"])
-    scores = [score for group in made["ours"]["groups"] for score in group["scores"]]
-    assert len(set(scores)) > 2
+    assert len({score for group in made["ours"]["groups"] for score in group["scores"]}) > 2
     assert "<tool_response>" in json.dumps(groups["ours"])
 
 
@@ -291,8 +304,6 @@ BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bench_api.py"
 
 
 @pytest.mark.slow
-def test_batches_leases_status_calls_and_memory_keep_their_budgets(
-    atropos_python: Path, tmp_path: Path
-) -> None:
+def test_batches_leases_status_memory_keep_budgets(atropos_python: Path, tmp_path: Path) -> None:
     # CPU time of the servers: what else the machine does changes the ratios little.
     printed(sys.executable, BENCHMARK, "--quick", folder=tmp_path, seconds=4 * PATIENCE)

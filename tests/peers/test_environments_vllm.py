@@ -40,9 +40,7 @@ AGENTS = {"tau": {"agent"}, "video": {"captions", "organizer"}, "router": {"rout
 """Of those with several: who speaks in every rollout, or almost, and is trained."""
 
 
-def test_what_a_trainer_gets_of_each_is_what_was_sampled(
-    vllm_server: VllmServer, tmp_path: Path
-) -> None:
+def test_a_trainer_gets_of_each_what_was_sampled(vllm_server: VllmServer, tmp_path: Path) -> None:
     """Its model is random. The engine is asked again for the logprobs of every row."""
     settings = {
         "environments": [
@@ -91,11 +89,7 @@ def test_what_a_trainer_gets_of_each_is_what_was_sampled(
 
 STEPS = 3
 CALLS = r'<tool_call>\{"name": "python", "arguments": \{"code": "[1-9] \+ [1-9]"\}\}</tool_call>'
-FORMS = {
-    "code": r"So: [a-z]{2,5}\n<code>\n[1-9] \+ [1-9]\n</code>",
-    "tools": CALLS,
-    "plain": CALLS,
-}
+FORMS = {"code": r"So: [a-z]{2,5}\n<code>\n[1-9] \+ [1-9]\n</code>", "tools": CALLS, "plain": CALLS}
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +135,7 @@ def judged(server: VllmServer, folder: Path) -> subprocess.CompletedProcess[str]
     """Runs the package's first tasks, rightly answered; a real vLLM judges them."""
     (path,) = (one for one in create("my-env", "judge", folder) if one.name == "env.py")
     form = "structured_outputs=" + repr({"regex": MARKS})
-    code = path.read_text().replace("criteria=CRITERIA", f"criteria=CRITERIA, {form}")
-    path.write_text(code)
+    path.write_text(path.read_text().replace("criteria=CRITERIA", f"criteria=CRITERIA, {form}"))
     return envserver(
         *("process", "--env", path, "--env.judged", "true", "--env.total_steps", TASKS),
         *("--env.group_size", 2, "--env.ensure_scores_are_not_same", "false"),

@@ -11,22 +11,6 @@ import pytest
 from support.commands import envserver
 from support.http_stand_in import standing_in
 
-TASK = """
-task: sums
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-output_type: generate_until
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 16, temperature: 0}}
-filter_list:
-  - {{name: number, filter: [{{function: regex, regex_pattern: "(-?[0-9]+)"}},
-                            {{function: take_first}}]}}
-  - {{name: whole, filter: [{{function: take_first}}]}}
-metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
-metadata: {{version: 2.0}}
-"""
 ENVIRONMENT = """
 from envserver import Environment, Score, Task
 
@@ -60,8 +44,7 @@ class Sums:
         self.keys.add(headers["authorization"])
         number = int(body["messages"][-1]["content"].split()[2])
         answer = str(2 * number + number % 2)
-        text = f"It is {answer}" if number % 3 == 0 else answer
-        message = {"role": "assistant", "content": text}
+        message = {"role": "assistant", "content": f"It is {answer}" if number % 3 == 0 else answer}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         usage = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
         told = {"id": "x", "model": body["model"], "choices": [choice], "usage": usage}
@@ -77,7 +60,8 @@ def with_sums(learn_python: Path, folder: Path) -> None:
     (folder / "tasks").mkdir()
     data = folder / "tasks" / "sums.jsonl"
     data.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in sums))
-    (folder / "tasks" / "sums.yaml").write_text(TASK.format(data=data))
+    task = Path(__file__).with_name("harness_task.yaml.txt").read_text()
+    (folder / "tasks" / "sums.yaml").write_text(task.format(data=data))
 
 
 @pytest.mark.slow
@@ -93,9 +77,7 @@ def test_what_is_asked_as_text_needs_no_tokenizer(learn_python: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
-    learn_python: Path, tmp_path: Path
-) -> None:
+def test_tasks_of_the_harness_stand_in_a_report(learn_python: Path, tmp_path: Path) -> None:
     with_sums(learn_python, tmp_path)
     (tmp_path / "texts.py").write_text(ENVIRONMENT)
     server = Sums()
@@ -117,8 +99,7 @@ def test_tasks_of_the_harness_stand_in_the_report_of_an_evaluation(
         again = envserver(*words, "--resume", "--metric", "exact_match,whole", folder=tmp_path)
         assert again.returncode == 0, again.stderr
         assert server.asked == 4 + DOCUMENTS  # every answer was there
-    report = orjson.loads((tmp_path / "run" / "report.json").read_bytes())
-    texts, part = report["parts"]
+    texts, part = orjson.loads((tmp_path / "run" / "report.json").read_bytes())["parts"]
     assert (texts["name"], part["name"]) == ("texts", "sums")
     values = part["harness"]["values"]
     assert values["exact_match,number"] == pytest.approx(0.5)

@@ -26,7 +26,6 @@ _SMALLER = {"--steps": "4", "--batch-size": "8", "--env.total_steps": "8"}
 
 
 def commands(block: int) -> list[list[str]]:
-    """Those in a block of the README."""
     text = re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL)[block]
     return [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
 
@@ -59,8 +58,7 @@ def built(learn_python: Path, folder: Path, values: dict[str, str]) -> Path:
     assert first == ["envserver", "models", "tiny", "out/tiny"]
     (folder / "out" / "tiny").symlink_to(tiny_model(learn_python))
     for words in others:
-        changed = [values.get(flag, word) for flag, word in pairwise(["", *words])]
-        run(changed, learn_python, folder)
+        run([values.get(flag, word) for flag, word in pairwise(["", *words])], learn_python, folder)
     return folder
 
 
@@ -115,9 +113,7 @@ def test_from_nothing_to_a_fine_tuned_model(factory: Path, tell: Callable[[str],
 
 
 @pytest.mark.slow
-def test_preferences_go_on_from_there(
-    learn_python: Path, factory: Path, tell: Callable[[str], None]
-) -> None:
+def test_preferences_go_on(learn_python: Path, factory: Path, tell: Callable[[str], None]) -> None:
     for words in commands(1):
         run(words, learn_python, factory)
     judge_merged(factory, "out/reasoning", "out/tiny", "out/sft", "out/dpo")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.backends import install
-from support.commands import envserver, read_jsonl
+from support.commands import envserver, read_jsonl, rollouts_of
 
 from envserver import ConfigError
 
@@ -54,10 +54,6 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def rollouts(groups: list[Json]) -> list[Json]:
-    return [one for group in groups for one in group["envserver"]["rollouts"]]
-
-
 def conversations(group: Json, agent: str) -> list[list[Json]]:
     """What an agent was told and said, in each of its training rows."""
     agents = [
@@ -68,12 +64,10 @@ def conversations(group: Json, agent: str) -> list[list[Json]]:
     return [group["messages"][row] for row, name in agents if name == agent]
 
 
-def test_two_players_get_rewards_of_their_own_and_see_only_their_cards(
-    games_python: Path, place: Path
-) -> None:
+def test_two_players_get_own_rewards_and_see_own_cards(games_python: Path, place: Path) -> None:
     moves = {"player0": ["[check]"], "player1": ["[check]"]}
     groups = played(games_python, "textarena:KuhnPoker-v0", {"moves": moves}, place)
-    for one in rollouts(groups):
+    for one in rollouts_of(groups):
         assert sorted(one["rewards"].values()) == [-1.0, 1.0]  # three rounds have a winner
         assert one["metrics"]["moves"] == 6
     for group in groups:
@@ -88,23 +82,19 @@ def test_two_players_get_rewards_of_their_own_and_see_only_their_cards(
 
 
 def test_a_game_of_one_player_is_one_conversation(games_python: Path, place: Path) -> None:
-    settings = {
-        "options": {"min_number": 1, "max_number": 5, "max_turns": 9},
-        "moves": {"player0": [f"[{number}]" for number in range(1, 6)]},
-    }
+    settings = {"options": {"min_number": 1, "max_number": 5, "max_turns": 9}}
+    settings |= {"moves": {"player0": [f"[{number}]" for number in range(1, 6)]}}
     groups = played(games_python, "textarena:GuessTheNumber-v0", settings, place, groups=4)
-    assert {one["reward"] for one in rollouts(groups)} == {1.0}
+    assert {one["reward"] for one in rollouts_of(groups)} == {1.0}
     for group in groups:
         assert len(group["tokens"]) == 2  # a row for each rollout
         guesses = {one["metrics"]["moves"] for one in group["envserver"]["rollouts"]}
         assert len(guesses) == 1  # the seed is the task's
-    assert len({one["metrics"]["moves"] for one in rollouts(groups)}) > 1
+    assert len({one["metrics"]["moves"] for one in rollouts_of(groups)}) > 1
 
 
 @pytest.mark.slow
-def test_a_word_game_needs_its_words_and_never_fetches_them(
-    games_python: Path, place: Path
-) -> None:
+def test_a_word_game_needs_its_words_and_fetches_none(games_python: Path, place: Path) -> None:
     install(games_python, "games", "textarena:Wordle-v0")
     refused = process("textarena:Wordle-v0", {}, place, 1)
     assert refused.returncode == 2
@@ -122,8 +112,7 @@ def test_a_word_game_needs_its_words_and_never_fetches_them(
         path = place / "nltk" / "taggers" / tagger / f"{tagger}.{part}.json"
         path.write_text(json.dumps(content))
     guesses = {"player0": [f"My guess is [{word}]." for word in words]}
-    groups = played(games_python, "textarena:Wordle-v0", {"moves": guesses}, place)
-    for one in rollouts(groups):
+    for one in rollouts_of(played(games_python, "textarena:Wordle-v0", {"moves": guesses}, place)):
         assert one["reward"] == 1.0 and one["metrics"]["moves"] <= len(words)
     with pytest.raises(ConfigError, match=r"Did you mean .*Wordle-v0"):
         install(games_python, "games", "textarena:Wordl-v0")
@@ -133,7 +122,7 @@ def test_a_world_of_gymnasium_rewards_each_step(games_python: Path, place: Path)
     way = ["[down]", "[down]", "[right]", "[down]", "[right]", "[right]"]
     settings = {"options": {"is_slippery": False}, "moves": way}
     (group,) = played(games_python, "gymnasium:FrozenLake-v1", settings, place, groups=1)
-    for one in rollouts([group]):
+    for one in rollouts_of([group]):
         assert one["reward"] == 1.0 and one["turns"] == 6
         assert [turn["value"] for turn in one["turn_rewards"]] == [0, 0, 0, 0, 0, 1]
     told = group["messages"][0]
@@ -143,7 +132,7 @@ def test_a_world_of_gymnasium_rewards_each_step(games_python: Path, place: Path)
     settings = {"moves": ["[north]", "I fly away."], "returns": [-10, 10], "invalid_reward": -3}
     settings |= {"max_turns": 4, "discount": 0.5}
     (group,) = played(games_python, "gymnasium:Taxi-v4", settings, place, groups=1)
-    for one in rollouts([group]):
+    for one in rollouts_of([group]):
         values = [turn["value"] * 20 for turn in one["turn_rewards"]]
         assert values == pytest.approx([-1, -1.5, -0.25, -0.375])
         assert one["reward"] == pytest.approx((10 + sum(values)) / 20)

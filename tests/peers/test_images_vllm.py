@@ -173,8 +173,7 @@ def test_a_conversation_with_pictures_is_exact(
             assert first.end < second.offset < second.end <= third.offset
             assert not row.mask[first.offset : first.end].any()
             rows.append(row)
-        delivered = ClientGroup(group.group_id, "p", "group", -1, memoryview(pack(group)))
-        for row in delivered.rows:
+        for row in ClientGroup(group.group_id, "p", "group", -1, memoryview(pack(group))).rows:
             assert [hashlib.sha256(one.data).hexdigest() for one in row.images] == [
                 one.sha256 for one in row.images
             ]

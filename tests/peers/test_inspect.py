@@ -160,8 +160,7 @@ def test_what_cannot_be_run_is_said(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_solver_may_have_the_target_where_the_rollout_scores(folder: Path) -> None:
-    words = ("--env.scoring", "rollout", "--sim.solve_probability", 1)
-    (group,) = process(folder, "told", *words)
+    (group,) = process(folder, "told", "--env.scoring", "rollout", "--sim.solve_probability", 1)
     assert "(It is 2.)" in group["messages"][0][0]["content"]
     assert group["scores"] == [1.0, 1.0]
 

@@ -291,9 +291,7 @@ def converter(inspect_python: Path) -> Iterator[subprocess.Popen[str]]:
 
 @settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(message=MESSAGE)
-def test_every_message_comes_back(
-    converter: subprocess.Popen[str], message: dict[str, Any]
-) -> None:
+def test_each_message_comes_back(converter: subprocess.Popen[str], message: dict[str, Any]) -> None:
     assert converter.stdin is not None and converter.stdout is not None
     converter.stdin.write(json.dumps(message) + "\n")
     converter.stdin.flush()

@@ -83,9 +83,7 @@ def whole_run(python: Path, model: Path, folder: Path, *words: object) -> Learni
     return run
 
 
-def test_learning_goes_on_after_its_trainer_was_killed(
-    learn_python: Path, model: Path, tmp_path: Path
-) -> None:
+def test_learning_survives_a_killed_one(learn_python: Path, model: Path, tmp_path: Path) -> None:
     with ended(learn_python, model, tmp_path, *SHORT, 5) as run:
         run.wait_for_step(2)
         run.kill("trainer")
@@ -108,20 +106,18 @@ def test_what_is_learned_generalises(
 
 
 @pytest.mark.slow
-def test_the_wire_of_atropos_teaches_as_well(
-    learn_python: Path, model: Path, tmp_path: Path, tell: Tell
+@pytest.mark.parametrize(
+    "words",
+    [("--wire", "atropos"), ("--lora-rank", 16, "--learning-rate", 2e-3)],
+    ids=["the wire of atropos", "a LoRA"],
+)
+def test_others_learn_as_well(
+    learn_python: Path, model: Path, tmp_path: Path, tell: Tell, words: tuple[object, ...]
 ) -> None:
-    words = ("--wire", "atropos", *TEN_MINUTES)
-    run = whole_run(learn_python, model, tmp_path, *words)
-    _has_learned(run, tell, "arithmetic, atropos")
-
-
-@pytest.mark.slow
-def test_a_lora_learns_as_well(learn_python: Path, model: Path, tmp_path: Path, tell: Tell) -> None:
-    words = ("--lora-rank", 16, "--learning-rate", 2e-3, *TEN_MINUTES)
-    run = whole_run(learn_python, model, tmp_path, *words)
-    _has_learned(run, tell, "arithmetic, LoRA")
-    judge(run)
+    run = whole_run(learn_python, model, tmp_path, *words, *TEN_MINUTES)
+    _has_learned(run, tell, f"arithmetic, {words[0]}")
+    if "atropos" not in words:
+        judge(run)
 
 
 @pytest.mark.slow

@@ -17,10 +17,10 @@ from support.learning import learning, mean
 
 from envserver.export.stored import StoredGroup, read_groups
 
-# Kuhn poker: what a perfect opponent wins gets less
-
-
+pytestmark = pytest.mark.slow
 Tell = Callable[[str], None]
+
+# Kuhn poker: what a perfect opponent wins gets less
 
 
 def coin_tosser(python: Path, game: str, folder: Path, *more: object) -> Path:
@@ -35,8 +35,7 @@ KUHN_WINDOW = 120
 
 @pytest.fixture(scope="module")
 def kuhn_player(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kuhn") / "tiny"
-    return coin_tosser(learn_python, "kuhn", folder)
+    return coin_tosser(learn_python, "kuhn", tmp_path_factory.mktemp("kuhn") / "tiny")
 
 
 def curve(store: Path) -> list[float]:
@@ -48,7 +47,6 @@ def curve(store: Path) -> list[float]:
     return [exploitability(strategy_of(chain.from_iterable(window))) for window in windows]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_self_play_comes_nearer_to_equilibrium(
     learn_python: Path, kuhn_player: Path, tmp_path: Path, tell: Tell, seed: int
@@ -87,7 +85,6 @@ workers:
 """
 
 
-@pytest.mark.slow
 def test_a_tiny_model_learns_which_numbers_there_are(
     learn_python: Path,
     games_python: Path,
@@ -142,7 +139,6 @@ def opposites_player(learn_python: Path, tmp_path_factory: pytest.TempPathFactor
     return coin_tosser(learn_python, "opposites", tmp_path_factory.mktemp("opposites") / "tiny")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_trls_asynchronous_trainer_teaches_both(
     learn_python: Path, opposites_player: Path, tmp_path: Path, tell: Tell, seed: int
@@ -162,7 +158,6 @@ def test_trls_asynchronous_trainer_teaches_both(
     both_have_learned(tmp_path / "groups.db", tell, f"TRL AsyncGRPOTrainer, seed {seed}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_atroposlibs_example_trainer_teaches_both(
     learn_python: Path,

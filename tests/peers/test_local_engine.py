@@ -147,9 +147,7 @@ async def test_the_proxy_can_ask_it_in_every_way(engine: Local) -> None:
         assert found.root == str(engine.model_folder)
 
 
-async def test_what_it_samples_beyond_its_tokenizer_it_takes_as_a_prompt(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_what_it_samples_beyond_its_tokenizer_is_a_prompt(http: httpx.AsyncClient) -> None:
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "return_token_ids": True}
     asked |= {"logit_bias": {"4100": 100}, "logprobs": 0}
     (choice,) = (await http.post("/v1/completions", json=asked)).json()["choices"]
@@ -162,10 +160,8 @@ async def test_what_it_samples_beyond_its_tokenizer_it_takes_as_a_prompt(
 
 async def test_calls_of_tools_are_read(http: httpx.AsyncClient) -> None:
     ids = (await http.post("/tokenize", json={"prompt": CALL})).json()["tokens"]
-    body = {
-        "chat_request": {"model": "tiny", "messages": SAY, "tools": [TOOL]},
-        "generate_response": {"choices": [{"index": 0, "token_ids": ids}]},
-    }
+    body = {"chat_request": {"model": "tiny", "messages": SAY, "tools": [TOOL]}}
+    body |= {"generate_response": {"choices": [{"index": 0, "token_ids": ids}]}}
     answer = await http.post("/v1/chat/completions/derender", json=body)
     message = answer.json()["choices"][0]["message"]
     assert message["content"].strip() == "Well."
@@ -217,9 +213,7 @@ async def test_who_hangs_up_makes_room(http: httpx.AsyncClient) -> None:
         await until_running(http, 0)
 
 
-async def test_weights_are_named_and_replaced_while_it_runs(
-    engine: Local, http: httpx.AsyncClient
-) -> None:
+async def test_weights_are_replaced_while_it_runs(engine: Local, http: httpx.AsyncClient) -> None:
     asked = {
         "token_ids": PROMPT,
         "sampling_params": {"max_tokens": 300, "ignore_eos": True, "seed": 2},
@@ -231,8 +225,7 @@ async def test_weights_are_named_and_replaced_while_it_runs(
     await until_running(http, 1)
     assert (await http.post("/pause?mode=keep")).json() == {"status": "paused"}
     assert (await http.get("/is_paused")).json() == {"is_paused": True}
-    folder = str(engine.model_folder)
-    body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(engine.model_folder)}}
     assert (await http.post("/collective_rpc", json=body)).status_code == 200
     await http.post("/reset_prefix_cache")
     await http.post("/update_weight_version", json={"new_version": "2"})

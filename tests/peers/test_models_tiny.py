@@ -27,9 +27,7 @@ ARITHMETIC = (
 
 
 @pytest.mark.slow
-def test_made_in_short_it_is_served_and_answers_through_the_proxy(
-    learn_python: Path, tmp_path: Path
-) -> None:
+def test_it_is_made_served_and_answers_by_the_proxy(learn_python: Path, tmp_path: Path) -> None:
     def learner(*words: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [learn_python.with_name("envserver"), *map(str, words)],

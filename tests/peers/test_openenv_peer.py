@@ -57,8 +57,7 @@ def healthy(url: str) -> bool:
 async def test_its_servers_are_environments(
     games: str, tmp_path: Path, game: str, opening: str, answers: list[Any], rewards: float
 ) -> None:
-    script = transcript(tmp_path / "t.json", opening, *answers)
-    result = await played(f"{games}/{game}", script)
+    result = await played(f"{games}/{game}", transcript(tmp_path / "t.json", opening, *answers))
     scores = [one.score.reward for one in result.groups[0].trajectories]
     assert scores == pytest.approx([rewards, rewards])
 
@@ -91,9 +90,7 @@ def test_its_tool_accepts_our_environments(ours: str, openenv_python: Path) -> N
         assert json.loads(report)["passed"], report
 
 
-def test_its_clients_play_our_environments(
-    ours: str, openenv_python: Path, task: tuple[str, Any]
-) -> None:
+def test_its_clients_play_our_own(ours: str, openenv_python: Path, task: tuple[str, Any]) -> None:
     task_id, turns = task
     actions = json.dumps([{"task_id": task_id}, *map(action_of, turns)])
     for *results, state in json.loads(

@@ -41,12 +41,10 @@ def calls(name: str, **arguments: str) -> str:
 ECHO = "echo ~~~~"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 BASH = calls("bash", command=ECHO)
-PROGRAMS = {
-    "mini-swe-agent": [BASH, BASH, calls("bash", command=SUBMIT)],
-    "claude-code": [*[calls("Bash", command=ECHO, description=WORDS)] * 2, WORDS],
-    "codex": [*[calls("exec_command", cmd=ECHO)] * 2, WORDS],
-    "opencode": [*[calls("bash", command=ECHO, description=WORDS)] * 2, WORDS],
-}
+PROGRAMS = {"mini-swe-agent": [BASH, BASH, calls("bash", command=SUBMIT)]}
+PROGRAMS |= {"claude-code": [*[calls("Bash", command=ECHO, description=WORDS)] * 2, WORDS]}
+PROGRAMS |= {"codex": [*[calls("exec_command", cmd=ECHO)] * 2, WORDS]}
+PROGRAMS |= {"opencode": [*[calls("bash", command=ECHO, description=WORDS)] * 2, WORDS]}
 """What the model says to each, turn by turn."""
 
 
@@ -150,10 +148,7 @@ def home(
         yield
 
 
-VERIFIERS = {
-    "classic_guess": [WORDS] * 3,
-    "classic_shop": [calls("price", item="pear"), "10"],
-}
+VERIFIERS = {"classic_guess": [WORDS] * 3, "classic_shop": [calls("price", item="pear"), "10"]}
 
 
 @pytest.mark.usefixtures("home")

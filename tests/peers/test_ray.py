@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 from support.commands import environment_variables, group_ids, running, until
 from support.process_tree import alive_with
-from support.ray_nodes import (
-    RayNodes,
-    assert_none_twice_and_no_hole,
-    ray_nodes,
-    served_at,
-    trainer,
-)
+from support.ray_nodes import RayNodes, assert_none_twice_and_no_hole, ray_nodes, served_at, trainer
 from support.waiting import PATIENCE
 
 OPEN = 5
@@ -57,7 +51,6 @@ def cluster(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def program(ray_python: Path) -> Path:
-    """The command in the Python that has Ray."""
     return ray_python.with_name("envserver")
 
 
@@ -74,9 +67,7 @@ def envserver_of(program: Path, *words: object, folder: Path) -> subprocess.Comp
     )
 
 
-def test_a_node_is_killed_and_another_added(
-    cluster: RayNodes, program: Path, tmp_path: Path
-) -> None:
+def test_one_node_is_killed_another_added(cluster: RayNodes, program: Path, tmp_path: Path) -> None:
     words = ("--env", "math", *SIM, "--ray", cluster.address, "--ray.runners", 2, "--port", 0)
     with running(
         "serve", *words, "--store", tmp_path / "s.db", folder=tmp_path, program=program
@@ -129,9 +120,7 @@ def test_what_fits_nowhere_is_said(cluster: RayNodes, program: Path, tmp_path: P
     assert "CPU 1, tpu 1" in done.stderr and "zone=b" in done.stderr
 
 
-def test_a_trainer_on_ray_starts_its_server_there(
-    cluster: RayNodes, ray_python: Path, tmp_path: Path
-) -> None:
+def test_a_trainer_on_ray_has_a_server(cluster: RayNodes, ray_python: Path, tmp_path: Path) -> None:
     trainer = Path(__file__).parents[1] / "support" / "ray_peer" / "trainer.py"
     done = envserver_of(ray_python, trainer, cluster.address, tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -141,9 +130,7 @@ def test_a_trainer_on_ray_starts_its_server_there(
     assert not alive_with(url)
 
 
-def test_nothing_is_left_of_a_killed_server(
-    cluster: RayNodes, program: Path, tmp_path: Path
-) -> None:
+def test_a_killed_server_leaves_nothing(cluster: RayNodes, program: Path, tmp_path: Path) -> None:
     words = ("--env", "math", *SIM, "--ray", cluster.address, "--ray.max", 2, "--port", 0)
     with running("serve", *words, folder=tmp_path, program=program) as server:
         url = served_at(server)

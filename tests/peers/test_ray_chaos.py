@@ -13,13 +13,7 @@ from pathlib import Path
 import pytest
 from support.commands import Running, running
 from support.process_tree import alive_with, cpu_seconds, descendants
-from support.ray_nodes import (
-    RayNodes,
-    assert_none_twice_and_no_hole,
-    ray_nodes,
-    served_at,
-    trainer,
-)
+from support.ray_nodes import RayNodes, assert_none_twice_and_no_hole, ray_nodes, served_at, trainer
 
 pytestmark = pytest.mark.slow
 KILLS = 10
@@ -60,8 +54,7 @@ def test_ten_nodes_are_killed_at_random(
             one.train(lambda: registrations(server) >= 3)
             for _ in range(KILLS):
                 seen = registrations(server)
-                killed = alive.pop(rng.randrange(len(alive)))
-                cluster.kill(killed)
+                cluster.kill(alive.pop(rng.randrange(len(alive))))
                 alive.append(cluster.add())
                 before = time.monotonic()
                 one.train(partial(is_more, server, seen))

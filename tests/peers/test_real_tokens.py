@@ -76,10 +76,7 @@ async def test_other_ways_of_asking_are_exact_too(
 
 @pytest.mark.slow
 async def test_ten_thousand_rollouts_without_drift(
-    vllm_server: VllmServer,
-    tell: Tell,
-    record_property: Record,
-    capsys: pytest.CaptureFixture[str],
+    vllm_server: VllmServer, tell: Tell, record_property: Record, capsys: pytest.CaptureFixture[str]
 ) -> None:
     proof = Proof()
     async with asyncio.timeout(7200), bench(vllm_server) as agents:

@@ -33,8 +33,6 @@ RESPONSE_TOOLS = [{"type": "function", **TOOLS[0]["function"], "strict": True}]
 
 
 class Answer(BaseModel):
-    """The answer."""
-
     answer: int
     unit: str
 
@@ -68,9 +66,7 @@ def test_several_prompts_and_choices_are_calls_of_their_own(house: SdkHouse) -> 
 
 @whole_and_streamed
 @pytest.mark.parametrize("by_id", [False, True])
-def test_a_response_calls_tools_and_is_gone_on_from(
-    house: SdkHouse, streamed: bool, by_id: bool
-) -> None:
+def test_a_response_calls_tools_and_goes_on(house: SdkHouse, streamed: bool, by_id: bool) -> None:
     with house.seat(CALLS, DONE) as seat:
         asked: list[Any] = user()
         first = respond(seat, streamed, input=asked, tools=RESPONSE_TOOLS)
@@ -96,9 +92,7 @@ def test_a_response_calls_tools_and_is_gone_on_from(
 
 
 @whole_and_streamed
-def test_ids_are_told_to_those_who_ask_for_them_and_to_nobody_else(
-    house: SdkHouse, streamed: bool
-) -> None:
+def test_ids_are_told_to_those_who_ask_and_to_nobody_else(house: SdkHouse, streamed: bool) -> None:
     with house.seat(DONE) as seat:
         client = seat.lenient_openai
         for extra in ({}, {"return_token_ids": True}):
@@ -162,8 +156,7 @@ def test_thoughts_are_blocks_that_can_be_sent_back(house: SdkHouse, streamed: bo
         ]
         assert first.content[0].thinking == "Two sums it takes."
         messages += [{"role": "assistant", "content": first.content}, results(first, "2", "4")]
-        last = message_of(seat, streamed, messages=messages, **asked)
-        assert last.stop_reason == "end_turn"
+        assert message_of(seat, streamed, messages=messages, **asked).stop_reason == "end_turn"
         recorded, replayed = seat.calls[0].message, seat.calls[1].messages[1]
         assert replayed["reasoning"] == recorded["reasoning"] == "Two sums it takes."
         assert replayed["content"] == recorded["content"] == "Two sums."
@@ -187,8 +180,7 @@ def test_the_clients_own_loop_runs_tools_to_the_end(house: SdkHouse) -> None:
         runner = seat.anthropic.beta.messages.tool_runner(
             model=seat.model, max_tokens=200, messages=user(), tools=[calculate]
         )
-        last = runner.until_done()
-        assert last.content[0].text.endswith("They are 2 and 4.")
+        assert runner.until_done().content[0].text.endswith("They are 2 and 4.")
         assert [m["content"] for m in seat.calls[1].messages if m["role"] == "tool"] == ["2", "4"]
         seat.assert_exact(sequences=1)
 
@@ -226,9 +218,7 @@ def test_structured_output(
 
 @pytest.mark.parametrize("responses", [False, True])
 @whole_and_streamed
-def test_an_agent_loops_until_no_tool_is_called(
-    house: SdkHouse, streamed: bool, responses: bool
-) -> None:
+def test_agents_loop_until_no_tool_call(house: SdkHouse, streamed: bool, responses: bool) -> None:
     with house.seat(PRODUCTS, PRODUCTS, MULTIPLIED) as seat:
         model = seat.langchain(use_responses_api=responses, streaming=streamed)
         agent = create_agent(model, [multiply], system_prompt="Be brief.")
@@ -257,9 +247,7 @@ def calculate(expression: str) -> str:
 
 
 @whole_and_streamed
-def test_a_tool_calling_agent_calls_tools_at_once_and_one_after_the_other(
-    house: SdkHouse, streamed: bool
-) -> None:
+def test_an_agent_calls_tools_at_once_and_in_sequence(house: SdkHouse, streamed: bool) -> None:
     turns = [
         said(
             "I multiply.",

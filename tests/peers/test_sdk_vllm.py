@@ -53,8 +53,7 @@ class Engine:
         with self._house.seat() as seat:
             yield seat
         seat.assert_exact()
-        told = [edge.replace("lossy_detok", "exact") for edge in seat.edges]
-        assert told == edges
+        assert [edge.replace("lossy_detok", "exact") for edge in seat.edges] == edges
         assert len(seat.sequences) == sequences
         recorded = (_key(c.prompt_ids, c.completion_ids, c.logprobs) for c in seat.calls)
         echoed = (_key(e.prompt_ids, e.completion_ids, e.logprobs) for e in self._echoes)
@@ -96,8 +95,7 @@ def test_openai_chat(engine: Engine, streamed: bool) -> None:
         messages: list[Any] = [user()]
         for _ in range(TURNS):
             asked: Any = {"logprobs": True, "top_logprobs": 2, "extra_body": WORDS}
-            answer = completion(seat, streamed, messages=messages, **asked)
-            (choice,) = answer.choices
+            (choice,) = completion(seat, streamed, messages=messages, **asked).choices
             assert choice.finish_reason == "stop"
             told = [entry.logprob for entry in choice.logprobs.content]
             assert np.float32(told).tolist() == seat.calls[-1].logprobs.tolist()
@@ -110,8 +108,7 @@ def test_openai_tools(engine: Engine, streamed: bool) -> None:
     with engine.seat(["root", "calls", "calls"]) as seat:
         messages: list[Any] = [user()]
         for _ in range(TURNS):
-            answer = completion(seat, streamed, messages=messages, **FORCED)
-            message = answer.choices[0].message
+            message = completion(seat, streamed, messages=messages, **FORCED).choices[0].message
             (made,) = message.tool_calls
             assert made.function.arguments in ('{"loud": true}', '{"loud": false}')
             messages += [message, {"role": "tool", "tool_call_id": made.id, "content": "Ding."}]
@@ -121,8 +118,7 @@ def test_openai_goes_on_from_one_of_several_choices(engine: Engine) -> None:
     with engine.seat(["root"] * 3 + ["exact"], sequences=3) as seat:
         chats = seat.openai.chat.completions
         asked: Any = {"model": seat.model, "max_tokens": 9, **SEED}
-        answer = chats.create(messages=[user()], n=3, **asked)
-        chosen = answer.choices[1].message
+        chosen = chats.create(messages=[user()], n=3, **asked).choices[1].message
         chats.create(messages=[user(), chosen, user("And then?")], **asked)
         assert seat.calls[3].planned_parent == 1
 

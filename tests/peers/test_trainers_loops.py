@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.cases import cases_of
 from support.commands import Running, running
 from support.foreign_trainers import ROOT, SUPPORT, alone, environment
 from support.vllm_server import VllmServer, running_vllm
@@ -38,8 +39,7 @@ def loop(vllm_python: Path, folder: Path, *words: object) -> Iterator[Loop]:
         serve += ("--port", 0, "--store", "groups.db", "--rollouts.max_queued_groups", 0)
         serve += ("--workers.processes", 1, *words)
         with running(*serve, folder=folder) as server:
-            url = server.wait_for(r"Trainers: (http://\S+)")[1]
-            yield Loop(engine, url, folder)
+            yield Loop(engine, server.wait_for(r"Trainers: (http://\S+)")[1], folder)
 
 
 @contextlib.contextmanager
@@ -65,6 +65,7 @@ def trains(python: Path, made: Loop, *command: object, **environ: str) -> Iterat
 
 Tell = Callable[[str], None]
 STEPS = 2
+SETTINGS = cases_of(__file__)
 SERVED = ("--env", SUPPORT / "letters.py", "--env.group_size", 4, "--sampling.max_tokens", 24)
 
 
@@ -87,39 +88,6 @@ def asked(made: Loop) -> dict[str, Any]:
 def test_verl_takes_two_steps_with_its_engine_asked_by_our_agents(
     trainers_python: Path, vllm_python: Path, tmp_path: Path, tell: Tell
 ) -> None:
-    settings = {
-        "envserver.url": "",
-        "data.train_files": "rows.jsonl",
-        "data.val_files": "rows.jsonl",
-        "data.train_batch_size": 2,
-        "data.max_prompt_length": 128,
-        "data.max_response_length": 128,
-        "data.dataloader_num_workers": 0,
-        "actor_rollout_ref.model.path": "",
-        "actor_rollout_ref.model.use_remove_padding": "false",
-        "+actor_rollout_ref.model.override_config.attn_implementation": "eager",
-        "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
-        "actor_rollout_ref.actor.strategy": "fsdp2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
-        "actor_rollout_ref.actor.use_torch_compile": "false",
-        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
-        "actor_rollout_ref.actor.optim.lr": 1e-3,
-        "actor_rollout_ref.rollout.name": "vllm_cpu",
-        "actor_rollout_ref.rollout.n": 4,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
-        "actor_rollout_ref.rollout.agent.num_workers": 1,
-        "actor_rollout_ref.rollout.agent.agent_loop_config_path": ROOT / "configs/verl/loops.yaml",
-        "reward.num_workers": 1,
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-        "trainer.n_gpus_per_node": 1,
-        "trainer.device": "cpu",
-        "trainer.total_training_steps": STEPS,
-        "trainer.resume_mode": "disable",
-        "ray_kwargs.ray_init.num_cpus": 16,
-        "+ray_kwargs.ray_init.num_gpus": 1,
-        "+ray_kwargs.ray_init.include_dashboard": "false",
-    }
     environ = {
         "VERL_USE_EXTERNAL_MODULES": "support.verl_on_a_cpu",
         "VERL_PLATFORM": "cpu",
@@ -127,9 +95,11 @@ def test_verl_takes_two_steps_with_its_engine_asked_by_our_agents(
     }
     with loop(vllm_python, tmp_path, *SERVED) as made:
         task_rows(trainers_python, made)
-        settings |= {
+        loops = ROOT / "configs/verl/loops.yaml"
+        settings = SETTINGS["verl"] | {
             "envserver.url": made.server,
             "actor_rollout_ref.model.path": made.engine.model_folder,
+            "actor_rollout_ref.rollout.agent.agent_loop_config_path": loops,
         }
         command = ("-W", "ignore", "-m", "envserver_clients.adapters.verl_training")
         command += ("--config-dir", str(ROOT / "configs/verl"), "--config-name", "math")
@@ -168,44 +138,10 @@ def test_verl_takes_two_steps_with_its_engine_asked_by_our_agents(
 def test_skyrl_takes_two_steps_with_its_engine_asked_by_our_agents(
     trainers_python: Path, vllm_python: Path, tmp_path: Path, tell: Tell
 ) -> None:
-    settings = {
-        "data.train_data": "['rows.jsonl']",
-        "data.val_data": "[]",
-        "environment.env_class": "letters",
-        "trainer.eval_interval": -1,
-        "trainer.eval_before_train": "false",
-        "trainer.placement.colocate_all": "false",
-        "trainer.placement.colocate_policy_ref": "false",
-        "trainer.placement.policy_num_gpus_per_node": 1,
-        "trainer.algorithm.advantage_estimator": "grpo",
-        "trainer.algorithm.use_kl_loss": "false",
-        "trainer.policy.optimizer_config.lr": 1e-3,
-        "trainer.train_batch_size": 2,
-        "trainer.policy_mini_batch_size": 2,
-        "trainer.micro_train_batch_size_per_gpu": 4,
-        "trainer.micro_forward_batch_size_per_gpu": 4,
-        "trainer.max_prompt_length": 128,
-        "trainer.flash_attn": "false",
-        "trainer.remove_microbatch_padding": "false",
-        "trainer.gradient_checkpointing": "false",
-        "trainer.bf16": "false",
-        "trainer.use_expandable_segments": "false",
-        "trainer.enable_ray_gpu_monitor": "false",
-        "trainer.logger": "console",
-        "trainer.resume_mode": "none",
-        "trainer.ckpt_interval": -1,
-        "trainer.max_training_steps": STEPS,
-        "generator.n_samples_per_prompt": 4,
-        "generator.sampling_params.max_generate_length": 64,
-        "generator.max_input_length": 128,
-        "generator.inference_engine.run_engines_locally": "false",
-        "generator.inference_engine.model_dtype": "float32",
-        "generator.inference_engine.num_engines": 1,
-    }
     with loop(vllm_python, tmp_path, *SERVED) as made:
         task_rows(trainers_python, made)
         url = made.engine.root_url
-        settings |= {
+        settings = SETTINGS["skyrl"] | {
             "trainer.policy.model.path": made.engine.model_folder,
             "generator.inference_engine.external_server_urls": f"['{url}']",
             "generator.inference_engine.external_proxy_url": url,
@@ -214,10 +150,9 @@ def test_skyrl_takes_two_steps_with_its_engine_asked_by_our_agents(
         }
         command = ("-W", "ignore", SUPPORT / "skyrl_on_a_cpu.py")
         words = [f"{name}={value}" for name, value in settings.items()]
-        resources = '{"CPU": 16, "GPU": 1}'
         with trains(
             *(trainers_python, made, *command, *words),
-            RAY_OVERRIDE_RESOURCES=resources,
+            RAY_OVERRIDE_RESOURCES='{"CPU": 16, "GPU": 1}',
             SKYRL_DUMP_INFRA_LOG_TO_STDOUT="1",
         ) as process:
             assert process.end() == 0, process.output()[-5000:]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import envserver, read_jsonl
+from support.commands import envserver, read_jsonl, rollouts_of
 from support.foreign_trainers import SUPPORT, told
 from support.learning import learning, mean, tiny_model
 from support.verifiers_peer import install, refusal
@@ -64,10 +64,6 @@ def played(name: str, folder: Path, *words: object, limit: int = 2) -> list[dict
     done = envserver(*asked, *ONE_PROCESS, "--out", out, *words, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return list(read_jsonl(out))
-
-
-def rollouts_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for group in groups for one in group["envserver"]["rollouts"]]
 
 
 def test_both_generations_beside_math(home: Path, tmp_path: Path) -> None:
@@ -131,16 +127,14 @@ def test_a_reward_function_that_raises_is_no_reward_of_0(home: Path, tmp_path: P
     args = json.dumps({"scored_by": "raises"})
     words = ("process", "--env", "verifiers:classic_sums", "--model", "sim", "--limit", 1)
     words += ("--env.args", args, "--rollouts.max_attempts", 1)  # type: ignore[assignment]
-    done = envserver(*words, *ONE_PROCESS, "--out", out, folder=tmp_path)
-    assert done.returncode != 0
+    assert envserver(*words, *ONE_PROCESS, "--out", out, folder=tmp_path).returncode != 0
     assert "the judge is gone" in (tmp_path / "rows.failures.jsonl").read_text()
     assert not out.exists() or not list(read_jsonl(out))
 
 
 @pytest.mark.slow
 def test_a_task_set_without_end_is_scored_apart(home: Path, tmp_path: Path) -> None:
-    words = ("--env.args", json.dumps({"first": 40}))
-    groups = played("taskset_sums", tmp_path, *words, limit=6)
+    groups = played("taskset_sums", tmp_path, "--env.args", json.dumps({"first": 40}), limit=6)
     done = rollouts_of(groups)
     assert {one["reward"] for one in done} == {0.0, 0.5}
     assert all(one["metrics"] == {"words": 1.0} for one in done)
@@ -207,9 +201,7 @@ def test_evaluate_and_check(home: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_function_pays_on_rows_what_it_pays_there(
-    verifiers_classic_python: Path, tmp_path: Path
-) -> None:
+def test_each_function_pays_on_rows_so_too(verifiers_classic_python: Path, tmp_path: Path) -> None:
     command = (verifiers_classic_python, "-W", "ignore", SUPPORT / "verifiers_rubrics.py")
     found = told(*command, sysconfig.get_path("purelib"), folder=tmp_path)
     for name, pairs in found.items():

@@ -29,9 +29,7 @@ from envserver.tokens_config import TokensConfig
 pytestmark = pytest.mark.vllm
 
 
-def test_ids_and_logprobs_come_with_an_answer_and_tools_are_in_the_prompt(
-    vllm_server: VllmServer,
-) -> None:
+def test_ids_and_logprobs_come_and_tools_are_in_the_prompt(vllm_server: VllmServer) -> None:
     def answered(**more: Any) -> dict[str, Any]:
         body = {"model": vllm_server.model, "messages": user("What is 2 + 2?"), **more}
         url = f"{vllm_server.base_url}/chat/completions"
@@ -86,10 +84,7 @@ def test_calls_with_strict_tools_are_trained_as_the_models_own(vllm_server: Vllm
     with vllm_house(vllm_server.base_url, vllm_server.model) as house, house.seat() as seat:
         for more in ({"tools": [COUNT]}, {"response_format": FORM}):
             seat.openai.chat.completions.create(
-                model=seat.model,
-                messages=user("Count."),
-                max_tokens=24,
-                **more,
+                model=seat.model, messages=user("Count."), max_tokens=24, **more
             )
         free, forced = seat.calls
         assert "strict_dropped" in free.flags
@@ -191,10 +186,7 @@ print(json.dumps({"batch": made.numbers, "warm": steps[0], "plain": steps[1]}))
 
 
 def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
-    learning_vllm: VllmServer,
-    learn_python: Path,
-    tmp_path: Path,
-    tell: Callable[[str], None],
+    learning_vllm: VllmServer, learn_python: Path, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     learning_vllm.begin_anew(tmp_path)
     environment = tmp_path / "babble.py"
@@ -309,9 +301,7 @@ def compare(ours: Shape, theirs: Shape) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), CASES, ids=lambda case: str(case)[:60])
-async def test_answers_have_vllms_places(
-    vllm_server: VllmServer, path: str, body: dict[str, Any]
-) -> None:
+async def test_answers_are_vllms(vllm_server: VllmServer, path: str, body: dict[str, Any]) -> None:
     async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=PATIENCE) as client:
         response = await client.post(path, json={**body, "model": vllm_server.model})
     assert response.status_code == 200, response.text
@@ -320,9 +310,7 @@ async def test_answers_have_vllms_places(
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS, ids=lambda case: str(case)[:60])
-async def test_chunks_have_vllms_places(
-    vllm_server: VllmServer, path: str, body: dict[str, Any]
-) -> None:
+async def test_chunks_are_vllms(vllm_server: VllmServer, path: str, body: dict[str, Any]) -> None:
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=PATIENCE) as client:
         response = await client.post(path, json={**body, "model": vllm_server.model})

@@ -43,20 +43,9 @@ REGISTRATION = {
 GROUP = {"content-type": "application/vnd.envserver.group+msgpack"}
 ENVIRONMENT = {"max_token_length": 100, "desired_name": "env", "weight": 1.0, "group_size": 2}
 KEYS = [
-    "tokens",
-    "masks",
-    "scores",
-    "advantages",
-    "ref_logprobs",
-    "messages",
-    "generation_params",
-    "inference_logprobs",
-    "overrides",
-    "group_overrides",
-    "images",
-    "env_id",
-    "distill_token_ids",
-    "distill_logprobs",
+    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
+    *("inference_logprobs", "overrides", "group_overrides", "images", "env_id"),
+    *("distill_token_ids", "distill_logprobs"),
 ]
 
 
@@ -77,7 +66,6 @@ class Api:
         return _good(await self.http.post(path, json=body, **more))
 
     async def status(self, method: str, path: str, **more: Any) -> int:
-        """The status of the answer."""
         return (await self.http.request(method, path, **more)).status_code
 
     # Trainers of our own API
@@ -283,12 +271,10 @@ class Joined:
         return [(said["index"], said["place"]) for said in answer.json()["refused"]]
 
     def group(self, index: int, **changes: Any) -> Group:
-        """The group at `index` of its stream."""
         return stream_group(index, self.seed, **changes)
 
 
 def stream_group(index: int, seed: int = 0, **changes: Any) -> Group:
-    """The group at `index` of a stream of math."""
     group = native_group(group_id_of(f"math-train-{seed}-", index, "task-1"), **changes)
     group.index, group.seed = index, seed
     return group

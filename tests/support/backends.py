@@ -9,13 +9,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from envserver.registry.installed import (
-    Installed,
-    Interpreter,
-    home,
-    this_version,
-    write_record,
-)
+from envserver.registry.installed import Installed, Interpreter, home, this_version, write_record
 from envserver.running.own_venv import describe
 
 
@@ -30,12 +24,11 @@ def install(python: Path, package: str, *references: str) -> None:
     interpreter = Interpreter(executable=str(python), own_path=path, version=this_version())
     place = home() / package
     place.mkdir(parents=True, exist_ok=True)
-    described = describe(references, str(python), interpreter.search_path, place, package)
     record = Installed(
         package=package,
         version="0",
         source=references[0],
-        environments=described,
+        environments=describe(references, str(python), interpreter.search_path, place, package),
         interpreter=interpreter,
     )
     write_record(record)

@@ -32,8 +32,7 @@ def beside(serve: Serve) -> Iterator[None]:
     """Runs `serve(started, ended)`: it sets `started` when it serves, and returns after `ended`."""
     with start_blocking_portal() as portal:
         started, ended = threading.Event(), portal.call(asyncio.Event)
-        served = portal.start_task_soon(serve, started, ended)
-        served.add_done_callback(lambda _: started.set())
+        portal.start_task_soon(serve, started, ended).add_done_callback(lambda _: started.set())
         started.wait(PATIENCE)
         try:
             yield

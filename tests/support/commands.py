@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,6 @@ class Running:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """kill -9."""
         self.process.kill()
         self.process.wait(PATIENCE)
 
@@ -237,3 +236,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def group_ids(path: Path) -> list[str]:
     """Of the groups that `envserver process` wrote, in order."""
     return [line["envserver"]["group_id"] for line in read_jsonl(path)]
+
+
+def rollouts_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `envserver process` wrote of each rollout, group by group."""
+    return [rollout for group in groups for rollout in group["envserver"]["rollouts"]]

@@ -19,8 +19,7 @@ RIGHTS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAm
 
 def facts() -> dict[str, object]:
     """Returns facts of this process: ids, limits, namespaces, open files."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    lines = dict(line.split(":", 1) for line in status)
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "namespaces": [str(Path("/proc/self/ns", name).readlink()) for name in NAMESPACES],
         "rights": {name: lines[name].split() for name in (*RIGHTS, "Seccomp", "Seccomp_filters")},
@@ -37,8 +36,7 @@ def accompany(channel: socket.socket) -> None:
     """Answers one request: facts of itself, or seconds of work, or its end by a signal."""
     asked = json.loads(channel.recv(1 << 16))
     if asked == "facts":
-        listed = list(Path("/proc/self/fd").iterdir())
-        opened = [path.name for path in listed if path.is_symlink()]
+        opened = [path.name for path in list(Path("/proc/self/fd").iterdir()) if path.is_symlink()]
         told = {**facts(), "open": opened, "modules": sorted(sys.modules)}
         channel.sendall(json.dumps(told).encode())
     elif asked == "work":

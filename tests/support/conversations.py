@@ -154,8 +154,7 @@ class Conversation:
 
     async def run(self, words: str, expected: str) -> None:
         name, _, wanted = words.partition(" ")
-        made = await self.api.run(name, **json.loads(wanted or "{}"))
-        alike(made, json.loads(expected or "{}"))
+        alike(await self.api.run(name, **json.loads(wanted or "{}")), json.loads(expected or "{}"))
 
     async def take(self, words: str, expected: str) -> str:
         """The groups of the next lease: the ids of ours, the marks of those that were posted."""

@@ -15,7 +15,6 @@ def cpu_limit(seconds: float) -> float:
 
 
 def _work() -> float:
-    """CPU seconds of a small piece of ordinary Python."""
     began = time.thread_time()
     sum(n * n % 7 for n in range(50_000))
     return time.thread_time() - began

@@ -73,7 +73,6 @@ def line(
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> Path:
-    """A file of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         for one in lines:

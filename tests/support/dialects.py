@@ -92,8 +92,7 @@ class Api:
     def create(self, desk: Desk, streamed: bool = False, **asked: Any) -> Any:
         """The client's own answer, whole or put together from a stream."""
         asked = {"model": "any", **self.smallest, **asked}
-        ask = self.streamed if streamed else self.whole
-        return ask(self.endpoint(desk), asked)
+        return (self.streamed if streamed else self.whole)(self.endpoint(desk), asked)
 
     def whole(self, endpoint: Any, asked: Json) -> Any:
         return endpoint.create(**asked)
@@ -257,12 +256,10 @@ class Desk:
 
     @property
     def http(self) -> httpx2.Client:
-        """For an official client."""
         return httpx2.Client(transport=httpx2.MockTransport(self._respond))
 
     @property
     def ask(self) -> ModelRequest:
-        """The latest."""
         return self.asks[-1]
 
     def _respond(self, request: httpx2.Request) -> httpx2.Response:
@@ -401,8 +398,7 @@ def chat_answers(draw: st.DrawFn) -> Json:
 @st.composite
 def mangled(draw: st.DrawFn, request: Json, values: st.SearchStrategy[Any] = json_values) -> Json:
     """`request` with something in it replaced by one of `values`."""
-    path = draw(st.sampled_from(list(_paths(request))))
-    return _replaced(request, path, draw(values))
+    return _replaced(request, draw(st.sampled_from(list(_paths(request)))), draw(values))
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

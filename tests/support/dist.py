@@ -57,7 +57,6 @@ def _check_sdist(wheel: Path) -> None:
 
 
 def _contents(wheel: Path) -> dict[str, int]:
-    """Returns the checksum of each file."""
     with zipfile.ZipFile(wheel) as archive:
         return {file.filename: file.CRC for file in archive.infolist()}
 
@@ -71,8 +70,7 @@ def _try_client(folder: Path, wheel: Path) -> None:
 
 def _try_server(folder: Path, wheels: list[Path]) -> None:
     clients, server = wheels
-    programs = fresh_environment(folder, clients, f"{server}[math]")
-    command = programs / "envserver"
+    command = fresh_environment(folder, clients, f"{server}[math]") / "envserver"
     if "math" not in _run(command, "list", folder=folder):
         sys.exit("`envserver list` does not show math.")
     groups = folder / "groups.jsonl"
@@ -83,7 +81,6 @@ def _try_server(folder: Path, wheels: list[Path]) -> None:
 
 
 def _run(*words: str | Path, folder: Path) -> str:
-    """Runs a command outside the checkout; returns what it printed."""
     ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         sys.exit(f"{' '.join(map(str, words))} failed:\n{ended.stdout}{ended.stderr}")

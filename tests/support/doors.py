@@ -63,7 +63,6 @@ class Door:
             writer.close()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
         self._writers.add(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while await self._pass_on(reader, writer):
@@ -109,7 +108,6 @@ class Door:
 
 
 async def _hang_up_with(reader: asyncio.StreamReader, far_writer: asyncio.StreamWriter) -> None:
-    """Closes the connection to the server when the client closes its own."""
     with contextlib.suppress(ConnectionError):
         await reader.read()
     far_writer.transport.abort()

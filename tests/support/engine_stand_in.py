@@ -457,7 +457,6 @@ class FakeVllm:
     # Over HTTP
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Any request."""
         self.paths.append(request.path)
         if self.hung:
             await asyncio.Event().wait()
@@ -512,7 +511,6 @@ class FakeVllm:
         return self.faults.popleft() if self.faults else None
 
     async def _wrong(self, request: web.Request, body: Json, fault: Any) -> Any:
-        """What is answered instead, or None."""
         assert request.transport is not None
         if isinstance(fault, int | tuple):
             told = f"told {request.headers.get('authorization')}"
@@ -529,10 +527,8 @@ class FakeVllm:
             await response.write(b": soon\n\n" if body.get("stream") else b'{"id": ')
             request.transport.abort()
             return response
-        others = {
-            "garbage": "<html>not JSON</html>",
-            "error_body": '{"error": {"message": "CUDA out of memory", "code": 500}}',
-        }
+        others = {"garbage": "<html>not JSON</html>"}
+        others |= {"error_body": '{"error": {"message": "CUDA out of memory", "code": 500}}'}
         if fault not in others:
             return None
         kind = "text/plain" if fault == "garbage" else "application/json"
@@ -561,8 +557,7 @@ class FakeVllm:
         return response
 
     async def _write(self, response: web.StreamResponse, chunk: Json) -> None:
-        data = b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
-        await response.write(data)
+        await response.write(b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n")
 
     async def _wait(self) -> None:
         if self.held is not None:
@@ -588,7 +583,6 @@ class FakeVllm:
 
 
 def fake_vllm(port: int = 0, **how: Any) -> contextlib.AbstractAsyncContextManager[FakeVllm]:
-    """A running FakeVllm."""
     return FakeVllm(**how).listening(port)
 
 
@@ -652,7 +646,6 @@ class ScaleOut(FakeVllm):
         yield parts()
 
     def _sent(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
-        """Returns `body` as it comes over the wire."""
         sent: Json = orjson.loads(orjson.dumps(body))
         self.paths.append(path.rpartition("/")[2])
         self.requests.append((path, sent))

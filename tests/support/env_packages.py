@@ -39,8 +39,7 @@ def wheel(
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     if environments:
-        points = "\n".join(["[envserver.environments]", *environments])
-        content[f"{info}/entry_points.txt"] = points
+        content[f"{info}/entry_points.txt"] = "\n".join(["[envserver.environments]", *environments])
     content[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*content, f"{info}/RECORD"))
     path = folder / f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:

@@ -30,8 +30,7 @@ def install(folder: Path) -> None:
 
 def commands(folder: Path) -> list[list[str]]:
     """The command lines that were heard."""
-    lines = (folder / "commands.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in (folder / "commands.jsonl").read_text().splitlines()]
 
 
 def main(folder: Path, words: list[str]) -> None:

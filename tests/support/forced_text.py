@@ -49,7 +49,6 @@ class ForcedText(AdapterLogitsProcessor):
 
 
 def _among(allowed, output_ids, logits):
-    """Leaves a token only what is allowed at its place."""
     ids = torch.tensor(allowed[len(output_ids)])
     kept = torch.full_like(logits, -torch.inf)
     kept[ids] = logits[ids]

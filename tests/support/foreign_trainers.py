@@ -79,8 +79,7 @@ def house(
         serve = ("serve", "--openai.base_url", base_url, "--port", 0, "--store", "groups.db")
         serve += ("--rollouts.max_queued_groups", 0, "--workers.processes", 1, *words)
         with running(*serve, folder=folder) as server:
-            url = server.wait_for(r"Trainers: (http://\S+)")[1]
-            yield url, base_url.removesuffix("/v1")
+            yield server.wait_for(r"Trainers: (http://\S+)")[1], base_url.removesuffix("/v1")
 
 
 @contextlib.contextmanager
@@ -96,8 +95,5 @@ def trainer(
     """A script of this folder that trains `model` and writes to `folder / "out"`."""
     command = (SUPPORT / script, "--server", urls[0], "--engine", urls[1])
     command += ("--model", model, "--output", folder / "out", *words)
-    with (
-        environment(alone(*packages)),
-        running(*command, folder=folder, program=python) as process,
-    ):
+    with environment(alone(*packages)), running(*command, folder=folder, program=python) as process:
         yield process

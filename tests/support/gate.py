@@ -113,13 +113,15 @@ def choose(changed: Iterable[str]) -> Choice:
     for path in changed:
         if matches(path, TABLE["everything"]):
             return Choice(everything=path)
+        if matches(path, TABLE["nothing"]):
+            continue
         hit = [(name, tests) for name, tests, rooms in groups(files) if matches(path, rooms)]
         for name, tests in hit:
             for file in tests:
                 choice.files.setdefault(file, []).append(f"{name}: {path}")
         if path in files:
             choice.files.setdefault(path, []).append("it changed itself")
-        elif not hit and not matches(path, TABLE["nothing"]) and (ROOT / path).exists():
+        elif not hit and not matches(path, TABLE["elsewhere"]) and (ROOT / path).exists():
             return Choice(everything=f"{path}, which no group of tests/gate.toml knows")
     return choice
 
@@ -161,7 +163,6 @@ def _git(*words: str) -> str:
 
 
 def _remember() -> None:
-    """Notes that this commit has passed, unless files differ from it."""
     if changes_since("HEAD"):
         return
     _CACHE.mkdir(parents=True, exist_ok=True)

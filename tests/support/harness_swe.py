@@ -121,5 +121,4 @@ class Folders(Harbor):
         self.folder = self.config.tasks_folder
 
     def demonstration(self, task):
-        commands = ["ls", "pwd", "id", task.hidden["solution"], "ls"]
-        return calls(commands, self.config, "It is done.")
+        return calls(["ls", "pwd", "id", task.hidden["solution"], "ls"], self.config, "It is done.")

@@ -26,5 +26,4 @@ class Letters(Environment):
 
     def score(self, task: Task, result: Result) -> Score:
         said = "".join(result.output["said"])
-        letters = sum(character.islower() for character in said)
-        return Score(reward=letters / max(1, len(said)))
+        return Score(reward=sum(character.islower() for character in said) / max(1, len(said)))

@@ -14,24 +14,6 @@ from envserver_records.records import Split
 
 from envserver import Caller, Environment, Message, PublicTask, Result, Rollout, Score, Task, tool
 
-CODEX = """
-model = "{model}"
-model_provider = "env"
-web_search = "disabled"
-[agents]
-enabled = false
-[model_providers.env]
-name = "env"
-base_url = "{base_url}"
-env_key = "OPENAI_API_KEY"
-wire_api = "responses"
-request_max_retries = 0
-stream_max_retries = 0
-[mcp_servers.env]
-url = "{mcp}"
-required = true
-"""
-
 
 class Desk(Environment):
     """Learn the secret from one tool, and save it with the other."""
@@ -99,11 +81,10 @@ class Desk(Environment):
 
 def claude(program: str, run: Rollout, mcp: str, home: Path) -> tuple[list[str], dict[str, str]]:
     """Returns command and variables of Claude Code."""
-    servers = {"mcpServers": {"env": {"type": "http", "url": mcp}}}
     words = [
         *(program, "--output-format", "stream-json", "--verbose", "--bare", "--tools", ""),
         *("--dangerously-skip-permissions", "--strict-mcp-config"),
-        *("--mcp-config", json.dumps(servers), "-p"),
+        *("--mcp-config", json.dumps({"mcpServers": {"env": {"type": "http", "url": mcp}}}), "-p"),
     ]
     return words, {
         "ANTHROPIC_BASE_URL": run.base_url.removesuffix("/v1"),
@@ -117,8 +98,10 @@ def claude(program: str, run: Rollout, mcp: str, home: Path) -> tuple[list[str],
 
 def codex(program: str, run: Rollout, mcp: str, home: Path) -> tuple[list[str], dict[str, str]]:
     """Returns command and variables of Codex."""
-    settings = CODEX.format(model=run.model, base_url=run.base_url, mcp=mcp)
-    (home / "config.toml").write_text(settings)
+    config = Path(__file__).with_name("codex.toml.txt").read_text()
+    (home / "config.toml").write_text(
+        config.format(model=run.model, base_url=run.base_url, mcp=mcp)
+    )
     words = [
         *(program, "exec", "--skip-git-repo-check", "--json"),
         "--dangerously-bypass-approvals-and-sandbox",

@@ -29,8 +29,7 @@ def note(text: str) -> str:
 @server.tool()
 def key(context: Context) -> str:
     """Return the key that this server was given."""
-    headers = context.headers or {}
-    return headers.get("x-key") or os.environ.get("EXAMPLE_KEY", "none")
+    return (context.headers or {}).get("x-key") or os.environ.get("EXAMPLE_KEY", "none")
 
 
 @server.tool()

@@ -22,16 +22,14 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_th
 def bfloat16(values: Any) -> np.ndarray:
     """Bits of the nearest bfloat16, found by comparing both neighbours; ties to even."""
     values = np.asarray(values, dtype=np.float32)
-    bits = values.view(np.uint32)
-    low = bits & np.uint32(0xFFFF0000)
+    low = values.view(np.uint32) & np.uint32(0xFFFF0000)
     high = low + np.uint32(0x10000)
     exact, below, above = (one.astype(np.float64) for one in _views(values, low, high))
     # What is past the greatest bfloat16 is as far away as if its exponents went on.
     above = np.where(np.isfinite(above), above, np.copysign(2.0**128, exact))
     up = np.abs(above - exact) < np.abs(exact - below)
     tie = np.abs(above - exact) == np.abs(exact - below)
-    odd = (low >> 16) & 1 == 1
-    return (np.where(up | (tie & odd), high, low) >> 16).astype(np.uint16)
+    return (np.where(up | (tie & ((low >> 16) & 1 == 1)), high, low) >> 16).astype(np.uint16)
 
 
 def _views(values: np.ndarray, *bits: np.ndarray) -> list[np.ndarray]:

@@ -93,8 +93,7 @@ def msg(subject: str, sender: str, body: str, attached: str) -> bytes:
     def text(number: str) -> str:
         return f"__substg1.0_{number}001F"
 
-    ticks = 133_485_408_000_000_000
-    times = bytes(32) + struct.pack("<HHIQ", 0x40, 0x39, 6, ticks)
+    times = bytes(32) + struct.pack("<HHIQ", 0x40, 0x39, 6, 133_485_408_000_000_000)
     return ole(
         {
             "__properties_version1.0": times,

@@ -13,8 +13,6 @@ from .waiting import PATIENCE
 
 
 class Socket:
-    """One session."""
-
     def __init__(self, connection: aiohttp.ClientWebSocketResponse) -> None:
         self.connection = connection
 
@@ -34,7 +32,6 @@ class Socket:
         return data
 
     async def code(self, kind: str, data: Any = None) -> str:
-        """The code of an error."""
         answer = await self.ask(kind, data)
         assert answer["type"] == "error", answer
         return str(answer["data"]["code"])

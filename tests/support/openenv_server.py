@@ -17,10 +17,8 @@ from support.serving import serving_aiohttp
 
 Json = dict[str, Any]
 _TEXT = {"properties": {"metadata": {"type": "object"}, "guess": {"type": "string"}}}
-_ACT = {
-    "properties": {"row": {"type": "integer"}, "column": {"type": "integer"}},
-    "required": ["row", "column"],
-}
+_ACT = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}}
+_ACT |= {"required": ["row", "column"]}
 _TOOLS = {"properties": {"type": {"type": "string"}, "tool_name": {"type": "string"}}}
 SCHEMAS = {"guess": _TEXT, "board": _ACT, "desk": _TOOLS}
 OPENING = "Guess a number from 1 to 9."

@@ -42,17 +42,14 @@ class Opposites(Environment):
     def score(self, task: Task, result: Result) -> Score:
         called, answered = result.output["called"], result.output["answered"]
         known = called in WORDS and answered in WORDS
-        rewards = {
-            CALLER: float(known and answered == task.public["wanted"]),
-            ANSWERER: float(answered in WORDS and answered != called),
-        }
+        rewards = {CALLER: float(known and answered == task.public["wanted"])}
+        rewards |= {ANSWERER: float(answered in WORDS and answered != called)}
         return Score(rewards=rewards)
 
     def demonstration(self, task: Task) -> Mapping[str, list[Message]]:
         wanted = task.public["wanted"]
-        called = WORDS[1 - WORDS.index(wanted)]
         return {
-            CALLER: [{"role": "assistant", "content": called}],
+            CALLER: [{"role": "assistant", "content": WORDS[1 - WORDS.index(wanted)]}],
             ANSWERER: [{"role": "assistant", "content": wanted}],
         }
 

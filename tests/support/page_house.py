@@ -60,7 +60,6 @@ class PageHouse:
         self.server.wait_for("Trainers: ")
 
     def kill(self) -> None:
-        """kill -9."""
         self.server.kill()
 
     def get(self, path: str, **parameters: Any) -> Any:
@@ -98,8 +97,7 @@ def page_house(folder: Path, *words: object, groups: int = 12) -> Iterator[PageH
         words: further arguments of `serve`.
         groups: how many it makes in all; 0: no bound (it makes more while a trainer takes them).
     """
-    total = ("--total_groups", groups) if groups else ()
-    house = PageHouse(folder, *total, *words)
+    house = PageHouse(folder, *(("--total_groups", groups) if groups else ()), *words)
     try:
         house.start()
         if groups:

@@ -40,7 +40,6 @@ class Podman:
     refused: str = ""
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Runs its command."""
         environ = {**os.environ, **self.variables}
         return subprocess.run(
             ["podman", *words], env=environ, capture_output=True, text=True, check=False

@@ -134,8 +134,7 @@ class Postgres:
         """Ends it and all that it began by SIGKILL, as when a machine dies."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)  # it begins no more
-        children = process_tree.descendants(self.pid)
-        for pid in [*children, self.pid]:
+        for pid in [*process_tree.descendants(self.pid), self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
@@ -219,7 +218,6 @@ def _open_folder() -> Iterator[Path]:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether any user can get there."""
     return path.is_dir() and all(p.stat().st_mode & 0o001 for p in (path, *path.parents))
 
 
@@ -234,11 +232,8 @@ def _reachable(programs: Path, folder: Path) -> Path:
 
 
 def _ordinary() -> Mapping[str, Any]:
-    """Arguments for a process of an ordinary user."""
-    shared: dict[str, Any] = {
-        "env": {"PATH": os.environ.get("PATH", ""), "LC_ALL": "C"},
-        "cwd": "/",
-    }
+    shared: dict[str, Any] = {"env": {"PATH": os.environ.get("PATH", ""), "LC_ALL": "C"}}
+    shared |= {"cwd": "/"}
     if os.geteuid() == 0:
         shared |= {"user": _nobody().pw_uid, "group": _nobody().pw_gid, "extra_groups": []}
     return shared

@@ -77,8 +77,7 @@ class House:
     def client(self, key: str, path: str = "") -> AsyncOpenAI:
         # Reading all certificates of this machine would take 30 ms for each client.
         http = OpenAIHttp(verify=False)
-        url = f"{self.url}/r/{key}{path}/v1"
-        made = AsyncOpenAI(base_url=url, api_key=key, http_client=http)
+        made = AsyncOpenAI(base_url=f"{self.url}/r/{key}{path}/v1", api_key=key, http_client=http)
         self.clients.append(made)
         return made
 
@@ -161,12 +160,10 @@ async def chat(client: AsyncOpenAI, streamed: bool = False, **more: Any) -> Any:
     """The answer's message and finish reason, whole or put together from its chunks."""
     more.setdefault("messages", ASK)
     if not streamed:
-        answer = await client.chat.completions.create(model="any", **more)
-        return answer.choices[0]
+        return (await client.chat.completions.create(model="any", **more)).choices[0]
     parts: list[str] = []
     finish = None
-    stream = await client.chat.completions.create(model="any", stream=True, **more)
-    async for chunk in stream:
+    async for chunk in await client.chat.completions.create(model="any", stream=True, **more):
         for choice in chunk.choices:
             parts.append(choice.delta.content or "")
             finish = choice.finish_reason or finish

@@ -122,8 +122,7 @@ def rows_of(case: Case, seed: int = 0) -> list[Example]:
     )
     if case.objective:
         how = settings(case).examples()
-    made = [group(*rows, name=name) for name, rows in groups.items()]
-    found = examples_of(made, 0, how).examples
+    found = examples_of([group(*rows, name=name) for name, rows in groups.items()], 0, how).examples
     return found[:1] if len(case.lengths) == 4 else found
 
 
@@ -221,10 +220,8 @@ def trained(model: Path, folder: Path, steps: int) -> dict[str, Any]:
 
 def main(model: Path, folder: Path, device: str, *cases: str) -> None:
     with Ranks.joined(device) as ranks:
-        policies = {
-            "whole": Policy(str(model), ranks=ranks, dtype=torch.bfloat16),
-            "lora": learner(CASES["LoRA"], model, ranks).policy,
-        }
+        policies = {"whole": Policy(str(model), ranks=ranks, dtype=torch.bfloat16)}
+        policies |= {"lora": learner(CASES["LoRA"], model, ranks).policy}
 
         def case(name: str) -> None:
             made = stepped(CASES[name], model, ranks)

@@ -36,7 +36,6 @@ class RawServer:
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
         self.connections.add(writer)
         self.accepted += 1
         try:

@@ -46,7 +46,6 @@ class RayNodes:
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        """Returns the next answer; what Ray itself prints is passed over."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):

@@ -128,8 +128,7 @@ class Relay(Forwarder, list[Echo]):
         return told
 
     def _note(self, path: str, asked: dict[str, Any], chunks: Iterable[dict[str, Any]]) -> None:
-        sampling = asked.get("sampling_params", asked)
-        if sampling.get("temperature", _TEMPERATURE) != _TEMPERATURE:
+        if asked.get("sampling_params", asked).get("temperature", _TEMPERATURE) != _TEMPERATURE:
             return
         sent = asked.get({_GENERATE: "token_ids", _COMPLETIONS: "prompt"}.get(path, ""))
         prompt: list[int] = []

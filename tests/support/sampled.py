@@ -68,8 +68,7 @@ class Engine(SimEngine):
 
 def sampled(seed: int, version: int = 7, **changes: Any) -> Sequence:
     """A sequence that the simulated engine sampled."""
-    rng = np.random.default_rng(seed)
-    prompt = rng.integers(20, 400, PROMPT).tolist()
+    prompt = np.random.default_rng(seed).integers(20, 400, PROMPT).tolist()
     body = {"prompt": prompt, "max_tokens": SAMPLED, "logprobs": 0, "seed": seed}
     body["return_token_ids"] = True
     choice = SimEngine(SimConfig()).plan("/v1/completions", body).answer.whole()["choices"][0]

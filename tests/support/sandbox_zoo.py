@@ -12,15 +12,7 @@ import subprocess
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from envserver import (
-    Environment,
-    InputError,
-    SandboxError,
-    SandboxLimits,
-    SandboxSpec,
-    Score,
-    Task,
-)
+from envserver import Environment, InputError, SandboxError, SandboxLimits, SandboxSpec, Score, Task
 
 SPEC = SandboxSpec(
     files={"greeting": b"hello"},
@@ -85,8 +77,7 @@ class Zoo(Base):
 
     async def die(self, run, marker):
         async with run.open_sandbox() as sandbox:
-            running = asyncio.create_task(sandbox.exec(["sleep", marker]))
-            await asyncio.wait({running}, timeout=0.5)
+            await asyncio.wait({asyncio.create_task(sandbox.exec(["sleep", marker]))}, timeout=0.5)
             os.kill(os.getpid(), signal.SIGKILL)
             os._exit(9)  # behind the backend no signal ends it
 

@@ -150,7 +150,6 @@ async def played(environment: Environment, task: Task, run: ScriptedRun) -> Any:
 
 async def scored(environment: Environment, task: Task, output: Any) -> Score:
     """The score as it is delivered: `reward` is its single number."""
-    result = output if isinstance(output, Result) else Result(output=output)
-    score = environment.score(task, result)
+    score = environment.score(task, output if isinstance(output, Result) else Result(output=output))
     score = score if isinstance(score, Score) else await score
     return delivered_score(score, rules_of_rewards(environment))

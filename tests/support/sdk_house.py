@@ -231,10 +231,7 @@ def vllm_house(base_url: str, model: str, **tokens: Any) -> Iterator[SdkHouse]:
 
 @contextmanager
 def _house(
-    settings: Settings,
-    engine: SimEngine | OpenAIEngine,
-    model: str,
-    solver: RolloutSolver | None,
+    settings: Settings, engine: SimEngine | OpenAIEngine, model: str, solver: RolloutSolver | None
 ) -> Iterator[SdkHouse]:
     exchanges: list[Exchange] = []
 

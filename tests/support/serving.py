@@ -35,8 +35,6 @@ async def serving(app: Any) -> AsyncIterator[str]:
 
 
 class AiohttpServer(web.AppRunner):
-    """A served aiohttp application."""
-
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.addresses[0][1]}"

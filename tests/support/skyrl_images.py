@@ -47,12 +47,10 @@ def main(folder: Path) -> None:
         own = sequence(row.tokens.tolist(), row.mask.tolist())
         one = trajectory(f"r{number}", own)
         for image in row.images:
-            span = ImageSpan(image.sha256, image.offset, image.length, image.grid)
-            own.images.append(span)
+            own.images.append(ImageSpan(image.sha256, image.offset, image.length, image.grid))
             one.images[image.sha256] = image.data
         made.append(one)
-    generator = EnvserverGenerator("http://none", processor=str(folder))
-    processor = generator._processor
+    processor = EnvserverGenerator("http://none", processor=str(folder))._processor
     told: Any = output_of(made, None, step_wise=False, processor=processor)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.eos_token
@@ -65,10 +63,9 @@ def main(folder: Path) -> None:
     )
     wrapper = HFModelWrapper(str(folder), bf16=False)
     with torch.no_grad():
-        most = max(map(len, told["response_ids"]))
         found = wrapper(
             tokens,
-            most,
+            max(map(len, told["response_ids"])),
             attention,
             pixel_values=TensorList(told["pixel_values"]),
             image_grid_thw=TensorList(told["image_grid_thw"]),
@@ -86,15 +83,13 @@ def _difference(folder: Path, rows: list[Any], found: torch.Tensor) -> float:
         own = policy.logprobs(batch)
     away = 0.0
     for place in range(len(rows)):
-        trained = batch.mask[place, batch.first :] == 1
-        said = own[place][torch.from_numpy(trained)].numpy()
+        said = own[place][torch.from_numpy(batch.mask[place, batch.first :] == 1)].numpy()
         theirs = found[place].numpy()[-len(said) :]  # SkyRL pads on the left
         away = max(away, float(np.abs(theirs - said).max()))
     return away
 
 
 def _refused(made: list[Any]) -> list[str]:
-    """What is told of a batch without a processor."""
     try:
         output_of(made, None, step_wise=False)
     except InputError as error:

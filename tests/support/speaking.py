@@ -13,8 +13,6 @@ Message = dict[str, Any]
 
 
 class Speaker:
-    """One dialect."""
-
     path: ClassVar[str]
     wishes: ClassVar[frozenset[str]]
     """Those fields of the chat API that the dialect has under the same name."""
@@ -67,8 +65,7 @@ class Chat(Speaker):
         messages: dict[int, Message] = {}
         for event in events:
             for part in event["choices"]:
-                fresh = {"role": "assistant", "content": ""}
-                message = messages.setdefault(part["index"], fresh)
+                message = messages.setdefault(part["index"], {"role": "assistant", "content": ""})
                 message["content"] += part["delta"].get("content") or ""
                 for call in part["delta"].get("tool_calls") or []:
                     called = {name: call[name] for name in ("id", "type", "function")}
@@ -200,7 +197,6 @@ def text_of(message: Message) -> str:
 
 
 def _parts(content: Any, kind: str) -> Any:
-    """Chat content in a dialect whose text parts are of another kind."""
     if isinstance(content, list):
         return [{**part, "type": kind} for part in content]
     return content or ""

@@ -90,7 +90,6 @@ class Model:
         }
 
     def holding(self, queue: str, names: list[str]) -> dict[str, Delivery]:
-        """The queue, which must have them all."""
         there = self.queues[queue]
         if any(name not in there for name in names):
             raise NotFoundError("")
@@ -365,15 +364,13 @@ class Model:
 
     def may_go(self, name: str, before: float) -> bool:
         there = {queue: found[name] for queue, found in self.queues.items() if name in found}
-        settled = [one for one in there.values() if one.settled_at is not None]
-        return bool(settled) and all(
+        return bool([one for one in there.values() if one.settled_at is not None]) and all(
             self.lets_go(queue, one, before) for queue, one in there.items()
         )
 
     def lets_go(self, queue: str, delivery: Delivery, before: float) -> bool:
         if delivery.settled_at is None:
-            open_queues = {run.queue for run in self.runs.values() if run.is_open}
-            is_drawn_from = queue in open_queues or (
+            is_drawn_from = queue in {run.queue for run in self.runs.values() if run.is_open} or (
                 queue == SHARED
                 and (not self.runs or any(run.queue == SHARED for run in self.runs.values()))
             )

@@ -35,8 +35,7 @@ def written(name: str, message: Message, *, indent: int | None = None) -> str:
     head = f"<think>\n{thought}\n</think>\n\n" if thought is not None else ""
     forms = [json.dumps({"name": n, "arguments": a}, indent=indent) for n, a, _ in calls]
     tags = "\n".join(f"<tool_call>\n{form}\n</tool_call>" for form in forms)
-    between = "\n" if content and tags else ""
-    return head + content + between + tags
+    return head + content + ("\n" if content and tags else "") + tags
 
 
 def _xml_call(name: str, arguments: dict[str, Any]) -> str:
@@ -145,6 +144,5 @@ def talk(name: str, **settings: Any) -> Talk:
 
 
 def format_of(name: str) -> ChatFormat:
-    """The chat format of the template `name`."""
     special = ["<think>", "</think>"] if name == "thinking" else []
     return chat_format(OWN[name], special=special, stops=[ENDS[name]])

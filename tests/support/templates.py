@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from envserver_records.records import Message
@@ -17,154 +18,6 @@ from tokenizers.trainers import BpeTrainer
 
 from envserver.tokens import ChatFormat
 from envserver.tokens.vocabulary import Vocabulary
-
-CHATML = """\
-{%- if tools %}
-{{- '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-{{- '# Tools\\n\\n<tools>' }}
-{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
-{{- '\\n</tools><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- elif message.role == 'assistant' %}
-{{- '<|im_start|>assistant' }}
-{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
-{%- for call in message.tool_calls or [] %}
-{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments | tojson }}
-{{- '}\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}
-{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-"""ChatML with tools in the form of Hermes, as Qwen2.5 has it."""
-
-THINKING = """\
-{%- if messages[0].role == 'system' %}
-{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set last = namespace(user=-1) %}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-{%- if message.role == 'assistant' %}
-{%- set answer = message.content %}
-{%- set thought = message.reasoning_content or '' %}
-{%- if not thought and '</think>' in answer %}
-{%- set thought = answer.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-{%- set answer = answer.split('</think>')[-1].lstrip('\\n') %}
-{%- endif %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if loop.index0 > last.user and (loop.last or thought) %}
-{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
-{%- endif %}
-{{- answer }}
-{%- for call in message.tool_calls or [] %}
-{%- if answer or not loop.first %}{{- '\\n' }}{%- endif %}
-{{- '<tool_call>\\n' + {'name': call.function.name} | tojson | replace('}', '') }}
-{{- ', "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
-{{- '\\n</tool_response><|im_end|>\\n' }}
-{%- elif message.role == 'user' %}
-{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}
-{{- '<think>\\n\\n</think>\\n\\n' }}
-{%- endif %}
-{%- endif %}
-"""
-"""Drops the reasoning of earlier turns, as Qwen3 does."""
-
-LLAMA = """\
-{{- bos_token }}
-{%- for message in messages %}
-{%- if message.role == 'assistant' and message.tool_calls %}
-{%- set call = message.tool_calls[0].function %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}<|eot_id|>' }}
-{%- else %}
-{{- '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) }}
-{{- '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-"""Headers between special tokens, one call as bare JSON, content trimmed, as Llama 3 has it."""
-
-MISTRAL = """\
-{{- bos_token }}
-{%- for message in messages %}
-{%- if message.role == 'user' %}
-{{- '[INST]' + message.content + '[/INST]' }}
-{%- elif message.role == 'tool' %}
-{{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
-{%- elif message.tool_calls %}
-{{- '[TOOL_CALLS][' }}
-{%- for call in message.tool_calls %}
-{{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
-{{- ', "id": "' + call.id + '"}' }}
-{%- if not loop.last %}{{- ', ' }}{%- endif %}
-{%- endfor %}
-{{- ']' + eos_token }}
-{%- else %}
-{{- message.content + eos_token }}
-{%- endif %}
-{%- endfor %}
-"""
-"""No generation prompt; ids of calls behind their arguments, as Mistral has it."""
-
-ROLE_STOPS = """\
-{{- '[gMASK]<sop>' }}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{{- '<|user|>\\n' + message.content }}
-{%- elif message.role == 'tool' %}
-{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- elif message.role == 'assistant' %}
-{{- '<|assistant|>' + ('\\n' + message.content.strip() if message.content else '') }}
-{%- for call in message.tool_calls or [] %}
-{{- '\\n<tool_call>' + call.function.name }}
-{%- for name, value in call.function.arguments.items() %}
-{{- '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' }}
-{{- value if value is string else value | tojson }}
-{{- '</arg_value>' }}
-{%- endfor %}
-{{- '\\n</tool_call>' }}
-{%- endfor %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
-"""
-"""A turn ends where the next role's marker begins, calls as XML, as GLM 4.5 has it."""
-
-OWN = {
-    "chatml": CHATML,
-    "thinking": THINKING,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "role_stops": ROLE_STOPS,
-}
-"""All of them, by name."""
 
 STOPS_OF = {
     "chatml": ["<|im_end|>"],
@@ -175,6 +28,12 @@ STOPS_OF = {
 }
 """The tokens by which a model ends its turn, by template."""
 
+TEMPLATES = {
+    path.stem: path.read_text() for path in Path(__file__).parent.glob("chat_templates/*.jinja")
+}
+OWN = {name: TEMPLATES[name] for name in STOPS_OF}
+"""Those of families, by name."""
+CHATML, THINKING, LLAMA, MISTRAL, ROLE_STOPS = OWN.values()
 BOS, EOS = "<s>", "</s>"
 
 _SPECIAL = re.compile(

@@ -18,38 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 VOCABULARY = 4096
 END_OF_TURN = "<|im_end|>"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", END_OF_TURN]
-TEMPLATE = """\
-{%- if tools -%}
-<|im_start|>system
-{%- if messages[0].role == 'system' %}
-{{ messages[0].content }}
-{% endif %}
-Functions, one JSON line each:
-<tools>
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}</tools>
-Call one as <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>
-{% endif %}
-{%- for message in messages -%}
-{%- if not (tools and loop.first and message.role == 'system') -%}
-<|im_start|>{{ message.role }}
-{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>{{ call.function | tojson }}</tool_call>
-{%- endfor -%}
-<|im_end|>
-{% endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking -%}
-<think>
-
-</think>
-
-{% endif -%}
-{%- endif -%}
-"""
+TEMPLATE = (Path(__file__).parent / "chat_templates/tiny.jinja").read_text()
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

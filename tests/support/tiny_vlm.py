@@ -24,20 +24,6 @@ IDEFICS = [
     *(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7)),
 ]
 IMAGE = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>", "idefics": "<image>"}
-TEMPLATE = """\
-{%%- for message in messages -%%}
-<|im_start|>{{ message.role }}
-{%% if message.content is string %%}{{ message.content }}{%% else %%}
-{%%- for part in message.content -%%}
-{%%- if part.type == 'image' -%%}%s{%%- else -%%}{{ part.text }}{%%- endif -%%}
-{%%- endfor -%%}
-{%%- endif -%%}
-<|im_end|>
-{%% endfor -%%}
-{%%- if add_generation_prompt -%%}
-<|im_start|>assistant
-{%% endif -%%}
-"""
 TEXT = {
     "vocab_size": VOCABULARY + 64,
     "hidden_size": 128,
@@ -59,7 +45,9 @@ def words_of(kind: str) -> Any:
     words.add_special_tokens(
         {"additional_special_tokens": more}, replace_extra_special_tokens=False
     )
-    words.chat_template = TEMPLATE % IMAGE["idefics" if kind == "idefics3" else "qwen"]
+    template = (Path(__file__).parent / "chat_templates/vision.jinja").read_text()
+    image = IMAGE["idefics" if kind == "idefics3" else "qwen"]
+    words.chat_template = template.replace("IMAGE", image)
     return words
 
 
@@ -92,8 +80,7 @@ def qwen(words: Any, kind: str, initializer_range: float) -> tuple[Any, list[Any
         sizes = {"shortest_edge": 32 * 32, "longest_edge": 448 * 448}
         image = transformers.Qwen2VLImageProcessor(patch_size=16, size=sizes)
         whole, video = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor
-    has_videos = is_torchvision_available()
-    return model, [whole(image, words, video())] if has_videos else [image, words]
+    return model, [whole(image, words, video())] if is_torchvision_available() else [image, words]
 
 
 def idefics(words: Any) -> tuple[Any, list[Any]]:

@@ -38,22 +38,12 @@ QUESTIONS = (
     "How many apples has Ann?", "Grüß dich, wie geht's?", "数えてください: 一、二、三",
     "👩‍👩‍👧 and é", "Say\n\n  more\t!", "", "<tool_call>?", "x" * 40, "What is 2+2<|im_end|>",
 )  # fmt: skip
-TOOL: Json = {
-    "type": "function",
-    "function": {
-        "name": "calculate",
-        "description": "Works out a sum.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {"type": "string", "maxLength": 4},
-                "digits": {"type": "integer", "minimum": 0, "maximum": 9},
-            },
-            "required": ["expression", "digits"],
-            "additionalProperties": False,
-        },
-    },
-}
+_ARGUMENTS = {"expression": {"type": "string", "maxLength": 4}}
+_ARGUMENTS |= {"digits": {"type": "integer", "minimum": 0, "maximum": 9}}
+_SCHEMA: Json = {"type": "object", "properties": _ARGUMENTS, "required": [*_ARGUMENTS]}
+_SCHEMA |= {"additionalProperties": False}
+_FUNCTION = {"name": "calculate", "description": "Works out a sum.", "parameters": _SCHEMA}
+TOOL: Json = {"type": "function", "function": _FUNCTION}
 STRICT_TOOL: Json = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 OTHER_TOOL: Json = {
     "type": "function",
@@ -156,8 +146,7 @@ class Line:
             first = await self._post(data, body, {})
         elif mishap == "dropped":
             await self.hang_up(body)
-        headers = {"x-stainless-retry-count": "1"} if mishap else {}
-        whole = await self._post(data, body, headers)
+        whole = await self._post(data, body, {"x-stainless-retry-count": "1"} if mishap else {})
         messages = self.speaker.answers(whole)
         truly_streamed = body.get("stream") and not body.get("tools")
         if first is not None and not truly_streamed:
@@ -198,11 +187,7 @@ class Agent:
     """
 
     def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        url: str,
-        seed: int,
-        encode: Callable[[str], list[int]],
+        self, http: aiohttp.ClientSession, url: str, seed: int, encode: Callable[[str], list[int]]
     ) -> None:
         self.boundaries: list[Boundary] = []
         self.refused: list[Refused] = []
@@ -212,7 +197,6 @@ class Agent:
         self._encode = encode
 
     async def run(self) -> None:
-        """All its talks."""
         dice = random.Random(self._seed)
         speaker = dice.choices([Chat(), Responses(), Messages(), Texts()], [55, 15, 17, 13])[0]
         turns = dice.randint(2, 6)
@@ -248,7 +232,6 @@ class Agent:
         )
 
     async def _talk(self, line: Line, talk: Talk) -> None:
-        """One turn, and what follows it."""
         dice = random.Random(f"{self._seed} {talk.name} {talk.turns}")
         try:
             answers = await self._answers(line, talk, dice)
@@ -266,7 +249,6 @@ class Agent:
         await asyncio.gather(*(self._talk(line, each) for each in talks))
 
     async def _answers(self, line: Line, talk: Talk, dice: random.Random) -> list[Given]:
-        """One answer as a rule; several where the agent wants to choose."""
         wishes = self._wishes(dice, talk)
         goes_on = ""
         if isinstance(line.speaker, Responses) and talk.kind == "plain" and dice.random() < 0.5:
@@ -302,7 +284,6 @@ class Agent:
         return wishes
 
     def _completed(self, dice: random.Random, talk: Talk, given: Given, name: str) -> Talk:
-        """Goes on behind a text completion, by ids or by text."""
         before, added = talk.messages[-1]["content"], f"\n{dice.choice(QUESTIONS)} "
         prompt: Any
         if isinstance(before, str) and dice.random() < 0.3:
@@ -337,7 +318,6 @@ class Agent:
 
 
 def _calling(dice: random.Random) -> Json:
-    """Wishes that make the model call the tool."""
     if dice.random() < 0.2:
         choice = {"type": "function", "function": {"name": TOOL["function"]["name"]}}
         return {"tool_choice": choice, "max_tokens": _CALL_TOKENS}
@@ -357,7 +337,6 @@ def _kind(dice: random.Random, talk: Talk, given: Given) -> str:
 
 
 def _behind(dice: random.Random, answer: Message) -> list[Message]:
-    """What comes after the answer: results of its calls, questions."""
     results = [
         {"role": "tool", "tool_call_id": made["id"], "content": str(dice.randrange(999))}
         for made in answer.get("tool_calls") or []
@@ -369,7 +348,6 @@ def _behind(dice: random.Random, answer: Message) -> list[Message]:
 
 
 def _changed(dice: random.Random, kind: str, given: Given) -> Message:
-    """The answer as it is sent back."""
     message: Message = json.loads(json.dumps(given.message))
     text = text_of(message)
     if kind == "stripped":

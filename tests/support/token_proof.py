@@ -81,7 +81,6 @@ class Proof:
     furthest: float = 0.0
 
     def table(self, title: str) -> str:
-        """All of it, for people."""
         lines = (f"  {name:20}{value}" for name, value in self.facts().items() if value)
         return "\n".join([title, *lines])
 
@@ -155,7 +154,6 @@ class Bench:
         return calls
 
     async def _all_is_recorded(self) -> None:
-        """Waits for answers whose agent is gone."""
         async with asyncio.timeout(PATIENCE):
             await asyncio.sleep(0.3)
             while self.proxy.gate.in_flight:
@@ -163,8 +161,7 @@ class Bench:
 
     async def _render(self, proof: Proof, calls: list[Call]) -> None:
         """Some of our renderings are the engine's own."""
-        stitched = [call for call in calls if call.planned_parent is not None]
-        for call in stitched[::_RENDERED_SHARE]:
+        for call in [call for call in calls if call.planned_parent is not None][::_RENDERED_SHARE]:
             body: dict[str, Any] = {"model": "tiny", "messages": call.messages}
             body |= {"tools": call.tools} if call.tools else {}
             kwargs = _kwargs(call)
@@ -243,12 +240,7 @@ class Record:
         proof.own_ids += extends
 
     def _check_boundary(
-        self,
-        proof: Proof,
-        boundary: Boundary,
-        before: list[Call],
-        after: Call,
-        format: ChatFormat,
+        self, proof: Proof, boundary: Boundary, before: list[Call], after: Call, format: ChatFormat
     ) -> None:
         if after.planned_parent is None:
             kind = boundary.kind

@@ -165,7 +165,6 @@ async def by_skyrl(folder: Path, made: list[Trajectory]) -> dict[str, Any]:
 
 
 def _experts_at_the_trainer(folder: Path, output: dict[str, Any]) -> list[Any]:
-    """Routed experts as SkyRL pads them for its workers."""
     from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
     from transformers import AutoTokenizer
 
@@ -180,7 +179,6 @@ def _experts_at_the_trainer(folder: Path, output: dict[str, Any]) -> list[Any]:
 
 
 def _others(output: dict[str, Any]) -> dict[str, Any]:
-    """The same of other trajectories."""
     ids = [
         SimpleNamespace(to_string=lambda one=one: f"other-{one.to_string()}")
         for one in output["trajectory_ids"]

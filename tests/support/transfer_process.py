@@ -73,13 +73,12 @@ class Halting(list[Bucket]):
 
 
 def told(published: Published) -> dict[str, Any]:
-    failed = {url: error.message for url, error in published.failed.items()}
     return {
         "version": published.version,
         "engines": published.engines,
         "difference": published.difference,
         "seconds": published.seconds,
-        "failed": failed,
+        "failed": {url: error.message for url, error in published.failed.items()},
     }
 
 

@@ -81,8 +81,7 @@ def farthest(model: Any, ids: list[int], logprobs: list[float], mask: list[int])
     tokens = torch.tensor(ids)
     logits = model(input_ids=tokens[None]).logits[0, :-1]
     ours = logits.float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-    apart = (ours - torch.tensor(logprobs[1:])).abs() * torch.tensor(mask[1:])
-    return float(apart.max())
+    return float(((ours - torch.tensor(logprobs[1:])).abs() * torch.tensor(mask[1:])).max())
 
 
 def grpo(asked: argparse.Namespace, output: Path, weights: LocalFull) -> None:
@@ -203,8 +202,7 @@ def plain_attention(
         k = key[rows].transpose(0, 1).repeat_interleave(repeats, 0)
         v = value[rows].transpose(0, 1).repeat_interleave(repeats, 0)
         scores = q @ k.transpose(1, 2) * softmax_scale
-        behind = k.shape[1] - q.shape[1]
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(behind)
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
         parts.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
     return torch.cat(parts)
 

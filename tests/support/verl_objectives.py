@@ -146,8 +146,7 @@ def verls(batch: Batch) -> torch.Tensor:
         away = core_algos.kl_penalty(own, batch.reference, rules.kl_form)
         loss = loss + rules.kl_weight * core_algos.agg_loss(away, batch.mask, mode)
     if rules.entropy_weight:
-        entropy = core_algos.agg_loss(own.square(), batch.mask, mode)
-        loss = loss - rules.entropy_weight * entropy
+        loss = loss - rules.entropy_weight * core_algos.agg_loss(own.square(), batch.mask, mode)
     loss.backward()
     assert own.grad is not None
     return own.grad

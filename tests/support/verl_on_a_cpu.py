@@ -27,8 +27,6 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 
 class _Device(types.ModuleType):
-    """torch.cpu, and 0 for what it does not measure."""
-
     def mem_get_info(self) -> tuple[int, int]:
         return 0, 0
 

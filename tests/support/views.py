@@ -66,13 +66,12 @@ def write_groups(path: Path, groups: Iterable[Group]) -> Path:
 def write_evaluation(folder: Path, lines: list[dict[str, Any]], **facts: Any) -> Path:
     """A folder as `envserver evaluate` leaves it."""
     origins = [one["envserver"] for one in lines]
-    size = max(one["asked"] for one in origins)
     evaluated = Evaluated(
         environment=origins[0]["env"],
         env={},
         sampling={},
         split="test",
-        group_size=size,
+        group_size=max(one["asked"] for one in origins),
         seed=0,
         simulated=False,
         complete=True,

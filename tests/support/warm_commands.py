@@ -140,7 +140,6 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _close_all(waiting: selectors.BaseSelector) -> None:
-    """Closes what belongs to the process that forks and to other commands."""
     for key in waiting.get_map().values():
         if key.data is None:
             key.fileobj.close()

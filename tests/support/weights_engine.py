@@ -119,8 +119,7 @@ class ScriptedEngine(FakeVllm):
     def prompt_logprobs(self, body: Json) -> list[Json | None]:
         assert not self.paused
         number = self.adapters.get(body["model"], self.weights)
-        scored = [{str(token): {"logprob": -0.1 * number}} for token in body["prompt"]]
-        return [None, *scored[1:]]
+        return [None, *[{str(token): {"logprob": -0.1 * number}} for token in body["prompt"]][1:]]
 
 
 def _number(folder: str, file: str) -> int:
@@ -128,5 +127,4 @@ def _number(folder: str, file: str) -> int:
 
 
 def scripted_engine() -> AbstractContextManager[ScriptedEngine]:
-    """One that listens."""
     return in_thread(ScriptedEngine())

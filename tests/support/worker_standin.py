@@ -72,8 +72,7 @@ class StandIn:
     async def also_on(self, listener: socket.socket) -> asyncio.AbstractServer:
         """Serves on another listening socket, too."""
         assert self.runner is not None
-        factory = self.runner.server
-        return await asyncio.get_running_loop().create_server(factory, sock=listener)
+        return await asyncio.get_running_loop().create_server(self.runner.server, sock=listener)
 
     @property
     def port(self) -> int:
@@ -121,7 +120,6 @@ class StandIn:
 
 @asynccontextmanager
 async def serving(kind: type[StandIn] = StandIn) -> AsyncIterator[Any]:
-    """One of this kind."""
     standin = kind()
     async with serving_aiohttp(standin.app(), shutdown_timeout=60) as runner:
         standin.runner, standin.url = runner, runner.url

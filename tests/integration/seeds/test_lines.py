@@ -46,8 +46,7 @@ def clone(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of an engine that knows nothing of us."""
-    folder = tmp_path_factory.mktemp("engine")
-    with running("models", "sim", "--port", 0, folder=folder) as server:
+    with running("models", "sim", "--port", 0, folder=tmp_path_factory.mktemp("engine")) as server:
         yield server.wait_for(r"http://\S+/v1")[0]
 
 
@@ -187,8 +186,7 @@ def test_sft_build_makes_rows_of_every_environment_and_teaches_no_failure(tmp_pa
         for line in path.read_text().splitlines()
     ]
     for name in ENVIRONMENTS:
-        tools = {row["tool"] for row in rows if row["meta"]["domain"] == name}
-        assert tools - {"finalize"}, name
+        assert {row["tool"] for row in rows if row["meta"]["domain"] == name} - {"finalize"}, name
         assert f"{name}: " in said
     # A plan that was refused is no plan to learn.
     assert all("steps" in json.loads(row["output"]) for row in rows if row["tool"] == "plan")

@@ -51,9 +51,7 @@ def test_each_step_gets_what_the_model_says_of_its_text(model: Path, tmp_path: P
     assert "embedding" not in given["steps"][0]
 
 
-def test_nothing_is_computed_twice_and_a_torn_file_is_made_anew(
-    model: Path, tmp_path: Path
-) -> None:
+def test_nothing_is_computed_twice_and_a_torn_file_is_remade(model: Path, tmp_path: Path) -> None:
     first = embed_steps(trace("read", "wrong"), Embedder(str(model), cache=tmp_path))
     again = Embedder(str(model), cache=tmp_path)
     turned = embed_steps(trace("wrong", "read"), again)

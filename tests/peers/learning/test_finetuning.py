@@ -121,8 +121,7 @@ def float32(model: Path) -> Any:
 
 def logprobs_of(model: Any, ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
     """Those of each token but the first, by a plain pass."""
-    logits = model(ids, **more).logits[:, :-1]
-    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return model(ids, **more).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
 def trainer_of(model: Path, data: Path, folder: Path, *words: str) -> Any:
@@ -154,8 +153,7 @@ def test_the_loss_is_of_the_assistants_tokens_alone(model: Path, tmp_path: Path)
     with torch.no_grad():
         loss = trainer.compute_loss(trainer.model, dict(batch)).item()
         every = logprobs_of(float32(model), ids, attention_mask=batch["attention_mask"])
-        by_hand = -every[labels[:, 1:] != NOT_TRAINED].mean()
-        assert loss == pytest.approx(by_hand.item(), rel=1e-5)
+        assert loss == pytest.approx((-every[labels[:, 1:] != NOT_TRAINED].mean()).item(), rel=1e-5)
         everything = trainer.compute_loss(trainer.model, {**batch, "labels": ids}).item()
         assert abs(everything - loss) > 1e-3
 
@@ -193,8 +191,7 @@ def test_each_tool_gets_an_adapter_that_can_go_to_the_hub(model: Path, tmp_path:
     base = AutoModelForCausalLM.from_pretrained(model)
     before = base.state_dict()[WEIGHT].clone()
     merged = PeftModel.from_pretrained(base, made).merge_and_unload().state_dict()
-    alone = load_file(made / "merged" / "model.safetensors")
-    assert torch.allclose(merged[WEIGHT], alone[WEIGHT])
+    assert torch.allclose(merged[WEIGHT], load_file(made / "merged" / "model.safetensors")[WEIGHT])
     assert not torch.allclose(merged[WEIGHT], before)
 
     assert command(sft, model, data, output, *words) == 0  # done already
@@ -342,8 +339,7 @@ def test_a_model_that_mixes_packed_rows_is_refused(model: Path) -> None:
 
     row = {"input_ids": list(range(5, 45)), "seq_lengths": [15, 25]}
     mixing = Mixing()
-    apart = packed_difference(mixing.inner, row["input_ids"], row["seq_lengths"], half=False)
-    assert apart < 1e-5
+    assert packed_difference(mixing.inner, row["input_ids"], row["seq_lengths"], half=False) < 1e-5
     with pytest.raises(ConfigError, match="see each other"):
         check_apart(mixing, [{"seq_lengths": [3], "input_ids": [1, 2, 3]}, row], half=False)
 

@@ -36,12 +36,7 @@ FORGETS = (  # earlier thoughts are not shown again
 THINKS = FORGETS.replace(  # the prompt begins a thought that is not shown in the answer
     "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
 )
-TEMPLATES = {
-    "chatml": TEMPLATE,
-    "headers": HEADERS,
-    "brackets": BRACKETS,
-    "forgets": FORGETS,
-}
+TEMPLATES = {"chatml": TEMPLATE, "headers": HEADERS, "brackets": BRACKETS, "forgets": FORGETS}
 
 
 def words(template: str) -> Any:
@@ -200,8 +195,7 @@ def test_rows_over_the_limit_are_left_out_or_cut_off_and_counted(
     made, counts = examples(tmp_path, *rows, too_long=too_long)
     assert len(made) == examples_left == counts.examples
     assert all(len(row["input_ids"]) <= 64 for row in made)
-    found = {name: value for name, value in counts.as_dict().items() if name in counted}
-    assert found == counted
+    assert {name: value for name, value in counts.as_dict().items() if name in counted} == counted
 
 
 @pytest.mark.parametrize(

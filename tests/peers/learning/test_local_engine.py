@@ -115,8 +115,7 @@ def test_rows_join_and_leave_while_others_go_on(batch: Generator, plain: PreTrai
             everyone += come
         batch.step()
         if step % 4 == 3:
-            gone = live.pop(rng.randrange(len(live)))
-            batch.leave(gone)
+            batch.leave(live.pop(rng.randrange(len(live))))
     assert off(plain, *everyone) < TOLERANCE
 
 
@@ -168,8 +167,7 @@ def test_logprobs_are_from_before_or_after_temperature_and_filters(
     logits = logits_of(plain, warm)
     if processed:
         logits = logits / 0.7
-        least = logits.topk(50).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
+        logits = logits.masked_fill(logits < logits.topk(50).values[:, -1:], float("-inf"))
     assert warm.logprobs == pytest.approx(of_ids(logits, warm).tolist(), abs=1e-3)
 
 

@@ -90,8 +90,7 @@ def by_two(
     "name",
     [
         pytest.param(
-            name,
-            marks=[pytest.mark.slow] if case.objective and name not in OF_SEVERAL_ROWS else [],
+            name, marks=[pytest.mark.slow] if case.objective and name not in OF_SEVERAL_ROWS else []
         )
         for name, case in CASES.items()
     ],

@@ -13,10 +13,8 @@ from envserver import Environment, Result, Score
 
 ROW = {"problem": "What is a half?", "solution": r"$\frac{1}{2}$"}
 RIGHT = r"<think>easy</think> It is \boxed{\frac{1}{2}}"
-SETTINGS: dict[str, Any] = {
-    "prompt": "problem",
-    "demonstration": RIGHT.replace("{", "{{").replace("}", "}}"),
-}
+SETTINGS: dict[str, Any] = {"prompt": "problem"}
+SETTINGS |= {"demonstration": RIGHT.replace("{", "{{").replace("}", "}}")}
 LENGTH = """
 def length(completion_ids, **_):
     return [len(completion_ids[0])]
@@ -45,10 +43,8 @@ def test_each_gives_what_it_gives_in_trl() -> None:
         assert reward(function, "None.") == 0.0
     punishment = trl.get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
     assert reward(punishment, RIGHT, [1] * 90) == -0.5
-    penalty = trl.get_repetition_penalty_reward(ngram_size=2)
-    assert reward(penalty, RIGHT, [5] * 5) == -0.75
-    cosine = trl.get_cosine_scaled_reward(max_len=100)
-    assert reward(cosine, RIGHT, [1] * 50) == 0.75
+    assert reward(trl.get_repetition_penalty_reward(ngram_size=2), RIGHT, [5] * 5) == -0.75
+    assert reward(trl.get_cosine_scaled_reward(max_len=100), RIGHT, [1] * 50) == 0.75
 
 
 def test_an_unreadable_gold_is_not_scored() -> None:

@@ -97,8 +97,7 @@ def logprobs(policy: Policy, examples: list[Example]) -> Tensor:
 
 def test_replaying_its_own_choices_changes_nothing_and_others_do(policy: Policy) -> None:
     plain = logprobs(policy, rows())
-    own = rows(lambda one: own_choices(policy, one))
-    assert torch.equal(logprobs(policy, own), plain)
+    assert torch.equal(logprobs(policy, rows(lambda one: own_choices(policy, one))), plain)
     assert (logprobs(policy, rows(others)) - plain).abs().max() > 0.1
     assert torch.equal(logprobs(policy, rows()), plain)  # nothing stays
 
@@ -119,8 +118,7 @@ def test_the_weights_of_replayed_experts_are_the_routers_own(policy: Policy, exp
             return logits, weights / weights.sum(-1, keepdim=True), indices
 
         plain.model.model.layers[layer].mlp.gate.register_forward_hook(routed)
-    expected = logprobs(plain, [replace(example, experts=None)])
-    assert torch.allclose(replayed, expected, atol=1e-6)
+    assert torch.allclose(replayed, logprobs(plain, [replace(example, experts=None)]), atol=1e-6)
 
 
 def gradient(policy: Policy, batch: Padded) -> dict[str, Tensor]:
@@ -128,9 +126,7 @@ def gradient(policy: Policy, batch: Padded) -> dict[str, Tensor]:
     return {name: one.grad for name, one in policy.trained.items() if one.grad is not None}
 
 
-def test_rows_in_one_line_and_activations_computed_again_replay_the_same(
-    policy: Policy, experts: str
-) -> None:
+def test_packed_rows_and_checkpointed_activations_replay_it(policy: Policy, experts: str) -> None:
     made = rows(others)
     made[1] = replace(made[1], experts=None)  # routes by itself
     expected = gradient(policy, padded(made))

@@ -45,17 +45,14 @@ def posted(group_id: str) -> ClientGroup:
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_groups_that_teach_nothing_are_replaced_before_a_batch_is_learned(
-    tmp_path: Path, dynamic: bool
-) -> None:
+def test_groups_that_teach_nothing_are_replaced_in_a_batch(tmp_path: Path, dynamic: bool) -> None:
     """A real server: the batch is full, and only this run's queue loses the others."""
     rewards = {"a": (0, 1), "b": (1, 1), "c": (0, 0), "d": (1, 0), "e": (0, 1)}
     with running("run-api", "--port", free_port(), folder=tmp_path) as api, ExitStack() as stack:
         url = api.wait_for(r"http://127\.0\.0\.1:\d+")[0]
         flags = ["--model", "m", "--output", "o", "--server", url, "--groups", "2"]
         flags += ["--dynamic-sampling"] if dynamic else []
-        settings = from_flags(TrainerSettings, flags, program="grpo")
-        source, _ = open_source(settings, stack)
+        source, _ = open_source(from_flags(TrainerSettings, flags, program="grpo"), stack)
         source.resume(CheckpointInfo(step=0, version=0))
         for scores in rewards.values():
             body = {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": scores}

@@ -10,10 +10,8 @@ from envserver_local.tiny.conversations import read_conversations
 from envserver_local.tiny.making import make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "calculate", "parameters": {"properties": {"expression": {}}}},
-}
+TOOL = {"type": "function"}
+TOOL |= {"function": {"name": "calculate", "parameters": {"properties": {"expression": {}}}}}
 
 
 def lines() -> Iterator[str]:

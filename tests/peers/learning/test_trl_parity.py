@@ -126,10 +126,9 @@ def chosen(model: Any, tokens: Any, temperature: float = 1.0) -> torch.Tensor:
 
 def settings(objective: str, **more: Any) -> TrainerSettings:
     """The preset, without a correction of its own unless it is about one."""
-    plain = {} if "correction" in preset(objective) else {"correction": "none"}
     return TrainerSettings.model_validate(
         {"model": "-", "output": "-", "objective": objective, "constant_tokens": LONGEST}
-        | plain
+        | ({} if "correction" in preset(objective) else {"correction": "none"})
         | more
     )
 
@@ -150,11 +149,7 @@ def our_gradient(
 
 
 def trl_gradient(
-    trainer: Any,
-    policy: Policy,
-    groups: list[ClientGroup],
-    rules: TrainerSettings,
-    set_up: SetUp,
+    trainer: Any, policy: Policy, groups: list[ClientGroup], rules: TrainerSettings, set_up: SetUp
 ) -> dict[str, Any]:
     """The gradient of TRL's loss of the same rows; `set_up` completes trainer and inputs."""
     examples = examples_of(groups, 0, replace(rules.examples(), keep_zero=True)).examples
@@ -203,7 +198,6 @@ PLAIN: dict[str, Any] = {
 
 
 def change(trainer: Any, **attributes: Any) -> None:
-    """Of the trainer, or of its arguments."""
     for name, value in attributes.items():
         setattr(trainer if hasattr(trainer, name) else trainer.args, name, value)
 
@@ -318,9 +312,7 @@ def test_temperatures(
     assert wrong > 0.05  # so the temperature matters
 
 
-def test_logprobs_from_before_the_temperature_are_compared_as_such(
-    model: Path, trl_at: Any
-) -> None:
+def test_logprobs_before_the_temperature_are_compared_as_such(model: Path, trl_at: Any) -> None:
     """Tokens of the policy's own version: the ratio is to its own distribution, as TRL's is."""
     sampling = {"temperature": 0.7, "logprobs": "raw"}
     found = compare(model, trl_at(0.7), settings("grpo"), lambda *_: None, **sampling)

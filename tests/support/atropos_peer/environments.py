@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atroposlib.envs.base import (
-    APIServerConfig,
-    BaseEnv,
-    BaseEnvConfig,
-    ScoredDataGroup,
-)
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 
 
 class Managed(BaseEnv):

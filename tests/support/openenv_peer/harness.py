@@ -42,9 +42,7 @@ session = StepEnvSessionAdapter(
     },
     initial_messages_builder=lambda result, task: result.observation["messages"],
     tool_result_builder=lambda name, arguments, result, state: ToolResult(
-        data=result.observation["result"],
-        done=result.done,
-        metadata={"reward": result.reward},
+        data=result.observation["result"], done=result.done, metadata={"reward": result.reward}
     ),
     verify_builder=verify,
     reset_kwargs=begin,

@@ -31,11 +31,7 @@ MEMORY = 80 * 2**20
 def main() -> None:
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={
-            "num_cpus": 0,
-            "object_store_memory": MEMORY,
-            "include_dashboard": False,
-        },
+        head_node_args={"num_cpus": 0, "object_store_memory": MEMORY, "include_dashboard": False},
     )
     nodes = {}
 

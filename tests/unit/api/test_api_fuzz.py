@@ -90,8 +90,7 @@ CONFORMANCE: Final = [
 
 def judge(url: str, examples: int) -> None:
     """Asks what the document allows and what it does not, `examples` times each."""
-    document = schemathesis.openapi.from_url(f"{url}/openapi.json")
-    for found in document.get_all_operations():
+    for found in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
         operation = found.ok()
         if not operation.path.endswith(("/stream", "/events")):  # they have no end
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
@@ -139,9 +138,7 @@ async def test_the_api_keeps_to_its_own_document(tmp_path: Path, examples: int) 
         await asyncio.to_thread(judge, api.url, examples)
 
 
-async def test_an_integer_that_no_answer_can_hold_is_refused_and_does_no_harm(
-    tmp_path: Path,
-) -> None:
+async def test_an_integer_that_no_answer_can_hold_is_refused_harmlessly(tmp_path: Path) -> None:
     # As an older version stored it, which refused no such settings: it is shown with the rest.
     old = {"seeds": [1, 2**64 + 1], "deep": json.loads("[" * 300 + "]" * 300)}
     async with busy_api(tmp_path) as api:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import defaultdict
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
+from envserver_clients.records import ClientGroup
 from envserver_records.errors import StoreError, StoreFull
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from support.api import (
     KEYS,
     REGISTRATION,
@@ -20,9 +26,16 @@ from support.api import (
 )
 from support.clocks import Clock
 from support.conversations import Conversation, conversations
+from support.extent import examples
 from support.waiting import until
 
-from envserver.store import GroupPut
+from envserver.api.atropos import reading
+from envserver.api.atropos.batching import Waiting, form_batches
+from envserver.api.atropos.buffer import groups_summing_to
+from envserver.api.atropos.models import ScoredData, check_groups
+from envserver.api.atropos.reading import PostedGroup, read_group
+from envserver.api.bodies import Refused, Unreadable, parse_body
+from envserver.store import GroupPut, compression
 
 JSON = {"content-type": "application/json"}
 GZIP = JSON | {"content-encoding": "gzip"}
@@ -50,9 +63,7 @@ async def test_a_trainer_must_say_everything(api: Api) -> None:
     assert answer.json()["uuid"] > 2**53
 
 
-async def test_an_environment_that_went_silent_holds_nobody_up(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_environments_block_nobody(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("envserver.api.heartbeats.time", clock)
     await api.start()
@@ -122,8 +133,7 @@ async def test_a_request_for_a_batch_that_is_repeated_with_its_key_gets_the_same
         await api.register()
         for mark in range(6):
             await api.post("/scored_data", wire_group(2, mark))
-        found = [await fetch(key) for key in ("one", "two", "one")]
-        assert found == [[0, 1], [2, 3], [0, 1]]
+        assert [await fetch(key) for key in ("one", "two", "one")] == [[0, 1], [2, 3], [0, 1]]
     async with running_api(tmp_path / "s.db") as api:
         assert [await fetch("two"), await fetch("three")] == [[2, 3], [4, 5]]
         assert (await api.get("/status"))["current_step"] == 6
@@ -135,9 +145,7 @@ async def test_a_request_for_a_batch_that_is_repeated_with_its_key_gets_the_same
             assert await fetch("one") == [0, 1]  # its lease ended: another one
 
 
-async def test_what_the_store_refuses_is_neither_accepted_nor_lost(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_the_store_refuses_stays_here(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     await api.start()
     for error, status in ((StoreError, 503), (StoreFull, 507)):
 
@@ -292,3 +300,229 @@ async def test_a_key_stores_a_post_once(api: Api) -> None:
         answer = await api.post("/scored_data_list", [wire_group(), wire_group()], headers=lists)
         assert answer["groups_processed"] == 2
     assert (await api.get("/status"))["queue_size"] == 5
+
+
+# The fast reading of Atropos posts as text never accepts what the full parser refuses
+
+FIELDS = list(ScoredData.model_fields)
+ODD: list[Any] = [1.0, 0, -0.0, 1e-05, -999.5, -1000.5, -9999.0, 1e300, 2**31, 2**70, 10**400]
+numbers = st.one_of(
+    st.integers(-100, 200_000),
+    st.floats(-20, 1, width=32),
+    st.sampled_from([*ODD, True, "7", None]),
+)
+places = st.tuples(
+    st.sampled_from([0, 1, 5, 5, 5, 2**31 - 1, 2**31, 10**10, -7]),
+    st.sampled_from([0, 1, 5, 5, -100, -100, 9, 2**31 - 1, 2**31, 55, -101]),
+)
+"""A token and its mask; a good part of them fits together."""
+usual = st.lists(st.lists(st.integers(0, 150_000), min_size=1, max_size=40), min_size=1, max_size=4)
+
+
+def group(rows: list[list[int]], **fields: Any) -> dict[str, Any]:
+    """A post that is right."""
+    return {
+        "tokens": rows,
+        "masks": [[-100, *row[1:]] for row in rows],
+        "scores": [0.5] * len(rows),
+        "inference_logprobs": [[1.0] + [-0.0125] * (len(row) - 1) for row in rows],
+    } | fields
+
+
+def raw_group(rows: list[list[int]], **fields: Any) -> bytes:
+    return json.dumps(group(rows, **fields)).encode()
+
+
+def carefully(raw: bytes) -> PostedGroup:
+    found = parse_body(raw, reading._GROUP)
+    check_groups([found], listed=False)
+    return reading._posted(found)
+
+
+def assert_like_carefully(raw: bytes) -> None:
+    """The same group, or the same errors."""
+    try:
+        expected = carefully(raw)
+    except (Refused, Unreadable) as error:
+        with pytest.raises(type(error)) as refused:
+            read_group(raw)
+        assert getattr(refused.value, "errors", None) == getattr(error, "errors", None)
+        return
+    for found in (read_group(raw), read_group(raw, gzip.compress(raw))):
+        assert (found.lengths, found.env_id) == (expected.lengths, expected.env_id)
+        mine, theirs = json.loads(found.body), json.loads(expected.body)
+        # repr: 1 and 1.0 are not the same to a reader of JSON.
+        assert repr({key: mine[key] for key in FIELDS}) == repr(theirs)
+        assert sorted(mine) == sorted(FIELDS)
+        if found.encoded is not None:
+            assert compression.decode(*found.encoded) == found.body
+
+
+@given(
+    usual,
+    st.dictionaries(st.text(), numbers, max_size=2),
+    st.dictionaries(
+        st.sampled_from(FIELDS),
+        st.one_of(
+            numbers,
+            st.lists(numbers, max_size=3),
+            st.lists(st.lists(numbers, max_size=4), max_size=3),
+            st.just([[{"role": "user", "content": "\ud800"}]]),
+        ),
+        max_size=2,
+    ),
+)
+@example([[5]], {"\0": 1}, {})
+@settings(max_examples=examples(150))
+def test_other_fields_and_values_have_the_effect_that_they_always_had(
+    rows: list[list[int]], more: dict[str, Any], odd: dict[str, Any]
+) -> None:
+    assert_like_carefully(json.dumps(more | group(rows) | odd).encode())
+
+
+@given(usual, st.data())
+@settings(max_examples=examples(150))
+def test_damaged_bodies_have_their_usual_effect(rows: list[list[int]], data: st.DataObject) -> None:
+    raw = bytearray(raw_group(rows))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(raw) - 1))
+        pieces = [b"", b"0", b"-", b".", b",", b"[", b"]", b"e9", b" "]
+        raw[place : place + data.draw(st.integers(0, 2))] = data.draw(st.sampled_from(pieces))
+    assert_like_carefully(bytes(raw))
+
+
+@given(st.lists(places, min_size=1, max_size=4))
+@settings(max_examples=examples(200))
+def test_clients_can_read_what_is_accepted(row: list[tuple[int, int]]) -> None:
+    tokens, masks = [token for token, _ in row], [mask for _, mask in row]
+    raw = raw_group([tokens], masks=[masks])
+    assert_like_carefully(raw)
+    is_named = all(mask in (token, -100) for token, mask in row)
+    is_right = all(0 <= token < 2**31 for token in tokens) and (is_named or set(masks) <= {0, 1})
+    try:
+        found = read_group(raw)
+    except Refused:
+        assert not is_right
+        return
+    assert is_right
+    (read,) = ClientGroup("g", "e", "atropos", -1, memoryview(found.body)).rows
+    assert read.tokens.tolist() == tokens
+    trained = [mask != -100 if is_named else mask == 1 for mask in masks]
+    assert read.mask.tolist() == trained
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_kept"),
+    [
+        ({}, True),
+        ({"env_id": 0, "messages": [[{"role": "user", "content": "é"}]], "overrides": None}, True),
+        ({"scores": [1]}, False),  # trainers get 1.0
+        ({"inference_logprobs": [[1] * 100]}, False),
+    ],
+)
+def test_what_trainers_get_unchanged_is_stored_so(fields: dict[str, Any], is_kept: bool) -> None:
+    raw = raw_group([list(range(100))], **fields)
+    gzipped = gzip.compress(raw)
+    found = read_group(raw, gzipped)
+    assert (found.encoded is not None and found.encoded[1].startswith(gzipped)) == is_kept
+    assert json.loads(found.body) == json.loads(carefully(raw).body)
+    if fields or found.encoded is None:
+        return
+    encoding, stored = found.encoded  # its damage is noticed
+    harmed = [stored[:at] + bytes([stored[at] ^ 1]) + stored[at + 1 :] for at in range(len(stored))]
+    for bad in (*harmed, stored[:-1], stored + stored[-1:], gzipped):
+        try:
+            assert compression.decode(encoding, bad) == found.body  # a byte of gzip's header
+        except compression.DamagedBody:
+            continue
+
+
+def test_keys_that_are_written_with_an_escape_or_twice_are_noticed_wherever_they_are() -> None:
+    right = json.dumps(group([[7, 8]]))
+    escaped = right.replace('"tokens"', r'"tok\u0065ns"')
+    filled = [r'{"x": "tokens", "y": [[9, 9]], "z": "\n' + "-" * n + '", ' for n in range(200, 300)]
+    nested = '{"generation_params": {"tokens": 1}, "other": [[-9]], '
+    for before in (nested, '{"x": "tokens", "y": [1], ', *filled):
+        assert_like_carefully(escaped.replace("{", before, 1).encode())
+    for before in filled:
+        assert_like_carefully(right.replace("{", before, 1).encode())
+
+
+# Atropos batches, compared with a literal reading of the rules
+
+ENV_IDS = st.one_of(st.none(), st.integers(0, 3))
+QUEUES = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 8]), ENV_IDS), max_size=40)
+MINIMUMS = st.dictionaries(st.integers(0, 3), st.floats(0, 1), max_size=4)
+
+
+def waiting(sizes: list[tuple[int, int | None]]) -> list[Waiting]:
+    return [Waiting(f"g{i}", size, env, env, float(i)) for i, (size, env) in enumerate(sizes)]
+
+
+def ids(groups: list[Waiting]) -> list[str]:
+    return [group.group_id for group in groups]
+
+
+@given(QUEUES, st.integers(-1, 24), MINIMUMS)
+def test_nothing_is_lost_doubled_or_over_the_batch_size_and_minimum_shares_are_met(
+    sizes: list[tuple[int, int | None]], batch_size: int, minimums: dict[Any, float]
+) -> None:
+    queue = waiting(sizes)
+    formed = form_batches(queue, batch_size, minimums)
+    wanted = {env: int(batch_size * share) for env, share in minimums.items()}
+    for batch in formed.batches:
+        assert sum(group.size for group in batch) == batch_size
+        if minimums and sum(wanted.values()) <= batch_size and batch_size >= 4:
+            assert all(group.env_id is not None for group in batch)
+            for env, sequences in wanted.items():
+                own = sum(group.size for group in batch if group.env_id == env)
+                # A pack may be too large for the room that is left.
+                assert own >= sequences or own + 8 > sequences
+    out = [group_id for batch in formed.batches for group_id in ids(batch)]
+    assert sorted(out + ids(formed.left)) == sorted(ids(queue))
+    assert ids(formed.left) == [i for i in ids(queue) if i not in set(out)]
+    assert formed.reason
+
+
+@given(QUEUES, st.integers(1, 24))
+def test_plain_batches_are_those_of_the_rule_applied_again_and_again(
+    sizes: list[tuple[int, int | None]], batch_size: int
+) -> None:
+    queue = waiting(sizes)
+    expected = []
+    while (batch := one_plain_batch(queue, batch_size)) is not None:
+        expected.append(ids(batch))
+        queue = [group for group in queue if group.group_id not in ids(batch)]
+    assert [ids(b) for b in form_batches(waiting(sizes), batch_size).batches] == expected
+
+
+def one_plain_batch(queue: list[Waiting], batch_size: int) -> list[Waiting] | None:
+    """Piles of M sequences become candidates; candidates are taken in order until full."""
+    largest = max((group.size for group in queue), default=0)
+    piles: dict[int, list[Waiting]] = defaultdict(list)
+    candidates: list[Waiting] = []
+    for group in queue:
+        piles[group.size].append(group)
+        if len(piles[group.size]) * group.size == largest:
+            candidates += piles.pop(group.size)
+    for end in range(len(candidates) + 1):
+        if sum(group.size for group in candidates[:end]) == batch_size:
+            return candidates[:end]
+    return None
+
+
+@given(st.lists(st.integers(1, 9), max_size=9), st.integers(1, 20))
+def test_buffered_parts_that_make_a_whole_are_found(sizes: list[int], target: int) -> None:
+    found = groups_summing_to(sizes, target)
+    possible = any(
+        sum(part) == target for n in range(len(sizes) + 1) for part in combinations(sizes, n)
+    )
+    assert bool(found) == possible
+    assert found == sorted(set(found))
+    assert not found or sum(sizes[i] for i in found) == target
+
+
+def test_parts_that_never_make_a_whole_take_no_time() -> None:
+    assert groups_summing_to([2] * 50_001, 50_001) == []
+    assert groups_summing_to([2] * 50_001, 100_001) == []
+    assert groups_summing_to([3, *[2] * 1023], 1024) == [*range(1, 513)]

@@ -143,9 +143,7 @@ def attempt(made: House) -> ProxyAttempt:
     return made.open()
 
 
-async def test_plain_requests_are_forwarded_and_recorded(
-    made: House, attempt: ProxyAttempt
-) -> None:
+async def test_requests_are_forwarded_and_recorded(made: House, attempt: ProxyAttempt) -> None:
     url = f"http://API.test:{made.outside.port}/v1/things?key=hidden"
     answer = await made.fetch(
         attempt.key, url, headers={"connection": "x-mine", "x-mine": "1"}, content=b"body"
@@ -165,9 +163,7 @@ async def test_plain_requests_are_forwarded_and_recorded(
     assert made.egress.counts == {"ok": 1} and "egress_refused" not in attempt.flags
 
 
-async def test_tunnels_carry_bytes_both_ways_and_are_counted(
-    made: House, attempt: ProxyAttempt
-) -> None:
+async def test_tunnels_carry_bytes_both_ways_counted(made: House, attempt: ProxyAttempt) -> None:
     reader, writer = await made.tunnel(attempt)
     data = bytes(300_000)
     writer.write(data)
@@ -275,9 +271,7 @@ async def test_a_sandbox_cannot_connect_without_end(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "first", [hello("other.test"), b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\0\x05hello"]
 )
-async def test_a_tunnel_begins_with_tls_for_its_host(
-    made: House, attempt: ProxyAttempt, first: bytes
-) -> None:
+async def test_a_tunnel_begins_with_tls(made: House, attempt: ProxyAttempt, first: bytes) -> None:
     reader, writer = await made.tunnel(attempt, first)
     assert await reader.read(-1) == b""
     writer.close()

@@ -43,9 +43,7 @@ async def asked(house: FleetHouse, count: int, name: str = "r") -> list[Call]:
     return [await house.ask(house.open(f"{name}{number}")) for number in range(count)]
 
 
-async def test_a_call_waits_for_the_first_engine_and_a_restart_keeps_it(
-    one: FakeVllm, tmp_path: Path
-) -> None:
+async def test_a_call_waits_for_an_engine_a_restart_keeps(one: FakeVllm, tmp_path: Path) -> None:
     async with fleet_house(tmp_path / "s.db") as house:
         assert await house.rows() == []
         first = asyncio.create_task(house.ask(house.open("first")))
@@ -118,9 +116,7 @@ async def test_a_drained_engine_keeps_its_rollouts_and_a_new_one_takes_none_of_t
     await house.until(one.url, "used")
 
 
-async def test_the_least_loaded_engine_gets_the_next_rollout(
-    one: FakeVllm, two: FakeVllm, tmp_path: Path
-) -> None:
+async def test_the_least_loaded_one_is_next(one: FakeVllm, two: FakeVllm, tmp_path: Path) -> None:
     async with fleet_house(tmp_path / "s.db", routing="least") as house:
         for fake in (one, two):
             await house.register(fake.url)
@@ -128,9 +124,7 @@ async def test_the_least_loaded_engine_gets_the_next_rollout(
         assert [row["rollouts"] for row in await house.rows()] == [5, 5]
 
 
-async def test_old_weights_get_no_calls_and_tokens_have_their_engines_version(
-    house: FleetHouse,
-) -> None:
+async def test_old_weights_get_no_calls_and_tokens_have_engine_versions(house: FleetHouse) -> None:
     async with versioned_vllm(3) as one, versioned_vllm(2) as late:
         await house.publish(3)
         await house.register(one.url, version=3)
@@ -165,9 +159,7 @@ async def test_an_engine_that_tells_no_version_follows_publications_only_from_th
     assert (await house.row(two.url))["standing"] == "old"
 
 
-async def test_a_lag_that_is_allowed_lets_old_weights_sample_as_what_they_are(
-    tmp_path: Path,
-) -> None:
+async def test_an_allowed_lag_lets_old_weights_sample_as_what_they_are(tmp_path: Path) -> None:
     async with (
         versioned_vllm(2) as late,
         fleet_house(tmp_path / "s.db", max_version_lag=1) as house,
@@ -198,9 +190,7 @@ async def test_a_paused_engine_is_idle_and_the_others_take_its_calls(
     assert (await house.row(one.url))["weights_version"] == 7
 
 
-async def test_engines_come_drain_die_and_come_back_with_old_weights_under_load(
-    house: FleetHouse,
-) -> None:
+async def test_engines_come_drain_die_and_return_with_old_weights_in_use(house: FleetHouse) -> None:
     """No call fails, and each carries the version of the weights that sampled it."""
     done = asyncio.Event()
     calls = []
@@ -342,9 +332,7 @@ async def test_only_hosts_that_the_settings_name_get_the_key(one: FakeVllm, tmp_
     assert "Bearer sk-secret" in one.headers[-1].values()
 
 
-async def test_a_file_lists_engines_and_their_versions(
-    one: FakeVllm, two: FakeVllm, tmp_path: Path
-) -> None:
+async def test_a_file_lists_engines_versions(one: FakeVllm, two: FakeVllm, tmp_path: Path) -> None:
     listed = tmp_path / "engines.txt"
     listed.write_text(f"# ours\n{one.url}/v1\n")
     async with fleet_house(tmp_path / "s.db", file=listed, poll_seconds=0.02) as house:

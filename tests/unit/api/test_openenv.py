@@ -78,9 +78,7 @@ SESSIONS = conversations(Path(__file__).with_name("openenv.txt"))
 
 
 @pytest.mark.parametrize("title", SESSIONS)
-async def test_a_session_answers_as_openenv_says_and_shows_nothing_hidden(
-    url: str, title: str
-) -> None:
+async def test_a_session_answers_as_openenv_and_hides_what_is_hidden(url: str, title: str) -> None:
     async with socket(url, "lengths") as session:
         for line in SESSIONS[title]:
             told, _, expected = line.partition(" -> ")
@@ -188,8 +186,6 @@ async def guarded(url: str, trainer: str, reader: str) -> None:
 
 @pytest.mark.thorough
 async def test_a_server_of_ours_is_an_environment_of_ours(url: str, tmp_path: Path) -> None:
-    opening = "How long is 'the'?"
-    script = transcript(tmp_path / "t.json", opening, call("measure", word="the"), "3")
+    script = transcript(tmp_path / "t.json", "How long is 'the'?", call("measure", word="the"), "3")
     result = await played(f"{url}/openenv/lengths", script, reset={"task_id": "the"})
-    scores = [one.score.reward for one in result.groups[0].trajectories]
-    assert scores == [0.75, 0.75]
+    assert [one.score.reward for one in result.groups[0].trajectories] == [0.75, 0.75]

@@ -87,8 +87,7 @@ async def leading(*routes: Route | WebSocketRoute) -> AsyncIterator[str]:
 
 
 async def test_requests_and_answers_arrive_as_they_were_sent(follower: Follower) -> None:
-    methods = ["GET", "POST", "DELETE"]
-    async with leading(Route("/v1/{rest:path}", echo, methods=methods)) as url:
+    async with leading(Route("/v1/{rest:path}", echo, methods=["GET", "POST", "DELETE"])) as url:
         follower.follow(url)
         answer = await follower.http.post(
             "/v1/groups/a%2Fb?x=1&y=%20", content=b"body", headers={"idempotency-key": "k"}
@@ -144,8 +143,7 @@ async def test_streams_and_websockets_are_passed_on_as_they_come(follower: Follo
             more.set()
             assert [await anext(lines), await anext(lines)] == ["", "data: second"]
         await left.wait()  # the leader sees the client leave
-        headers = {"authorization": "Bearer t"}
-        async with connect(address, additional_headers=headers) as socket:
+        async with connect(address, additional_headers={"authorization": "Bearer t"}) as socket:
             await socket.send("hello")
             assert await socket.recv() == "hello Bearer t"
             await socket.send("bye")
@@ -183,9 +181,7 @@ async def to_raw(follower: Follower, answer: Answering) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-async def test_a_request_that_may_have_reached_the_leader_is_not_repeated(
-    follower: Follower, method: str
-) -> None:
+async def test_a_request_the_leader_has_is_not_repeated(follower: Follower, method: str) -> None:
     asked = 0
 
     async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -232,9 +228,7 @@ async def test_only_followers_say_who_asks(follower: Follower) -> None:
             assert refused.json()["type"] == "urn:envserver:error:no_leader"
 
 
-async def test_another_server_at_the_address_of_a_leader_that_is_gone_does_nothing(
-    follower: Follower,
-) -> None:
+async def test_another_server_at_the_address_of_a_gone_leader_is_idle(follower: Follower) -> None:
     """Another store's leader, or a server alone: nothing may be posted or leased there."""
     done = []
 

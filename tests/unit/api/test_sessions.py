@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from http.cookies import SimpleCookie
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
-from envserver_records.errors import ConfigError
+from envserver_records.errors import ConfigError, EngineUnavailable
+from envserver_records.records import Trajectory
+from structlog.testing import capture_logs
 from support.api import Api, head_or_answer, running_api
+from support.commands import free_port, running, until
+from support.sampled import PROMPT, SAMPLED, Engine, group
 from support.waiting import PATIENCE
 
 from envserver.api import create_token
@@ -22,6 +28,9 @@ from envserver.api.access.rules import RULES
 from envserver.api.access.sessions import Sessions, session_key
 from envserver.api.access.tokens import AccessTokens, read_tokens, revoke_token
 from envserver.api.metrics import Metrics
+from envserver.proxy import Gate
+from envserver.proxy.gate import InFlight
+from envserver.rollouts.auditor import Auditor
 
 OWN = {"sec-fetch-site": "same-origin"}
 HTTPS = {"x-forwarded-proto": "https"}
@@ -29,8 +38,7 @@ HTTPS = {"x-forwarded-proto": "https"}
 
 
 def guarded(path: Path) -> AbstractAsyncContextManager[Api]:
-    place = path.with_name("store.db")
-    return running_api(place, server={"tokens_file": path}, metrics=Metrics())
+    return running_api(path.with_name("store.db"), server={"tokens_file": path}, metrics=Metrics())
 
 
 @pytest.fixture
@@ -100,9 +108,7 @@ async def test_the_cookie_of_any_token_only_reads(api: Api, tokens: dict[str, st
     assert await status_of(api, cookie, "/v1/tasks") == 403
 
 
-async def test_the_cookie_counts_only_for_pages_of_this_origin(
-    api: Api, tokens: dict[str, str]
-) -> None:
+async def test_the_cookie_counts_for_this_origin_only(api: Api, tokens: dict[str, str]) -> None:
     cookie = cookie_of(await log_in(api, tokens["reader"]))
     for site in ("same-site", "cross-site", "none", "", "same-origin, none"):
         assert await status_of(api, cookie, sec_fetch_site=site) == 401, site
@@ -129,9 +135,7 @@ async def test_only_our_own_page_logs_in(api: Api, tokens: dict[str, str]) -> No
     assert await api.status("DELETE", "/v1/session", headers={"origin": "http://x"}) == 403
 
 
-async def test_a_login_adds_no_rights_and_ends_with_its_token(
-    api: Api, path: Path, tokens: dict[str, str]
-) -> None:
+async def test_logins_add_no_rights_and_end(api: Api, path: Path, tokens: dict[str, str]) -> None:
     answer = await log_in(api, tokens["environment"])
     assert answer.status_code == 403
     assert "set-cookie" not in answer.headers
@@ -159,9 +163,7 @@ async def test_a_login_adds_no_rights_and_ends_with_its_token(
     assert await status_of(api, trainer) == await status_of(api, reader) == 401
 
 
-async def test_a_login_survives_a_restart_and_not_another_key(
-    path: Path, tokens: dict[str, str]
-) -> None:
+async def test_a_login_survives_restarts_but_no_new_key(path: Path, tokens: dict[str, str]) -> None:
     async with guarded(path) as api:
         cookie = cookie_of(await log_in(api, tokens["reader"]))
     async with guarded(path) as api:
@@ -188,8 +190,7 @@ async def test_forged_and_planted_cookies(api: Api, path: Path, tokens: dict[str
         "x" * 5000,
     ):
         header = f"{name}={wrong}".encode("latin-1", "replace")
-        headers = [*OWN.items(), ("cookie", header)]
-        answer = await api.http.get("/v1/status", headers=headers)
+        answer = await api.http.get("/v1/status", headers=[*OWN.items(), ("cookie", header)])
         assert answer.status_code in (401, 429), wrong
     # A page of another port cannot lock its reader out with a cookie of the same name.
     assert await status_of(api, f"{name}=junk; {cookie}") == 200
@@ -197,23 +198,18 @@ async def test_forged_and_planted_cookies(api: Api, path: Path, tokens: dict[str
     assert await status_of(api, cookie, authorization="Bearer x") in (401, 429)
 
 
-async def test_under_https_the_cookie_is_of_this_host_alone(
-    api: Api, tokens: dict[str, str]
-) -> None:
+async def test_under_https_the_cookie_is_for_this_host(api: Api, tokens: dict[str, str]) -> None:
     answer = await log_in(api, tokens["reader"], x_forwarded_proto="https")
     secure = cookie_of(answer)
     assert secure.startswith("__Host-envserver_")
     assert answer.headers["set-cookie"].endswith("; Secure")
     assert await status_of(api, secure, x_forwarded_proto="https") == 200
     # One that a subdomain, or a page without HTTPS, may have set does not count.
-    planted = secure.removeprefix("__Host-")
-    assert await status_of(api, planted, x_forwarded_proto="https") == 401
+    assert await status_of(api, secure.removeprefix("__Host-"), x_forwarded_proto="https") == 401
     assert await status_of(api, secure) == 401
 
 
-async def test_wrong_tokens_are_limited_and_the_right_one_is_not(
-    path: Path, tokens: dict[str, str]
-) -> None:
+async def test_wrong_tokens_are_limited_the_right_not(path: Path, tokens: dict[str, str]) -> None:
     async with guarded(path) as api:
         seen = [(await log_in(api, "evs_wrong")).status_code for _ in range(25)]
         assert seen[:20] == [401] * 20
@@ -228,8 +224,7 @@ def test_a_login_ends_after_twelve_hours(path: Path, tokens: dict[str, str]) -> 
     scope = {"type": "http", "scheme": "http", "headers": [(b"sec-fetch-site", b"same-origin")]}
     token = known.find(tokens["reader"])
     assert token is not None
-    made = SimpleCookie(sessions.cookie(token, scope))
-    (morsel,) = made.values()
+    (morsel,) = SimpleCookie(sessions.cookie(token, scope)).values()
     scope["headers"] = [*scope["headers"], (b"cookie", f"{morsel.key}={morsel.value}".encode())]
     now[0] += 12 * 3600 - 1
     assert sessions.reader(scope) is not None
@@ -237,9 +232,7 @@ def test_a_login_ends_after_twelve_hours(path: Path, tokens: dict[str, str]) -> 
     assert sessions.reader(scope) is None
 
 
-def test_the_key_is_made_once_and_is_nobody_elses(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_is_made_once_and_is_private(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = session_key(path)
     assert len(key) == 32 and session_key(path) == key
     file = path.with_name("tokens.yaml.session-key")
@@ -254,3 +247,103 @@ def test_the_key_is_made_once_and_is_nobody_elses(
 
     monkeypatch.setattr(module.os, "open", refuse)
     assert session_key(path) != session_key(path)  # a mounted secret: logins end with the server
+
+
+# The audit of `serve` scores a share of the delivered groups again; nothing waits for it
+
+
+def trajectories(name: str, **changes: Any) -> list[Trajectory]:
+    return group(name, **changes).trajectories
+
+
+def auditing(engine: Engine | None = None, fraction: float = 1.0, **more: Any) -> Auditor:
+    return Auditor(engine or Engine(), fraction, 0.05, **{"version": lambda: 7, **more})
+
+
+async def test_an_audit_finds_what_is_wrong_and_logs_it() -> None:
+    right, wrong = trajectories("a")
+    wrong.sequences[1].logprobs[PROMPT + 3] -= 0.25
+    with capture_logs() as logs:
+        async with auditing() as auditor:
+            assert auditor.offer(right)
+            assert auditor.offer(wrong)
+    report = auditor.report()
+    assert (report["rollouts"], report["rows"], report["tokens"]) == (2, 3, 3 * SAMPLED)
+    assert (report["rows_over_tolerance"], report["tokens_over_tolerance"]) == (1, 1)
+    assert report["largest_difference"] == pytest.approx(0.25)
+    (log,) = [entry for entry in logs if entry["event"] == "audit_mismatch"]
+    assert (log["rollout_id"], log["row"], log["position"]) == ("a-1", 1, PROMPT + 3)
+    assert "1 of 3 rows" in auditor.summary()
+
+
+async def test_an_audit_never_waits_and_chooses_by_id() -> None:
+    made = [one for name in "abcdefghij" for one in trajectories(name)]
+    async with auditing(fraction=0.5, most_waiting=3) as auditor:
+        assert sum([auditor.offer(one) for one in made]) == 3
+    report = auditor.report()
+    assert report["rollouts"] == 3
+    wanted = 3 + report["rollouts_dropped"]
+    assert 4 < wanted < 16
+    async with auditing(fraction=0.5) as again:
+        assert sum(map(again.offer, made)) == wanted
+
+
+async def test_an_audit_leaves_out_what_another_version_sampled() -> None:
+    old, new = trajectories("a", version=3)[0], trajectories("b")[0]
+    engine = Engine()
+    # The trainer publishes version 8 while the row of version 7 is being scored.
+    async with auditing(engine, version=lambda: 7 + (engine.asked > 0)) as auditor:
+        auditor.offer(old)
+        auditor.offer(new)
+    report = auditor.report()
+    assert report["rows"] == 0
+    assert report["rows_not_compared"] == {"other_version": 1, "weights_changed": 1}
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+async def test_an_audit_waits_while_the_weights_change(in_flight: InFlight) -> None:
+    engine, gate = Engine(), Gate()
+    async with auditing(engine, gate=gate) as auditor:
+        auditor.offer(trajectories("a")[0])
+        while not engine.in_flight:
+            await asyncio.sleep(0)
+        await gate.pause(in_flight, 1)
+        auditor.offer(trajectories("b")[0])
+        await asyncio.sleep(0.05)
+        asked = engine.asked
+        assert auditor.report()["rows_not_compared"] == {"weights_changed": 1}
+        gate.resume()
+    assert (asked, engine.asked, auditor.report()["rows"]) == (1, 2, 1)
+
+
+async def test_an_audit_outlives_an_engine_that_fails() -> None:
+    first, second = trajectories("a")[0], trajectories("b")[0]
+    first.sequences[0].tokens[0] = 13
+    async with auditing(Engine(fails=EngineUnavailable("Gone."))) as auditor:
+        auditor.offer(first)
+        auditor.offer(second)
+    report = auditor.report()
+    assert (report["engine_failures"], report["rows"]) == ({"engine_unavailable": 1}, 1)
+
+
+def test_serve_reports_its_audit(tmp_path: Path) -> None:
+    port = free_port()
+    words = (
+        "serve", "--env", "math", "--model", "sim", "--sim.latency_seconds", 0,
+        "--env.group_size", 2, "--env.ensure_scores_are_not_same", "false",
+        "--env.total_steps", 4, "--tokens.audit_fraction", 1, "--port", port,
+        "--store", "groups.db",
+    )  # fmt: skip
+    with running(*words, folder=tmp_path) as server:
+        server.wait_for("Trainers: ")
+        url = f"http://127.0.0.1:{port}/v1/status"
+
+        def audited() -> dict[str, Any] | None:
+            status = httpx.get(url, timeout=PATIENCE).json()["server"]["audit"]
+            return status if status["rollouts"] == 8 else None
+
+        report = until(audited, server.output, alive=server.process)
+        assert report["tokens"] == report["tokens_exactly_equal"] > 0
+        server.send(signal.SIGTERM)
+        server.wait_for(f"Audit: 0 of {report['rows']} rows differ")
+        assert server.end() == 0

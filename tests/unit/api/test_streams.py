@@ -55,18 +55,15 @@ class Listener:
 
 @asynccontextmanager
 async def events(api: Api, **query: Any) -> AsyncIterator[Listener]:
-    headers = {"accept": "text/event-stream"}
     async with api.http.stream(
-        "GET", "/v1/runs/run/stream", params=query, headers=headers
+        "GET", "/v1/runs/run/stream", params=query, headers={"accept": "text/event-stream"}
     ) as answer:
         assert answer.status_code == 200, await answer.aread()
         assert answer.headers["content-type"].startswith("text/event-stream")
         yield Listener(answer.aiter_lines())
 
 
-async def test_events_come_as_far_as_the_window_reaches_and_acks_and_nacks_make_room(
-    api: Api,
-) -> None:
+async def test_events_come_as_far_as_the_window_goes_and_acks_and_nacks_make_room(api: Api) -> None:
     async with events(api, window=2) as listener:
         await api.put("a", "b", "c", "d")
         first, groups = await listener.next()

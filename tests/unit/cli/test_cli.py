@@ -112,9 +112,7 @@ def test_public_names_are_all_there() -> None:
     assert [name for name in envserver.__all__ if not hasattr(envserver, name)] == []
 
 
-def test_every_command_has_help_and_is_named_in_that_of_all(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_has_help_and_is_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     told = run("--help").out
     for name, command in COMMANDS.items():
@@ -145,9 +143,7 @@ def test_mistakes_are_one_clear_line(run: Run) -> None:
         assert expected in told and "Traceback" not in told.err
 
 
-def test_bugs_show_a_traceback_only_on_demand_and_ctrl_c_is_130(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bugs_show_a_traceback_if_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     command = Mock(side_effect=RuntimeError("a bug"))
     monkeypatch.setattr("envserver.cli.list_command.run", command)
     assert "Internal error: RuntimeError: a bug" in run("list", status=1)
@@ -173,9 +169,7 @@ sys.exit(main(["doctor"]))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
-def test_an_entry_module_offers_commands_of_its_environment(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_entry_modules_offer_commands_of_environments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["process", "--env", "other"], environment="math") == 2
     assert "--env is given twice (math and other)" in capsys.readouterr().err
     assert main(["--help"], environment="math") == 0

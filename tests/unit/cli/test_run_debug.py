@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import envserver
+from envserver_records.records import Group, Score
+from msgspec.structs import replace
+from prometheus_client.core import Metric
+from support.api import native_group, running_api
+from support.commands import envserver, running
 from support.in_process import Run
 from support.terminal import Terminal
 from support.waiting import PATIENCE
+
+from envserver.api.metrics import Metrics
+from envserver.cli import main
+from envserver.cli.console import Console
+from envserver.cli.overview import Overview
+from envserver.cli.samples import Samples
+from envserver.telemetry.families import gauge
+from envserver.telemetry.history import Name, Row
 
 ENVIRONMENT = '''
 from envserver import Environment, Score, Task
@@ -88,8 +103,7 @@ def document(place: Path) -> Any:
 
 def test_breakpoints_work_in_all_of_the_environment(place: Path) -> None:
     typed = "p number\nc\np self.bonus\nc\np task.id\nc\np result.output\nc\n"
-    words = f"{TASK} {SIM} --debug --env.stops true".split()
-    ran = envserver(*words, folder=place, input=typed)
+    ran = envserver(*f"{TASK} {SIM} --debug --env.stops true".split(), folder=place, input=typed)
     assert ran.returncode == 0, ran.stderr
     seen = ran.stdout.split("(Pdb)")
     assert "sums.py" in seen[0] and "tasks()" in seen[0] and seen[1].startswith(" 3")
@@ -104,8 +118,7 @@ def test_breakpoints_work_in_all_of_the_environment(place: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("fails", ["tasks", "prepare_scoring", "rollout", "score"])
 def test_the_traceback_is_the_environments(place: Path, fails: str, run: Run) -> None:
-    said = run(f"{TASK} {SIM} --debug --env.fails {fails}", status=1)
-    lines = said.err.splitlines()
+    lines = run(f"{TASK} {SIM} --debug --env.fails {fails}", status=1).err.splitlines()
     first = lines.index("Traceback (most recent call last):")
     assert 'sums.py"' in lines[first + 1] and f"in {fails}" in lines[first + 1]
     assert lines[-1] == f"ZeroDivisionError: in {fails}"
@@ -152,10 +165,150 @@ def test_a_changed_file_runs_the_task_again(place: Path) -> None:
     with Terminal(f"{TASK} {SIM} --watch --debug", place) as terminal:
         terminal.until("Reward: 1")
         terminal.until("Waiting for a change")
-        changed = ENVIRONMENT.replace("self.bonus + float(", "0.5 * float(")
-        (place / "sums.py").write_text(changed)
+        (place / "sums.py").write_text(ENVIRONMENT.replace("self.bonus + float(", "0.5 * float("))
         terminal.until("sums.py has changed: running again.")
         terminal.until("Reward: 0.5")
         terminal.until("Waiting for a change")
         os.killpg(terminal.process.pid, signal.SIGINT)
         assert terminal.process.wait(PATIENCE) == 130
+
+
+# What a server does, on a terminal: `envserver top`, and the tables of `serve`
+
+
+def name(sample: str, **labels: str) -> Name:
+    return Name(f"envserver_{sample}", tuple(sorted(labels.items())))
+
+
+MATH = {"environment": "math"}
+
+
+def row(at: float, delivered: float, rewards: float, lost: float, scored: float) -> Row:
+    agent = MATH | {"agent": ""}
+    return at, {
+        name("policy_version"): 3,
+        name("groups_delivered_total", **MATH): delivered,
+        name("reward_sum", **agent): rewards,
+        name("reward_count", **agent): delivered * 4,
+        name("rollouts_total", end="lost", **MATH): lost,
+        name("rollouts_total", end="scored", **MATH): scored,
+        name("groups", state="queued"): 7,
+        name("queue_depth", run="[red]my-run"): 7,
+        name("failed_attempts_total", kind="engine_timeout", **MATH): lost,
+        name("part_ready", part="disk"): 0,
+        name("replica_calls", replica="a"): 2,
+        name("replica_breaker", replica="a"): 2,
+        name("replica_calls", replica="b"): 0,
+        name("replica_standing", replica="b", standing="old"): 1,
+        name("replica_version", replica="b"): 2,
+    }
+
+
+def shown(rows: list[Row]) -> dict[str, list[str]]:
+    out = io.StringIO()
+    Console(file=out, width=150).print(Overview(rows).tables())
+    return {line.split()[0]: line.split() for line in out.getvalue().splitlines()}
+
+
+def test_rates_and_rewards_are_those_of_the_last_minute() -> None:
+    before, begin = row(0, 90, 0, 0, 0), row(100, 100, 200, 2, 400)
+    found = shown([before, begin, row(130, 110, 230, 4, 438)])
+    # ten groups, forty rewards that sum to 30, two of forty rollouts lost, in half a minute
+    assert found["math"] == ["math", "0.750", "20.0", "80.0", "5.0%", "0", "0"]
+    assert found["policy"][:6] == ["policy", "version", "3", "·", "20.0", "groups/min"]
+    assert found["[red]my-run"][-1] == "7"
+    assert found["engine_timeout"][1:] == ["4.0", "4"]
+    assert found["disk"] == ["disk", "does", "not", "work"]
+    assert found["a"][-2:] == ["set", "aside"]
+    assert found["b"][-3:] == ["old", "weights", "(v2)"]
+
+
+def test_a_server_that_began_again_counts_from_zero() -> None:
+    found = shown([row(100, 100, 200, 2, 400), row(130, 5, 20, 0, 20)])
+    assert found["math"][1:4] == ["1.000", "10.0", "40.0"]
+
+
+def test_names_that_others_gave_move_no_cursor_and_are_not_all_shown() -> None:
+    names = ["\x1b]0;title\x07\x9b2J[red]a", *(f"z{index}" for index in range(70))]
+    rows = [(1.0, {name("rollouts_running", environment=one): 1.0 for one in names})]
+    out = io.StringIO()
+    Console(file=out, width=150).print(Overview(rows).tables())
+    assert "?]0;title??2J[red]a" in out.getvalue() and "and 21 more" in out.getvalue()
+    assert "?]0;title??2J[red]a -" in Overview(rows).line()
+    assert not set("\x1b\x07\x9b") & set(out.getvalue() + Overview(rows).line())
+
+
+async def test_top_shows_a_server_and_says_why_it_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def families() -> Iterable[Metric]:
+        return [gauge("envserver_rollouts_running", "", ("environment",), [(("math",), 3.0)])]
+
+    metrics = Metrics()
+    metrics.add(families)
+    async with running_api(tmp_path / "s.db", metrics=metrics) as api:
+        assert await asyncio.to_thread(main, ["top", api.url, "--once"]) == 0
+        found = capsys.readouterr().out
+        assert "no policy version yet" in found and "math" in found
+    async with running_api(tmp_path / "s.db") as api:
+        assert await asyncio.to_thread(main, ["top", api.url, "--once"]) == 2
+        assert "has no curves" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["top", api.url, "--once"]) == 2
+    assert "No server answers" in capsys.readouterr().err
+
+
+# Samples of conversations (`--verbose`): short, now and then, safe for a terminal -----------------
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07\u202eabc\r\n" + "\n".join(f"line {n}" for n in range(500))
+
+
+def written_at(width: int = 60) -> tuple[Console, io.StringIO]:
+    written = io.StringIO()
+    return Console(file=written, width=width, force_terminal=True, color_system=None), written
+
+
+def talk(turns: int) -> list[dict[str, Any]]:
+    calls = [{"function": {"name": "run", "arguments": '{"code": "' + "x" * 5000 + '"}'}}]
+    one: dict[str, Any] = {"role": "assistant", "content": HOSTILE, "tool_calls": calls}
+    return [
+        {"role": "user", "content": "Do it."},
+        *([one, {"role": "tool", "content": "ok"}] * turns),
+    ]
+
+
+def rated(*rewards: float | None, turns: int = 1) -> Group:
+    group = native_group("g", len(rewards), messages=talk(turns))
+    rollouts = [
+        replace(one, score=Score(reward=reward))
+        for one, reward in zip(group.trajectories, rewards, strict=True)
+    ]
+    return replace(group, trajectories=rollouts)
+
+
+async def test_the_best_and_the_worst_of_a_group_are_shown_short() -> None:
+    console, written = written_at()
+    await Samples(console)(rated(0.5, 0.0, None, 1.0, turns=100))
+    text = written.getvalue()
+    assert "g-3, task task-1: best of 3" in text
+    assert "g-1, task task-1: worst of 3" in text
+    assert "Reward: 1" in text
+    assert text.count("Reward:") == 2
+    assert "... 193 messages ..." in text
+    assert "lines ..." in text
+    assert "characters ..." in text.replace("\n", " ")
+    lines = text.splitlines()
+    assert len(lines) < 300
+    assert max(map(len, lines)) <= 60
+    assert not set(text) & {"\x1b", "\x07", "\r", "\u202e"}
+    assert "\\x1b[2J" in text
+
+
+@pytest.mark.thorough
+def test_serve_shows_samples(tmp_path: Path) -> None:
+    words = (
+        "serve", "--env", "math", "--env.group_size", 2, "--model", "sim", "--verbose", "--port", 0,
+        "--store", "groups.db", "--workers.processes", 1,
+    )  # fmt: skip
+    with running(*words, folder=tmp_path) as server:
+        server.wait_for("[assistant]")
+        server.wait_for("Reward: ")

@@ -123,8 +123,7 @@ def test_mistakes_are_told() -> None:
     for text, expected in {**MISTAKES["files"], TOO_DEEP: "nested too deeply"}.items():
         told = message(of_file(text))
         assert expected in told and "run.yaml" in told
-    all_at_once = message("--env.seed x --env.group_size 0 --server.port 99999999")
-    assert len(all_at_once.splitlines()) == 3
+    assert len(message("--env.seed x --env.group_size 0 --server.port 99999999").splitlines()) == 3
 
     unknown = message(environ={"ENVSERVER_ENV__GROUPSIZE": "8"})
     assert "ENVSERVER_ENV__GROUPSIZE: there is no such setting" in unknown
@@ -256,9 +255,7 @@ def test_a_command_skips_what_shared_sources_say_of_other_commands() -> None:
     assert "--sim.seed has no meaning for this command" in told
 
 
-def test_an_old_name_is_accepted_with_a_line_that_says_the_new_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_old_name_is_accepted_with_a_line_of_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"environment_set.digit_count": "env.digits", "judging": "env.judge", "out_file": "out"}
     monkeypatch.setattr(renamed, "RENAMED", table)
     told: list[str] = []

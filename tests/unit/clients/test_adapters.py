@@ -80,9 +80,7 @@ class Sample:
 
 @many
 @given(st.lists(trajectories(), min_size=1, max_size=4), st.booleans())
-def test_skyrls_rows_stand_in_the_order_of_the_input(
-    made: list[Trajectory], step_wise: bool
-) -> None:
+def test_skyrls_rows_stand_in_the_inputs_order(made: list[Trajectory], step_wise: bool) -> None:
     names: Any = [
         SimpleNamespace(instance_id=str(n // 2), repetition_id=n % 2) for n in range(len(made))
     ]
@@ -134,9 +132,7 @@ def test_slimes_samples_are_rows(made: Trajectory) -> None:
 
 @many
 @given(trajectories(), st.integers(1, 12), st.sampled_from(["one", "all"]))
-def test_verls_lists_have_the_length_of_the_response(
-    made: Trajectory, length: int, rows: Rows
-) -> None:
+def test_verls_lists_have_the_responses_length(made: Trajectory, length: int, rows: Rows) -> None:
     rowed = completions_of(made)
     outputs = outputs_of(made, rows, prompt_length=12, response_length=length)
     assert len(outputs) == (len(rowed) if rows == "all" else 1)
@@ -291,9 +287,7 @@ def test_sampling_that_a_trainer_would_get_wrong_is_refused(
     check_spans([SamplingSpan(2, 5, 1.0, "raw")], 1.0, "x")
 
 
-async def test_each_adapter_compares_the_temperature_with_its_trainers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_adapters_compare_temperatures_with_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def complete(*_: object, **__: object) -> list[list[Trajectory]]:
         row = sequence([1, 2, 3], [0, 1, 1])
         row.sampling = [SamplingSpan(1, 3, 0.7, "processed")]

@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import itertools
 import textwrap
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,16 @@ import pytest
 from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import EnvClient, NotAllowed, Retries, ServerUnreachable, SyncEnvClient
 from envserver_clients.records import Batch, Row, decode_batch
+from envserver_records import servers
+from envserver_records.servers import AsyncServersClient, ServersClient
 from support.api import Api, native_group, put_native, wire_group
 from support.commands import free_port
+from support.doors import Door, State, doors
+from support.waiting import until
 
 from envserver import ConflictError, InputError, NotFoundError, StoreError
+from envserver.export.stored_sources import open_source
+from envserver.proxy import Gate
 from envserver.store import GroupPut
 
 QUICK = Retries(tries=3, first_pause_seconds=0.01)
@@ -42,10 +49,8 @@ def told(row: Row) -> list[object]:
 
 async def test_rows_are_the_arrays_that_were_stored_or_posted(api: Api) -> None:
     await put_native(api.store, native_group("a", truncated=True))
-    posted = {
-        "inference_logprobs": [[1.0, -0.5, -0.25]] * 2,
-        "overrides": [{"set_advantage_to_zero": True}],
-    }
+    posted = {"inference_logprobs": [[1.0, -0.5, -0.25]] * 2}
+    posted |= {"overrides": [{"set_advantage_to_zero": True}]}
     await api.post("/scored_data", wire_group(2, 9, **posted))
     await api.post("/scored_data", wire_group(1, 8))
     async with EnvClient(api.url, run="run", batch_size=3) as client:
@@ -57,8 +62,7 @@ async def test_rows_are_the_arrays_that_were_stored_or_posted(api: Api) -> None:
     kinds = [first.tokens.dtype, first.mask.dtype, first.logprobs.dtype]
     assert kinds == [np.int32, np.uint8, np.float32]
 
-    logprobs = [0, 0, -0.25, -0.5, -0.75]
-    assert told(first) == [[1, 2, 3, 4, 5], [0, 0, 1, 1, 1], logprobs, 0.0, False]
+    assert told(first) == [[1, 2, 3, 4, 5], [0, 0, 1, 1, 1], [0, 0, -0.25, -0.5, -0.75], 0.0, False]
     assert first.versions.tolist() == [-1, -1, 7, 7, 7]
     assert (second.reward, whole.reward, whole.learn) == (1.0, 0.5, True)
     assert first.messages[-1] == {"role": "assistant", "content": "2"}
@@ -95,9 +99,7 @@ async def test_the_client_without_asyncio_reads_and_trains(api: Api) -> None:
     assert await asyncio.to_thread(train) == [["a"], ["b/c"], ["d"]]
 
 
-async def test_what_is_given_back_comes_again_and_a_run_goes_back_to_its_checkpoints(
-    api: Api,
-) -> None:
+async def test_what_is_given_back_comes_again_and_a_run_resumes_its_checkpoints(api: Api) -> None:
     await api.put("a", "b", "c")
     async with EnvClient(api.url, run="run", batch_size=1, delivery="broadcast") as client:
         first = await leased(client)
@@ -158,9 +160,7 @@ async def test_a_server_that_fails_is_asked_again() -> None:
     await client.close()
 
 
-async def test_a_group_that_cannot_be_used_is_set_aside_and_the_rest_acknowledged(
-    api: Api,
-) -> None:
+async def test_a_group_that_cannot_be_used_is_set_aside_and_the_rest_acknowledged(api: Api) -> None:
     bad = GroupPut(
         group_id="bad", env="e", format="group", body=b"\x00", size=1, tokens=1, max_length=1
     )
@@ -326,3 +326,234 @@ async def test_rows_of_the_atropos_wire_are_those_of_the_native_client(api: Api)
     assert len(batch.groups) == 2
     assert [told(row) for row in batch.rows] == [told(row) for row in native.rows]
     assert {row.versions[-1] for row in batch.rows} == {-1}
+
+
+# Clients that were given several URLs: one server fails in any way, and they go on at another
+
+
+@pytest.fixture
+async def two(api: Api) -> AsyncIterator[list[Door]]:
+    async with doors(api.url) as made:
+        yield made
+
+
+def urls(two: list[Door]) -> list[str]:
+    return [door.url for door in two]
+
+
+def test_a_path_a_query_and_a_password_belong_to_their_server() -> None:
+    seen: list[tuple[str, str, str | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent = request.headers
+        seen.append((str(request.url), sent["host"], sent.get("authorization")))
+        return httpx.Response(503 if request.url.host == "a" else 200)
+
+    transport = httpx.MockTransport(answer)
+    with ServersClient("http://a:1/x/,http://me:secret@b:2/y", transport=transport) as http:
+        assert http.get("/v1/groups?after=a%2Fb").status_code == 200
+        assert http.get("/v1/status").status_code == 200  # not a again
+        http.get("http://elsewhere/")
+    basic = "Basic bWU6c2VjcmV0"
+    assert seen == [
+        ("http://a:1/x/v1/groups?after=a%2Fb", "a:1", None),
+        ("http://me:secret@b:2/y/v1/groups?after=a%2Fb", "b:2", basic),
+        ("http://me:secret@b:2/y/v1/status", "b:2", basic),
+        ("http://elsewhere/", "elsewhere", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "loses answers",
+        pytest.param("closed", marks=pytest.mark.thorough),
+        pytest.param(503, marks=pytest.mark.thorough),
+    ],
+)
+async def test_every_request_is_done_once_though_each_fails_at_the_first_server(
+    state: State, api: Api, two: list[Door], gate: Gate
+) -> None:
+    await api.put("a", "b", "c", "d", "e")
+    first, second = two
+    client = EnvClient(urls(two), run="run", batch_size=1, retries=QUICK)
+
+    async def done(request: Awaitable[Any]) -> Any:
+        """The server that answered last fails when this is asked."""
+        nonlocal first, second
+        first, second = second, first
+        first.shut(state)
+        second.shut("open")
+        return await request
+
+    async def leased(**how: int) -> Batch:
+        batch: Batch | None = await done(client.lease(**how))
+        assert batch is not None
+        return batch
+
+    first.shut(state)
+    async with client:
+        for step, name in enumerate("abc"):
+            batch = await leased(wait_seconds=5)
+            assert ids(batch) == [name]
+            await done(client.extend(batch, 100))
+            await done(client.ack(batch, checkpoint=f"step-{step}"))
+        assert (await done(client.resume("step-1")))["redelivered"] in (0, 1)
+        again = await leased()
+        assert ids(again) == ["c"]
+        await done(client.nack(again, reason="test"))
+        last = await leased(max_groups=3)
+        assert ids(last) == ["c", "d", "e"]
+        await done(client.set_aside(last, ["d"], reason="unusable"))
+        await done(client.ack(last))
+        await done(client.publish_policy_version(3))
+        await done(client.pause_calls("keep"))
+        assert gate.paused
+        await done(client.resume_calls(4))
+        assert not gate.paused
+        assert (await done(client.status()))["policy_version"] == 4
+        assert len(await done(client.list_groups())) == 5
+        await done(client.close_run())
+    counts = await api.store.counts()
+    assert (counts["acked"], counts["dropped"], counts["leased"]) == (4, 1, 0)
+    counters = await api.store.counters()
+    assert (counters["nacked: test"], counters["set_aside: unusable"]) == (1, 1)
+
+
+async def test_copies_that_come_late_undo_nothing(api: Api, two: list[Door], gate: Gate) -> None:
+    await api.put("a", "b")
+    async with EnvClient(urls(two), run="run", batch_size=1, retries=QUICK) as client:
+        two[0].shut("loses answers")
+        batch = await client.lease()
+        assert batch is not None
+        two[1].shut("loses answers")
+        two[0].shut("open")
+        await client.pause_calls("keep")
+        await client.ack(batch, checkpoint="one")
+        await client.resume_calls(1)
+        await two[0].come_late()
+        await two[1].come_late()
+        assert not gate.paused
+        two[0].shut("loses answers")
+        two[1].shut("open")
+        two[0].late.clear()
+        await client.resume_calls()
+        await client.pause_calls("keep")
+        await two[0].come_late()
+        assert gate.paused
+    counts = await api.store.counts()
+    assert (counts["acked"], counts["queued"], counts["leased"]) == (1, 1, 0)
+
+
+async def test_a_stream_goes_on_at_another_server(api: Api, two: list[Door]) -> None:
+    names = [f"g{number}" for number in range(6)]
+    seen = []
+    async with EnvClient(urls(two), run="run", batch_size=1, retries=QUICK) as client:
+        stream = client.stream(window=2)
+        await api.put(*names)
+        async for batch in stream:
+            seen += ids(batch)
+            if len(seen) in (1, 3, 5):
+                two[len(seen) // 2 % 2].shut()  # the one that it is at
+                two[1 - len(seen) // 2 % 2].shut("open")
+            await client.ack(batch)
+            if len(seen) == len(names):
+                break
+        await stream.aclose()
+    assert seen == names
+    assert all(any("/stream" in line for line in door.came) for door in two)
+
+
+@pytest.mark.parametrize("way", ["lease", "stream"])
+async def test_a_frozen_server_is_left(
+    way: str, api: Api, two: list[Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncServersClient, "quiet_seconds", 0.2)
+    monkeypatch.setattr(servers, "_ALIVE_SECONDS", 1.0)
+    patient = Retries(tries=60, first_pause_seconds=0.01)
+
+    async def at_the_second() -> None:
+        await until(lambda: any(f"/{way}" in line for line in two[1].came))
+        await api.put("b")
+
+    await api.put("a")
+    async with EnvClient(urls(two), run="run", batch_size=1, retries=patient) as client:
+        if way == "stream":
+            stream = client.stream()
+            await anext(stream)
+            two[0].state = "frozen"  # its connection stays, and says nothing any more
+            await at_the_second()
+            got = await anext(stream)
+            await stream.aclose()
+        else:
+            await client.ack(await client.lease() or "")
+            two[0].state = "frozen"
+            waiting = asyncio.create_task(client.lease(wait_seconds=60))
+            await at_the_second()
+            leased = await waiting
+            assert leased is not None
+            got = leased
+        assert ids(got) == ["b"]
+
+
+async def test_a_server_that_is_only_slow_is_waited_for(
+    api: Api, two: list[Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncServersClient, "quiet_seconds", 0.02)
+    monkeypatch.setattr(servers, "_ALIVE_SECONDS", 60.0)
+    async with EnvClient(urls(two), run="run", batch_size=1, retries=QUICK) as client:
+        waiting = asyncio.create_task(client.lease(wait_seconds=60))
+        await until(lambda: sum("/healthz" in line for line in two[0].came) >= 3)
+        await api.put("a")
+        assert await waiting is not None
+    assert two[1].came == []
+
+
+async def test_the_error_names_every_server_and_why(two: list[Door]) -> None:
+    two[0].shut("closed")
+    two[1].shut(503)
+    client = EnvClient(",".join(urls(two)), run="run", retries=QUICK)
+    with pytest.raises(ServerUnreachable, match="No answer after 3 tries") as caught:
+        await client.register()
+    await client.close()
+    assert f"{two[0].url}: " in caught.value.message
+    assert f"{two[1].url}: HTTP 503: Nobody leads." in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("wire", "state"),
+    [("native", "closed"), ("atropos", "loses answers"), ("acknowledged", "loses answers")],
+)
+async def test_blocking_clients_go_on(wire: str, state: State, api: Api, two: list[Door]) -> None:
+    def opened() -> SyncEnvClient | AtroposTrainerClient:
+        if wire == "native":
+            return SyncEnvClient(urls(two), run="run", batch_size=1, retries=QUICK)
+        is_told = wire == "acknowledged"
+        return AtroposTrainerClient(
+            urls(two), group_size=2, batch_size=1, acknowledged=is_told, retries=QUICK
+        )
+
+    def train() -> list[int]:
+        seen = []
+        with opened() as client:
+            for door, other in (two, two[::-1], two):
+                door.shut(state)
+                other.shut("open")
+                batch = client.lease()
+                assert batch is not None
+                seen.append(int(batch.rows[0].tokens[0]))
+                client.ack(batch)
+            assert client.lease() is not None
+        return seen
+
+    for mark in range(4):
+        await api.post("/scored_data", wire_group(mark=mark))
+    assert await asyncio.to_thread(train) == [0, 1, 2]
+    # Taking is acknowledging for a trainer that does not acknowledge, and for no other.
+    assert (await api.store.counts())["acked"] == (4 if wire == "atropos" else 3)
+
+
+async def test_groups_are_read_from_another_server(api: Api, two: list[Door]) -> None:
+    await api.put("a", "b")
+    two[0].shut()
+    assert len(await asyncio.to_thread(lambda: list(open_source(",".join(urls(two)))))) == 2

@@ -10,23 +10,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
-from envserver_records import errors, extras
+from envserver_clients.adapters.skyrl import output_of
+from envserver_clients.records import Row
+from envserver_clients.training.advantages import (
+    AdvantageSettings,
+    overlong_rewards,
+    rewards_of,
+    row_advantages,
+)
+from envserver_clients.training.examples import ExampleSettings, examples_of
+from envserver_clients.training.settings import TrainerSettings, from_flags
+from envserver_records import ConfigError, errors, extras
 from envserver_records.backoff import Backoff
 from envserver_records.cleaning import clean
 from envserver_records.extras import CLIENTS, install_command, missing_module_hint
-from envserver_records.files import (
-    PARTIAL_FILES,
-    replace_file,
-    replacing,
-    replacing_path,
-)
+from envserver_records.files import PARTIAL_FILES, replace_file, replacing, replacing_path
 from envserver_records.framing import FrameReader, frame, frame_header, receive_frame
 from envserver_records.http_errors import MODEL, SANDBOX, SERVICE, ErrorReader
+from envserver_records.records import Score, Trajectory
+from envserver_records.returns import Earned, advantages, turn_advantages
+from envserver_records.scores import TurnReward, with_totals
 from hypothesis import given, settings
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.extent import examples
+from support.rows_to_learn import group
+from support.rows_to_learn import row as row_of
+from support.trajectories import sequence, trajectory
 
 many = settings(max_examples=examples(100), deadline=None)
 
@@ -59,8 +72,7 @@ VALUES = st.recursive(
 @many
 @given(VALUES)
 def test_a_cleaned_value_can_be_written(value: Any) -> None:
-    written = orjson.dumps(clean(value).value)
-    assert b"\\u0000" not in written
+    assert b"\\u0000" not in orjson.dumps(clean(value).value)
     assert clean(clean(value).value) == (clean(value).value, frozenset())
 
 
@@ -176,9 +188,152 @@ def test_the_command_fits_the_installation(tmp_path: Path, monkeypatch: pytest.M
     assert install_command("gaia") == "pip install 'envserver[gaia]'"
     assert install_command("train", CLIENTS) == "pip install 'envserver-clients[train]'"
     # A module of an extra is known.
-    hint = missing_module_hint("smol_agents.models")
-    assert hint == "pip install 'envserver[gaia]' installs it."
+    assert missing_module_hint("smol_agents.models") == "pip install 'envserver[gaia]' installs it."
     assert "pip" not in missing_module_hint("smol") + missing_module_hint("helpers")
     origin: dict[str, object] = {"url": root.as_uri(), "dir_info": {"editable": True}}
     monkeypatch.setattr(extras, "distribution", lambda project: Installed(origin))
     assert install_command("gaia").endswith("-e '.[gaia]'")
+
+
+# Objectives by name are presets of settings; rewards of turns and agents become returns,
+# advantages and rewards of tokens
+
+NEEDED = ("--model", "m", "--output", "o")
+many_rows = hypothesis_settings(max_examples=examples(100), deadline=None)
+
+
+def settings_of(*flags: str) -> TrainerSettings:
+    return from_flags(TrainerSettings, [*NEEDED, *flags], program="grpo")
+
+
+def row(trajectory: int, reward: float, tokens: int = 2, **more: Any) -> Row:
+    """A row of one context token and `tokens` trained ones."""
+    return row_of(range(tokens + 1), [0] + [1] * tokens, reward, trajectory, logprobs=-1, **more)
+
+
+def test_settings_that_are_given_take_precedence_and_names_are_joined() -> None:
+    found = settings_of("--objective", "gspo+tis", "--clip-high", "0.3")
+    assert (found.ratio_level, found.clip_low, found.clip_high) == ("sequence", 3e-4, 0.3)
+    assert (found.decoupled, found.correction, found.most_correction) == (True, "truncate", 2.0)
+    assert found.loss().ratio_level == "sequence"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--objective ppo3", "no objective 'ppo3'"),
+        ("--objective cispo+dual_clip", "not for CISPO"),
+        ("--least-correction 6", "not below most_correction"),
+        ("--objective gspo --kl-weight 0.1 --kl-form k3_ratio", "ratio_level"),
+        ("--baseline none", "needs a baseline"),
+        ("--reward-weights a=1 --turn-discount 1", "not for turn_discount"),
+        ("--reward-weights a=nan", "reward_weights.a: Input should be a finite number"),
+        ("--objective gdpo+tis", "gdpo needs reward_weights"),
+        ("--schedule-steps 9", "constant has no schedule_steps"),
+        ("--schedule cosine", "needs schedule_steps or steps"),
+        ("--dynamic-sampling --wire atropos", "needs the native wire"),
+        ("--engine server", "needs weights gloo or nccl"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        settings_of(*flags.split())
+    assert raised.value.hint
+
+
+def test_equal_groups_may_be_left_out_of_the_denominators() -> None:
+    groups = [
+        group(row(0, 1.0, 3), row(1, 0.0, 3), name="a"),
+        group(row(0, 1.0, 4), row(1, 1.0, 4), name="b"),
+    ]
+    for skip, tokens in ((False, 14), (True, 6)):
+        rules = ExampleSettings(denominator="token", skip_equal=skip, keep_zero=True)
+        examples = examples_of(groups, 0, rules).examples
+        assert {one.weight for one in examples} == {1 / tokens}
+        assert len(examples) == (2 if skip else 4)
+
+
+def test_rows_without_the_experts_to_replay_are_left_out_and_counted() -> None:
+    experts = np.zeros((2, 1, 2), np.uint8)
+    one = group(row(0, 1.0, experts=experts), row(1, 0.0))
+    batch = examples_of([one], 0, ExampleSettings(replay_experts=True))
+    assert [example.experts is experts for example in batch.examples] == [True]
+    assert batch.numbers["rows_no_experts"] == batch.numbers["rows_refused"] == 1
+    plain = examples_of([one], 0, ExampleSettings()).examples
+    assert [example.experts for example in plain] == [None, None]
+
+
+def test_long_answers_are_penalised() -> None:
+    rules = AdvantageSettings(overlong_tokens=10, overlong_buffer=4, overlong_penalty=0.5)
+    rows = [row(number, 1.0, tokens) for number, tokens in enumerate((6, 7, 10, 20))]
+    assert list(overlong_rewards(rows, rules).values()) == pytest.approx([1.0, 0.875, 0.5, 0.5])
+    two = [row(0, 1.0, 4), row(0, 1.0, 4)]  # of one trajectory
+    assert overlong_rewards(two, rules) == pytest.approx({(None, 0): 0.75})
+
+
+# Returns
+
+NUMBERS = st.floats(-4, 4, width=16)
+
+
+@st.composite
+def earned(draw: st.DrawFn, *, turns: int | None = None, rewarded: bool = True) -> Earned:
+    calls = list(range(0, 2 * (turns if turns is not None else draw(st.integers(1, 4))), 2))
+    own = draw(st.dictionaries(st.sampled_from(calls), NUMBERS)) if rewarded else {}
+    return Earned(draw(NUMBERS) + sum(own.values()), calls, own)
+
+
+@given(st.lists(earned(rewarded=False), min_size=1, max_size=5), st.sampled_from(["std", "mean"]))
+@many_rows
+def test_turns_without_rewards_have_its_advantage(group: list[Earned], scaling: str) -> None:
+    whole = advantages([one.reward for one in group], scaling)  # type: ignore[arg-type]
+    by_call = turn_advantages(group, scaling)  # type: ignore[arg-type]
+    for one, found, value in zip(group, by_call, whole, strict=True):
+        assert found == pytest.approx(dict.fromkeys(one.turns, float(value)), abs=1e-4)
+
+
+def turned(number: int, agent: str, reward: float, turns: dict[int, float]) -> Row:
+    """A row of a turn for each token, with their rewards."""
+    calls = np.array([-1, *turns], np.int32)
+    own = {call: value for call, value in turns.items() if value}
+    told: dict[str, Any] = {"agent": agent, "calls": calls, "turns": list(turns)}
+    return row(number, reward, len(turns), **told, turn_rewards=own)
+
+
+def test_the_baseline_is_the_agents_own_and_turns_learn_from_their_own_returns() -> None:
+    rows = [
+        turned(number, agent, reward, {call: 0.0})
+        for number, rewards in enumerate([(1.0, -1.0), (1.0, -3.0)])
+        for agent, reward, call in zip(("one", "two"), rewards, (0, 1), strict=True)
+    ]
+    assert rewards_of(rows) == {("one", 0): 1, ("two", 0): -1, ("one", 1): 1, ("two", 1): -3}
+    assert [found.value for found in row_advantages(rows, "mean")] == [0.0, 1.0, 0.0, -1.0]
+    # Both got 1 in all: one for its first turn, the other for its second.
+    rows = [turned(0, "one", 1.0, {0: 1.0, 2: 0.0}), turned(1, "one", 1.0, {1: 0.0, 3: 1.0})]
+    assert [found.value for found in row_advantages(rows, "mean")] == [0.0, 0.0]
+
+    def tokens(discount: float) -> list[list[float]]:
+        found = row_advantages(rows, "mean", turn_discount=discount)
+        return [one.tokens.tolist() for one in found if one.tokens is not None]
+
+    assert tokens(1.0) == [[0.0, 0.0, -0.5], [0.0, 0.0, 0.5]]
+    assert tokens(0.0)[0] == [0.0, 0.5, -0.5]
+
+
+def rolled(rewards: dict[int, float], outcome: float) -> Trajectory:
+    """Two rows of two calls each; call 9 is in no row."""
+    rows = [sequence([1, 2, 3, 4], [0, 1, 1, 1]) for _ in range(2)]
+    for number, one in enumerate(rows):
+        one.calls = np.array([-1, 2 * number, 2 * number, 2 * number + 1], np.int32)
+    turns = [TurnReward(0, value, None, call) for call, value in rewards.items()]
+    return trajectory("r", *rows, score=with_totals(Score(reward=outcome, turns=turns), {}))
+
+
+@given(st.dictionaries(st.sampled_from([0, 1, 2, 3, 9, -1]), NUMBERS), NUMBERS)
+@many_rows
+def test_rewards_of_tokens_add_up_to_the_reward(rewards: dict[int, float], outcome: float) -> None:
+    made = rolled(rewards, outcome)
+    told = output_of([made], None, step_wise=True)["rewards"]
+    assert sum(map(sum, told)) == pytest.approx(made.score.reward, abs=1e-6)  # type: ignore[arg-type]
+    assert told[0][1] == pytest.approx(rewards.get(0, 0.0))  # type: ignore[index]
+    assert told[0][2] == pytest.approx(rewards.get(1, 0.0))  # type: ignore[index]

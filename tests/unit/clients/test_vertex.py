@@ -2,18 +2,110 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from email.message import Message
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import fsspec
 import pytest
+from envserver_clients import dpo, sft
+from envserver_clients.finetuning.calls import Call, are_valid, calls_in
+from envserver_clients.finetuning.card import base_name
+from envserver_clients.finetuning.command import tell
+from envserver_clients.finetuning.data import Part, digest_of, parts_of, rows_of
 from envserver_clients.vertex import command
 from envserver_clients.vertex.command import main
-from support.vertex_stand_in import VertexStandIn
+from rich.console import Console
+from support.http_stand_in import standing_in
+
+from envserver import ConfigError
+
+BODY = {
+    *("baseModel", "supervisedTuningSpec", "tunedModelDisplayName", "labels", "description"),
+    *("outputUri", "customBaseModel"),  # v1beta1 only
+}
+SPEC = {"trainingDatasetUri", "validationDatasetUri", "hyperParameters", "tuningMode"}
+HYPER = {"epochCount", "adapterSize", "learningRateMultiplier"}
+STATES = ("PENDING", "RUNNING", "SUCCEEDED")
+
+
+class VertexStandIn(ExitStack):
+    """Vertex AI's tuning jobs, as its REST reference describes them; `address` is where it listens.
+
+    Args:
+        on_success: gets a job that succeeds, and may put files where it says.
+    """
+
+    def __init__(self, on_success: Callable[[dict[str, Any]], None] = lambda job: None) -> None:
+        super().__init__()
+        self.token = "secret-token"
+        self.states: tuple[str, ...] = STATES
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.requests: list[tuple[str, str]] = []
+        self.failures: list[int] = []
+        """Answers to the next requests: a status; 200: as always; 0 does what is asked, then hangs
+        up."""
+        self.on_success = on_success
+
+    def __enter__(self) -> VertexStandIn:
+        self.address = self.enter_context(standing_in(self._heard))
+        return super().__enter__()
+
+    def _heard(self, path: str, headers: Message, body: bytes) -> tuple[int, bytes]:
+        method = "POST" if body else "GET"
+        self.requests.append((method, path))
+        failure = self.failures.pop(0) if self.failures else 200
+        status, answer = failure, {"error": {"message": "not now"}}
+        if failure in (0, 200):
+            status, answer = self.answer(method, path, json.loads(body or "null"))
+        if headers["Authorization"] != f"Bearer {self.token}":
+            status, answer = 401, {"error": {"message": "no such token"}}
+        return status if failure else 0, json.dumps(answer).encode()
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        version, _, name = path.partition("?")[0].lstrip("/").partition("/")
+        if method == "POST" and name.endswith("/tuningJobs"):
+            return self._create(version, name, body)
+        if name.endswith("/tuningJobs"):
+            return 200, {"tuningJobs": list(self.jobs.values())} if self.jobs else {}
+        if name not in self.jobs:
+            return 404, {"error": {"message": f"{name} is not found."}}
+        return 200, self._later(self.jobs[name])
+
+    def _create(self, version: str, parent: str, body: dict[str, Any]) -> tuple[int, Any]:
+        spec = body.get("supervisedTuningSpec", {})
+        unknown = {*body} - BODY | {*spec} - SPEC | {*spec.get("hyperParameters", {})} - HYPER
+        beta = {"outputUri", "customBaseModel", "tuningMode"} & {*body, *spec}
+        if unknown or (beta and version != "v1beta1") or "trainingDatasetUri" not in spec:
+            wrong = sorted(unknown | beta)
+            return 400, {"error": {"message": f"Invalid JSON payload: unknown names {wrong}"}}
+        name = f"{parent}/{len(self.jobs) + 1}"
+        self.jobs[name] = {**body, "name": name, "state": "JOB_STATE_QUEUED"}
+        return 200, self.jobs[name]
+
+    def _later(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Each look finds it one state further."""
+        at = job["state"].removeprefix("JOB_STATE_")
+        after = (
+            self.states[min(self.states.index(at) + 1, len(self.states) - 1)]
+            if (at in self.states)
+            else self.states[0]
+        )
+        job["state"] = f"JOB_STATE_{after}"
+        if after == "FAILED":
+            job["error"] = {"code": 3, "message": "The dataset is too small."}
+        if after == "SUCCEEDED":
+            place = job["name"].partition("/tuningJobs")[0]
+            job["tunedModel"] = {"model": f"{place}/models/7@1", "endpoint": f"{place}/endpoints/9"}
+            self.on_success(job)
+        return job
+
 
 GEMINI, OPEN = "gemini-2.5-flash", "meta/llama3_1@llama-3.1-8b-instruct"
 MEMORY = fsspec.filesystem("memory")
@@ -111,20 +203,17 @@ def test_geminis_lines(service: VertexStandIn, tune: Tune, tmp_path: Path) -> No
     tune("--base-model", GEMINI, "--max-tokens", "200")
 
     def turns(*texts: str) -> list[dict[str, Any]]:
-        roles = ("user", "model") * 2
         return [
             {"role": role, "parts": [{"text": text}]}
-            for role, text in zip(roles, texts, strict=False)
+            for role, text in zip(("user", "model") * 2, texts, strict=False)
         ]
 
     brief = {"role": "system", "parts": [{"text": "Be brief."}]}
-    sent = (tmp_path / "out" / "train.jsonl").read_text().splitlines()
-    assert list(map(json.loads, sent)) == [
+    assert list(map(json.loads, (tmp_path / "out" / "train.jsonl").read_text().splitlines())) == [
         {"systemInstruction": brief, "contents": turns("1+1?", "2", "2+1?", "3")},
         *({"contents": turns(*pair)} for pair in (("a", "b"), ("c", "d"), ("e\n\nf", "g"))),
     ]
-    state = json.loads((tmp_path / "out" / "state.json").read_text())
-    assert state["counts"]["dropped"] == {
+    assert json.loads((tmp_path / "out" / "state.json").read_text())["counts"]["dropped"] == {
         "does not begin with a user and end with the model": 1,
         "tools": 1,
         "an empty message": 1,
@@ -247,3 +336,113 @@ def test_google_auth_gives_and_renews_tokens(
     monkeypatch.delenv("VERTEX_ACCESS_TOKEN")
     tune()
     assert len(service.jobs) == 1
+
+
+# `envserver_clients.sft` and `envserver_clients.dpo` before torch is needed: what is read, and
+# what is refused
+
+ROW = {"prompt": "a", "completion": "b"}
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_folder_says_by_its_files_what_is_made_of_it(tmp_path: Path) -> None:
+    places = (tmp_path / "sft" / "bash" / f"{name}.jsonl" for name in ("train", "val"))
+    bash = Part("bash", *((write_rows(place, ROW),) for place in places))
+    reason = Part("reason", (write_rows(tmp_path / "sft" / "reason" / "train.jsonl", ROW),), ())
+    write_rows(tmp_path / "sft" / "SUMMARY.json", {})
+    assert parts_of(tmp_path / "sft") == [bash, reason]
+    assert parts_of(tmp_path / "sft", tool="reason") == [reason]
+    assert parts_of(tmp_path / "sft", whole=True) == [
+        Part(None, bash.train + reason.train, bash.validation)
+    ]
+    splits = [
+        write_rows(tmp_path / "router" / f"{name}.jsonl", ROW) for name in ("train", "validation")
+    ]
+    write_rows(tmp_path / "router" / "test.jsonl", ROW)
+    assert parts_of(tmp_path / "router") == [Part(None, (splits[0],), (splits[1],))]
+    shards = [write_rows(tmp_path / "export" / f"part-0000{n}.jsonl", ROW) for n in (0, 1)]
+    write_rows(tmp_path / "export" / "MANIFEST.json", {})
+    assert parts_of(tmp_path / "export") == [Part(None, tuple(shards), ())]
+    with pytest.raises(ConfigError, match=r"no rows of the tool none: it has bash, reason"):
+        parts_of(tmp_path / "sft", tool="none")
+
+
+def test_rows_come_out_of_every_kind_of_file(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    chat = [{"role": "user", "content": "a"}]
+    plain = write_rows(tmp_path / "a.jsonl", ROW, {"messages": chat})
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    table = tmp_path / "c.parquet"
+    pq.write_table(pa.Table.from_pylist([{"messages": chat, "reward": 1.0}]), table)
+    found = list(rows_of([plain, packed, table]))
+    assert [row for _, row in found] == [
+        *([ROW, {"messages": chat}] * 2),
+        {"messages": chat, "reward": 1.0},
+    ]
+    assert found[-1][0].endswith("c.parquet, row 1")
+    copy = write_rows(tmp_path / "elsewhere" / "other.jsonl", ROW, {"messages": chat})
+    assert digest_of([plain]) == digest_of([copy]) != digest_of([plain, copy])
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--data nowhere.jsonl", "neither a file nor a folder"),
+        ("--data rows.jsonl --lora-rank 0", "lora_rank"),
+        ("--data rows.jsonl --preset tools", "Preset tools does not exist"),
+        ("--data rows.jsonl --config wrong.yaml", "rank"),
+        ("--data rows.jsonl --config unknown.yaml", "has trainer"),
+    ],
+)
+@pytest.mark.parametrize("command", [sft, dpo])
+def test_what_is_wrong_is_said_with_status_2(
+    command, words: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", ROW)
+    (tmp_path / "wrong.yaml").write_text("defaults: {rank: 4}\n")
+    (tmp_path / "unknown.yaml").write_text("trainer: {}\n")
+    assert command.main(["--model", "m", "--output", "out", *words.split()]) == 2
+    assert why in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_card_never_shows_a_path_and_an_error_keeps_the_brackets_of_an_extra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert base_name(str(tmp_path), None) == tmp_path.name
+    assert base_name("org/model", None) == base_name(str(tmp_path), "org/model") == "org/model"
+    tell(Console(stderr=True), ConfigError("No trl.", hint="pip install 'envserver[train,data]'"))
+    told = capsys.readouterr().err
+    assert told.startswith("envserver: No trl. pip install 'envserver[train,data]'")
+
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+PARAMETERS |= {"additionalProperties": False}
+ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "valid"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', 1, True),
+        ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', 1, True),
+        ('{"type": "function", "name": "add", "parameters": {"a": 1}}<|eom_id|>', 1, True),
+        ('x {"function": {"name": "add", "arguments": "{\\"a\\": 1}"}} y', 1, True),
+        ('{"name": "add", "arguments": {"a": "1"}}', 1, False),
+        ('{"name": "add", "arguments": {"a": 1, "b": 2}}', 1, False),
+        ('{"name": "add", "arguments": {"a": 1}', 0, False),
+    ],
+)
+def test_calls_are_found_in_chat_templates_and_checked(text: str, calls: int, valid: bool) -> None:
+    found = calls_in(text)
+    assert len(found) == calls and are_valid(found, [ADD]) == valid
+    if valid:
+        assert found == [Call("add", {"a": 1})]

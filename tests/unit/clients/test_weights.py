@@ -130,9 +130,7 @@ def test_the_server_holds_calls_meanwhile_and_knows_the_version_then(
     assert names(house.folder) == ["version-7"]
 
 
-def test_an_engine_that_is_started_again_is_noticed_and_gets_them_anew(
-    engine: ScriptedEngine, tmp_path: Path
-) -> None:
+def test_a_restarted_engine_is_noticed_and_updated(engine: ScriptedEngine, tmp_path: Path) -> None:
     push = LocalFull(engine.url, tmp_path)
     assert push.restore() == []
 
@@ -177,9 +175,7 @@ def test_calls_go_on_where_an_engine_cannot_be_paused_and_nothing_was_changed(
 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"])
 @pytest.mark.parametrize("status", [500, 503])
-def test_all_engines_or_none(
-    engines: list[ScriptedEngine], house: House, path: str, status: int
-) -> None:
+def test_all_or_none(engines: list[ScriptedEngine], house: House, path: str, status: int) -> None:
     """One fails in the middle: nothing is sampled anywhere until all have the same again."""
     push = house.push(*engines)
     give(push, 1)
@@ -248,9 +244,7 @@ def test_what_a_killed_trainer_left_goes_and_what_is_no_model_is_refused(
 # Adapters
 
 
-def test_adapters_are_on_all_engines_or_on_none(
-    engines: list[ScriptedEngine], house: House
-) -> None:
+def test_adapters_are_on_all_engines_or_none(engines: list[ScriptedEngine], house: House) -> None:
     push = house.push(*engines, kind=Lora)
     give(push, 1)
     engines[0].refuse = {"/v1/load_lora_adapter": 500}
@@ -281,9 +275,7 @@ def test_a_check_compares_something() -> None:
 # A trainer's own engines behind a server: registered, paused, published with their versions.
 
 
-async def test_engines_get_calls_when_they_have_weights_and_tokens_carry_their_version(
-    tmp_path: Path,
-) -> None:
+async def test_engines_get_calls_with_weights_and_tokens_carry_the_version(tmp_path: Path) -> None:
     async with versioned_vllm(3) as one, fleet_house(tmp_path / "s.db") as house:
         engines = TrainersEngines(house.api.url)
         await engines.pause()

@@ -47,9 +47,7 @@ async def client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def test_a_browser_gets_the_shell_and_a_program_the_same_json_as_ever(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_browsers_get_the_shell_and_programs_the_same_json(http: httpx.AsyncClient) -> None:
     for accept in ("text/html", BROWSER["accept"], "TEXT/HTML;q=0.5, */*"):
         answer = await http.get("/", headers={"accept": accept})
         assert (answer.status_code, answer.text) == (200, SHELL), accept

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
+import orjson
 import pytest
 from envserver_records.errors import InputError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.commands import read_jsonl
 from support.extent import examples
+from support.in_process import Run
+from support.models_on_disk import floats, read_model, write_model
 
+from envserver import main
+from envserver.cli import sweep_command
 from envserver.evaluation import AttemptResult, Rules, TaskResult, report_run
 from envserver.evaluation.comparison import Comparison, compare
 from envserver.evaluation.comparison_tables import comparison_markdown, comparison_notes
 from envserver.evaluation.harness import HarnessRun, harvest, report_harness
 from envserver.evaluation.page import comparison_page, report_page
+from envserver.evaluation.perturbations import KINDS, perturbed
 from envserver.evaluation.report import Counted, Report
+from envserver.evaluation.robustness import Asked, robustness
 from envserver.evaluation.signs import sign_flip_test
+from envserver.evaluation.steps import Action, Steps, steps_of
 from envserver.evaluation.suite import suite_of
 from envserver.evaluation.tables import markdown_of
+from envserver.running.evaluating import Evaluation, Member
 
 thirds = st.integers(-3, 3).map(lambda n: n / 3)
 # Coarse, so that rounding never decides which of two sums goes as far.
@@ -112,9 +127,7 @@ def test_tasks_are_paired_and_those_that_differ_are_named() -> None:
 
 @settings(max_examples=examples(20))
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
-def test_the_other_way_round_it_is_the_same_the_other_way_round(
-    passed: list[tuple[bool, bool]],
-) -> None:
+def test_swapped_sides_give_the_same_the_other_way_round(passed: list[tuple[bool, bool]]) -> None:
     a = report({str(n): [float(one)] for n, (one, _) in enumerate(passed)})
     b = report({str(n): [float(two)] for n, (_, two) in enumerate(passed)})
     there, back = compared(a, b).parts[0].reward, compared(b, a).parts[0].reward
@@ -156,8 +169,7 @@ def test_pages_draw_rewards_on_the_range_that_the_environment_declares() -> None
     """A bar with its interval is `left` of the line's length; a shade is from s0 to s5."""
     rules = Rules(group_size=1, worst=-2.0, best=2.0, pass_at=1.0)
     rewards = {-2.0: "s0", -1.5: "s1", -1.0: "s2", -0.25: "s3", 0.5: "s4", 1.0: "s5", 2.0: "s5"}
-    tasks = {f"t{reward}": [reward] for reward in rewards}
-    page = report_page(report(tasks, rules=rules))
+    page = report_page(report({f"t{reward}": [reward] for reward in rewards}, rules=rules))
     for reward, shade in rewards.items():
         assert f'class="cell {shade}" title="{reward:.3g}"' in page
     same = report_page(report({"a": [1.0], "b": [1.0]}, rules=rules))
@@ -201,8 +213,7 @@ def harness_wrote(folder: Path, accs: dict[str, list[float]], told: float | None
 
 
 def test_a_task_of_the_harness_is_a_report_like_others(tmp_path: Path) -> None:
-    accs = {"strict": [1.0, 0.0, 0.0], "loose": [1.0, 1.0, 0.0]}
-    raw = harness_wrote(tmp_path / "raw", accs)
+    raw = harness_wrote(tmp_path / "raw", {"strict": [1.0, 0.0, 0.0], "loose": [1.0, 1.0, 0.0]})
     first = harvest(raw, metric=None, requests=3)[0]
     assert (first.facts.metric, first.facts.filter, first.documents) == ("acc", "strict", 3)
     loose = harvest(raw, metric="acc,loose", requests=3)[0]
@@ -216,8 +227,7 @@ def test_a_task_of_the_harness_is_a_report_like_others(tmp_path: Path) -> None:
     assert overall is not None and costs is not None
     assert overall.mean_reward.value == pytest.approx(loose.facts.values["acc,loose"])
     assert (costs.total_prompt_tokens, costs.total_completion_tokens) == (10, 7)
-    means = {"acc,loose": 2 / 3, "acc,strict": 1 / 3}
-    assert found.run.components == pytest.approx(means)
+    assert found.run.components == pytest.approx({"acc,loose": 2 / 3, "acc,strict": 1 / 3})
     assert "5 examples in each prompt" in markdown_of(found)
 
 
@@ -228,3 +238,226 @@ def test_numbers_of_the_harness_that_are_no_mean_of_rewards_are_refused(tmp_path
     for place, why in ((odd, "lacks a metric"), (wrong, "lacks a metric"), (nothing, "no results")):
         with pytest.raises(InputError, match=why):
             harvest(place, metric=None, requests=0)
+
+
+# What reports say beside rewards: how steady results are in other words, and steps
+
+QUESTION = (
+    "Anna has 12 apples. Her brother Max takes `some_list[3]` and $x^2 + abcd$ away, "
+    'says "Keep This". How many apples remain with Anna at config/file.yaml?'
+)
+BRITTLE = '''
+from envserver import Environment, Score, Task
+
+class Brittle(Environment):
+    """Passes where the question is as it knows it; the third task always, the fourth never."""
+
+    def tasks(self, split):
+        for name in ("one", "two", "always", "never"):
+            yield Task(name, {"question": f"Please answer question {name} now."}, {"name": name})
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": task.public["question"]}])
+        return task.public["question"]
+
+    def score(self, task, result):
+        name = task.hidden["name"]
+        known = "answer" in result.output and result.output.startswith("Please")
+        return Score(reward=float(name == "always" or (name != "never" and known)))
+'''
+
+
+@settings(max_examples=examples(40))
+@given(st.sampled_from(KINDS), st.integers(0, 1000))
+def test_a_perturbation_keeps_what_the_answer_needs(kind: str, seed: int) -> None:
+    text = perturbed(QUESTION, kind, str(seed))
+    assert text == perturbed(QUESTION, kind, str(seed)) != QUESTION
+    for part in ("12", "`some_list[3]`", "$x^2 + abcd$", '"Keep This"', "config/file.yaml"):
+        assert part in text
+    assert sorted(text.lower().replace(" ", "")) == sorted(QUESTION.lower().replace(" ", ""))
+
+
+def test_each_perturbation_does_what_it_says() -> None:
+    told = {kind: perturbed("The first one. Where is Anna?", kind, "1") for kind in KINDS}
+    assert told["lower_case"] == "the first one. where is anna?"
+    assert told["sentences"] == "Where is Anna? The first one."
+    assert told["typos"].split()[0] == "The" and told["typos"] != "The first one. Where is Anna?"
+    assert perturbed("a b", "typos", "1") == "a b"
+
+
+@pytest.mark.thorough
+def test_results_in_other_words_stand_in_the_report(evaluate: Run) -> None:
+    Path("brittle.py").write_text(BRITTLE)
+    paraphrases = (
+        ("one", "What of one?"),
+        ("two", "Please answer two."),
+        ("one", "Please answer one."),
+    )
+    lines = [orjson.dumps({"task_id": task, "question": text}) for task, text in paraphrases]
+    Path("words.jsonl").write_bytes(b"\n".join(lines))
+    words = "--env brittle.py --env.group_size 1 --perturb lower_case --out run"
+    evaluate(f"{words} --paraphrases words.jsonl")
+    asked = {
+        group["envserver"]["task_id"]: group["envserver"]["rollouts"][0]["output"]
+        for group in read_jsonl(Path("run/groups-paraphrase_1.jsonl"))
+    }
+    assert asked == dict(paraphrases[:2])
+    report = orjson.loads(Path("run/report.json").read_bytes())
+    found = report["robustness"]
+    assert found["variants"] == ["lower_case", "paraphrase_1", "paraphrase_2"]
+    # one: fails in two of its three other ways; two: in one of two; the others are steady.
+    assert found["consistency"]["value"] == pytest.approx((1 / 3 + 1 / 2 + 1 + 1) / 4)
+    assert found["worst_reward"]["value"] == found["worst_pass"]["value"] == 1 / 4
+    assert found["worst_reward"]["low"] <= 1 / 4 <= found["worst_reward"]["high"]
+    assert report["differences"]["lower_case"]["value"] == pytest.approx(3 / 4 - 1 / 4)
+    assert "asked as lower_case" in Path("run/report.md").read_text()
+    assert "paraphrases" in evaluate(f"{words} --resume", status=2)
+
+
+def test_chances_are_those_of_all_pairs_of_attempts() -> None:
+    original, other = {"a": Asked(0.5, 0.5), "b": Asked(1.0, 1.0)}, {"a": Asked(0.25, 0.25)}
+    found = robustness(original, {"v": other}, seed=0)
+    assert found is not None
+    assert (found.consistency.value, found.consistency.tasks) == (0.5 * 0.25 + 0.5 * 0.75, 1)
+    assert robustness(original, {"v": {}}, seed=0) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("math --perturb shouting", "no perturbation 'shouting'"),
+        ("math --paraphrases bad.jsonl", "bad.jsonl, line 2 is not a paraphrase"),
+        ("math --paraphrases none.jsonl", "none.jsonl cannot be read"),
+        ("kuhn --perturb typos", "has no question to be perturbed"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(words: str, why: str, evaluate: Run) -> None:
+    Path("bad.jsonl").write_text('{"task_id": "a", "question": "b"}\n{"task_id": 1}\n')
+    assert why in evaluate(f"--env {words} --env.total_steps 1 --env.group_size 1 --out run", 2)
+
+
+WANDERING = '''
+from envserver import Environment, Score, Task
+
+class Wandering(Environment):
+    """Searches twice for the same, fails once, and opens a page."""
+
+    class Config(Environment.Config):
+        directly: bool = False
+
+    def baselines(self):
+        return {"directly": {"directly": True}}
+
+    def tasks(self, split):
+        yield Task("solved", {}, {"reward": 1.0})
+        yield Task("failed", {}, {"reward": 0.0})
+        yield Task("silent", {}, {"reward": 1.0})
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": "go"}])
+        if task.id == "silent":
+            return
+        run.log_action("open", {"page": 1}, "the page")
+        if not self.config.directly:
+            run.log_action("search", {"for": "x"}, ["a", "b"])
+            run.log_action("search", {"for": "x"}, ["a", "b"])
+            run.log_action("search", {"for": "x"}, ["c"])
+            run.log_action("open", {"page": 9}, None, error="no such page")
+            run.log_action("reason", None, "")
+        run.log_action("finalize", {}, "done")
+
+    def score(self, task, result):
+        return Score(reward=task.hidden["reward"])
+'''
+
+
+def test_steps_are_measured_against_the_shortest_success(evaluate: Run, run: Run) -> None:
+    Path("wandering.py").write_text(WANDERING)
+    evaluate("--env wandering.py --env.group_size 2 --out run")
+    written = Path("run/report.json").read_bytes()
+    report = orjson.loads(written)
+    told = {name: (one["value"], one["tasks"]) for name, one in report["run"]["steps"].items()}
+    assert told == {
+        "steps": (6.0, 2),
+        "steps of a success": (6.0, 1),
+        "steps beyond the shortest success": (5.0, 1),  # the baseline's success has one
+        "share with an error": (pytest.approx(1 / 6), 2),
+        "share repeated": (pytest.approx(1 / 6), 2),
+        "share useless": (pytest.approx(3 / 6), 2),
+    }
+    direct = report["baselines"]["directly"]["steps"]
+    assert direct["steps beyond the shortest success"]["value"] == 0
+    shown = Path("run/report.md").read_text().replace(" [5.00, 5.00]", "")
+    assert "| steps beyond the shortest success | 5.000 | 0.000 |" in shown
+    run("evaluate report run")
+    assert Path("run/report.json").read_bytes() == written
+
+
+def test_what_others_say_and_what_was_left_out_are_no_steps() -> None:
+    said = [Action("user"), Action("finalize"), Action("actions_cut_off"), Action("say")]
+    assert steps_of(said) == Steps(steps=1, errors=0, repeated=0, useless=1)
+    assert steps_of([]) == Steps(steps=0, errors=0, repeated=0, useless=0)
+
+
+# `envserver sweep`: what it finds and draws, and that nothing is done twice. The engine is the
+# simulated one, better with a larger alpha; tests/peers/test_factory.py has real ones
+
+WORDS = [
+    *("--env", "math", "--env.total_steps", "3", "--env.group_size", "2", "--no_baselines"),
+    *("--sim.latency_seconds", "0", "--sim.openers", "false", "--env.mode", "single"),
+]
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the models that were evaluated, in order."""
+    real, names = sweep_command.evaluate_members, []
+
+    async def simulated(members: Sequence[Member[Any]], *given: Any, **more: Any) -> Evaluation:
+        for member in members:
+            name = Path(member.settings.model).name
+            alpha = float(name.removeprefix("alpha-")) if "alpha" in name else 0.0
+            member.settings.model = "sim"
+            member.settings.sim.solve_probability = alpha
+        names.append(name)
+        return await real(members, *given, **more)
+
+    monkeypatch.setattr(sweep_command, "evaluate_members", simulated)
+    return names
+
+
+@pytest.mark.thorough
+def test_a_sweep_merges_evaluates_and_draws_once(
+    tmp_path: Path, evaluated: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, name in enumerate(("base", "tuned")):
+        write_model(tmp_path / name, {"model.norm.weight": ("F32", np.full(4, seed, np.float32))})
+    out = tmp_path / "out"
+    models = ["--base", str(tmp_path / "base"), "--tuned", str(tmp_path / "tuned")]
+    words = ["sweep", *models, *WORDS, "--out", str(out)]
+    assert main([*words, "--alpha", "0,0.5", "--keep", "best"]) == 0
+    assert evaluated == ["base", "alpha-0.5"]
+    assert main([*words, "--alpha", "1,0.5", "--keep", "best"]) == 0
+    assert evaluated[2:] == ["alpha-1.0"]
+    assert [path.name for path in (out / "models").iterdir()] == ["alpha-1.0"]
+    merged = read_model(out / "models" / "alpha-1.0")["model.norm.weight"]
+    assert floats(merged).tolist() == [1.0] * 4
+    card = (out / "models" / "alpha-1.0" / "README.md").read_text()
+    assert "type: envserver/math" in card and "| math | test | 3 | 6 | 1.000 |" in card
+
+    found = json.loads((out / "sweep.json").read_text())
+    rewards = {one["alpha"]: one["rewards"]["math"]["value"] for one in found["points"]}
+    assert list(rewards) == [0.0, 0.5, 1.0] and (rewards[0.0], rewards[1.0]) == (0.0, 1.0)
+    circles = ElementTree.parse(out / "sweep.svg").getroot().findall("{*}circle")
+    heights = [float(one.attrib["cy"]) for one in circles]
+    assert len(circles) == 3 and heights[0] > heights[1] > heights[2]
+    told = capsys.readouterr()
+    assert told.out.splitlines()[-1] == str(out / "sweep.svg")
+    assert "1 *" in told.err and "Best: alpha 1" in told.err
+
+    os.utime(tmp_path / "tuned" / "model.safetensors", (1, 1))  # other weights, as far as told
+    assert main([*words, "--alpha", "1"]) == 2
+    assert "a sweep of other models" in capsys.readouterr().err
+    assert main([*words, "--alpha", "1,1"]) == 2
+    assert main([*words, "--model", "sim"]) == 2
+    assert len(evaluated) == 3

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
+from envserver_records.errors import ConfigError
+from envserver_records.records import Conversation, Group
+from envserver_records.scores import RewardRange, TurnReward
 from envserver_records.seals import link_of
 from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.api import native_group, put_native, running_api, wire_group
+from msgspec import to_builtins
+from msgspec.structs import replace
+from support.api import native_group, put_native, running_api, sequence, wire_group
 from support.commands import ENVSERVER, read_jsonl
 from support.delivered import line, write_lines
-from support.extent import examples
+from support.extent import examples, first_of
 from support.in_process import Run
+from support.waiting import PATIENCE
 
-from envserver.export import problems_of, problems_of_trace, read_groups
+from envserver.export import group_line, problems_of, problems_of_trace, read_groups
 from envserver.export.decontaminate import Forbidden
+from envserver.export.output_file import OutputFile, lock, open_appending
+from envserver.export.stored import group_of
+from envserver.export.stored_group import group_record
 from envserver.export.traces import unified_of_trace
 from envserver.store import GroupPut, open_store
 
@@ -169,9 +181,7 @@ async def test_the_same_groups_come_from_files_folders_stores_and_servers(export
         assert await written(source) == whole, source
 
 
-async def test_groups_of_others_have_a_rollout_for_each_row_in_either_database(
-    where: str, export: Run
-) -> None:
+async def test_groups_of_others_have_a_rollout_for_each_row_stored(where: str, export: Run) -> None:
     posted = wire_group(3, messages=[[{"role": "assistant", "content": f"{n}"}] for n in range(3)])
     body = orjson.dumps(posted)
     facts: dict[str, Any] = {"format": "atropos", "size": 3, "tokens": 9, "max_length": 3}
@@ -245,8 +255,7 @@ def test_expressions_speak_of_all_that_is_known(export: Run) -> None:
 
 
 def test_the_shortest_and_the_best_of_a_group(export: Run) -> None:
-    answers = ("a b c d", "a b", "a", "a b c")
-    write_lines(SOURCE, [line(0, (1.0, 1.0, 0.0, 0.5), answers=answers)])
+    write_lines(SOURCE, [line(0, (1.0, 1.0, 0.0, 0.5), answers=("a b c d", "a b", "a", "a b c"))])
     for choice, said in (("best", "a b"), ("shortest", "a")):
         export(f"messages --out {choice} --per_group {choice}")
         assert [row["messages"][-1]["content"] for row in rows(choice)] == [said]
@@ -312,9 +321,7 @@ sys.exit(status)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("rollouts", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_many_trajectories_are_exported_and_validated_in_bounded_memory(
-    tmp_path: Path, rollouts: int
-) -> None:
+def test_many_trajectories_are_exported_in_bounded_memory(tmp_path: Path, rollouts: int) -> None:
     words = [f"word{number}" for number in range(4000)]
 
     def said(number: int) -> list[str]:
@@ -330,3 +337,119 @@ def test_many_trajectories_are_exported_and_validated_in_bounded_memory(
         assert int(ran.stdout.split()[-1]) / 1024 < MOST_MB
     counts = orjson.loads((tmp_path / "out/MANIFEST.json").read_bytes())["counts"]
     assert counts["read"] == counts["kept"] == rollouts
+
+
+# A line of JSONL is the same group again
+
+SAID = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+
+def read_again(group: Group, **facts: Any) -> Group:
+    line = orjson.loads(
+        group_line(group, include_messages=True, score_range="unit", include_actions=True)
+    )
+    for rollout in line["envserver"]["rollouts"]:
+        rollout.update(facts)
+    return group_record(group_of(line, "line 1"))
+
+
+def test_it_differs_only_in_what_lines_lack() -> None:
+    facts: dict[str, Any] = {"trained": True, "model": "m", "turns": 1, "completion_tokens": 3}
+    other = Conversation(agent="critic", messages=SAID, tools=[], **facts)
+    rollout = native_group(
+        "g",
+        sequences=[sequence(), replace(sequence(), agent="critic", flags=["mixed_versions"])],
+        others=[other],
+        actions=[{"step": 1, "tool": "reason", "input": {}, "output": "4"}],
+        metrics={"steps": 2.0},
+        turn_rewards=[TurnReward(0, 0.5)],
+        flags=["truncated"],
+        limit="turns",
+    ).trajectories[0]
+    group = replace(
+        native_group("g"),
+        trajectories=[rollout, replace(rollout, sequences=[], rollout_id="text-only")],
+        reward_range=RewardRange(-1.0, 2.0),
+        lost={"engine": 1},
+        asked=3,
+    )
+    again = read_again(group)
+    for ours, theirs in zip(group.trajectories, again.trajectories, strict=True):
+        for before, after in zip(ours.sequences, theirs.sequences, strict=True):
+            for name in ("tokens", "mask", "logprobs", "versions"):
+                assert np.array_equal(getattr(before, name), getattr(after, name)), name
+            assert (after.agent, after.flags) == (before.agent, before.flags)
+            assert set(after.calls) == {-1}
+    assert plain(again) == plain(group)
+
+
+def plain(group: Group) -> Any:
+    rollouts = [replace(one, sequences=[]) for one in group.trajectories]
+    return to_builtins(replace(group, trajectories=rollouts), enc_hook=str)
+
+
+_AT_ONCE = """
+import sys, threading
+import orjson
+from envserver.export.stored import group_of
+from envserver_records.records import Group, pack, unpack
+
+line = orjson.loads(sys.stdin.read())
+packed = pack(
+    Group(group_id="g", index=0, env="math", task_id="t", split="train", trajectories=[])
+)
+barrier = threading.Barrier(8)
+
+def read():
+    barrier.wait()
+    unpack(packed, Group)
+    group_of(line, "line 1")
+
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=read) for _ in range(8)]
+for one in threads:
+    one.start()
+for one in threads:
+    one.join()
+"""
+
+
+@pytest.mark.parametrize("attempt", first_of(1, 2))
+def test_threads_may_read_the_first_groups_of_a_process_at_once(attempt: int) -> None:
+    """msgspec looks at a type when it first decodes one, which ends a process with two threads."""
+    read = subprocess.run(
+        [sys.executable, "-c", _AT_ONCE],
+        input=orjson.dumps(line(attempt)),
+        capture_output=True,
+        timeout=PATIENCE,
+    )
+    assert (read.returncode, read.stderr) == (0, b"")
+
+
+# The file that a run appends groups to, and how it replaces an old one ----------------------------
+
+
+def news(path: Path) -> list[int]:
+    """What was appended; the chain of lines is tested in unit/running/test_python_api.py."""
+    return [line["new"] for line in read_jsonl(path)]
+
+
+def test_the_first_line_replaces_old_content_and_later_lines_are_appended(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("old 1\nold 2\n")
+    with open_appending(path) as old, contextlib.closing(OutputFile(path, old, replaces=True)) as f:
+        lock(old, path)
+        assert path.read_text() == "old 1\nold 2\n"
+        f.append(b'{"new":1}\n')
+        assert news(path) == [1]
+        f.append(b'{"new":2}\n')
+        with open_appending(path) as other, pytest.raises(ConfigError, match="Another process"):
+            lock(other, path)
+    assert news(path) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "pipe"])
+def test_what_cannot_be_read_again_is_refused(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is a device or a pipe"):
+        open_appending(tmp_path / name)

@@ -88,8 +88,7 @@ def pages(folder: Path, lines: list[dict[str, Any]], writer: HtmlPages) -> dict[
 
 @pytest.mark.parametrize("model", ["sim", HOSTILE])
 def test_nothing_from_outside_can_act(tmp_path: Path, model: str) -> None:
-    made = pages(tmp_path, [line(0, HOSTILE, model=model)], HtmlPages(title=HOSTILE))
-    page = made["index.html"]
+    page = pages(tmp_path, [line(0, HOSTILE, model=model)], HtmlPages(title=HOSTILE))["index.html"]
     seen = Page(page)
     assert seen.elements <= {*ELEMENTS.split()}
     assert seen.attributes <= {*ATTRIBUTES.split()}
@@ -120,8 +119,7 @@ def test_a_big_run_is_an_index_with_pages_of_bounded_size(tmp_path: Path) -> Non
     assert Page(made["pages/page-0004.html"]).addresses == ["../index.html", "#r1", "#r2"]
 
     (tmp_path / "by-size").mkdir()
-    by_size = pages(tmp_path / "by-size", lines, HtmlPages(most_characters=1000))
-    assert len(by_size) == 8
+    assert len(pages(tmp_path / "by-size", lines, HtmlPages(most_characters=1000))) == 8
 
 
 def test_what_is_too_long_is_cut_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,9 +295,7 @@ def test_a_full_disk_leaves_nothing(three: Callable[..., Said]) -> None:
     assert names_in("out") == set()
 
 
-def test_what_killed_merges_left_is_cleared_and_what_living_ones_write_is_not(
-    three: Callable[..., Said],
-) -> None:
+def test_what_killed_merges_left_is_cleared_of_living_ones_not(three: Callable[..., Said]) -> None:
     outs = Path("outs")
     for name in ("dead/0", "young/0", "replacing/0-old"):
         (outs / f".merging-{name}").mkdir(parents=True)

@@ -23,9 +23,8 @@ SKILL = {"sorting/SKILL.md": "---\nname: sorting\n---\nSort."}
 
 def launched(name: str, instruction: str = "Sort it.", **more: Any) -> Launch:
     command = more.pop("command", "")
-    spec = HarnessSpec(name=name, place="/agent", command=command, arguments=["--more"])
     session = Session(
-        spec=spec,
+        spec=HarnessSpec(name=name, place="/agent", command=command, arguments=["--more"]),
         home=Path("/tmp/agent"),
         workspace=Path("/work"),
         base_url=f"http://127.0.0.1:9/r/{KEY}/v1",
@@ -83,9 +82,7 @@ def test_installing_says_what_is_missing_and_leaves_nothing(
         chosen_harness(HarnessConfig(name="codex", folder=folder), None)
 
 
-def test_installed_programs_are_found_in_the_folder_of_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_found_in_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     place = agents_folder() / "codex"
     assert (place, version_in(place)) == (tmp_path / "envserver/agents/codex", "")

@@ -100,9 +100,8 @@ class Bench:
         return await self.engine.post("/v1/x", ASK, rollout_id="r", timeout_seconds=seconds)
 
     async def _stream(self, chunks: list[Any], seconds: float) -> None:
-        body = {**ASK, "stream": True}
         async with self.engine.stream(
-            "/v1/x", body, rollout_id="r", timeout_seconds=seconds
+            "/v1/x", {**ASK, "stream": True}, rollout_id="r", timeout_seconds=seconds
         ) as streamed:
             async for chunk in streamed:
                 chunks.append(chunk)
@@ -154,8 +153,7 @@ def test_an_answer_that_breaks_off_is_a_typed_error(
             ]
         )
     )
-    size = data.draw(st.integers(0, len(whole) - 1))
-    got = bench.post(cut(whole[:size], places), end)
+    got = bench.post(cut(whole[: data.draw(st.integers(0, len(whole) - 1))], places), end)
     assert type(got) is (EngineTimeout if end == "hang" else EngineGarbage)
 
 

@@ -83,9 +83,7 @@ def test_the_cache_holds_the_revision_of_main_or_else_the_newest(
     assert find_model_files(served(NAME)).folder == new
 
 
-def test_small_files_are_fetched_from_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_files_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
     def download(name: str, *, allow_patterns: list[str]) -> str:
@@ -116,9 +114,7 @@ def test_the_simulated_engine_brings_its_own() -> None:
     assert found.folder is not None and (found.folder / "tokenizer.json").is_file()
 
 
-def test_why_prompts_are_not_continued_leaves_this_machine_without_its_folders(
-    tmp_path: Path,
-) -> None:
+def test_why_prompts_are_not_continued_leaves_this_machine_sans_folders(tmp_path: Path) -> None:
     empty = tmp_path / "secret" / "run-7"
     empty.mkdir(parents=True)
     why = find_model_files(served(str(empty))).reason

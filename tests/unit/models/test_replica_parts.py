@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
+from support.raw_server import RawServer, head, raw_server
+from support.waiting import until
 
 from envserver.models import FLOOR, Replica
 from envserver.models.adaptive import AdaptiveLimit, Load, read_load
 from envserver.models.breaker import Breaker
 from envserver.models.connections import watchful_socket
+from envserver.models.http_client import BrokenOff, HttpPool, NoConnection, Response, origin_of
 from envserver.models.slots import Slots
 
 calm = settings(deadline=None, max_examples=examples(60))
@@ -42,9 +50,7 @@ def test_calls_that_began_before_a_replica_was_set_aside_do_not_bring_it_back() 
 @pytest.mark.parametrize(
     ("waited", "heard", "counts"), [(10.0, False, True), (10.0, True, False), (1.0, False, False)]
 )
-def test_running_out_of_time_counts_only_where_nobody_is_answered(
-    waited: float, heard: bool, counts: bool
-) -> None:
+def test_timeouts_count_where_nobody_is_answered(waited: float, heard: bool, counts: bool) -> None:
     now = 0.0
     replica = Replica("http://a", 1, lambda: now)
     for _ in range(8):
@@ -64,9 +70,7 @@ EVENTS = st.sampled_from(["begin", "good", "bad", "refused", "silent", "well", "
 
 @calm
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=80))
-def test_whatever_happens_a_breaker_opens_tries_one_call_and_closes(
-    events: list[tuple[str, float]],
-) -> None:
+def test_a_breaker_opens_tries_one_call_and_closes(events: list[tuple[str, float]]) -> None:
     now = 0.0
     breaker = Breaker(lambda: now)
     calls: list[tuple[float, bool]] = []
@@ -115,9 +119,7 @@ STEPS = st.sampled_from(["enter", "leave", "cancel", "resize", "turn"])
 @example(1, [("enter", 0), ("enter", 0), ("leave", 0), ("enter", 0), ("cancel", 1)])
 @calm
 @given(st.integers(1, 3), st.lists(st.tuples(STEPS, st.integers(0, 7)), min_size=10, max_size=40))
-def test_there_are_never_too_many_calls_and_no_slot_gets_lost(
-    limit: int, steps: list[tuple[str, int]]
-) -> None:
+def test_never_too_many_calls_and_no_slot_lost(limit: int, steps: list[tuple[str, int]]) -> None:
     async def work() -> None:
         slots = Slots(limit)
         order: list[int] = []
@@ -187,27 +189,12 @@ def test_the_limit_keeps_its_bounds(most: int, polls: list[tuple[Load, int]]) ->
     assert limit.forget() == most
 
 
-VLLM = """\
-# HELP vllm:num_requests_running Number of requests in model execution batches.
-vllm:num_requests_running{engine="0",model_name="a } b"} 3.0
-vllm:num_requests_running{engine="1",model_name="tiny"} 4.0 1712345678
-vllm:num_requests_waiting{engine="0",model_name="tiny"} 2
-vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 7.0
-vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
-vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.5
-vllm:num_preemptions_total{engine="0",model_name="tiny"} 1e1
-vllm:num_preemptions_created{engine="0",model_name="tiny"} 1.79e+09
-"""
-SGLANG = """\
-sglang:num_running_reqs{model_name="m",tp_rank="0"} 5.0
-sglang:num_queue_reqs{model_name="m",tp_rank="0"} 1.0
-sglang:token_usage{model_name="m",tp_rank="0"} 0.75
-"""
-
-
 def test_vllm_and_sglang_say_how_loaded_they_are() -> None:
-    assert read_load(VLLM) == Load(running=7, waiting=2, preempted=10, cache=0.5)
-    assert read_load(SGLANG) == Load(running=5, waiting=1, cache=0.75)
+    vllm, sglang = (
+        Path(__file__).with_name(f"{name}_metrics.txt").read_text() for name in ("vllm", "sglang")
+    )
+    assert read_load(vllm) == Load(running=7, waiting=2, preempted=10, cache=0.5)
+    assert read_load(sglang) == Load(running=5, waiting=1, cache=0.75)
     assert read_load("python_gc_objects_collected_total 1\n") is None
 
 
@@ -220,6 +207,158 @@ def test_a_peer_that_is_gone_is_noticed_within_minutes() -> None:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
         between = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
-        count = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
-        assert idle + count * between <= 120
+        assert idle + made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) * between <= 120
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 120_000
+
+
+# The HTTP client of engines: connections that are kept, that end, and whose reader is slow
+
+LARGE = 32_000_000
+
+
+async def resolve(host: str, port: int) -> list[Any]:
+    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
+@asynccontextmanager
+async def server_and_pool() -> AsyncIterator[tuple[RawServer, HttpPool]]:
+    async with raw_server() as raw:
+        pool = HttpPool(resolve, watchful_socket)
+        yield raw, pool
+        pool.close()
+        await until(lambda: not raw.connections)
+
+
+async def ask(pool: HttpPool, raw: RawServer, method: str = "POST") -> Response:
+    payload = b"{}" if method == "POST" else None
+    return await pool.send(origin_of(raw.url), method, "/x", b"", payload)
+
+
+async def read(response: Response) -> bytes:
+    parts = []
+    while part := await response.read():
+        parts.append(part)
+    response.release()
+    return b"".join(parts)
+
+
+HI = head("text/plain", 2) + b"hi"
+NO = head("text/plain", 2) + b"no"
+
+
+@pytest.mark.parametrize(
+    ("answer", "body", "kept"),
+    [
+        (HI, b"hi", True),
+        (HI + b"\0", b"hi", False),  # what follows an answer does not change it
+        (HI + NO, b"hi", False),
+        (b"HTTP/1.1 101 Else\r\n\r\n", b"", False),
+    ],
+)
+async def test_whole_answers_keep_connections(answer: bytes, body: bytes, kept: bool) -> None:
+    async with server_and_pool() as (raw, pool):
+        raw.pieces, raw.end = [answer], "keep"
+        for count in (1, 2, 3):
+            assert await read(await ask(pool, raw)) == body
+            assert raw.accepted == (1 if kept else count)
+        accepted = raw.accepted
+        raw.pieces = [head("text/plain", 4), b"hi"]
+        (await ask(pool, raw)).release()
+        raw.pieces = [HI]
+        assert await read(await ask(pool, raw)) == b"hi"
+        assert raw.accepted == accepted + (1 if kept else 2)
+
+
+async def test_a_get_on_a_connection_that_has_ended_is_sent_again_and_a_post_is_not() -> None:
+    async with server_and_pool() as (raw, pool):
+        raw.pieces, raw.end = [HI], "keep"
+        await read(await ask(pool, raw))
+        # It answers once more, and then ends: with nothing.
+        raw.pieces, raw.end = [], "close"
+        with pytest.raises(BrokenOff):
+            await ask(pool, raw)
+        raw.pieces, raw.end = [HI], "keep"
+        await read(await ask(pool, raw))
+        raw.pieces, raw.end = [], "close"
+        asking = asyncio.create_task(ask(pool, raw, "GET"))
+        await until(lambda: raw.accepted == 3)
+        with pytest.raises(BrokenOff):
+            await asking
+
+
+async def test_a_peer_waits_for_a_slow_reader() -> None:
+    async with server_and_pool() as (raw, pool):
+        raw.pieces, raw.end = [head("text/plain", LARGE), bytes(LARGE)], "keep"
+        response = await ask(pool, raw)
+        await asyncio.sleep(0.2)
+        first = len(await response.read())
+        assert first < LARGE / 10
+        assert first + len(await read(response)) == LARGE
+        assert raw.accepted == 1 and response.complete
+
+
+@pytest.mark.parametrize("late", ["answer", "end"])
+async def test_a_kept_connection_on_which_something_came_is_not_used(late: str) -> None:
+    async with server_and_pool() as (raw, pool):
+        raw.pieces, raw.end = [HI], "keep"
+        await read(await ask(pool, raw))
+        (writer,) = raw.connections
+        # It is there before the next request, and the client's loop has not read it yet.
+        if late == "answer":
+            writer.write(NO)
+        else:
+            writer.write_eof()
+        assert await read(await ask(pool, raw)) == b"hi"
+        assert raw.accepted == 2
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "transfer-encoding: gzip\r\ntransfer-encoding: chunked",
+        "transfer-encoding: chunked;x",
+        "content-encoding: gzip",
+    ],
+)
+async def test_a_body_that_is_damaged_or_has_no_end_is_cut_off(field: str) -> None:
+    async with server_and_pool() as (raw, pool):
+        raw.pieces = [head("text/plain", None, field), b"2\r\nhi\r\n"]
+        response = await ask(pool, raw)
+        with pytest.raises(BrokenOff):
+            await read(response)
+        response.release()
+
+
+async def test_a_body_zipped_in_parts_is_read_whole_and_others_have_their_turn_meanwhile() -> None:
+    async with server_and_pool() as (raw, pool):
+        zipped = gzip.compress(b"one ") + gzip.compress(b"two")
+        raw.pieces, raw.end = [head("", len(zipped), "content-encoding: gzip"), zipped], "keep"
+        assert await read(await ask(pool, raw)) == b"one two"
+        zipped = gzip.compress(bytes(LARGE)) + gzip.compress(b"") * 1000
+        raw.pieces, raw.end = [head("", len(zipped), "content-encoding: gzip"), zipped], "keep"
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        response = await ask(pool, raw)
+        await until(lambda: response.complete)
+        turning = asyncio.create_task(other())
+        assert len(await read(response)) == LARGE
+        turning.cancel()
+        assert turns > 1000 + LARGE / 1_000_000
+
+
+async def test_a_closed_pool_makes_no_connection() -> None:
+    async def slowly(host: str, port: int) -> list[Any]:
+        pool.close()
+        return await resolve(host, port)
+
+    async with raw_server() as raw:
+        pool = HttpPool(slowly, watchful_socket)
+        with pytest.raises(NoConnection):
+            await ask(pool, raw)
+        await until(lambda: not raw.connections)

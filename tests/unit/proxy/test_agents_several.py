@@ -62,9 +62,7 @@ class Talk(Environment):
 '''
 
 
-async def test_an_untrained_agent_on_a_text_engine_leaves_the_rows_as_they_are(
-    tmp_path: Path,
-) -> None:
+async def test_an_untrained_agent_on_a_text_engine_leaves_rows_as_they_are(tmp_path: Path) -> None:
     talk, output = tmp_path / "talk.py", tmp_path / "out.jsonl"
     talk.write_text(TAU)
     words = f"""--env {talk} --model sim --sim.latency_seconds 0 --env.group_size 2
@@ -72,10 +70,8 @@ async def test_an_untrained_agent_on_a_text_engine_leaves_the_rows_as_they_are(
         --env.data_path_to_save_groups {output} --env.agents.user.model_name gpt-user
         --env.agents.user.temperature 0.3 --env.agents.user.server_type openai"""
     async with fake_vllm(omit=frozenset({"token_ids", "logprobs", "prompt_token_ids"})) as fake:
-        variables = {
-            "ENVSERVER_ENV__AGENTS__USER__BASE_URL": fake.url,
-            "ENVSERVER_ENV__AGENTS__USER__API_KEY": "sk-of-the-user",
-        }
+        variables = {"ENVSERVER_ENV__AGENTS__USER__BASE_URL": fake.url}
+        variables |= {"ENVSERVER_ENV__AGENTS__USER__API_KEY": "sk-of-the-user"}
         settings = load_settings(
             words.split(), settings_class=ProcessSettings, environ=variables, folder=tmp_path
         )
@@ -243,8 +239,7 @@ async def ask(
     home: House, attempt: ProxyAttempt, text: str, *, program: str = OPENCODE, **more: Any
 ) -> int:
     body = {"model": "any", "messages": [{"role": "user", "content": text}], **more}
-    path = "v1/chat/completions"
-    status, _ = await home.post(attempt.key, path, body, **{"user-agent": program})
+    status, _ = await home.post(attempt.key, "v1/chat/completions", body, **{"user-agent": program})
     return status
 
 
@@ -252,9 +247,7 @@ def recorded(attempt: ProxyAttempt) -> list[tuple[str, str | None, bool]]:
     return [(call.messages[0]["content"], call.agent, call.trained) for call in attempt.calls]
 
 
-async def test_what_a_program_asks_without_tools_beside_its_conversation_is_not_trained(
-    home: House,
-) -> None:
+async def test_what_programs_ask_sans_tools_beside_the_talk_is_not_trained(home: House) -> None:
     attempt, _ = home.open(max_turns=2)
     await ask(home, attempt, "Title?")
     assert recorded(attempt) == [("Title?", None, True)]  # it could be all that is asked

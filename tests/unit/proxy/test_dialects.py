@@ -62,8 +62,7 @@ def test_thoughts_text_calls_and_usage_are_told(api: Api, streamed: bool) -> Non
     desk = Desk(api, chat_answer("Wait, é", reasoning="Hm.", calls=CALLS))
     told = api.told(api.create(desk, streamed, **api.thinking))
     wanted = Told("Hm.", "Wait, é", [("call_1", "add", '{"a": 1}')], (11, 7))
-    arguments = '{"a": 2.0}' if api is MESSAGES else '{"a":2.0 }'
-    wanted.calls.append(("call_2", "add", arguments))
+    wanted.calls.append(("call_2", "add", '{"a": 2.0}' if api is MESSAGES else '{"a":2.0 }'))
     assert told == (wanted._replace(reasoning="", calls=[]) if api is TEXTS else wanted)
 
 
@@ -313,8 +312,7 @@ def test_a_client_that_has_the_server_keep_the_talk_goes_on_by_itself(streamed: 
                 stream.until_done()
         else:
             thread.send(turn)
-    said = [message["content"] for message in desk.ask.messages]
-    assert said == ["And?", "One.", "And now?"]
+    assert [message["content"] for message in desk.ask.messages] == ["And?", "One.", "And now?"]
 
 
 def test_a_conversation_goes_on_from_an_earlier_response_without_its_instructions() -> None:
@@ -370,9 +368,7 @@ CONVERSATION = [
     ("api", "speaker"),
     [(CHAT, speaking.Chat()), (RESPONSES, speaking.Responses()), (MESSAGES, speaking.Messages())],
 )
-def test_the_same_conversation_is_the_same_request_in_every_dialect(
-    api: Api, speaker: speaking.Speaker
-) -> None:
+def test_a_conversation_is_one_request_in_all_dialects(api: Api, speaker: speaking.Speaker) -> None:
     function = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
     tool = {"type": "function", "function": function}
     choice = {"type": "function", "function": {"name": "add"}}

@@ -121,8 +121,7 @@ async def test_every_way_gives_what_chat_gives(case: str) -> None:
                 assert mode == "completions"
                 continue
             assert await whole(asked, body, prompt) == wanted
-            by_chat = mode == "completions" and prompt.ids is None
-            if asked.streams(body, prompt) and not by_chat:
+            if asked.streams(body, prompt) and not (mode == "completions" and prompt.ids is None):
                 assert await collected(asked, body, prompt) == wanted
     assert engine.rollouts == {"r"}
 
@@ -282,8 +281,7 @@ async def test_texts_are_completed_in_the_form_of_a_chat() -> None:
     alone = await whole_text(engine, {**body, "prompt": [5]}, **how)
     assert alone["prompt_token_ids"] == [5]
     texts, ids = "", []
-    one = {**body, "prompt": [5], "logprobs": None}
-    async with stream_text(engine, one, **how) as chunks:
+    async with stream_text(engine, {**body, "prompt": [5], "logprobs": None}, **how) as chunks:
         async for chunk in chunks:
             for part in chunk["choices"]:
                 texts += part["delta"]["content"]
@@ -333,8 +331,7 @@ async def test_few_renderings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ScaleOut(format(), "Hello.")
     asked = asking(engine, "tokens")
     bodies = [{**ASK, "messages": [user(f"{number}")]} for number in range(9)]
-    prompt = len((await whole(asked, bodies[0]))["prompt"])
-    monkeypatch.setattr(f"{CACHE}._MOST_TOKENS", 3 * prompt)
+    monkeypatch.setattr(f"{CACHE}._MOST_TOKENS", 3 * len((await whole(asked, bodies[0]))["prompt"]))
     for body in [*bodies, *reversed(bodies)]:
         await whole(asked, body)
     assert engine.paths.count("render") == 9 + 6
@@ -352,9 +349,7 @@ async def test_an_engine_that_fails_one_rollout_fails_no_other() -> None:
     assert engine.paths.count("render") == 2
 
 
-async def test_a_rollout_whose_replica_hangs_holds_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_rollout_on_a_hung_replica_holds_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{CACHE}._PATIENCE_SECONDS", 0.01)
     engine = ScaleOut(format(), "Hello.")
     asked = asking(engine, "tokens")
@@ -433,8 +428,7 @@ def random_body(chance: random.Random) -> Json:
 async def test_every_way_gives_what_chat_gives_on_a_real_vllm(vllm_server: VllmServer) -> None:
     real = ChatFormat.load(vllm_server.model_folder)
     seen = {"refused": 0, "calls": 0, "continued": 0, "streamed": 0}
-    config = OpenAIConfig(base_url=[vllm_server.base_url])
-    async with OpenAIEngine(config) as engine:
+    async with OpenAIEngine(OpenAIConfig(base_url=[vllm_server.base_url])) as engine:
 
         async def compare(body: Json) -> None:
             try:

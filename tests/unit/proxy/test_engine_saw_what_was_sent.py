@@ -77,8 +77,7 @@ class Scripted(ScaleOut):
             ids = [*ids, *self.format.encode(stop + tail)]
         elif end != "limit":
             ids = [*ids, self.format.encode(END)[0]]
-        words = [id for id in ids if not self.format.vocabulary.is_special(id)]
-        text = self.format.decode(words)
+        text = self.format.decode([id for id in ids if not self.format.vocabulary.is_special(id)])
         return {
             "index": index,
             "text": text if stop is None else text.partition(stop)[0],
@@ -166,8 +165,7 @@ class Agents(RuleBasedStateMachine):
         said=texts,
         agent=st.sampled_from([None, None, "helper"]),
         settings=st.fixed_dictionaries(
-            {},
-            optional={"tools": st.just([tool()]), "chat_template_kwargs": st.just({"tone": 1})},
+            {}, optional={"tools": st.just([tool()]), "chat_template_kwargs": st.just({"tone": 1})}
         ),
         wishes=wishes,
         given=given,
@@ -248,8 +246,7 @@ class Agents(RuleBasedStateMachine):
 
     @invariant()
     def rows_are_exact(self) -> None:
-        rows = build(self.attempt.calls)
-        check(self.attempt.calls, rows)
+        check(self.attempt.calls, build(self.attempt.calls))
 
 
 class HookedAgents(Agents):

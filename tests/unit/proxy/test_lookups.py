@@ -99,9 +99,7 @@ async def test_the_models_list_says_the_size_of_the_context() -> None:
         assert model.model_dump()["max_model_len"] == 2048
 
 
-async def test_what_is_not_offered_is_refused_in_the_form_of_the_api_that_was_meant(
-    home: House,
-) -> None:
+async def test_what_is_not_offered_is_refused_in_the_form_of_the_api_meant(home: House) -> None:
     attempt, _ = home.open()
     for key in (attempt.key, "nonsense"):
         for path in ("v1/messages/files", "v1/messages/batches?beta=true", "v1/messages/batches"):
@@ -194,9 +192,7 @@ class Counting(Environment):
 
 
 @pytest.mark.thorough
-def test_the_count_is_that_of_the_prompt_and_a_shortened_conversation_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_the_count_is_that_of_the_prompt_and_a_shortened_talk_goes_on(tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(COUNTING)
     ran = envserver(
         "process", "--env", "counting.py", "--model", "sim", "--sim.latency_seconds", 0,

@@ -79,8 +79,7 @@ ODD += ["", "x", [], {}, [None], [[1]], [{}], {"a": 1}, [1, 2, 3], [True], [0.5]
 def places(value: Any) -> list[tuple[Any, Any]]:
     """Each (holder, key) in a JSON value."""
     found: list[tuple[Any, Any]] = []
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         found.append((value, key))
         if isinstance(item, dict | list):
             found += places(item)
@@ -202,7 +201,6 @@ def exact_in(answer: Json) -> set[int]:
 
 
 def exact_in_stream(parts: list[Json]) -> set[int]:
-    """`may_be_exact` of a stream."""
     prompts = [part.get("prompt_token_ids") for part in parts]
     counts = [count for part in parts if (count := count_of(part)) is not None]
     given: Given = {}
@@ -357,8 +355,7 @@ def test_answers_of_the_token_endpoints_with_anything_changed_in_them(
             spoil(answer, lambda options: data.draw(st.sampled_from(options)))
 
     request = {"messages": ASKED["messages"], "model": "m", "stream": streams, **more}
-    answered = by_endpoints("tokens", change, request, texts=("Hello.", CALL))
-    heard, attempt = asyncio.run(answered)
+    heard, attempt = asyncio.run(by_endpoints("tokens", change, request, texts=("Hello.", CALL)))
     heard.check()
     assert attempt.calls or attempt.engine_failure
     check_calls(attempt.calls)
@@ -420,9 +417,7 @@ async def check(mode: EngineMode, spoil: Spoil, *requests: Json, failed: bool) -
         (lambda answer: answer.update(request_id=deep(300)), True),
     ],
 )
-async def test_numbers_that_are_no_ids_and_what_cannot_be_written_again(
-    change: Any, failed: bool
-) -> None:
+async def test_numbers_that_are_no_ids_or_cannot_be_rewritten(change: Any, failed: bool) -> None:
     for stream in (False, True):
         for wanted in ({}, ALL):
             request = {**HI, "stream": stream, **wanted}
@@ -469,9 +464,7 @@ async def test_logprobs_of_a_completion_that_are_not_those_of_its_tokens(
     ("place", "finish", "failed"),
     [(2, "stop", True), (5, "length", True), (None, "", True), (2, "", False)],
 )
-async def test_a_choice_of_a_stream_ends_once_and_with_a_reason(
-    place: int | None, finish: str, failed: bool
-) -> None:
+async def test_choices_end_once_with_a_reason(place: int | None, finish: str, failed: bool) -> None:
     seen: list[Json] = []
 
     def change(chunk: Json) -> None:

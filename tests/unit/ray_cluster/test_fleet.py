@@ -17,8 +17,6 @@ from envserver.running.ray_runners import divided
 
 
 class StandIn:
-    """An actor."""
-
     def __init__(self, spec: CommandSpec) -> None:
         self.number = int(spec.argv[0])
         self.state: dict[str, Any] = {"host": "node", "status": None}
@@ -97,8 +95,7 @@ def test_up_at_once_down_after_a_while_and_not_up_for_a_full_engine() -> None:
     clock.ahead += 2
     assert scaling.wanted(Load(10, 10), room=99) == 5  # the most of the last minute
     assert Scaling(RayConfig()).wanted(Load(999, 10), room=2) == 2
-    fixed = Scaling(RayConfig(runners=4))
-    assert fixed.wanted(Load(0, 10), room=1) == 4
+    assert Scaling(RayConfig(runners=4)).wanted(Load(0, 10), room=1) == 4
 
 
 @pytest.mark.parametrize(

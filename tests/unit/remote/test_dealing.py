@@ -5,28 +5,38 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-from envserver_records.errors import ConflictError, InputError, TooLargeError
+from envserver_records.errors import ConflictError, InputError, StoreFull, TooLargeError
 from envserver_records.records import pack
 from envserver_records.scores import RewardRange
 from envserver_records.zstd import zstd
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.api import Api, join, native_group, requested, stream_group
+from support.api import Api, join, native_group, registration, requested, stream_group
+from support.clocks import Clock
 from support.extent import examples
 from support.waiting import settled
 
 from envserver.api import Stream
 from envserver.api.dealing import dealing_app
+from envserver.api.runners import runner
+from envserver.api.runners.allotment import fair_shares
+from envserver.api.runners.local_sink import LocalEnvironmentSink
+from envserver.api.runners.polling import LONGEST_SECONDS
 from envserver.api.runners.posted_groups import read_batch
+from envserver.api.runners.registry import RunnerRegistry
 from envserver.api.runners.validation import read_group
 from envserver.api.server import serve_api
-from envserver.remote import GROUP_LIST_MSGPACK
+from envserver.remote import GROUP_LIST_MSGPACK, Heartbeat, Registration
 from envserver.remote.batch import MOST_GROUPS, compressed, encode_batch
 from envserver.remote.dealing import Dealer, Made, Rules, Take
 from envserver.remote.posts import GroupPoster
+from envserver.rollouts import CATCH_UP_GROUPS, Bounds, Share
 from envserver.rollouts.stream import GroupRequest
+from envserver.store import GroupStore, open_store
+from envserver.store.demand import Demand
 
 RUNNERS = ("a", "b", "c")
 STEPS = st.lists(
@@ -52,9 +62,7 @@ def made(group_id: str) -> Made:
 
 @settings(max_examples=examples(60))
 @given(steps=STEPS)
-def test_each_group_is_answered_once_whichever_runners_are_lost(
-    steps: list[tuple[str, str]],
-) -> None:
+def test_each_group_is_answered_once_if_runners_are_lost(steps: list[tuple[str, str]]) -> None:
     asyncio.run(played(steps))
 
 
@@ -124,9 +132,7 @@ async def test_at_the_end_no_runner_waits_for_an_answer() -> None:
     assert (await dealer.take(Take("a", 1, []))).drain
 
 
-async def test_a_runner_that_leaves_in_its_message_is_no_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_runner_that_leaves_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     server = await serve_api(dealing_app(Dealer(Rules()), "token"), "127.0.0.1", 0)
     _, writer = await asyncio.open_connection(server.host, server.port)
     writer.write(
@@ -186,8 +192,7 @@ def test_frames_are_what_they_say_or_are_refused() -> None:
     unchecked, unsized = zstd.compress(plain), zstd.ZstdCompressor()
     streamed = unsized.compress(plain) + unsized.flush()
     wrong = [frame[:-1], frame[:5], frame + frame, streamed, frame[:60] + b"\0\0\0" + frame[63:]]
-    found = read_batch(encode_batch([frame, unchecked, *wrong]), STREAM, MANY)
-    kept, again, *refused = found
+    kept, again, *refused = read_batch(encode_batch([frame, unchecked, *wrong]), STREAM, MANY)
     assert not isinstance(kept, InputError) and kept.stored == frame
     assert not isinstance(again, InputError) and again.stored == frame, "with a checksum"
     assert all(isinstance(one, InputError) for one in refused)
@@ -245,8 +250,7 @@ async def test_what_is_ready_while_one_is_under_way_goes_together() -> None:
     first = asyncio.create_task(posts.put(b"first"))
     while not sent:
         await asyncio.sleep(0)
-    words = [b"a", b"wrong", b"b"]
-    later = [asyncio.create_task(posts.put(word)) for word in words]
+    later = [asyncio.create_task(posts.put(word)) for word in [b"a", b"wrong", b"b"]]
     await asyncio.sleep(0)
     answered.set()
     await first
@@ -255,9 +259,157 @@ async def test_what_is_ready_while_one_is_under_way_goes_together() -> None:
     assert [type(one) for one in found] == [type(None), InputError, type(None)]
     await asyncio.gather(posts.put(b"c"), posts.put(b"all"))
     assert sent[2:] == [[b"c", b"all"], [b"c"], [b"all"]]
-    many = [posts.put(b"%d" % number) for number in range(MOST_GROUPS + 1)]
-    await asyncio.gather(*many)
+    await asyncio.gather(*[posts.put(b"%d" % number) for number in range(MOST_GROUPS + 1)])
     assert [len(bodies) for bodies in sent[5:]] == [MOST_GROUPS, 1]
     with pytest.raises(ConflictError):
         await posts.put(b"taken")
     await posts.close()
+
+
+# What a server does for many joiners: registrations, polls, silence, and the room they get
+
+
+def registry_of(store: GroupStore) -> RunnerRegistry:
+    return RunnerRegistry(store, Demand(store, Bounds(most_groups=1024, most_batches=3)))
+
+
+def wanted(number: int) -> Registration:
+    return Registration(**registration(f"math@{number}"))
+
+
+async def test_registrations_at_once_have_each_its_stream(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "store.db") as store:
+        registry = registry_of(store)
+        welcomes = await asyncio.gather(*[registry.register(wanted(n)) for n in range(100)])
+        assert {one.seed for one in welcomes} == set(range(100)), "each has its own stream"
+        again = await asyncio.gather(*[registry.register(wanted(7)) for _ in range(3)])
+        assert {one.id for one in again} == {welcomes[7].id}
+    async with open_store(tmp_path / "store.db") as store:
+        registry = registry_of(store)
+        await registry.load()
+        for one in welcomes[:7] + welcomes[8:]:
+            assert registry.authenticate(one.id, one.key).seed == one.seed
+
+
+async def test_the_registrations_of_an_older_store_are_taken_over(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "store.db") as store:
+        registry = registry_of(store)
+        one, two = [await registry.register(wanted(n)) for n in range(2)]
+        rows = await store.values_with_prefix("environment:")
+        old = [{key: row[key] for key in row if key != "understands"} for row in rows.values()]
+        await store.set_values(dict.fromkeys(rows) | {"environments": old})
+    for _ in range(2):
+        async with open_store(tmp_path / "store.db") as store:
+            registry = registry_of(store)
+            await registry.load()
+            assert await store.get_value("environments") is None
+            for welcome in (one, two):
+                assert registry.authenticate(welcome.id, welcome.key).seed == welcome.seed
+
+
+async def test_those_that_left_make_room_for_others(
+    store: GroupStore, silence: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_MOST_RUNNERS", 3)
+    registry = registry_of(store)
+    first = [await registry.register(wanted(n)) for n in range(3)]
+    with pytest.raises(StoreFull):
+        await registry.register(wanted(3))
+    for one in (first[1], first[0]):
+        await registry.goodbye(one.id, one.key)
+    back = await registry.register(wanted(1))
+    assert back.id == first[1].id
+    await registry.register(wanted(3))
+    again = registry_of(store)
+    await again.load()
+    for known in (registry, again):
+        assert {one.name for one in known.table.known.values()} == {"math@1", "math@2", "math@3"}
+    silence.ahead += 24 * 3600 + 1  # all were killed
+    await registry.register(wanted(4))
+    assert {one.name for one in registry.table.known.values()} == {"math@4"}
+
+
+async def test_those_who_understand_it_poll_less_often_when_there_are_many(
+    api: Api, silence: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserver.api.runners.polling._BEATS_PER_SECOND", 0.01)
+    old = await join(api, "math@old")
+    assert "next_seconds" not in await old.beat()
+    new = await join(api, "math@new", "?understands=next_seconds")
+    assert (await new.beat())["next_seconds"] == LONGEST_SECONDS
+
+    async def silent() -> list[bool]:
+        shown = (await api.http.get("/v1/environments")).json()["environments"]
+        return [one["silent"] for one in shown]
+
+    silence.ahead += 31
+    assert await silent() == [True, False], "it may say nothing for longer"
+    silence.ahead += 30
+    assert await silent() == [True, True]
+
+
+@settings(max_examples=examples(60))
+@given(
+    free=st.integers(0, 60),
+    wants=st.dictionaries(st.sampled_from("abcd"), st.integers(-2, 30), min_size=1),
+    weights=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
+    minimums=st.lists(st.floats(0, 1), min_size=4, max_size=4),
+)
+@example(free=2, wants={"a": 2, "d": 2}, weights=[1.0] * 4, minimums=[0, 0, 1, 5e-324])
+def test_places_are_dealt_to_those_who_want_them(
+    free: int, wants: dict[str, int], weights: list[float], minimums: list[float]
+) -> None:
+    dealt = fair_shares(map(Share, "abcd", weights, minimums)).upcoming(free, wants)
+    wanted = {name: max(0, want) for name, want in wants.items()}
+    assert all(0 <= dealt[name] <= wanted[name] for name in wants)
+    assert sum(dealt.values()) == min(free, sum(wanted.values()))
+
+
+async def test_one_that_begins_nothing_does_not_get_all_places(store: GroupStore) -> None:
+    demand = Demand(store, Bounds(most_groups=256, most_batches=3))
+    registry = RunnerRegistry(store, demand, stretches=False)
+    stuck, works = [
+        await registry.register(Registration(**registration(f"math@{name}")))
+        for name in ("stuck", "works")
+    ]
+    begun = held = room = 0
+    for _ in range(40):
+        beats = Heartbeat(capacity=400), Heartbeat(capacity=400, begun=begun)
+        held, room = [
+            (await registry.heartbeat(one.id, one.key, beat)).room
+            for one, beat in zip((stuck, works), beats, strict=True)
+        ]
+        begun += room
+    assert held <= 128 + CATCH_UP_GROUPS
+    assert held + room == 256
+
+
+async def test_what_was_begun_before_a_restart_of_the_server_counts_for_nothing(api: Api) -> None:
+    one, two = await join(api), await join(api, "math@two")
+    rooms = [
+        (await joined.beat(capacity=400, begun=begun))["room"]
+        for joined, begun in 2 * ((one, 100_000), (two, 3))
+    ]
+    assert rooms[2:] == [128, 128]
+
+
+async def test_the_servers_own_environments_share_the_room(store: GroupStore) -> None:
+    demand = Demand(store, Bounds(most_groups=4, most_batches=3))
+    elsewhere = RunnerRegistry(store, demand, stretches=False)
+    own = LocalEnvironmentSink(
+        store, demand, elsewhere, share=Share("math"), prefix="math-train-0-", capacity=9
+    )
+    with pytest.raises(ConflictError):
+        await elsewhere.register(Registration(**registration("math")))
+    one = await elsewhere.register(Registration(**registration()))
+    assert one.seed == 1, "the server itself makes the stream of seed 0"
+    news = await elsewhere.heartbeat(one.id, one.key, Heartbeat(capacity=9))
+    assert news.room == 2
+    for _ in range(2):
+        await own.wait_for_capacity()
+        own.opened(1)
+    third = asyncio.create_task(own.wait_for_capacity())
+    await asyncio.sleep(0.05)
+    assert not third.done()
+    await elsewhere.goodbye(one.id, one.key)
+    await third

@@ -205,9 +205,7 @@ def test_what_was_asked_changed_and_fetched_comes_with_a_group() -> None:
 # News
 
 
-async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
-    api: Api, silence: Clock
-) -> None:
+async def test_a_pause_waits_for_joiners_but_not_silent_ones(api: Api, silence: Clock) -> None:
     one = await join(api)
     await one.beat()
     pausing = asyncio.create_task(api.post("/v1/policy/pause", {"timeout_seconds": 20}))
@@ -226,9 +224,7 @@ async def test_a_pause_waits_until_joiners_hold_still_but_not_for_silent_ones(
     assert (await api.post("/v1/policy/pause", {"timeout_seconds": 20}))["idle"]
 
 
-async def test_a_silent_one_gives_its_room_and_its_minimum_share_to_others(
-    api: Api, silence: Clock
-) -> None:
+async def test_a_silent_one_gives_its_room_and_share_to_others(api: Api, silence: Clock) -> None:
     # A batch is four sequences, two groups, a half of which must be code's while it is there.
     await api.start(batch_size=4)
     one = await join(api, "math@one")
@@ -311,9 +307,7 @@ async def test_a_link_registers_again_with_a_server_that_has_forgotten_it(
 
 
 @pytest.mark.parametrize("in_flight", ["drain", "abort"])
-async def test_no_call_spans_an_update_of_an_engine_that_joiner_and_trainer_share(
-    api: Api, in_flight: str
-) -> None:
+async def test_no_call_spans_an_update_of_a_shared_engine(api: Api, in_flight: str) -> None:
     gate, weights, known = RunnerGate(), -1, -1
     sampled: list[tuple[int, int, int]] = []
 
@@ -362,9 +356,7 @@ async def test_a_link_needs_a_token_where_the_server_has_some(tmp_path: Path) ->
         assert (await api.store.counts())["queued"] == 1
 
 
-async def test_what_is_sampled_without_hearing_of_the_server_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_is_sampled_unheard_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("envserver.remote.gate.time", clock)
     gate = RunnerGate()

@@ -19,13 +19,7 @@ from support.stores import group
 from support.waiting import PATIENCE, until
 
 from envserver.rollouts import Bounds, Share, Shares, is_stale, targets
-from envserver.rollouts.capacity import (
-    SHARED,
-    Depth,
-    Taker,
-    free_capacity,
-    most_waiting,
-)
+from envserver.rollouts.capacity import SHARED, Depth, Taker, free_capacity, most_waiting
 from envserver.rollouts.policy import oldest_deliverable
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand, Staleness
@@ -244,9 +238,7 @@ async def test_what_is_being_made_counts_where_it_would_grow_too_old(store: Stor
     await asyncio.wait_for(waiting, PATIENCE)
 
 
-async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_waits_for_ever(
-    store: Store,
-) -> None:
+async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_starves(store: Store) -> None:
     demand = Demand(store, Bounds(most_groups=100, most_batches=1, max_staleness=0))
     await store.create_run("trainer", batch_size=2)
     await put(store, "a", "b")
@@ -258,9 +250,7 @@ async def test_who_asks_for_more_than_it_said_gets_it_and_nobody_waits_for_ever(
     assert demand.free_capacity("a") == 0
 
 
-async def test_a_broadcast_run_that_is_gone_is_closed_and_gets_all_when_it_is_back(
-    store: Store,
-) -> None:
+async def test_a_broadcast_run_that_left_is_closed_and_gets_all_later(store: Store) -> None:
     now = [0.0]
     demand = Demand(store, FEW, silent_run_seconds=0.04, clock=lambda: now[0])
     for name in ("gone", "here"):
@@ -299,9 +289,7 @@ async def test_a_run_that_holds_a_lease_or_has_nothing_to_take_is_not_silent(sto
     assert {run.name for run in demand.run_activity() if run.silent_seconds >= 10} == set()
 
 
-async def test_nothing_too_old_is_leased_from_the_moment_a_version_is_published(
-    store: Store,
-) -> None:
+async def test_nothing_too_old_is_leased_once_a_version_is_published(store: Store) -> None:
     staleness = Staleness(store, 1)
     await store.create_run("trainer", batch_size=2)
     await put(store, "old", version=1)

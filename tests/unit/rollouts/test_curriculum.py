@@ -104,9 +104,7 @@ def test_uniform_is_the_order_of_the_environment() -> None:
 
 @settings(max_examples=5)
 @given(st.integers(0, 10**6), st.sampled_from([None, 7, 60]), st.sampled_from([8, 64]))
-def test_streams_hold_their_shares_and_bounds_and_starve_nobody(
-    seed: int, tasks: int | None, memory: int
-) -> None:
+def test_streams_hold_shares_and_starve_nobody(seed: int, tasks: int | None, memory: int) -> None:
     for rules in (DIFFICULTY, REPLAY):
         rules = rules.model_copy(update={"memory": memory})
         played = Played(rules, tasks, seed).play(600)
@@ -120,16 +118,14 @@ def test_streams_hold_their_shares_and_bounds_and_starve_nobody(
         least = rules.explore if rules is not REPLAY and rules.sampler == "difficulty" else 0.7
         assert len(own) > 600 * least * 0.75
         if tasks is not None:
-            seen = Counter(played.task_ids)
-            assert len(seen) == min(tasks, len(own))
+            assert len(Counter(played.task_ids)) == min(tasks, len(own))
         if tasks == 60 and memory == 64:  # much may come again, and does
             assert played.again > 100
 
 
 @pytest.mark.parametrize("order", ["oldest", "weighted"])
 def test_unsolved_tasks_come_back_with_their_share_and_all_of_them(order: Any) -> None:
-    rules = REPLAY.model_copy(update={"replay_order": order})
-    played = Played(rules, 60).play(1200)
+    played = Played(REPLAY.model_copy(update={"replay_order": order}), 60).play(1200)
     names = zip(played.task_ids, played.group_ids, strict=True)
     back = [one for one, name in names if "-again-" in name]
     assert 0.24 < len(back) / 1200 < 0.33
@@ -140,7 +136,6 @@ def test_unsolved_tasks_come_back_with_their_share_and_all_of_them(order: Any) -
 
 
 def knowing(known: dict[str, Estimate], rules: CurriculumConfig, **more: Any) -> TaskStream:
-    """A stream of tasks with these estimates."""
     return TaskStream(
         rules,
         look=lambda asked: Known(set(), {one.task.id: known[one.task.id] for one in asked}),
@@ -169,8 +164,7 @@ def test_tasks_lately_never_solved_are_passed_over_until_that_is_long_ago() -> N
     for version, least, most in ((0, 0.05, 0.14), (3, 0.49, 0.51)):  # weight 16, and 2
         stream = knowing(known, rules, version=lambda: version)  # noqa: B023 (used within this turn)
         drawn = [*itertools.islice(stream.requests(own_order(10)), 1000)]
-        unsolved = [one for one in drawn if int(one.task.id[2:]) % 2 == 0]
-        assert least < len(unsolved) / 1000 < most
+        assert least < len([one for one in drawn if int(one.task.id[2:]) % 2 == 0]) / 1000 < most
     assert drawn[1].chosen == {"by": "order", "success": 0.5, "attempts": 16}
     assert drawn[0].chosen == {"by": "order", "success": 0.25, "attempts": 16}
 

@@ -81,9 +81,7 @@ def attempt(*calls: Call) -> ProxyAttempt:
 
 
 @given(VERSIONS, VERSIONS, MOST)
-def test_a_token_is_stale_when_it_is_further_behind_than_it_may_be(
-    oldest: int, version: int, most: int | None
-) -> None:
+def test_a_token_is_stale_when_too_far_behind(oldest: int, version: int, most: int | None) -> None:
     behind = version - oldest if oldest >= 0 else 0
     assert is_stale(oldest, version, most) == (most is not None and behind > most)
 
@@ -159,9 +157,8 @@ def test_what_a_group_may_lack_is_declared(lost: list[str], rules: GroupRules, k
     drop = judge_losses(counted, rules)
     assert (drop is None) == kept
     if drop is not None:  # where all are too old nothing has failed
-        is_stale = set(lost) == {"stale"}
         assert (drop.reason, drop.failed) == (
-            ("stale", False) if is_stale else ("incomplete", True)
+            ("stale", False) if (set(lost) == {"stale"}) else ("incomplete", True)
         )
         # A group that is given up would never have been delivered.
         assert judge_losses(Counter([*lost, kind]), rules) is not None
@@ -271,9 +268,7 @@ def over_bound(attempt: ProxyAttempt, *, spoke: bool = True) -> ProxyAttempt:
 
 
 @pytest.mark.parametrize("posted", [RAISED, WorkerGarbage("?"), None])
-def test_who_asks_too_much_of_the_proxy_pays_for_what_came_of_it(
-    posted: RolloutError | None,
-) -> None:
+def test_who_asks_too_much_of_the_proxy_pays_for_it(posted: RolloutError | None) -> None:
     def one() -> ProxyAttempt:
         return ended(posted) if posted else ProxyAttempt("key", attempt_spec())
 
@@ -348,9 +343,7 @@ HUNG = WorkerHung("It went on after it was cancelled.")
         (WorkerGarbage("?"), None),
     ],
 )
-def test_who_ends_its_own_worker_is_scored_and_ours_are_not(
-    death: WorkerError, limit: str | None
-) -> None:
+def test_who_ends_its_worker_is_scored_ours_not(death: WorkerError, limit: str | None) -> None:
     assert limit_of_death(death, "sandboxed", spoke=True, overdue=True) == limit
     assert limit_of_death(death, "sandboxed", spoke=False, overdue=True) is None
     assert limit_of_death(death, "dedicated", spoke=True, overdue=True) is None
@@ -466,5 +459,4 @@ def test_groups_over_the_share_are_not_offered_while_a_full_window_is_over_it() 
     for _ in range(3):
         ceiling.judge(good)
     assert not ceiling.is_over and ceiling.report()["message"] == ""
-    off = UntrainedCeiling(1.0, 1)
-    assert off.judge(Untrained(10, {"finish_abort": 10})) is None
+    assert UntrainedCeiling(1.0, 1).judge(Untrained(10, {"finish_abort": 10})) is None

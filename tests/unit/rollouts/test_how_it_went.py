@@ -111,11 +111,9 @@ def test_a_rollout_keeps_what_it_waited_for(group: Group) -> None:
         played = starts[:-1]  # it is scored when a scorer is free
         assert all(0 <= at <= rollout.usage.seconds + 0.001 for at in played)
         assert abs(rollout.started_at + rollout.usage.seconds - group.created_at) < 60
-        calls = [one for one in rollout.timings if one.kind == "engine"]
-        for number, one in enumerate(calls):
+        for number, one in enumerate([one for one in rollout.timings if one.kind == "engine"]):
             assert (one.call, one.row) == (number, 0)
-            row = rollout.sequences[0]
-            assert set(row.calls[one.start : one.end]) == {number}
+            assert set(rollout.sequences[0].calls[one.start : one.end]) == {number}
 
 
 def test_failures_of_earlier_attempts_are_kept_without_what_is_secret(group: Group) -> None:
@@ -138,8 +136,7 @@ def test_failures_of_earlier_attempts_are_kept_without_what_is_secret(group: Gro
 
 def test_the_last_lines_that_a_rollout_printed_are_kept(group: Group) -> None:
     for rollout in group.trajectories:
-        lines = {(one.stream, one.text) for one in rollout.printed}
-        assert lines == {
+        assert {(one.stream, one.text) for one in rollout.printed} == {
             ("stdout", f"to {rollout.rollout_id}: \\x1b]0;***"),
             ("stdout", "in a thread"),
             ("log", "noted n=1"),
@@ -179,8 +176,7 @@ async def test_the_api_shows_it(group: Group, tmp_path: Path) -> None:
         assert found["group"]["task"]["question"] == "Hm?"
         assert [one["fault"] for one in found["group"]["missing"]["2"]] == ["environment"] * 2
         for number, shown in enumerate(found["rollouts"]):
-            alone = (await api.get(f"{path}/{number}"))["rollout"]
-            assert alone == shown
+            assert (await api.get(f"{path}/{number}"))["rollout"] == shown
             assert [one["kind"] for one in shown["timings"]].count("engine") == 2
             assert shown["timings"][6]["to"] > shown["timings"][6]["from"]
             assert shown["attempts"][0]["fault"] == "environment"
@@ -360,8 +356,7 @@ class Burning(Environment):
 
 
 def test_a_text_that_uses_up_the_scorers_time_scores_zero_with_a_flag(tmp_path: Path) -> None:
-    words = ("--env.folder", tmp_path, "--env.group_size", 4)
-    (line,), _ = processed(tmp_path, BURNING, *words)
+    (line,), _ = processed(tmp_path, BURNING, "--env.folder", tmp_path, "--env.group_size", 4)
     assert sorted(line["scores"]) == [0.0, 0.5, 0.5, 0.5]
     flags = [set(rollout["flags"]) for rollout in line["envserver"]["rollouts"]]
     assert sorted("scorer_killed" in some for some in flags) == [False, False, False, True]

@@ -116,11 +116,7 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(played: bytes) ->
     assert second.rewards == {"one": 1.5, "two": -1.625}
     assert first.reward == pytest.approx((1.5 - 1.375) / 2)
     wire = ClientGroup(
-        group_id="g",
-        env="game",
-        format="group",
-        policy_version=-1,
-        body=memoryview(played),
+        group_id="g", env="game", format="group", policy_version=-1, body=memoryview(played)
     )
     rows = wire.rows
     assert {row.agent for row in rows} == {"one", "two"}
@@ -145,9 +141,7 @@ def test_each_agent_and_turn_has_its_reward_on_the_native_wire(played: bytes) ->
     assert [two.turn_rewards[call] for call in two.turns] == [-0.5, 0.125]
 
 
-def test_a_written_rollout_keeps_its_conversation_also_without_a_row_of_its_main_agent(
-    played: bytes,
-) -> None:
+def test_a_written_rollout_keeps_its_talk_without_a_row_of_its_main_agent(played: bytes) -> None:
     group = unpack(played, Group)
     for rollout in group.trajectories:
         rollout.sequences = [row for row in rollout.sequences if row.agent == "two"]
@@ -185,18 +179,17 @@ def test_of_several_answers_the_one_that_the_agent_went_on_with_is_the_turn() ->
 def test_a_reward_that_cannot_be_ends_the_run_and_is_not_tried_again(
     game: str, tmp_path: Path, ask: str, says: str
 ) -> None:
-    out = tmp_path / "out.jsonl"
-    env = {"ask": ask, "group_size": 4, "total_steps": 8}
+    assert_ends_the_run(game, tmp_path, says, ask=ask, group_size=4)
+
+
+def assert_ends_the_run(environment: object, folder: Path, says: str, **settings: Any) -> None:
     with pytest.raises(envserver.EnvserverError, match=says):
-        envserver.process(game, model="sim", out=str(out), env=env)
-    assert failed_attempts(out) == {(1, "reward_error", "environment")}
-
-
-def failed_attempts(out: Path) -> set[tuple[int, str, str]]:
-    """The number, the kind and the blame of each failed attempt."""
-    lines = out.with_name("out.failures.jsonl").read_text().splitlines()
+        out, env = str(folder / "out.jsonl"), {"total_steps": 8, **settings}
+        envserver.process(str(environment), model="sim", out=out, env=env)
+    lines = (folder / "out.failures.jsonl").read_text().splitlines()
     events = [event for line in lines if (event := orjson.loads(line)).get("attempt")]
-    return {(event["attempt"], event["kind"], event["blame"]) for event in events}
+    failed = {(event["attempt"], event["kind"], event["blame"]) for event in events}
+    assert failed == {(1, "reward_error", "environment")}
 
 
 SANDBOXED = '''
@@ -222,15 +215,10 @@ class Sandboxed(Environment):
 
 
 @pytest.mark.thorough
-def test_a_turn_rewarded_in_a_sandboxed_worker_ends_the_run_and_is_not_tried_again(
-    tmp_path: Path,
-) -> None:
-    path, out = tmp_path / "walled.py", tmp_path / "out.jsonl"
+def test_a_reward_in_a_sandboxed_worker_ends_the_run_and_has_no_retry(tmp_path: Path) -> None:
+    path = tmp_path / "walled.py"
     path.write_text(SANDBOXED)
-    env = {"group_size": 2, "total_steps": 8}
-    with pytest.raises(envserver.EnvserverError, match=r"run\.reward is not available"):
-        envserver.process(str(path), model="sim", out=str(out), env=env)
-    assert failed_attempts(out) == {(1, "reward_error", "environment")}
+    assert_ends_the_run(path, tmp_path, r"run\.reward is not available", group_size=2)
 
 
 def evaluated(environment: str, out: Path, steps: int) -> Report:
@@ -334,9 +322,7 @@ def ranges() -> Iterator[RewardRange]:
 
 @given(st.sampled_from(list(ranges())), st.floats(-20, 20), st.floats(-20, 20))
 @settings(max_examples=examples(100))
-def test_a_share_rises_with_the_reward_up_to_a_solved_task(
-    bounds: RewardRange, one: float, two: float
-) -> None:
+def test_a_share_rises_up_to_a_solved_task(bounds: RewardRange, one: float, two: float) -> None:
     assert range_from_json(orjson.loads(orjson.dumps(range_as_json(bounds)))) == bounds
     low, high = sorted((one, two))
     assert 0.0 <= bounds.share(low) <= bounds.share(high) <= 1.0

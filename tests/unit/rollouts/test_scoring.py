@@ -200,9 +200,7 @@ async def test_what_the_text_is_not_to_blame_for_is_no_zero(pool: ScorerPool) ->
             await pool.score(task, Result(output=output))
 
 
-async def test_a_rubric_loads_its_own_libraries_and_those_of_the_environment(
-    moody: str, tmp_path: Path
-) -> None:
+async def test_a_rubric_loads_its_libraries_and_an_environments(moody: str, tmp_path: Path) -> None:
     rubric = tmp_path / "rubric.py"
     rubric.write_text(
         "from envserver import Result, Score\n"
@@ -241,9 +239,7 @@ async def test_a_scorer_that_dies_while_idle_is_replaced(pool: ScorerPool) -> No
 
 
 @of_module
-async def test_scorers_that_died_leave_no_descriptor_to_the_collector(
-    pool: ScorerPool,
-) -> None:
+async def test_scorers_that_died_leave_no_descriptor_to_the_collector(pool: ScorerPool) -> None:
     def open_ones() -> int:
         return len([*Path("/proc/self/fd").iterdir()])
 
@@ -314,9 +310,7 @@ GSM8K = {"question": "q", "answer": "#### 42"}
 AQUA = {"question": "q", "options": ["A)1", "B)2"], "correct": "B"}
 
 
-async def test_rows_of_every_form_are_scored_in_order_whatever_hostile_ones_do(
-    tmp_path: Path,
-) -> None:
+async def test_rows_of_all_forms_are_scored_in_order_whatever_some_do(tmp_path: Path) -> None:
     said = {"role": "assistant", "content": r"\boxed{42}"}
     finish = {"type": "function", "function": {"name": "finish", "arguments": '{"answer": "42"}'}}
     called = {"role": "assistant", "content": None, "tool_calls": [finish]}
@@ -396,8 +390,7 @@ def test_the_command_says_by_its_exit_status_that_rows_have_errors(
 ) -> None:
     source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
     source.write_text(json.dumps({"task": {"answer": "right"}, "response": response}))
-    argv = ["score", "--env", moody, "--input", str(source), "--out", str(target)]
-    assert main(argv) == status
+    assert main(["score", "--env", moody, "--input", str(source), "--out", str(target)]) == status
     assert json.loads(target.read_text())["reward"] == (None if status else 1.0)
 
 

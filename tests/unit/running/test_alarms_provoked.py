@@ -67,9 +67,7 @@ async def test_environments_that_misbehave_are_told_in_words(tmp_path: Path, qui
         await alarms.ended("calls_paused")
 
 
-async def test_a_reward_falls_answers_grow_and_rollouts_are_cut(
-    tmp_path: Path, quick: None
-) -> None:
+async def test_a_reward_falls_answers_grow_rollouts_are_cut(tmp_path: Path, quick: None) -> None:
     limits = {"env": {**ENVIRONMENT, "folder": str(tmp_path), "max_turns": 8}}
     async with serving(tmp_path, "Falls", "Longer", "Talks", **limits) as alarms:
         await alarms.raised(
@@ -107,9 +105,7 @@ async def test_groups_that_wait_too_long_are_stale(tmp_path: Path, quick: None) 
         await alarms.raised(stale_groups=r"^\d+ groups of \d+ were dropped as stale in the last")
 
 
-async def test_a_replica_of_the_engine_and_then_the_last_one_go_away(
-    tmp_path: Path, quick: None
-) -> None:
+async def test_a_replica_of_the_engine_then_the_last_goes(tmp_path: Path, quick: None) -> None:
     stops = [asyncio.Event(), asyncio.Event()]
     found = [asyncio.get_running_loop().create_future() for _ in stops]
     sim = SimConfig(latency_seconds=0.05)

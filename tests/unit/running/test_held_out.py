@@ -70,8 +70,7 @@ class Served:
         """Waits until there are these evaluations: version and state."""
 
         async def holds() -> bool:
-            found = await self.evaluations()
-            return [(one["version"], one["state"]) for one in found] == [*wanted]
+            return [(one["version"], one["state"]) for one in await self.evaluations()] == [*wanted]
 
         await until(holds)
 
@@ -87,10 +86,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    folder: Path,
-    environment: str = "math",
-    own: dict[str, Any] | None = None,
-    **evaluate: Any,
+    folder: Path, environment: str = "math", own: dict[str, Any] | None = None, **evaluate: Any
 ) -> AsyncIterator[Served]:
     async with (
         envserver.aio.serve(
@@ -148,9 +144,7 @@ async def test_versions_are_evaluated_beside_training_and_compared(tmp_path: Pat
 
 
 @pytest.mark.thorough
-async def test_rollouts_of_two_versions_are_said_and_a_restart_evaluates_the_current_one(
-    tmp_path: Path,
-) -> None:
+async def test_rollouts_of_two_versions_are_said_and_restarts_go_on_anew(tmp_path: Path) -> None:
     environment, own = waits(tmp_path)
     async with serving(tmp_path, environment, own, every=1) as served:
         await served.publish(0)
@@ -181,9 +175,8 @@ async def test_a_pause_for_new_weights_waits_for_an_evaluation(tmp_path: Path) -
     async with serving(tmp_path, environment, own, every=1, hold_seconds=1000) as served:
         await served.publish(0)
         await served.until_asked()
-        pause = {"timeout_seconds": 3000}
         pausing = asyncio.create_task(
-            served.http.post("/v1/policy/pause", json=pause, timeout=None)
+            served.http.post("/v1/policy/pause", json={"timeout_seconds": 3000}, timeout=None)
         )
         state = (await served.http.get("/v1/policy")).json()
         assert not pausing.done() and not state["paused"]

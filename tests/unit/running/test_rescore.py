@@ -117,8 +117,7 @@ def test_the_environment_scores_again_and_what_it_has_not_is_counted(rescore: Ru
 
 def test_a_rubric_that_fails_gives_no_zero_and_is_asked_again(rescore: Run) -> None:
     fine = line_of("test-7-1", trajectory(0, "1", 1.0), trajectory(1, "", 0.0))
-    fails = line_of("test-7-2", trajectory(2, "2", 1.0), trajectory(3, "1", 0.0))
-    OLD.write_bytes(fine + fails)
+    OLD.write_bytes(fine + line_of("test-7-2", trajectory(2, "2", 1.0), trajectory(3, "1", 0.0)))
     said = rescore(RUBRIC_WORDS, status=1)
     assert rewards() == {"test-7-1": [0.5]}
     assert "the judge does not answer" in said and "without a reward: 1 rollout" in said
@@ -287,9 +286,7 @@ def test_in_the_debugger_all_is_as_it_was(place: Path, monkeypatch: pytest.Monke
     assert "The same: 3 calls, the result and the score." in ran.stdout
 
 
-def test_what_an_agent_says_otherwise_is_shown(
-    place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_else_it_says_is_shown(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     rollout = rollout_id(place)
     said = run(f"{PLAY} {rollout} --env.greeting 'Good day'", status=1).out

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -19,8 +22,9 @@ from envserver_records.experts import experts_from, table_from_text, table_to_te
 from envserver_records.records import Group, Trajectory, pack, unpack
 from msgspec.structs import replace
 from openai import InternalServerError
+from support.beside import in_a_thread
 from support.proxy_house import chat, house
-from support.routing_sim import EACH, LAYERS, routing_sim
+from support.serving import serving
 from support.trajectories import sequence, trajectory
 from support.waiting import PATIENCE
 
@@ -30,8 +34,59 @@ from envserver.export import group_line
 from envserver.export.stored import group_of
 from envserver.export.stored_group import group_record
 from envserver.models import SimEngine, TextSolver
+from envserver.models.sim.planner import Plan
+from envserver.models.sim.server import sim_app
 from envserver.running.delivered import read_line
 from envserver.running.engines import make_endpoint
+
+LAYERS, EACH = 3, 2
+Json = dict[str, Any]
+
+
+class _Answer:
+    """An answer with routed experts: [:, :, 0] is the number of the call, [:, :, 1] the position
+    of the token (modulo 256)."""
+
+    def __init__(self, answer: Any, number: int, start: int) -> None:
+        self._answer, self._number, self._start = answer, number, start
+
+    def whole(self) -> Json:
+        answer: Json = self._answer.whole()
+        for choice in answer["choices"]:
+            prompt = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            if prompt is None:
+                continue
+            positions = np.arange(self._start, len(prompt) + len(choice["token_ids"]) - 1)
+            table = np.zeros((len(positions), LAYERS, EACH), np.uint8)
+            table[..., 0] = self._number
+            table[..., 1] = (positions % 256)[:, None]
+            choice["routed_experts"] = table_to_text(table)
+        return answer
+
+
+class RoutingSim(SimEngine):
+    """Keeps in `starts` from which token on experts were asked for, call by call."""
+
+    def __init__(self, solver: TextSolver) -> None:
+        super().__init__(SimConfig(latency_seconds=0), solver)
+        self.starts: list[int] = []
+        self.url = ""
+
+    def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
+        start = body.pop("routed_experts_prompt_start", 0)
+        plan = super().plan(path, body, rollout_id)
+        self.starts.append(start)
+        answer: Any = _Answer(plan.answer, len(self.starts) % 256, start)
+        return msgspec.structs.replace(plan, answer=answer)
+
+
+@contextlib.contextmanager
+def routing_sim(solver: TextSolver) -> Iterator[RoutingSim]:
+    engine = RoutingSim(solver)
+    with in_a_thread(lambda: serving(sim_app(engine))) as url:
+        engine.url = f"{url}/v1"
+        yield engine
+
 
 ROUTED: Any = {"tokens": {"experts": True}}
 
@@ -67,8 +122,7 @@ def test_experts_of_each_turn_reach_trainers_and_files(tmp_path: Path) -> None:
     assert len(group.rows) == 2
     for row in group.rows:
         assert row.experts is not None and row.experts.shape == (len(row.tokens) - 1, LAYERS, EACH)
-        positions = np.arange(len(row.tokens) - 1)
-        assert np.array_equal(row.experts[:, 0, 1], positions % 256)
+        assert np.array_equal(row.experts[:, 0, 1], np.arange(len(row.tokens) - 1) % 256)
         first, second = np.unique(row.calls[row.calls >= 0])
         seam = np.flatnonzero(row.calls == first)[-1]  # the second call computed this token
         by = row.experts[:, -1, 0]
@@ -109,9 +163,7 @@ def table(tokens: int) -> str:
     return table_to_text(np.full((tokens - 1, 2, 2), 200, np.uint8))
 
 
-async def test_the_record_has_them_bounded_and_the_agent_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_record_has_them_bounded_no_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envserver.proxy.experts.MOST_BYTES", 200)
     async with house(experts=table, tokens=TokensConfig(experts=True)) as home:
         attempt, client = home.open()

@@ -68,8 +68,7 @@ async def test_groups_of_others_are_counted_when_they_are_stored_once(tmp_path: 
             await put_native(store, native_group(group_id, score=Score(reward=0.25)))
         now = numbers_of(await Deliveries(store, lambda: -1).families())
     wanted = {"groups_total": 2, "equal_groups_total": 2, "reward_count": 4, "reward_sum": 1.0}
-    found = {name: now[Name(f"envserver_stored_{name}", OF_MATH)] for name in wanted}
-    assert found == wanted
+    assert {name: now[Name(f"envserver_stored_{name}", OF_MATH)] for name in wanted} == wanted
 
 
 def test_scalars_are_of_the_time_since_the_last_call() -> None:
@@ -156,9 +155,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(tmp_pat
 
 
 @pytest.mark.thorough
-async def test_a_server_goes_on_where_it_was_and_an_evaluation_ends_with_its_results(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_goes_on_where_it_was_and_an_evaluation_has_results(tmp_path: Path) -> None:
     settings = {
         "model": "sim", "env": {"group_size": 2}, "store": str(tmp_path / "s.db"),
         "server": {"port": 0, "drain_seconds": 0},

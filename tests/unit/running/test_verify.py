@@ -64,8 +64,7 @@ def test_the_table_fits_eighty_columns_and_is_plain(run: Run) -> None:
     assert "DIFFERENT" in told
     assert "logprobs_differ: line 1, a-1, row 1, position 9: token" in told
     assert "+0.25" in told
-    table = told.partition("logprobs_differ: ")[0]
-    assert max(map(len, table.splitlines()[2:])) <= 80
+    assert max(map(len, told.partition("logprobs_differ: ")[0].splitlines()[2:])) <= 80
 
 
 Row = list[Any]
@@ -168,8 +167,7 @@ def test_rows_of_other_versions_are_counted_not_compared(check: Check) -> None:
         for row in trajectory.sequences:
             row.logprobs[PROMPT:] -= 0.5
     assert check(lines_of(*GROUPS, old))["not_compared"] == {"other_version": 3}
-    report = check(lines_of(*GROUPS, old), "--policy_version 6", status=1)
-    assert report["compared"]["rows"] == 3
+    assert check(lines_of(*GROUPS, old), "--policy_version 6", status=1)["compared"]["rows"] == 3
 
 
 def test_that_nothing_can_be_compared_is_no_success(check: Check) -> None:
@@ -182,9 +180,7 @@ def test_that_nothing_can_be_compared_is_no_success(check: Check) -> None:
 
 
 @pytest.mark.parametrize("flag", ["structured_output_masked", "unchecked_fields"])
-async def test_rows_that_cannot_be_compared_are_counted_by_reason(
-    tmp_path: Path, flag: str
-) -> None:
+async def test_rows_that_are_not_compared_are_counted_by_reason(tmp_path: Path, flag: str) -> None:
     lines = lines_of(*GROUPS)
     lines[0]["envserver"]["rollouts"][0]["row_flags"] = [[flag]]
     lines[0]["tokens"][1] = lines[0]["masks"][1] = lines[0]["inference_logprobs"][1] = []
@@ -196,18 +192,14 @@ async def test_rows_that_cannot_be_compared_are_counted_by_reason(
 
 
 @pytest.mark.parametrize("says", [True, False])
-async def test_rows_longer_than_the_engines_context_are_left_out(
-    tmp_path: Path, says: bool
-) -> None:
+async def test_rows_longer_than_the_context_are_left_out(tmp_path: Path, says: bool) -> None:
     path = write(tmp_path / "x", lines_of(*GROUPS))
     report = await verified(path, Engine(context=PROMPT + SAMPLED, says=says))
     assert (report.not_compared, report.kinds) == ({"too_long": 6}, {})
 
 
 @pytest.mark.parametrize("processed", [False, True])
-async def test_logprobs_from_after_the_temperature_are_not_compared(
-    tmp_path: Path, processed: bool
-) -> None:
+async def test_logprobs_after_the_temperature_are_no_match(tmp_path: Path, processed: bool) -> None:
     path = write(tmp_path / "x", lines_of(*GROUPS, group("hot", temperature=0.7)))
     report = await verified(path, Engine(processed=processed))
     assert report.not_compared == ({"processed_logprobs": 3} if processed else {})
@@ -284,9 +276,7 @@ async def test_a_servers_groups_are_verified_where_they_lie(tmp_path: Path) -> N
 
 
 @pytest.mark.vllm
-def test_what_vllm_sampled_is_right_until_it_is_changed(
-    vllm_server: VllmServer, tmp_path: Path
-) -> None:
+def test_what_vllm_sampled_is_right_if_unchanged(vllm_server: VllmServer, tmp_path: Path) -> None:
     engine = (
         "--openai.base_url", vllm_server.base_url, "--openai.model_name", vllm_server.model,
     )  # fmt: skip
@@ -312,8 +302,7 @@ def test_what_vllm_sampled_is_right_until_it_is_changed(
     at = next(place for place, label in enumerate(masks) if label != -100)
     logprobs[at] -= 1e-3
     write(tmp_path / "out.jsonl", lines)
-    words = ("--digests", "false", "--json")
-    ran = envserver("verify", "out.jsonl", *engine, *words, folder=tmp_path)
+    ran = envserver("verify", "out.jsonl", *engine, "--digests", "false", "--json", folder=tmp_path)
     assert ran.returncode == 1
     (found,) = json.loads(ran.stdout)["findings"]
     assert (found["line"], found["row"], found["position"]) == (6, 1, at)

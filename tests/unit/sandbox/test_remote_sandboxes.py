@@ -24,14 +24,7 @@ from support.process_tree import alive_with, children_of, marked
 from support.sandboxes import sandbox_machine
 from support.waiting import PATIENCE, until
 
-from envserver import (
-    ExecResult,
-    InputError,
-    Sandbox,
-    SandboxConfig,
-    SandboxLimits,
-    SandboxSpec,
-)
+from envserver import ExecResult, InputError, Sandbox, SandboxConfig, SandboxLimits, SandboxSpec
 from envserver.api import create_token
 from envserver.cli.console import Console
 from envserver.cli.doctor_machines import look_at_machines, show_machines
@@ -45,7 +38,7 @@ from envserver.sandbox.remote.messages import PATH, Load
 from envserver.sandbox.requests import Exec
 from envserver.sandbox.supervisor import READY
 
-of_module = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 PLAIN = SandboxSpec()
 
 
@@ -85,13 +78,9 @@ def stay(box: Sandbox, mark: str) -> asyncio.Task[ExecResult]:
     return asyncio.create_task(box.exec(["sleep", mark]))
 
 
-@of_module
-async def test_numbers_come_as_the_machine_counted_them(
-    served: ServedSandboxes, boxes: Machines
-) -> None:
+async def test_numbers_come_as_they_were_counted(served: ServedSandboxes, boxes: Machines) -> None:
     before = served.machine.cpu_seconds
-    spec = SandboxSpec(files={"in/a.txt": b"6 7"})
-    async with boxes.open(spec) as box:
+    async with boxes.open(SandboxSpec(files={"in/a.txt": b"6 7"})) as box:
         code = "a, b = open('in/a.txt').read().split(); print(int(a) * int(b))"
         result = await box.run_python(code)
         assert (result.stdout, result.ok) == (b"42\n", True)
@@ -108,7 +97,6 @@ async def test_numbers_come_as_the_machine_counted_them(
     assert served.machine.load.open == 0
 
 
-@of_module
 async def test_a_program_is_talked_to_and_ends_with_its_sandbox(boxes: Machines) -> None:
     mark = marked()
     source = 'while read line; do echo "<$line>"; done; sleep "$0"'
@@ -126,7 +114,6 @@ async def test_a_program_is_talked_to_and_ends_with_its_sandbox(boxes: Machines)
     await until(lambda: not alive_with(mark))
 
 
-@of_module
 async def test_what_ends_by_itself_says_how(boxes: Machines) -> None:
     async with (
         boxes.open(PLAIN) as box,
@@ -139,7 +126,6 @@ async def test_what_ends_by_itself_says_how(boxes: Machines) -> None:
     assert program.result is not None and program.result.exit == 3
 
 
-@of_module
 async def test_sandboxes_end_with_their_client(served: ServedSandboxes) -> None:
     mark = marked()
     async with client_of(served) as gone, gone.open(PLAIN) as box:
@@ -153,10 +139,7 @@ async def test_sandboxes_end_with_their_client(served: ServedSandboxes) -> None:
     await until(lambda: not alive_with(mark) and served.machine.load.open == 0)
 
 
-@of_module
-async def test_programs_and_sandboxes_wait_in_order(
-    served: ServedSandboxes, boxes: Machines
-) -> None:
+async def test_programs_sandboxes_wait_in_order(served: ServedSandboxes, boxes: Machines) -> None:
     ended = []
 
     async def use(number: int) -> None:
@@ -188,17 +171,13 @@ async def test_programs_and_sandboxes_wait_in_order(
         SandboxLimits(input_kb=1 << 20),
     ],
 )
-@of_module
-async def test_limits_above_the_machines_are_refused(
-    boxes: Machines, limits: SandboxLimits
-) -> None:
+async def test_limits_above_its_own_are_refused(boxes: Machines, limits: SandboxLimits) -> None:
     with pytest.raises(InputError, match=r"memory_mb|wall_seconds|put_kb"):
         async with boxes.open(SandboxSpec(limits=limits)):
             pass
 
 
 @pytest.mark.usefixtures("impatient")
-@of_module
 async def test_a_token_of_the_role_environment_is_needed(
     served: ServedSandboxes, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,14 +208,12 @@ async def connected(served: ServedSandboxes) -> AsyncIterator[aiohttp.ClientWebS
 @settings(max_examples=examples(40))
 @given(st.binary(max_size=200) | st.binary(max_size=200).map(frame))
 @pytest.mark.usefixtures("impatient")
-@of_module
 async def test_nonsense_ends_only_its_own_connection(served: ServedSandboxes, data: bytes) -> None:
     async with connected(served) as websocket:
         await websocket.send_bytes(data)
     await until(lambda: served.machine.load.open == 0)
 
 
-@of_module
 async def test_a_client_has_only_what_it_opened(served: ServedSandboxes) -> None:
     """Nothing in a request names a sandbox, and nothing is answered before one is open."""
     async with connected(served) as websocket:
@@ -273,17 +250,14 @@ def sleeping(seconds: str, stdin: bytes = b"") -> Exec:
 
 
 @pytest.mark.thorough
-@of_module
 async def test_a_request_that_is_given_up_at_once_is_answered(served: ServedSandboxes) -> None:
     async with opened(served, SandboxSpec()) as (websocket, answers), asyncio.timeout(PATIENCE):
-        both = asked(1, "exec", sleeping(marked())) + asked(2, "cancel", 1)
-        await websocket.send_bytes(both)
+        await websocket.send_bytes(asked(1, "exec", sleeping(marked())) + asked(2, "cancel", 1))
         number, word, value = await anext(answers)
         assert (number, word, value["kind"]) == (1, "error", "cancelled")
 
 
 @pytest.mark.thorough
-@of_module
 async def test_requests_that_wait_do_not_fill_the_machines_memory(
     served: ServedSandboxes, boxes: Machines
 ) -> None:
@@ -306,7 +280,6 @@ async def test_requests_that_wait_do_not_fill_the_machines_memory(
 
 
 @pytest.mark.usefixtures("impatient")
-@of_module
 async def test_what_a_lost_machine_had_is_lost_and_the_next_is_made_elsewhere(
     served: ServedSandboxes,
 ) -> None:
@@ -332,7 +305,6 @@ async def test_what_a_lost_machine_had_is_lost_and_the_next_is_made_elsewhere(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("impatient")
-@of_module
 async def test_a_machine_that_drains_takes_no_more(served: ServedSandboxes) -> None:
     async with sandbox_machine(concurrent=2) as other, client_of(other) as machines:
         async with machines.open(PLAIN) as box:
@@ -346,7 +318,7 @@ async def test_a_machine_that_drains_takes_no_more(served: ServedSandboxes) -> N
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 50)), min_size=1))
-def test_the_machine_with_most_free_room_is_first(loads: list[tuple[int, int, int]]) -> None:
+async def test_the_machine_with_most_free_room_is_first(loads: list[tuple[int, int, int]]) -> None:
     machines = []
     for places, taken, waiting in loads:
         machine = Machine("http://machine")
@@ -364,7 +336,6 @@ def _forget_machines() -> Iterator[None]:
     machines_at.cache_clear()
 
 
-@of_module
 async def test_doctor_and_metrics_show_the_machines(
     served: ServedSandboxes, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,7 +358,6 @@ async def test_doctor_and_metrics_show_the_machines(
     ]
 
 
-@of_module
 async def test_programs_reach_the_proxy_of_their_client(boxes: Machines) -> None:
     """So `egress` works: rules and record stay where the attempt is."""
     asked = []
@@ -411,7 +381,6 @@ async def test_programs_reach_the_proxy_of_their_client(boxes: Machines) -> None
 
 
 @pytest.mark.thorough
-@of_module
 async def test_more_stand_ready_while_more_are_asked_for() -> None:
     """`sandboxes serve` keeps up to 16; here 8."""
     config = SandboxConfig(backend="namespace", concurrent=32, warm=8)
@@ -426,6 +395,5 @@ async def test_more_stand_ready_while_more_are_asked_for() -> None:
         async with client.open(PLAIN):
             await until(lambda: living() == 1 + READY)
         async with AsyncExitStack() as stack:
-            opening = (stack.enter_async_context(client.open(PLAIN)) for _ in range(8))
-            await asyncio.gather(*opening)
+            await asyncio.gather(*(stack.enter_async_context(client.open(PLAIN)) for _ in range(8)))
         await until(lambda: living() == 8)

@@ -43,8 +43,7 @@ PLAIN, PATIENT = SandboxSpec(), limited(wall_seconds=HOUR)
     params=["here", pytest.param("elsewhere", marks=pytest.mark.thorough)],
 )
 async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
-    make = sandboxes if request.param == "here" else sandboxes_elsewhere
-    async with make() as those:
+    async with (sandboxes if request.param == "here" else sandboxes_elsewhere)() as those:
         yield those
 
 
@@ -159,8 +158,7 @@ async def test_programs_share_files_and_nothing_else_and_no_random_numbers(box: 
     )
     assert result.stdout == b"1 False False\n"
     code = "import random, uuid, os; print(random.random(), uuid.uuid4(), os.urandom(4))"
-    results = [await box.run_python(code) for _ in range(3)]
-    assert len({result.stdout for result in results}) == 3
+    assert len({result.stdout for result in [await box.run_python(code) for _ in range(3)]}) == 3
 
 
 async def test_preloaded_modules_are_there_at_once_or_told(boxes: Sandboxes) -> None:
@@ -454,9 +452,7 @@ async def test_it_starts_with_its_archive_and_files(boxes: Sandboxes) -> None:
         ),
     ],
 )
-async def test_what_cannot_be_unpacked_is_the_callers_mistake(
-    boxes: Sandboxes, spec: SandboxSpec
-) -> None:
+async def test_what_cannot_be_unpacked_is_a_mistake(boxes: Sandboxes, spec: SandboxSpec) -> None:
     with pytest.raises(InputError):
         async with boxes.open(spec):
             pass

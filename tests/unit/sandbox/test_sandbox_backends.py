@@ -208,9 +208,7 @@ def verdict(program: bytes, audit: int, number: int, *arguments: int) -> int:
 
 @pytest.mark.parametrize("machine", AUDIT)
 @pytest.mark.parametrize("inet", [True, False], ids=["own network", "no network"])
-def test_every_call_gets_its_verdict(
-    machine: str, inet: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_get_verdicts(machine: str, inet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     program = seccomp.program.__wrapped__(inet=inet)
     assert len(program) // 8 < 4096  # the kernel takes no longer one
@@ -418,9 +416,7 @@ async def test_nobody_steps_down_in_silence(monkeypatch: pytest.MonkeyPatch) -> 
     assert "docker" in refusal.value.hint
 
 
-def test_landlock_that_cannot_hold_signals_is_only_taken_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_landlock_without_signals_is_only_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: 4)
     report = selection.missing("landlock", by_name=False)
     assert report is not None
@@ -428,9 +424,7 @@ def test_landlock_that_cannot_hold_signals_is_only_taken_by_name(
     assert selection.missing("landlock", by_name=True) is None
 
 
-def test_doctor_tells_what_holds(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_tells(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     works = {"namespace"}
 
     async def probed(backend: str, config: SandboxConfig) -> ProbeReport:

@@ -18,23 +18,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from envserver_records.errors import (
-    SandboxImageMissing,
-    SandboxLost,
-    SandboxUnavailable,
-)
+from envserver_records.errors import SandboxImageMissing, SandboxLost, SandboxUnavailable
 from support import fake_engine
 from support.sandboxes import archive, sandboxes
 from support.waiting import until
 
 from envserver import InputError, Sandbox, SandboxConfig, Sandboxes, SandboxLimits, SandboxSpec
-from envserver.sandbox import (
-    SandboxClient,
-    SandboxService,
-    docker_leftovers,
-    find_engine,
-    service,
-)
+from envserver.sandbox import SandboxClient, SandboxService, docker_leftovers, find_engine, service
 from envserver.sandbox.cgroups import CgroupAccounts
 from envserver.sandbox.docker_leftovers import new_prefix, remove_leftovers
 from envserver.sandbox.elsewhere import foreign
@@ -112,9 +102,7 @@ async def test_images_are_pulled_only_where_that_is_allowed(engine: Path) -> Non
     assert ["pull", "--quiet", "pulled"] in fake_engine.commands(engine)
 
 
-async def test_a_missing_image_of_a_sandbox_is_a_failure_that_no_retry_cures(
-    containers: SandboxClient,
-) -> None:
+async def test_a_missing_sandbox_image_is_not_cured_by_retries(containers: SandboxClient) -> None:
     with pytest.raises(SandboxImageMissing, match="lacks an image: other") as missing:
         await containers.create(SandboxSpec(image="other"))
     assert missing.value.detail["missing"] == "other"
@@ -172,9 +160,7 @@ def test_containers_stay_of_servers_whose_processes_cannot_be_seen(
     ],
     ids=["version 1", "version 2"],
 )
-def test_the_numbers_of_cgroups_are_read_in_both_layouts(
-    tmp_path: Path, files: dict[str, str]
-) -> None:
+def test_cgroup_numbers_are_read_in_both_layouts(tmp_path: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
@@ -183,8 +169,7 @@ def test_the_numbers_of_cgroups_are_read_in_both_layouts(
     before = time.process_time()  # of this process, which plays the server
     counted = accounts.cpu_seconds(living=7.0)
     assert 900 - time.process_time() <= counted <= 900 - before
-    found = accounts.peak_memory(), accounts.peak_tasks(), accounts.memory_kills()
-    assert found == (4000, 3, 2)
+    assert (accounts.peak_memory(), accounts.peak_tasks(), accounts.memory_kills()) == (4000, 3, 2)
 
 
 async def test_a_real_engine_holds_it_too(docker_image: str) -> None:
@@ -271,9 +256,7 @@ def maker(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.thorough
-async def test_sandboxes_of_others_are_used_like_any(
-    maker: Any, request: pytest.FixtureRequest
-) -> None:
+async def test_foreign_sandboxes_are_used_so(maker: Any, request: pytest.FixtureRequest) -> None:
     is_ours = isinstance(maker, SandboxClient)
     spec = SandboxSpec(files={"a/b.txt": b"6 7"}, archive=archive(c=b"!"), env={"COLOR": "blue"})
     async with contextlib.AsyncExitStack() as stack:

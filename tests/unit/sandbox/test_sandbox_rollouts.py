@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -65,10 +65,7 @@ async def house(kind: str, **settings: Any) -> AsyncIterator[RolloutContext]:
     tree["workers"] = {**patient, **tree["workers"]}
     tree["sandbox"] = {"backend": "namespace", **settings.get("sandbox", {})}
     async with rollout_context(
-        Settings.model_validate(tree),
-        environment,
-        f"{ZOO}:{kind}",
-        observer=lambda event: None,
+        Settings.model_validate(tree), environment, f"{ZOO}:{kind}", observer=lambda event: None
     ) as parts:
         yield parts
 
@@ -87,8 +84,7 @@ async def run(
     isolation: Any = None,
     seconds: float = 600.0,
 ) -> Finished:
-    task = Task("t", {"do": do, "marker": marker})
-    spec = attempt_spec(parts, task, f"{do}-{next(_numbers)}", 1)
+    spec = attempt_spec(parts, Task("t", {"do": do, "marker": marker}), f"{do}-{next(_numbers)}", 1)
     return await run_attempt(
         msgspec.structs.replace(
             spec, deadline=time.time() + seconds, isolation=isolation or parts.isolation
@@ -150,8 +146,7 @@ async def test_sandboxes_end_with_a_worker_that_is_killed(zoo: RolloutContext) -
 
 
 async def test_a_cancelled_program_has_ended_and_the_sandbox_goes_on(zoo: RolloutContext) -> None:
-    marker = marked()
-    finished = await run(zoo, "lose_patience", marker)
+    finished = await run(zoo, "lose_patience", marked())
     found, said, killed = finished.result.output
     assert (found, said, killed) == (1, "well\n", {"cancelled": 1})
 
@@ -174,13 +169,18 @@ async def test_a_program_that_runs_at_the_deadline_is_the_models(zoo: RolloutCon
 
 
 async def test_a_cancelled_rollout_takes_its_sandbox_along(zoo: RolloutContext) -> None:
+    assert await cancelled(lambda marker: run(zoo, "overrun", marker))
+
+
+async def cancelled(work: Callable[[str], Coroutine[Any, Any, Any]]) -> bool:
+    """Cancels `work` while its program runs; returns whether it ended as cancelled."""
     marker = marked()
-    rollout = asyncio.create_task(run(zoo, "overrun", marker))
+    working = asyncio.create_task(work(marker))
     await until(lambda: alive_with(marker))
-    rollout.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await rollout
+    working.cancel()
+    (ended,) = await asyncio.gather(working, return_exceptions=True)
     await until(lambda: not alive_with(marker))
+    return isinstance(ended, asyncio.CancelledError)
 
 
 async def test_nobody_gets_more_than_the_environment_declares(zoo: RolloutContext) -> None:
@@ -197,8 +197,7 @@ async def test_nobody_gets_more_than_the_environment_declares(zoo: RolloutContex
 
 async def test_two_attempts_share_nothing(zoo: RolloutContext, tmp_path: Path) -> None:
     first, second = await asyncio.gather(*(run(zoo, "share", str(tmp_path)) for _ in range(2)))
-    names = {one.result.output[0] for one in (first, second)}
-    assert len(names) == 2
+    assert len({one.result.output[0] for one in (first, second)}) == 2
     for one in (first, second):
         assert one.result.output[1].split() == ["/tmp:", "/work:", "greeting", "mine"]
 
@@ -242,16 +241,22 @@ async def test_without_a_declaration_there_is_none_and_nothing_is_started() -> N
 async def test_a_supervisor_that_dies_is_replaced_and_no_rollout_is_scored_for_it(
     zoo: RolloutContext, tmp_path: Path
 ) -> None:
+    killed = await without_supervisor(lambda marker: run(zoo, "swallow", marker), tmp_path)
+    await until(lambda: set(supervisors()) - {killed})
+    finished = await patient_run(zoo, "sums")
+    assert finished.result.output["executions"] == 3
+
+
+async def without_supervisor(work: Callable[[str], Coroutine[Any, Any, Any]], folder: Path) -> int:
+    """Kills the supervisor, which ends `work`; returns its process id."""
     (pid,) = supervisors()
-    marker = tmp_path / "open"
-    rollout = asyncio.create_task(run(zoo, "swallow", str(marker)))
+    marker = folder / "open"
+    working = asyncio.create_task(work(str(marker)))
     await until(marker.exists)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(SandboxError):
-        await rollout
-    await until(lambda: set(supervisors()) - {pid})
-    finished = await patient_run(zoo, "sums")
-    assert finished.result.output["executions"] == 3
+        await working
+    return pid
 
 
 async def patient_run(parts: RolloutContext, do: str) -> Finished:
@@ -307,24 +312,11 @@ async def test_a_scorer_has_sandboxes_of_its_own(zoo: RolloutContext) -> None:
 
 
 async def test_a_scorer_that_is_killed_takes_its_sandboxes_along(zoo: RolloutContext) -> None:
-    marker = marked()
-    scoring = asyncio.create_task(scored(zoo, "hang", marker))
-    await until(lambda: alive_with(marker))
-    scoring.cancel()
-    await asyncio.gather(scoring, return_exceptions=True)
-    await until(lambda: not alive_with(marker))
+    await cancelled(lambda marker: scored(zoo, "hang", marker))
 
 
-async def test_a_scorer_that_hides_a_lost_sandbox_gives_no_score(
-    zoo: RolloutContext, tmp_path: Path
-) -> None:
-    (pid,) = supervisors()
-    marker = tmp_path / "open"
-    scoring = asyncio.create_task(scored(zoo, "swallow", str(marker)))
-    await until(marker.exists)
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(SandboxError):
-        await scoring
+async def test_a_scorer_that_hides_a_loss_scores_none(zoo: RolloutContext, tmp_path: Path) -> None:
+    await without_supervisor(lambda marker: scored(zoo, "swallow", marker), tmp_path)
     await patient_run(zoo, "sums")
 
 

@@ -74,9 +74,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for kind in KINDS
     ],
 )
-def test_every_kind_is_installed_listed_checked_run_and_tested(
-    tmp_path: Path, python: Path, kind: str
-) -> None:
+def test_every_kind_is_installed_checked_and_run(tmp_path: Path, python: Path, kind: str) -> None:
     name = f"{kind}-world"
     (folder,) = {path.parents[1] for path in create(name, kind, tmp_path) if path.name == "env.py"}
 

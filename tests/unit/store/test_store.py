@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_records.errors import (
-    InputError,
-    NotFoundError,
-    StoreError,
-    UsageError,
-)
+from envserver_records.errors import InputError, NotFoundError, StoreError, UsageError
 from sqlalchemy import Engine, event
 from support.stores import group, ids, noise
 from support.waiting import PATIENCE
@@ -48,8 +43,7 @@ class Story:
         self.held: dict[str, Lease] = {}
 
     async def play(self, lines: list[str]) -> None:
-        whole = "\n".join(lines).split("\nreopen\n")
-        for number, part in enumerate(whole):
+        for number, part in enumerate("\n".join(lines).split("\nreopen\n")):
             async with open_store(self.where, clock=lambda: self.now) as self.store:
                 if number == 0 and lines[0] != "without trainer":
                     await self.run("trainer", "shared")
@@ -229,9 +223,7 @@ async def test_bodies_of_any_size_and_many_groups_come_back_as_they_were(store: 
     assert counts == {"buffered": 0, "queued": 0, "leased": 0, "acked": 1703, "dropped": 0}
 
 
-async def test_neither_a_put_that_fails_nor_a_caller_that_gives_up_harms_others(
-    store: Store,
-) -> None:
+async def test_neither_a_failing_put_nor_a_caller_that_gives_up_harms_others(store: Store) -> None:
     good = [store.put([group(f"good-{index}")]) for index in range(5)]
     bad = [
         store.put([group("half of a bad put"), group("\ud800")]),
@@ -445,8 +437,7 @@ asyncio.run(main())
 async def test_killed_while_a_run_is_opened_nothing_is_lost_or_doubled(where: str) -> None:
     async with open_store(where) as store:
         await store.put(list(map(group, named(100))))
-    command = [sys.executable, "-c", _OPENED_AND_KILLED, where]
-    process = await asyncio.create_subprocess_exec(*command)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _OPENED_AND_KILLED, where)
     assert await process.wait() == 9
     async with open_store(where) as store:
         assert (await store.get_run("all")).state == "closed"

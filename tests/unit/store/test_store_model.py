@@ -143,8 +143,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.groups)
     @rule(data=st.data(), to=st.sampled_from(STATES))
     def move(self, data: st.DataObject, to: Any) -> None:
-        names = data.draw(self.some_groups())
-        self.both("move", names, to)
+        self.both("move", data.draw(self.some_groups()), to)
 
     def some_groups(self) -> st.SearchStrategy[list[str]]:
         return st.lists(st.sampled_from(list(self.model.groups)), max_size=3, unique=True)
@@ -158,8 +157,7 @@ class StoreMachine(RuleBasedStateMachine):
     def drop_damaged(self, data: st.DataObject, is_undone: bool) -> None:
         names = data.draw(self.some_groups())
         undo = self.some_lease(data) if is_undone and self.model.leases else None
-        reasons = dict.fromkeys(names, "test")
-        self.both("drop_damaged", reasons, model=(names, undo), undo=undo)
+        self.both("drop_damaged", dict.fromkeys(names, "test"), model=(names, undo), undo=undo)
 
     @rule(seconds=st.sampled_from([0.5, 20.5, 60.5]), by_size=st.booleans())
     def compact(self, seconds: float, by_size: bool) -> None:
@@ -197,8 +195,7 @@ class StoreMachine(RuleBasedStateMachine):
         self, name: str, pieces: int, was_killed: bool, wanted: list[Any], moved: str
     ) -> None:
         """Its caller goes away, or all of the server; groups come; then somebody opens it again."""
-        request = self.opening(name)
-        self.run(self.stopped_after(pieces, request))
+        self.run(self.stopped_after(pieces, self.opening(name)))
         self.put(wanted)
         if moved in self.model.groups:
             self.both("move", [moved], "queued")
@@ -248,15 +245,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.check_chosen(name, names)
             return names
 
-        request = self.store.lease(name, group_ids=names, seconds=seconds)
-        self.took(name, request, choose, seconds)
+        self.took(name, self.store.lease(name, group_ids=names, seconds=seconds), choose, seconds)
 
     def took(
-        self,
-        run: str,
-        request: Awaitable[Any],
-        choose: Callable[[], list[str]],
-        seconds: float,
+        self, run: str, request: Awaitable[Any], choose: Callable[[], list[str]], seconds: float
     ) -> None:
         try:
             names = choose()
@@ -397,16 +389,12 @@ def test_the_store_does_what_the_model_does_on_sqlite() -> None:
     try_machine(None, 8, 25)
 
 
-def test_the_store_does_what_the_model_does_on_postgresql(
-    postgres: Postgres, postgres_url: str
-) -> None:
+def test_the_store_does_as_the_model_on_postgresql(postgres: Postgres, postgres_url: str) -> None:
     try_machine(postgres, 2, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_the_store_does_what_the_model_does_for_long(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_store_does_as_the_model_for_long(kind: str, request: pytest.FixtureRequest) -> None:
     postgres = None if kind == "sqlite" else request.getfixturevalue("postgres")
     try_machine(postgres, 100 if kind == "sqlite" else 30, 50)

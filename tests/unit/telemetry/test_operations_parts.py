@@ -162,9 +162,8 @@ async def test_a_lease_stays_with_its_stream_when_the_server_ends(tmp_path: Path
             )
             await arrived.wait()
             query = {"on_hangup": "give_back"}
-            accept = {"accept": "text/event-stream"}
             async with http.stream(
-                "GET", "/v1/runs/run/stream", params=query, headers=accept
+                "GET", "/v1/runs/run/stream", params=query, headers={"accept": "text/event-stream"}
             ) as streamed:
                 lines = streamed.aiter_lines()
                 async for line in lines:
@@ -332,8 +331,7 @@ def test_all_log_lines_are_bounded_and_have_one_form_ids_and_no_secrets(form: st
     assert not any(secret * 20 in told for secret in "kbs")
     assert all(event in told for event in ("ours", "theirs", "python's", "raised"))
     if form == "json":
-        ids = [json.loads(line)["rollout_id"] for line in told.splitlines()]
-        assert ids == ["rollout-7"] * 4
+        assert [json.loads(line)["rollout_id"] for line in told.splitlines()] == ["rollout-7"] * 4
     else:
         assert told.count("rollout_id=rollout-7") == 4
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from envserver_records.records import Message
-from support.talk import Talk, talk, written
+from envserver_records.records import Call, Message, Sequence, pack, unpack
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.extent import examples
+from support.forests import ACTIONS, calls_of, calm, forests, reference_rows
+from support.talk import ENDS, Talk, format_of, talk, written
 from support.templates import CHATML, OWN, call, chat_format, tool
 from support.traps import TRAPS as TEMPLATE_TRAPS
 from support.traps import Trap
 
-from envserver.tokens import build
+from envserver.tokens import Actions, PromptPlan, build, check, classify
+from envserver.tokens.builder import all_flags
+from envserver.tokens.chain import RequestHashes, hashes
+from envserver.tokens.prepare import KeptMessages, prepare
 
 SHOWN, ENDED = "'\\n' + message.content }}", "{%- endfor %}\n{{- '<|im_end|>\\n' }}"
 """Pieces of CHATML that write an answer, and its end."""
@@ -255,12 +268,10 @@ def test_another_prompt_than_ours_ends_all_continuing_and_images_are_the_engines
     assert here.plan(messages).edge == "root"
 
 
-TRAPS = {
-    **TEMPLATE_TRAPS,
-    "cuts_old_answers": Trap(CHATML.replace(SHOWN, "'\\n' + message.content[:5] }}"), True),
-    "shows_capitals": Trap(CHATML.replace(SHOWN, "'\\n' + message.content | upper }}"), True),
-    "hides_that_turns_end": Trap(CHATML.replace(ENDED, "{%- endfor %}\n{{- '\\n' }}")),
-}
+TRAPS = {**TEMPLATE_TRAPS}
+TRAPS |= {"cuts_old_answers": Trap(CHATML.replace(SHOWN, "'\\n' + message.content[:5] }}"), True)}
+TRAPS |= {"shows_capitals": Trap(CHATML.replace(SHOWN, "'\\n' + message.content | upper }}"), True)}
+TRAPS |= {"hides_that_turns_end": Trap(CHATML.replace(ENDED, "{%- endfor %}\n{{- '\\n' }}"))}
 
 
 @pytest.mark.parametrize("name", TRAPS)
@@ -276,3 +287,264 @@ def test_templates_that_rewrite_the_past_make_roots(name: str) -> None:
         if plan.ids is not None:  # these messages do not run into the trap
             assert here.format.decode(plan.ids) == plan.text
         messages = [*messages, said(text), NEXT]
+
+
+# Any forest of calls becomes rows in which each sampled token is trained exactly once
+
+
+@calm
+@given(forests(), st.sampled_from(list(ACTIONS.values())))
+def test_rows_are_those_of_the_definition_and_train_every_sampled_token_once(
+    calls: list[Call], actions: Actions
+) -> None:
+    rows = build(calls, actions)
+    check(calls, rows, actions)
+    assert pack(rows) == pack(reference_rows(calls, actions))
+    assert [pack(unpack(pack(row), Sequence)) for row in rows] == [pack(row) for row in rows]
+    trained = sum(int(row.mask.sum()) for row in build(calls))
+    assert trained == sum(len(c.completion_ids) for c in calls if c.exact and not c.flags)
+
+
+ROWS = tomllib.loads(Path(__file__).with_name("forests.toml").read_text())["rows"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_becomes_rows(name: str) -> None:
+    calls, rows = calls_of(ROWS[name]["calls"]), ROWS[name]["rows"]
+    built = build(calls, ACTIONS[ROWS[name]["actions"]])
+    for row, columns in zip(built, rows, strict=True):
+        assert {name: np.array(getattr(row, name)).tolist() for name in columns} == columns
+    assert all_flags(calls, built) == sorted({flag for row in built for flag in row.flags})
+
+
+# An open answer that an agent changed; what a conversation shares is hashed and prepared once
+
+still = settings(
+    deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.parametrize(
+    ("was", "tail", "now", "expected"),
+    [
+        # The stop string of which only a part of the sampled tokens' text comes back.
+        ("x = 1\n", "</code>;", "x = 1\n</code>", ("appended", "")),
+        # Something else than what was sampled stands where the stop string stood.
+        ("x = 1\n", "</code>", "x = 1\n</end>", ("edited", "")),
+        ("I think", "", "I thing it over", ("edited", "")),
+        ("one two", "", "onetwo", ("edited", "")),
+        # Only reasoning was sampled: what the agent writes in its place is its own.
+        ("", "", "an answer", ("edited", "")),
+        ("", "Observation:", "Observation: 4", ("appended", " 4")),
+    ],
+)
+def test_open_answers(was: str, tail: str, now: str, expected: tuple[str, str]) -> None:
+    assert tuple(classify({"content": was}, {"content": now}, ended=False, tail=tail)) == expected
+
+
+def test_deep_arguments_are_compared_as_text() -> None:
+    deep = {"tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
+    assert classify(deep, deep).change == "exact"
+
+
+# Hashed, prepared and encoded once
+
+MESSAGES: list[Message] = [
+    {"role": role, "content": content}
+    for role in ("user", "assistant")
+    for content in ("a", "b", "\ud800")
+]
+EDIT_TOOLS: list[list[dict[str, Any]]] = [[], [tool("search")], [tool("search")]]
+REQUESTS = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(MESSAGES), max_size=5),
+        st.sampled_from(EDIT_TOOLS),
+        st.sampled_from([{}, {"n": 1}, {"n": True}, {"n": 2**70}]),
+        st.sampled_from([None, "critic"]),
+    ),
+    max_size=6,
+)
+
+
+@still
+@given(REQUESTS)
+def test_hashes_do_not_depend_on_earlier_requests(requests: list[Any]) -> None:
+    known = RequestHashes()
+    for messages, tools, kwargs, agent in requests:
+        about = {"kwargs": kwargs, "model": "m", "agent": agent}
+        assert known.of(messages, tools, **about) == hashes(messages, tools, **about)
+
+
+@still
+@given(st.lists(st.tuples(st.lists(st.sampled_from(MESSAGES), max_size=5), st.booleans())))
+def test_messages_do_not_depend_on_those_that_were_kept(requests: list[Any]) -> None:
+    kept = KeptMessages()
+    for messages, parts in requests:
+        assert prepare(messages, parts=parts, kept=kept) == prepare(messages, parts=parts)
+
+
+def test_messages_of_another_request_are_not_taken_for_those_of_this_one() -> None:
+    kept = KeptMessages()
+
+    class Interrupted(dict[str, Any]):
+        """A message during whose preparation another request's are prepared."""
+
+        def get(self, name: str, default: Any = None) -> Any:
+            kept.prepare([{"role": "user", "content": "of another request"}], True, "shown")
+            return super().get(name, default)
+
+    kept.prepare(MESSAGES[:2], True, "shown")
+    messages = [*MESSAGES[:2], Interrupted(role="user", content="a")]
+    assert kept.prepare(messages, True, "shown") == prepare(messages, parts=True, images="shown")
+
+
+# Random changes to conversations: recorded tokens are reused only where they fit
+
+texts = st.lists(
+    st.sampled_from(["It", " is", " 4", ".\n", "\n\n", "é", "日", " </code>", "{", '"a"', "  "]),
+    min_size=1,
+    max_size=6,
+).map("".join)
+words = texts.filter(lambda text: bool(text.strip()))
+RANDOM_RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "2"}
+
+
+class Agent:
+    """It draws what it does; the messages that it changed in earnest are in `edited`, by id."""
+
+    def __init__(self, data: st.DataObject, here: Talk, name: str) -> None:
+        self.draw = data.draw
+        self.here = here
+        self.name = name
+        self.conversations: list[list[Message]] = []
+        self.edited: list[Message] = []
+
+    def step(self) -> None:
+        messages = self.request()
+        answer, more = self.answer()
+        agent = self.draw(st.sampled_from([None, None, "sub"]), label="agent")
+        for _ in range(self.draw(st.sampled_from([1, 1, 2]), label="choices")):
+            plan = self.here.ask(messages, answer, tools=[tool()], agent=agent, **more)
+            self.holds(plan, messages)
+        new = (
+            RANDOM_RESULT
+            if "tool_calls" in answer
+            else {"role": "user", "content": self.draw(words)}
+        )
+        self.conversations.append([*messages, self.replay(answer, more), new])
+
+    def request(self) -> list[Message]:
+        """A conversation that goes on, begins, is compacted or is taken up at an earlier place."""
+        kind = self.draw(st.sampled_from(["on", "on", "on", "on", "begin", "compact", "again"]))
+        if kind == "begin" or not self.conversations:
+            return [{"role": "user", "content": self.draw(words)}]
+        messages = self.conversations[-1 if kind == "on" else 0]
+        if kind == "compact":
+            return [{"role": "user", "content": "In short: 4."}, *messages[-2:]]
+        return messages[: max(1, len(messages) - 2)] if kind == "again" else messages
+
+    def answer(self) -> tuple[Message, dict[str, Any]]:
+        """An answer, and how it was sampled."""
+        message: Message = {"role": "assistant", "content": self.draw(texts)}
+        end = self.draw(st.sampled_from(["stop", "stop", "tool_calls", "length", "</code>"]))
+        if end == "tool_calls":
+            held = self.draw(st.dictionaries(words, st.integers() | texts, max_size=2))
+            message["tool_calls"] = [call(held)]
+            if self.name in ("llama", "mistral"):
+                message["content"] = None
+        if self.name == "thinking" and end in ("stop", "tool_calls"):
+            message["reasoning"] = self.draw(words)
+        text = written(self.name, message, indent=self.draw(st.sampled_from([None, 1])))
+        ids = self.sampled(text + ("</code>\n" if end == "</code>" else ""))
+        if self.draw(st.integers(0, 4), label="breaks a letter") == 0 and end == "stop":
+            ids += self.here.format.encode("é")[:1]
+            message["content"] += self.draw(st.sampled_from(["", "\ufffd"]))
+        if end == "</code>":
+            return message, {"sampled": ids, "stop_reason": end}
+        return message, {"sampled": ids, "finish": end}
+
+    def sampled(self, text: str) -> list[int]:
+        """Ids of `text`, seldom those that encoding it gives."""
+        cuts = sorted(self.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        return [id for piece in pieces for id in self.here.format.encode(piece)]
+
+    def replay(self, answer: Message, more: dict[str, Any]) -> Message:
+        """The answer as the agent sends it back."""
+        again: Message = json.loads(json.dumps(answer))
+        content = again["content"] or ""
+        change = self.draw(
+            st.sampled_from(["none", "strip", "parts", "reorder", "think", "append", "edit"])
+        )
+        if change == "strip":
+            again["content"] = content.strip()
+        elif change == "parts":
+            again["content"] = [{"type": "text", "text": content}]
+        elif change == "reorder":
+            for one in again.get("tool_calls", []):
+                held = json.loads(one["function"]["arguments"])
+                one["function"]["arguments"] = json.dumps(dict(reversed(held.items())), indent=2)
+        elif change == "think":
+            again.pop("reasoning", None)
+        elif change == "append":
+            again["content"] = content + ("</code>\n" if "stop_reason" in more else "") + " I say"
+            if more.get("finish", "") in ("stop", "tool_calls"):
+                self.edited.append(again)
+        elif change == "edit":
+            again["content"] = "Five: " + content
+            self.edited.append(again)
+        return again
+
+    def holds(self, plan: PromptPlan, messages: list[Message]) -> None:
+        """What is true of every plan."""
+        if plan.ids is None:
+            assert plan.edge == "root" and plan.parent is None
+            return
+        assert plan.parent is not None and plan.added is not None and plan.text is not None
+        before = self.here.calls[plan.parent]
+        seen = [*before.prompt_ids.tolist(), *before.completion_ids.tolist()]
+        assert plan.ids[: len(seen)] == seen
+        assert self.here.format.decode(plan.ids[len(seen) :]) == plan.added
+        at = len(before.messages)
+        assert prepare(before.messages, parts=False) == prepare(messages[:at], parts=False) or any(
+            "reasoning" in message for message in messages
+        )
+        assert messages[at]["role"] == "assistant"
+        # What was added to one answer may go on from another of the same words without an end.
+        ended = before.finish_reason != "length" and before.stop_reason is None
+        open_end = plan.edge == "appended" and not ended
+        assert open_end or all(message is not messages[at] for message in self.edited)
+        if plan.edge != "think_kept":
+            assert re.fullmatch(self.pattern(plan), plan.text, re.DOTALL)
+
+    def pattern(self, plan: PromptPlan) -> str:
+        """Matches what reads as the plan does but for what was sampled.
+
+        (Whitespace before an answer goes with it: some templates leave it out for an empty one.)
+        """
+        pieces = [re.escape(str(plan.added))]
+        while plan.parent is not None:
+            plan = self.here.plans[plan.parent]
+            pieces.append(re.escape(str(plan.text if plan.added is None else plan.added).rstrip()))
+        return "(.*)".join(reversed(pieces))
+
+
+_format = cache(format_of)
+
+
+@pytest.mark.parametrize("name", OWN)
+@given(data=st.data())
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_agent(name: str, data: st.DataObject) -> None:
+    think = data.draw(st.sampled_from(["template", "keep"])) if name == "thinking" else "template"
+    agent = Agent(data, Talk(_format(name), ENDS[name], think=think), name)
+    for _ in range(data.draw(st.integers(1, 7), label="steps")):
+        agent.step()
+    calls = agent.here.calls
+    rows = build(calls)
+    check(calls, rows)
+    assert all(
+        any(set(row.path) >= {c.index, c.planned_parent} for row in rows)
+        for c in calls
+        if c.planned_parent is not None
+    )

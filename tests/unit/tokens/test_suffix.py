@@ -13,6 +13,7 @@ import tomllib
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from envserver_records.errors import TemplateRefused
@@ -25,6 +26,7 @@ from support.templates import (
     KINDS,
     OWN,
     STOPS_OF,
+    THINKING,
     Case,
     answer,
     call,
@@ -34,7 +36,11 @@ from support.templates import (
     user,
 )
 
+from envserver.models.probe import Echo
 from envserver.tokens import ChatFormat, Refused
+from envserver.tokens.agreement import agreeing
+from envserver.tokens.comparison import Segment, compare
+from envserver.tokens.edits import AnswerContent
 from envserver.tokens.suffix import Completion, Suffix, suffix
 
 STOPS = [
@@ -141,8 +147,7 @@ def test_real_templates_go_on_as_they_write() -> None:
         if name != family and not extent.WHOLE:
             continue  # nearly its family's
         # SentencePiece has its own use for the underscore in DeepSeek's special tokens.
-        kinds = tried if name == family and "▁" not in source else ("byte_level",)
-        for kind in kinds:
+        for kind in tried if name == family and "▁" not in source else ("byte_level",):
             format = chat_format(source, kind, special=STOPS, stops=STOPS)
             for shape, case in CASES.items():
                 try:
@@ -257,3 +262,102 @@ def test_arguments_that_are_no_json_end_all_the_same() -> None:
     assert behind(chatml(), case, Completion(sampled, "stop", None)).text.startswith(
         "\n<|im_start|>user\n<tool_response>\n4"
     )
+
+
+# If a template renders an answer differently than it was sampled, the difference is named
+
+ASKED, HEAD, END, THEN = "<U>How much?<E>", "<A>", "<E>", "<U>And now?<E><A>"
+CALLS = (("call-1", "add", '{"one":1.5,"two":["a \\"b\\"",true]}'),)
+WRITTEN = '<call>{"one": 1.5, "two": ["a \\"b\\"", true], "name": "add"}</call>'
+SAMPLED = '<call>{"name": "add", "arguments": {"one": 1.5, "two": ["a \\"b\\"", true]}}</call>'
+TURNS = tomllib.loads(Path(__file__).with_name("comparisons.toml").read_text())["turns"]
+
+
+@pytest.mark.parametrize(("sampled", "shown", "more", "differences"), TURNS)
+def test_differences_have_names(
+    sampled: str, shown: str, more: dict[str, Any], differences: list[str]
+) -> None:
+    sampled, shown = sampled.replace("CALL", SAMPLED), shown.replace("CALL", WRITTEN)
+    more = {name: tuple(told) if name == "specials" else told for name, told in more.items()}
+    called = more.pop("called", None)
+    answer = AnswerContent(sampled, ()) if called is None else AnswerContent(called, CALLS)
+    segment = Segment(context=ASKED + HEAD, sampled=sampled, answer=answer, **more)
+    whole = ASKED + HEAD + shown + END + THEN
+    assert compare([segment], END + THEN, whole, lambda: HEAD) == [{*differences}]
+    later = Segment(context=END + THEN, sampled="Six.", answer=AnswerContent("Six.", ()))
+    found = compare([segment, later], END + THEN, whole + "Six." + END + THEN, lambda: HEAD)
+    assert found[0] == {*differences}
+
+
+SINGLE = Segment(context=ASKED + HEAD, sampled="Four." + END, answer=AnswerContent("Four.", ()))
+TWO = Segment(context=THEN, sampled="Six." + END, answer=AnswerContent("Six.", ()))
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        f"<U>How many?<E><A>Four.<E>{THEN}Six.<E>{THEN}",
+        f"{ASKED}<A>Four.<E>{THEN}Six.<E>{THEN}And",
+        f"{ASKED}<A>Four.<E><U>And then?<E><A>Six.<E>{THEN}",
+        f"{ASKED}<A>Four.<E>{THEN}",
+        f"{ASKED}<A>Four.<E>{THEN}Six.<E>{THEN.replace('now', 'you')}",
+        "",
+    ],
+)
+def test_a_changed_context_is_no_difference_in_a_turn(shown: str) -> None:
+    assert {"other"} in compare([SINGLE, TWO], THEN, shown, lambda: HEAD)
+
+
+# Our rendering and an engine's
+
+QUESTION = [user("How much is 2 + 2?")]
+OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
+STYLED = THINKING.replace("{%- if messages[0]", "{{- style }}{%- if messages[0]", 1)
+
+
+def echoes(engine: ChatFormat) -> list[Echo]:
+    """What the probe learns of an engine that renders by `engine`."""
+    return [
+        Echo(
+            messages=QUESTION,
+            tools=tools,
+            prompt_ids=engine.prompt_ids(QUESTION, tools or None, {}),
+        )
+        for tools in ([], [tool()])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "engines", "told", "found", "hint"),
+    [
+        (THINKING, {}, None, {}, ""),
+        (THINKING, OFF, None, OFF, ""),
+        (THINKING, ON, None, {}, ""),  # the same as without it
+        (THINKING, {}, OFF, None, "They are equal with --openai.default_template_kwargs '{}'."),
+        (THINKING, OFF, {}, None, "--openai.default_template_kwargs '{\"enable_thinking\":false}'"),
+        (STYLED, {"style": "low"}, None, {"style": "low"}, ""),
+        (STYLED, {"style": "odd"}, None, None, "give the same to --openai.default_template_kwargs"),
+        (STYLED, {"style": "odd"}, {"style": "odd"}, {"style": "odd"}, ""),
+    ],
+)
+def test_default_variables_are_told_or_found_and_never_guessed_wrong(
+    template: str,
+    engines: dict[str, Any],
+    told: dict[str, Any] | None,
+    found: dict[str, Any] | None,
+    hint: str,
+) -> None:
+    ours = chat_format(template, KINDS[0])
+    agreed, why = agreeing(ours, echoes(ours.with_defaults(engines)), told)
+    assert (None if agreed is None else agreed.defaults) == found
+    assert hint in why
+    assert bool(why) == (found is None)
+
+
+def test_a_requests_own_variable_wins_and_a_null_leaves_the_default() -> None:
+    ours = chat_format(THINKING, KINDS[0]).with_defaults(OFF)
+    plain = ours.prompt_text(QUESTION, None, {})
+    assert "</think>" in plain
+    assert "</think>" not in ours.prompt_text(QUESTION, None, ON)
+    assert ours.prompt_text(QUESTION, None, {"enable_thinking": None}) == plain
+    assert ours.prompt_text(QUESTION, None, {"enable_thinking": "auto"}) == plain

@@ -1,7 +1,7 @@
 """Every check of the recorded tokens refuses what is wrong, and lets right rows pass.
 
 Two sources of errors: a right row or call with one value changed, and rows of other settings.
-That the builder makes right rows: test_tokens.py.
+That the builder makes right rows: test_history.py.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ def experts_of(count: int, fill: int = 0) -> RoutedExperts:
 
 
 def routed() -> list[Call]:
-    sizes = (2, 6, 10)
     return [
         replace(each, experts=experts_of(size, each.index))
-        for each, size in zip(talk(), sizes, strict=True)
+        for each, size in zip(talk(), (2, 6, 10), strict=True)
     ]
 
 

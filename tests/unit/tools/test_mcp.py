@@ -250,8 +250,7 @@ async def call_tool(tools, name, **arguments):
 def test_rollouts_use_servers_and_serve_agents(tmp_path: Path, kind: str) -> None:
     # A sandbox sees installed packages, and no file of this folder: the program is an argument.
     command = ["python", "-c", Path(mcp_example.__file__).read_text()]
-    source = ENVIRONMENT.replace("COMMAND", repr(command))
-    (tmp_path / "both.py").write_text(source)
+    (tmp_path / "both.py").write_text(ENVIRONMENT.replace("COMMAND", repr(command)))
     env, sim = {"total_steps": 1, "group_size": 2}, {"solve_probability": 1.0, "openers": False}
     made = envserver.process(f"{tmp_path}/both.py:{kind}", model="sim", env=env, sim=sim)
     rollouts = made.groups[0].trajectories

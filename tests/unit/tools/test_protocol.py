@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 from envserver_tools.calculator import calculate
 from envserver_tools.calling import Tool, ToolError, function_tool, toolbox
-from envserver_tools.protocol import (
-    FORMAT,
-    Part,
-    ProtocolRun,
-    Window,
-    parse_message,
-    run_protocol,
-)
+from envserver_tools.protocol import FORMAT, Part, ProtocolRun, Window, parse_message, run_protocol
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu import cpu_limit

@@ -76,8 +76,7 @@ async def bench() -> AsyncIterator[Open]:
                     houses[backend] = await stack.enter_async_context(sandboxes(backend))
                 except ConfigError as error:
                     pytest.skip(str(error))
-            spec = SandboxSpec(preload=preload, limits=LIMITS)
-            async with houses[backend].open(spec) as sandbox:
+            async with houses[backend].open(SandboxSpec(preload=preload, limits=LIMITS)) as sandbox:
                 yield Bench(sandbox, **options)
 
         yield open_bench

@@ -259,8 +259,7 @@ async def test_too_many_errors_end_the_loop(in_a_row: bool, errors: int) -> None
 
 
 async def test_the_smaller_limit_of_turns_counts() -> None:
-    run = Run(*[("", ["look"])] * 5)
-    end, messages = await _loop(run, max_turns=2)
+    end, messages = await _loop(Run(*[("", ["look"])] * 5), max_turns=2)
     assert (end.reason, len(messages)) == ("limit", 5)
 
 
@@ -412,9 +411,7 @@ def test_a_tool_on_the_server_knows_what_the_worker_does_not(
 
 
 @pytest.mark.thorough
-def test_its_bug_is_told_once_without_what_it_knew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_bug_is_told_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VAULT_KEY", "")
     (tmp_path / "vault.py").write_text(VAULT)
     with pytest.raises(envserver.EnvserverError) as told:
@@ -448,8 +445,7 @@ def test_the_model_does_not_see_the_caller_and_listed_methods_are_bound() -> Non
     assert (own(), other) == ("Shown", len)  # type: ignore[operator]
     assert [one.name for one in server_tools(Shown())] == ["look"]
 
-    parameters = Shown.look.description["function"]["parameters"]
-    assert list(parameters["properties"]) == ["name"]
+    assert list(Shown.look.description["function"]["parameters"]["properties"]) == ["name"]
 
 
 @pytest.mark.parametrize("package", [envserver_environments, envserver_tools, envserver_factory])
@@ -500,9 +496,7 @@ def test_pages_put_together_are_the_file(workspace: Path, text: str, lines: int)
 
 @settings(max_examples=examples(150), deadline=None)
 @given(text=TEXTS, old=st.text(st.sampled_from("ab\n"), min_size=1, max_size=3), new=TEXTS)
-def test_an_edit_is_a_replacement_or_nothing(
-    workspace: Path, text: str, old: str, new: str
-) -> None:
+def test_an_edit_is_replacement_or_nothing(workspace: Path, text: str, old: str, new: str) -> None:
     Path("edited").write_bytes(text.encode())
     count = sum(text.startswith(old, at) for at in range(len(text)))
     if count == 1 and old != new:

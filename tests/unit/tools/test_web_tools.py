@@ -77,9 +77,7 @@ async def test_search_and_pages_with_tavily(sites: Websites) -> None:
 
 
 @pytest.mark.parametrize("provider", ["tavily", "duckduckgo"])
-async def test_a_search_asks_for_a_number_of_results_of_a_year(
-    sites: Websites, provider: str
-) -> None:
+async def test_a_search_asks_for_some_results_of_a_year(sites: Websites, provider: str) -> None:
     place = {"tavily": sites.url, "duckduckgo": f"{sites.url}/html"}[provider]
     async with seen_at(sites, provider=provider, provider_url=place, depth="advanced") as web:
         tools = tools_of(web)
@@ -285,8 +283,7 @@ async def test_equal_requests_are_asked_once(tmp_path: Path) -> None:
 
 async def test_what_may_pass_is_asked_again_but_replayed(tmp_path: Path) -> None:
     slow = Raw("u", 0, "", b"", "too slow", lasting=False)
-    gone = Raw("u", 404, "", b"", "HTTP status 404")
-    asked = Asked([slow, slow, gone])
+    asked = Asked([slow, slow, Raw("u", 404, "", b"", "HTTP status 404")])
     record = Recorder("record", tmp_path)
     assert (await record.get({"q": 1}, asked)).error == "too slow"
     assert (await Recorder("replay", tmp_path).get({"q": 1}, asked)).error == "too slow"

@@ -32,13 +32,11 @@ def test_rows_are_plain_tasks_behind_the_registry(typed: Path, row_class: str) -
     typed.write_text(text)
     made = find(f"{typed}:Addition")()
     task = next(iter(made.tasks("train")))
-    hidden = {"answer": 1, "steps": [{"number": 0}]}
-    assert task == Task("sum-0", {"question": "0 + 1?"}, hidden)
+    assert task == Task("sum-0", {"question": "0 + 1?"}, {"answer": 1, "steps": [{"number": 0}]})
     assert made.score(task, Result(output="1")) == Score(reward=1.0)
     assert next(made.known_results(task)).result.output == "1"
     row = {"question": "5 + 1?", "answer": 6, "steps": [{"number": 5}]}
-    read = made.task_from_row(row)
-    assert made.score(read, Result(output="6")) == Score(reward=1.0)
+    assert made.score(made.task_from_row(row), Result(output="6")) == Score(reward=1.0)
     with pytest.raises(InputError, match=f"The row is not a {row_class}"):
         made.task_from_row({**row, "answer": "six"})
     assert made.name == "addition" and made.__doc__ == "Add two numbers."
@@ -59,8 +57,7 @@ def test_typed_environments_run(typed: Path, name: str) -> None:
         folder=typed.parent,
     )
     assert ran.returncode == 0, ran.stderr
-    groups = read_jsonl(typed.parent / "out.jsonl")
-    assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 3
+    assert [group["scores"] for group in read_jsonl(typed.parent / "out.jsonl")] == [[1.0, 1.0]] * 3
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,7 @@ async def death(pool: LocalPool, proxy: StandIn, do: str) -> WorkerDied:
     return caught.value
 
 
-async def test_it_sees_nothing_of_the_machine(
-    pool: LocalPool, proxy: StandIn, tmp_path: Path
-) -> None:
+async def test_it_sees_none_of_the_machine(pool: LocalPool, proxy: StandIn, tmp_path: Path) -> None:
     seen = await said(pool, proxy, "look")
     assert seen["cwd"] == "/work"
     assert seen["uid"] == 1000
@@ -103,15 +101,11 @@ async def test_ordinary_work_goes_on(pool: LocalPool, proxy: StandIn) -> None:
 
 
 @pytest.mark.parametrize("do", ["eat_memory", "fill_sockets"])
-async def test_memory_is_bounded_for_all_its_processes_together(
-    pool: LocalPool, proxy: StandIn, do: str
-) -> None:
+async def test_memory_is_bounded_for_all_of_them(pool: LocalPool, proxy: StandIn, do: str) -> None:
     assert "passed its 400 MB" in (await death(pool, proxy, do)).detail["output"]
 
 
-async def test_a_worker_that_used_up_its_descriptors_is_told_so(
-    pool: LocalPool, proxy: StandIn
-) -> None:
+async def test_a_worker_without_descriptors_is_told_so(pool: LocalPool, proxy: StandIn) -> None:
     """It cannot post a large result; without its exit code that would be a failure of ours."""
     died = await death(pool, proxy, "hold_files_and_hang_up")
     assert "Too many open files" in died.detail["output"]
@@ -174,9 +168,7 @@ async def played(pair: LocalPool, proxy: StandIn, do: str) -> tuple[dict[str, An
     return proxy.posted(asked)["output"], spent
 
 
-async def test_a_companion_has_what_the_worker_has_and_no_more(
-    pair: LocalPool, proxy: StandIn
-) -> None:
+async def test_a_companion_has_what_its_worker_has_only(pair: LocalPool, proxy: StandIn) -> None:
     told, _ = await played(pair, proxy, "facts")
     for fact, own in told["own"].items():
         assert told["its"][fact] == own, fact
@@ -189,9 +181,7 @@ async def test_a_companion_has_what_the_worker_has_and_no_more(
     )
 
 
-async def test_the_end_and_the_work_of_a_companion_are_told(
-    pair: LocalPool, proxy: StandIn
-) -> None:
+async def test_the_end_and_work_of_a_companion_are_told(pair: LocalPool, proxy: StandIn) -> None:
     _, idle = await played(pair, proxy, "facts")
     told, busy = await played(pair, proxy, "work")
     assert os.waitstatus_to_exitcode(told["status"]) == 1
@@ -201,9 +191,7 @@ async def test_the_end_and_the_work_of_a_companion_are_told(
     assert os.waitstatus_to_exitcode(told["status"]) == -signal.SIGKILL
 
 
-async def test_a_companion_that_is_not_used_ends_with_its_worker(
-    pair: LocalPool, proxy: StandIn
-) -> None:
+async def test_an_unused_companion_ends_with_its_worker(pair: LocalPool, proxy: StandIn) -> None:
     for _ in range(3):
         told, spent = await played(pair, proxy, "nothing")
         assert told is None and spent is not None
@@ -225,7 +213,6 @@ async def test_a_companion_that_cannot_be_imported_is_told_at_the_start() -> Non
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user runs it already")
 async def test_this_holds_for_an_ordinary_user() -> None:
     words = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command = [*words, __file__, "-k", "companion"]
-    done = await asyncio.to_thread(run_as_ordinary_user, command)
+    done = await asyncio.to_thread(run_as_ordinary_user, [*words, __file__, "-k", "companion"])
     assert done.returncode == 0, done.stdout
     assert "5 passed" in done.stdout

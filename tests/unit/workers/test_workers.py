@@ -82,9 +82,7 @@ async def pid_of_pooled(pool: LocalPool, proxy: StandIn) -> int:
 
 
 @pytest.mark.parametrize("isolation", LEVELS)
-async def test_an_agent_runs_and_its_result_is_posted(
-    pool: LocalPool, proxy: StandIn, isolation: str
-) -> None:
+async def test_an_agent_runs_and_posts_it(pool: LocalPool, proxy: StandIn, isolation: str) -> None:
     logged = len(proxy.logs)
     echo = proxy.open("echo", isolation=isolation, text="four")
     chat = proxy.open("chat", isolation=isolation)
@@ -134,9 +132,7 @@ async def test_what_the_proxy_refuses_keeps_its_kind(
         assert proxy.posted(refused)["failure"]["kind"] == kind
 
 
-async def test_a_worker_has_its_own_directory_and_leaves_nothing(
-    pool: LocalPool, proxy: StandIn
-) -> None:
+async def test_a_worker_has_a_directory_and_leaves_nothing(pool: LocalPool, proxy: StandIn) -> None:
     dirty = proxy.open("dirty_directory", isolation="dedicated")
     await pool.run(dirty)
     directory = Path(proxy.posted(dirty)["output"])
@@ -187,9 +183,7 @@ async def test_busy_threads_and_slow_setups_are_no_hang(
     assert "output" in proxy.posted(slow)
 
 
-async def test_a_busy_server_does_not_blame_its_workers(
-    pool_that_listens: LocalPool, proxy: StandIn
-) -> None:
+async def test_a_busy_server_blames_no_worker(pool_that_listens: LocalPool, proxy: StandIn) -> None:
     pool = pool_that_listens
     before = await pid_of_pooled(pool, proxy)
     time.sleep(4.5)  # longer than heartbeat_seconds, on the server's own event loop
@@ -217,9 +211,7 @@ async def test_a_flood_of_output_is_bounded_and_told(pool: LocalPool, proxy: Sta
 # Deadlines and cancelling.
 
 
-async def test_at_the_deadline_the_agent_is_cancelled(
-    pool: LocalPool, proxy: StandIn, tmp_path: Path
-) -> None:
+async def test_deadlines_cancel_the_agent(pool: LocalPool, proxy: StandIn, tmp_path: Path) -> None:
     before = await pid_of_pooled(pool, proxy)
     paths = {"started": str(tmp_path / "started"), "ended": str(tmp_path / "ended")}
 
@@ -277,9 +269,7 @@ async def test_a_death_of_unknown_cause_is_tried_again_alone(
     assert await pid_of_pooled(pool, proxy) == pooled
 
 
-async def test_cancelling_a_run_cancels_the_agent(
-    pool: LocalPool, proxy: StandIn, tmp_path: Path
-) -> None:
+async def test_cancelling_ends_the_agent(pool: LocalPool, proxy: StandIn, tmp_path: Path) -> None:
     before = await pid_of_pooled(pool, proxy)
     paths = {"started": str(tmp_path / "started"), "ended": str(tmp_path / "ended")}
     obedient = proxy.open("sleep", **paths)
@@ -293,9 +283,7 @@ async def test_cancelling_a_run_cancels_the_agent(
     assert await pid_of_pooled(pool, proxy) == before
 
 
-async def test_tasks_that_an_agent_forgot_end_with_its_rollout(
-    pool: LocalPool, proxy: StandIn, tmp_path: Path
-) -> None:
+async def test_forgotten_tasks_end_with_it(pool: LocalPool, proxy: StandIn, tmp_path: Path) -> None:
     paths = {"started": str(tmp_path / "started"), "ended": str(tmp_path / "ended")}
     await pool.run(proxy.open("forget_a_task", **paths))
     assert (tmp_path / "ended").exists()
@@ -338,9 +326,7 @@ async def test_a_setup_without_end_is_not_the_models_fault(pool: LocalPool, prox
 @pytest.mark.parametrize(
     "way", ["worker exits", "rollout ends", "forkserver is killed", "pool ends"]
 )
-async def test_nothing_that_an_agent_started_survives_it(
-    proxy: StandIn, tmp_path: Path, way: str
-) -> None:
+async def test_what_an_agent_started_is_gone(proxy: StandIn, tmp_path: Path, way: str) -> None:
     isolation = "dedicated" if way == "rollout ends" else "pooled"
     written = tmp_path / "pids"
     async with pool_with("Zoo", kill_grace_seconds=0.2) as pool:
@@ -360,8 +346,7 @@ async def test_nothing_that_an_agent_started_survives_it(
         if way != "pool ends":
             await until(lambda: not any(alive(pid) for pid in pids))
             (error,) = await running
-            died = type(error) is WorkerDied
-            assert died == (way != "rollout ends"), error
+            assert (type(error) is WorkerDied) == (way != "rollout ends"), error
             await pid_of_pooled(pool, proxy)
     assert not any(alive(pid) for pid in pids)
     await running
@@ -370,9 +355,7 @@ async def test_nothing_that_an_agent_started_survives_it(
 # Secrets.
 
 
-async def test_workers_get_no_secret_and_no_hidden_part(
-    proxy: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_workers_get_nothing_hidden(proxy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-top-secret")
     monkeypatch.setenv("ENVSERVER_OPENAI__API_KEY", "sk-top-secret")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")

@@ -1,7 +1,5 @@
 """What the environment shares with its agent."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """An environment that imports the modules beside it by their bare names, as a script does."""
 
-from __future__ import annotations
-
 import statistics as own_statistics
 
 import graders

@@ -1,7 +1,5 @@
 """Has the name of a module of the standard library, whose users must not get this one."""
 
-from __future__ import annotations
-
 import random
 
 assert random.__name__ == "random"

@@ -1,7 +1,5 @@
 """The grader; GRADER-SECRET is only in this file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from envserver import Score

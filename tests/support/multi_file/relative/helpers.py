@@ -1,7 +1,5 @@
 """Has the same name as a file of another environment."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -9,6 +7,5 @@ QUESTION = "Double"
 
 
 def run_program(program: str) -> str:
-    """What the program prints, or "unreadable" if it fails."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else "unreadable"

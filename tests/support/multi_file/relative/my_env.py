@@ -1,7 +1,5 @@
 """An environment that imports the modules beside it by relative imports."""
 
-from __future__ import annotations
-
 from envserver import Environment, Task
 
 from . import graders

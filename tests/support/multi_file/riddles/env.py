@@ -1,7 +1,5 @@
 """Asks the riddles of a data file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,12 +1,9 @@
 """Runs programs of the agent."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 
 def run_program(program: str) -> str:
-    """What the program prints, or "unreadable" if it fails."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else "unreadable"

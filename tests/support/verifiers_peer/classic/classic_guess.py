@@ -31,7 +31,6 @@ def fewer_is_better(state):
 
 
 def load_environment():
-    """Returns the environment."""
     rows = [{"question": "Guess my number.", "answer": str(number)} for number in range(4)]
     return Guess(
         dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[fewer_is_better]), max_turns=3

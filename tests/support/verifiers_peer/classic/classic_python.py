@@ -12,5 +12,4 @@ class Quiet(vf.PythonEnv):
 
 
 def load_environment():
-    """Returns the environment."""
     return Quiet(Dataset.from_list([{"question": "Run something.", "answer": ""}]))

@@ -7,7 +7,6 @@ from datasets import Dataset
 
 
 def exact(completion, answer):
-    """1 for the answer alone."""
     return float(completion[-1]["content"].strip() == answer)
 
 
@@ -28,7 +27,6 @@ def best_of_group(completions, answers):
 
 
 def words(completion):
-    """Number of words."""
     return len(completion[-1]["content"].split())
 
 

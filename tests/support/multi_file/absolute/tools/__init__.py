@@ -1,7 +1,5 @@
 """A package of the user with a common name."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 
