@@ -361,7 +361,7 @@ def test_a_report_tells_all_about_a_file(tmp_path: Path) -> None:
         "similar questions in the evaluation set": 0,
     }
     prompts = about["lengths"][0]
-    assert prompts["over"]["context_tokens"] == [20, 4] and about["tokenizer"] == ""
+    assert prompts["over"]["context_tokens"] == [20, 3] and about["tokenizer"] == ""
     for line in ("10 rows read, 9 used, 1 dropped", "question: question in 5 rows", "Estimated"):
         assert line in page
     assert page.count("\n# ") == 0 and page.count("\n## ") >= 5
