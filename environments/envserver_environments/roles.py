@@ -24,6 +24,11 @@ _APART = re.compile(r"""(['"])\s+(['"])""")
 """What stands between the texts of an array as numpy writes it."""
 
 
+def table_of(**names: str) -> Table:
+    """A table of the names of each role, which commas separate, the likeliest first."""
+    return {role: tuple(several.split(", ")) for role, several in names.items()}
+
+
 def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -> dict[str, Any]:
     """Returns the row's values by role; a role without a value is not there.
 

@@ -1,5 +1,5 @@
 """The report of `envserver check` as text: the score card and the page in Markdown, and the lines
-about rows and wrong results that the terminal shows, too."""
+about wrong results and rows that the terminal shows, too."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..rollouts.check_report import (
     Lengths,
     Played,
     Repeats,
+    ScoringCost,
 )
 from ..row_counts import RowCount, causes
 from ..running.check_plays import DEMONSTRATION, SPOILED
@@ -45,26 +46,24 @@ def page(report: EnvironmentReport) -> str:
         f"| {_cell(kind.name)} | {kind.count} | {expected(kind)} | {verdict(kind)} |"
         for kind in report.kinds
     ]
-    wrong = [line for kind in report.kinds for line in wrong_lines(kind.name, kind)]
-    wrong += [line for one in report.plays for line in wrong_lines(f"Played: {one.way}", one)]
-    for title, found in {"Wrong results": wrong, **sections(report)}.items():
-        if found:
-            lines += ["", f"## {title}", "", *(f"- {_cell(line)}" for line in found)]
+    for title, found in sections(report).items():
+        lines += ["", f"## {title}", "", *(f"- {_cell(line)}" for line in found)]
     return "\n".join(lines) + "\n"
 
 
 def sections(report: EnvironmentReport) -> dict[str, list[str]]:
-    """Returns what was found about the rows of data, by title."""
+    """Returns wrong results and what was found about the rows of data, by title."""
     data = report.data
     rows = [line for name, count in data.counts.items() for line in _row_lines(name, count)]
     looked_at = f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."
-    fields = [line for count in data.counts.values() for line in _field_lines(count)]
-    return {
+    found = {
+        "Wrong results": [line for one in (*report.kinds, *report.plays) for line in _wrong(one)],
         "Rows": [*rows, looked_at],
-        "Fields": fields,
+        "Fields": [line for count in data.counts.values() for line in _field_lines(count)],
         "Repeated questions": list(map(_repeat_line, data.repeats)),
         "Lengths in tokens": [*map(_length_line, data.lengths), _tokenizer_line(data)],
-    }  # fmt: skip
+    }
+    return {title: lines for title, lines in found.items() if lines}
 
 
 def _row_lines(name: str, count: RowCount) -> Iterator[str]:
@@ -109,9 +108,12 @@ def _tokenizer_line(data: DataReport) -> str:
     )
 
 
-def wrong_lines(name: str, one: Kind | Played) -> Iterator[str]:
-    """Yields the first results with an unexpected reward."""
-    awaited = expected(one) if isinstance(one, Kind) else _PLAYED.get(one.way, "")
+def _wrong(one: Kind | Played) -> Iterator[str]:
+    """The first results with an unexpected reward."""
+    if isinstance(one, Kind):
+        name, awaited = one.name, expected(one)
+    else:
+        name, awaited = f"Played: {one.way}", _PLAYED.get(one.way, "")
     for wrong in one.wrong[:_WRONG_SHOWN]:
         place = f"{name}, task {wrong.task_id}" + (f" ({wrong.place})" if wrong.place else "")
         said = wrong.error or f"reward {wrong.reward:g}"
@@ -152,13 +154,7 @@ def _rows(report: EnvironmentReport) -> Iterator[tuple[str, str]]:
         if not one.cheat:
             yield f"{_NAMES.get(one.way, one.way)}, played", _distribution(one)
     if report.scoring is not None:
-        yield (
-            "a score takes",
-            (
-                f"{milliseconds(report.scoring.cpu_seconds)} of CPU, at most "
-                f"{milliseconds(report.scoring.most_cpu_seconds)}"
-            ),
-        )
+        yield "a score takes", cost_of(report.scoring)
     for problem in report.problems:
         yield "problem", problem
 
@@ -193,8 +189,13 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def milliseconds(seconds: float) -> str:
-    """Returns a duration as text."""
+def cost_of(scoring: ScoringCost) -> str:
+    """Returns what a score costs, as text."""
+    usual, most = map(_milliseconds, (scoring.cpu_seconds, scoring.most_cpu_seconds))
+    return f"{usual} of CPU, at most {most}"
+
+
+def _milliseconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1000:.2g} ms" if seconds >= 1e-4 else "under 0.1 ms"

@@ -13,17 +13,7 @@ from rich.table import Table
 from ..rollouts.check_report import EnvironmentReport
 from ..running.checking import check_environment
 from ..running.tally import counted
-from .check_card import (
-    card,
-    ended_by,
-    expected,
-    milliseconds,
-    number,
-    page,
-    sections,
-    verdict,
-    wrong_lines,
-)
+from .check_card import card, cost_of, ended_by, expected, number, page, sections, verdict
 from .command_line import read_run_spec
 from .console import Console
 from .logs import configure_logs
@@ -72,25 +62,15 @@ def _show(console: Console, report: EnvironmentReport) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     console.print(_results(report))
-    for kind in report.kinds:
-        for line in wrong_lines(kind.name, kind):
-            say(line)
     if report.plays:
         console.print(_plays(report))
-    for played in report.plays:
-        for line in wrong_lines(f"Played: {played.way}", played):
-            say(line)
     for title, lines in sections(report).items():
-        if lines:
-            say("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
+        say("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
     for problem in report.problems:
         say(problem)
     if report.scoring is not None:
-        cost = report.scoring
-        say(
-            f"A score takes {milliseconds(cost.cpu_seconds)} of CPU, at most "
-            f"{milliseconds(cost.most_cpu_seconds)} (limit {cost.limit_cpu_seconds:g} s)."
-        )
+        limit = report.scoring.limit_cpu_seconds
+        say(f"A score takes {cost_of(report.scoring)} (limit {limit:g} s).")
     all_of = "all" if report.whole else "the first"
     say(f"{report.environment}, {report.split}: {all_of} {counted(report.tasks, 'task')}.")
     if report.without_gold:

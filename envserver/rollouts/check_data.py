@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import string
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,25 +48,20 @@ def repeats(tasks: Sequence[Placed], evaluation: Sequence[Placed]) -> Iterator[R
     own, others = ([_asked(*one) for one in listed] for listed in (tasks, evaluation))
     rarity = Counter(piece for one in (*own, *others) for piece in one.pieces)
     within = {name: Repeats(what=name) for name in (_EQUAL, _OTHER_ANSWER, _SIMILAR)}
-    seen = _Questions(rarity)
-    for one in own:
-        if found := seen.like(one):
-            kind, earlier = found
-            if kind == _EQUAL and not _same(answer_of(earlier.task), answer_of(one.task)):
-                kind = _OTHER_ANSWER
-            _count(within[kind], one.place, earlier.place)
-        seen.add(one)
-    yield from within.values()
-    if not evaluation:
-        return
-    asked = _Questions(rarity)
+    both = {name: Repeats(what=f"{name} in the evaluation set") for name in (_EQUAL, _SIMILAR)}
+    earlier, asked = _Questions(rarity), _Questions(rarity)
     for one in others:
         asked.add(one)
-    both = {name: Repeats(what=f"{name} in the evaluation set") for name in (_EQUAL, _SIMILAR)}
     for one in own:
+        if found := earlier.like(one):
+            kind, other = found
+            if kind == _EQUAL and not _same(answer_of(other.task), answer_of(one.task)):
+                kind = _OTHER_ANSWER
+            _count(within[kind], one.place, other.place)
+        earlier.add(one)
         if found := asked.like(one):
             _count(both[found[0]], one.place, found[1].place)
-    yield from both.values()
+    yield from (*within.values(), *(both.values() if evaluation else ()))
 
 
 _EQUAL, _SIMILAR = "equal questions", "similar questions"
@@ -102,7 +98,7 @@ def answer_of(task: Task) -> str:
     options = task.public.get("options")
     if isinstance(options, list) and options:
         is_letter = isinstance(held, str) and len(held) == 1
-        place = ord(str(held).upper()) - ord("A") if is_letter else held
+        place = string.ascii_uppercase.find(held.upper()) if is_letter else held
         if isinstance(place, int) and 0 <= place < len(options):
             return str(options[place])
     return "\n".join(strings_in(held)) if isinstance(held, list | dict) else str(held)

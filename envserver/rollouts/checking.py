@@ -12,6 +12,7 @@ import asyncio
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -90,14 +91,14 @@ class RowsToCheck(msgspec.Struct, frozen=True):
     Args:
         most: number of rows whose `row_results` are scored, from the first.
         evaluation: an evaluation set, whose questions should not be among the rows.
-        tokens: number of tokens of a text; None: it is estimated.
-        tokenizer: name of what counts them.
+        tokens: number of tokens of a text.
+        tokenizer: name of what counts them; "": they are an estimate.
         limits: on the tokens of a prompt and of a row, by the setting's name.
     """
 
     most: int = 0
     evaluation: Sequence[Placed] = ()
-    tokens: Callable[[str], int] | None = None
+    tokens: Callable[[str], int] = estimated_tokens
     tokenizer: str = ""
     limits: Mapping[str, int] = {}
 
@@ -153,13 +154,14 @@ async def check(
         done += 1
         progress(done, of)
     problems += await _changed_scores(scorer, cases, rules)
-    async for part, scores in _in_order(_parts(scored), lambda part: _row_scores(scorer, part)):
+    starts = range(0, len(scored), _ROWS_AT_A_TIME)
+    parts = [scored[start : start + _ROWS_AT_A_TIME] for start in starts]
+    async for part, scores in _in_order(parts, lambda part: _row_scores(scorer, part)):
         for one in scores:
-            kinds.add(*_judged(one, origins.get(one.task_id)))
+            kinds.add(*_row_verdict(one, origins))
         done += len(part)
         progress(done, of)
     data = await asyncio.to_thread(_data_report, all_rows, counts.of, origins, rows)
-    data.whole = len(listed) <= most_rows
     return EnvironmentReport(
         environment=environment.name,
         split=environment.config.split,
@@ -171,7 +173,7 @@ async def check(
         plays=played.plays,
         reward_range=_shown_range(environment),
         demonstrations_solve=environment.demonstrations_solve,
-        data=data,
+        data=msgspec.structs.replace(data, whole=len(listed) <= most_rows),
     )
 
 
@@ -201,19 +203,15 @@ def _data_report(
         "answer": [answer_of(task) for task in tasks],
         "solution": [one.solution for one in origins.values() if one.solution],
     }
-    tokens = rows.tokens or estimated_tokens
     return DataReport(
         rows=len(tasks),
         counts=counts,
         repeats=[*repeats(placed(tasks, origins), rows.evaluation)],
-        lengths=[lengths(what, all_, tokens, rows.limits) for what, all_ in texts.items() if all_],
+        lengths=[
+            lengths(what, all_, rows.tokens, rows.limits) for what, all_ in texts.items() if all_
+        ],
         tokenizer=rows.tokenizer,
     )
-
-
-def _parts(tasks: list[Task]) -> Iterator[list[Task]]:
-    starts = range(0, len(tasks), _ROWS_AT_A_TIME)
-    return (tasks[start : start + _ROWS_AT_A_TIME] for start in starts)
 
 
 async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
@@ -227,23 +225,25 @@ async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
         return [RowScore(tasks[0].id, "gold", 1.0, 1.0, None, why, raised=True)]
 
 
-def _judged(one: RowScore, origin: Origin | None) -> tuple[KnownResult, Wrong | float]:
+def _row_verdict(one: RowScore, origins: Mapping[str, Origin]) -> tuple[KnownResult, Wrong | float]:
     """Returns which result this was, and its verdict."""
     known = KnownResult(f"{_EVERY_ROW}{one.name}", Result(), one.least, one.most)
-    if one.reward is not None and _is_expected(one.reward, known):
-        return known, one.reward
-    error = "" if one.reward is not None else f"It is not scorable: {one.why}."
-    return known, Wrong(
-        task_id=one.task_id,
-        reward=one.reward,
-        error=one.why if one.raised else error,
-        place=origin.place if origin else "",
-        raised=one.raised,
-    )
+    place = origins[one.task_id].place if one.task_id in origins else ""
+    if one.raised:
+        wrong = Wrong(task_id=one.task_id, reward=None, error=one.why, place=place, raised=True)
+        return known, wrong
+    return known, _judged(known, one.task_id, one.reward, f"It is not scorable: {one.why}.", place)
 
 
-def _is_expected(reward: float, known: KnownResult) -> bool:
-    return known.least - _TOLERANCE <= reward <= known.most + _TOLERANCE
+def _judged(
+    known: KnownResult, task_id: str, reward: float | None, unscorable: str, place: str = ""
+) -> Wrong | float:
+    """Returns the reward if it is as expected, else what is wrong."""
+    if reward is None:
+        return Wrong(task_id=task_id, reward=None, error=unscorable, place=place)
+    if known.least - _TOLERANCE <= reward <= known.most + _TOLERANCE:
+        return reward
+    return Wrong(task_id=task_id, reward=reward, place=place)
 
 
 def _shown_range(environment: Environment) -> tuple[float | None, float | None, float]:
@@ -263,9 +263,8 @@ def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
 
 def same_ids(tasks: list[Task]) -> Iterator[str]:
     """Yields which ids several tasks have."""
-    seen: set[str] = set()
-    twice = [task.id for task in tasks if task.id in seen or seen.add(task.id)]  # type: ignore[func-returns-value]
-    if twice:
+    count = Counter(task.id for task in tasks)
+    if twice := [name for name, times in count.items() if times > 1]:
         yield f"Several tasks have the same id: {_named(twice)}."
 
 
@@ -364,17 +363,15 @@ async def _in_order(
     waiting = iter(work)
     flying: list[tuple[T, asyncio.Task[R]]] = []
 
-    def fill() -> None:
-        for one in itertools.islice(waiting, _AT_A_TIME - len(flying)):
-            flying.append((one, asyncio.create_task(do(one))))
-
     try:
-        fill()
-        while flying:
+        while True:
+            for one in itertools.islice(waiting, _AT_A_TIME - len(flying)):
+                flying.append((one, asyncio.create_task(do(one))))
+            if not flying:
+                return
             one, doing = flying[0]
             result = await doing
             flying.pop(0)
-            fill()
             yield one, result
     finally:
         for _, doing in flying:
@@ -385,17 +382,12 @@ async def _in_order(
 async def _verdict(
     scorer: Scorer, task: Task, known: KnownResult, rules: RewardRules
 ) -> Wrong | float:
-    """Returns the reward if it is as expected, else what is wrong."""
     try:
         score = await _score(scorer, task, known.result)
     except SCORING_FAILURES as error:
         return Wrong(task_id=task.id, reward=None, error=f"{_cause(error)}: {error}", raised=True)
     reward = delivered_score(score, rules).reward
-    if reward is None:
-        return Wrong(task_id=task.id, reward=None, error="It is not scorable.")
-    if _is_expected(reward, known):
-        return reward
-    return Wrong(task_id=task.id, reward=reward)
+    return _judged(known, task.id, reward, "It is not scorable.")
 
 
 async def _score(scorer: Scorer, task: Task, result: Result) -> Score:

@@ -14,13 +14,13 @@ from typing import Any
 
 from envserver_records.errors import ConfigError, EnvserverError
 from envserver_records.records import Task
-from msgspec.structs import replace
 
 from ..config import RolloutsConfig, Settings
 from ..environment import Environment
 from ..judges.server import JudgeServer
 from ..models.model_files import find_tokenizer
 from ..registry import absolute
+from ..rollouts.check_data import Placed, estimated_tokens
 from ..rollouts.check_report import EnvironmentReport, ScoringCost
 from ..rollouts.checking import Plays, RowsToCheck, check, placed, watched_rows
 from ..rollouts.scoring import ScorerPool
@@ -98,30 +98,39 @@ def _rows_to_check(
     limits = {"env.max_token_length": env.max_token_length}
     if settings.context_tokens is not None:
         limits["context_tokens"] = settings.context_tokens
-    rows = RowsToCheck(most, limits=limits)
-    if settings.tokenizer:
-        vocabulary = Vocabulary.load(find_tokenizer(settings.tokenizer))
-        rows = replace(
-            rows,
-            tokenizer=settings.tokenizer,
-            tokens=lambda text: len(vocabulary.encode(text.encode("utf-8", "replace").decode())),
-        )
-    if not settings.evaluation_set:
-        return rows
+    name = settings.tokenizer
+    return RowsToCheck(
+        most,
+        evaluation=_evaluation_set(spec, make) if settings.evaluation_set else (),
+        tokens=_token_counter(name) if name else estimated_tokens,
+        tokenizer=name,
+        limits=limits,
+    )
+
+
+def _token_counter(tokenizer: str) -> Callable[[str], int]:
+    vocabulary = Vocabulary.load(find_tokenizer(tokenizer))
+    return lambda text: len(vocabulary.encode(text.encode("utf-8", "replace").decode()))
+
+
+def _evaluation_set(
+    spec: RunSpec[CheckSettings], make: Callable[[RunSpec[CheckSettings]], Environment]
+) -> list[Placed]:
+    settings, held_out = spec.settings, spec.settings.evaluation_set
     changed: dict[str, Any] = {"split": settings.evaluation_split}
-    if not is_rows and "data_path" not in spec.environment_class.Config.model_fields:
-        raise ConfigError(
-            f"{spec.environment_class.name!r} reads no evaluation set: it has no data_path.",
-            hint="Leave out --evaluation_set.",
-        )
-    if not is_rows:
-        changed["data_path"] = Path(settings.evaluation_set)
-    elsewhere = settings.model_copy(update={"env": env.model_copy(update=changed)})
+    if not issubclass(spec.environment_class, RowsEnvironment):
+        if "data_path" not in spec.environment_class.Config.model_fields:
+            raise ConfigError(
+                f"{spec.environment_class.name!r} reads no evaluation set: it has no data_path.",
+                hint="Leave out --evaluation_set.",
+            )
+        changed["data_path"] = Path(held_out)
+    elsewhere = settings.model_copy(update={"env": settings.env.model_copy(update=changed)})
     environment = make(dataclasses.replace(spec, settings=elsewhere))
     if isinstance(environment, RowsEnvironment):
-        environment.source = Source(settings.evaluation_set)  # type: ignore[misc]
+        environment.source = Source(held_out)  # type: ignore[misc]
     _, origins = watched_rows(environment)
-    return replace(rows, evaluation=placed(first_tasks(environment, MOST_ROWS), origins))
+    return placed(first_tasks(environment, MOST_ROWS), origins)
 
 
 async def _play(

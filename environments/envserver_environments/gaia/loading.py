@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from envserver_environments.roles import missing, roles_of
+from envserver_environments.roles import missing, roles_of, table_of
 from envserver_environments.rows import Row, file_rows
 
 from envserver import InputError, NotFoundError, Split
@@ -25,15 +25,15 @@ YEAR = "2023"
 LEVELS = (1, 2, 3)
 _BY_LEVEL = "metadata.level[123].parquet"
 
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "question": ("Question", "question", "problem", "prompt"),
-    "answer": ("Final answer", "final_answer", "answer", "true_answer"),
-    "level": ("Level", "level"),
-    "task_id": ("task_id", "id"),
-    "file": ("file_name",),
-    "path": ("file_path",),
-    "solution": ("Solution",),
-}
+ROLES = table_of(
+    question="Question, question, problem, prompt",
+    answer="Final answer, final_answer, answer, true_answer",
+    level="Level, level",
+    task_id="task_id, id",
+    file="file_name",
+    path="file_path",
+    solution="Solution",
+)
 
 
 @dataclass(frozen=True)

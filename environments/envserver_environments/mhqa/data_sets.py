@@ -19,6 +19,7 @@ from envserver_environments.roles import (
     objects_of,
     roles_of,
     rows_within,
+    table_of,
     text_of,
     value_at,
 )
@@ -36,38 +37,30 @@ NO_ANSWER = "noanswer"
 NO_ANSWERS = (NO_ANSWER, "no answer", "unanswerable", "not answerable")
 
 MAX_ANSWER_CHARACTERS = 400
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "question": (
-        *("question.text", "question", "extra_info.question", "question_text", "Question"),
-        *("query", "input", "Prompt", "prompt", "problem"),
+ROLES = table_of(
+    question=(
+        "question.text, question, extra_info.question, question_text, Question, query, input, "
+        "Prompt, prompt, problem"
     ),
-    "answer": (
-        *(
-            "golds",
-            "golden_answers",
-            "ground_truth",
-            "ground_truths",
-            "answers",
-            "answer",
-            "Answer",
-        ),
-        *("possible_answers", "short_answers", "reward_model.ground_truth", "annotations"),
-        *("output", "answers_spans", "final_decision", "extra_info.answer", "target"),
+    answer=(
+        "golds, golden_answers, ground_truth, ground_truths, answers, answer, Answer, "
+        "possible_answers, short_answers, reward_model.ground_truth, annotations, output, "
+        "answers_spans, final_decision, extra_info.answer, target"
     ),
-    "aliases": ("answer_aliases", "metadata.answer_aliases", "aliases", "o_aliases"),
-    "passages": (
-        *("paragraphs", "context", "contexts", "ctxs", "documents", "passages", "passage"),
-        *("positive_ctxs", "negative_ctxs", "hard_negative_ctxs", "retrieval_result"),
-        *("entity_pages", "search_results", "document.summary.text"),
-        *("metadata.context", "metadata.contexts", "metadata.paragraphs", "metadata.passages"),
+    aliases="answer_aliases, metadata.answer_aliases, aliases, o_aliases",
+    passages=(
+        "paragraphs, context, contexts, ctxs, documents, passages, passage, positive_ctxs, "
+        "negative_ctxs, hard_negative_ctxs, retrieval_result, entity_pages, search_results, "
+        "document.summary.text, metadata.context, metadata.contexts, metadata.paragraphs, "
+        "metadata.passages"
     ),
-    "supporting": ("supporting_facts", "metadata.supporting_facts"),
-    "evidences": ("evidences", "metadata.evidences"),
-    "decomposition": ("question_decomposition", "metadata.question_decomposition"),
-    "kind": ("type", "question_type", "metadata.type"),
-    "id": ("id", "_id"),
-    "hops": ("hops",),
-}
+    supporting="supporting_facts, metadata.supporting_facts",
+    evidences="evidences, metadata.evidences",
+    decomposition="question_decomposition, metadata.question_decomposition",
+    kind="type, question_type, metadata.type",
+    id="id, _id",
+    hops="hops",
+)
 """Names of each role in published sets; passages are those of all names, one after the other."""
 _ANSWERS = (
     *("target", "value", "text", "answer", "spans", "number", "short_answers", "aliases"),

@@ -21,7 +21,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from envserver_environments.rows import NumberedRow, id_of
+from envserver_environments.roles import COLUMNS_HINT
+from envserver_environments.rows import NumberedRow, RowsConfig, id_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts, mixed
 from envserver_tools.retrieval import Passage, RetrieverSettings
@@ -58,16 +59,11 @@ class Mhqa(Environment):
     name = "mhqa"
     checks_rows = True
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the questions, the search, the agent, and the scoring."""
 
         data_set: DataSet | list[DataSet] = "sample"
         """Data sets (repeat the flag, or separate with commas). sample: 36 built-in tasks."""
-        data_path: Path | None = None
-        """Rows: a file (.jsonl, .json, .csv, .parquet ...), a folder, a glob or hub:owner/name."""
-        columns: dict[str, str] = {}
-        """Fields of rows by what they are (question, answer, aliases, passages, supporting, ...),
-        where their names are unknown: '{"question": "ask", "passages": "found"}'."""
         aliases_path: Path | None = None
         """2Wiki's id_aliases.json: further right answers, for rows with an answer_id."""
         mode: Mode = "tools"
@@ -204,9 +200,8 @@ class Mhqa(Environment):
             (place, item if isinstance(item, str) else make_task(task_id, item, scope))
             for place, task_id, item in self._items(name, split)
         )
-        hint = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
         path = self.config.data_path
-        return self.rows.usable(path.name if path else name, read, hint=hint)
+        return self.rows.usable(path.name if path else name, read, hint=COLUMNS_HINT)
 
     def _items(
         self, name: DataSet, split: Split

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.roles import decoded, missing, roles_of
+from envserver_environments.roles import decoded, missing, roles_of, table_of
 from envserver_environments.rows import DataSets, Division, Hub, Row
 
 from envserver import InputError
@@ -38,12 +38,12 @@ HUBS: dict[str, Hub] = {
 DATA = DataSets(SAMPLE, HUBS, dict.fromkeys(HUBS, Division()))
 """The hub's set has only one split."""
 
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "query": ("query", "user_query", "question", "task", "prompt"),
-    "plan": ("plan", "gold", "gold_plan", "completion"),
-    "documents": ("documents",),
-    "answer": ("answer",),
-}
+ROLES = table_of(
+    query="query, user_query, question, task, prompt",
+    plan="plan, gold, gold_plan, completion",
+    documents="documents",
+    answer="answer",
+)
 _QUERY_MARK = "User query:\n"
 
 

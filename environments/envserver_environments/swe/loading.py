@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.roles import decoded, missing, roles_of
+from envserver_environments.roles import decoded, missing, roles_of, table_of
 from envserver_environments.rows import Hub, Row
 
 from envserver import InputError, Task
@@ -42,17 +42,17 @@ HUBS: dict[str, Hub] = {
     "r2e": Hub("R2E-Gym/R2E-Gym-Subset", {"train": "train"}),
 }
 
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "instance_id": ("instance_id",),
-    "problem_statement": ("problem_statement", "issue", "prompt"),
-    "repo": ("repo", "repo_name", "repository"),
-    "base_commit": ("base_commit",),
-    "patch": ("patch", "gold_patch"),
-    "test_patch": ("test_patch",),
-    "FAIL_TO_PASS": ("FAIL_TO_PASS", "fail_to_pass"),
-    "PASS_TO_PASS": ("PASS_TO_PASS", "pass_to_pass"),
-    "commit_hash": ("commit_hash",),
-}
+ROLES = table_of(
+    instance_id="instance_id",
+    problem_statement="problem_statement, issue, prompt",
+    repo="repo, repo_name, repository",
+    base_commit="base_commit",
+    patch="patch, gold_patch",
+    test_patch="test_patch",
+    FAIL_TO_PASS="FAIL_TO_PASS, fail_to_pass",
+    PASS_TO_PASS="PASS_TO_PASS, pass_to_pass",
+    commit_hash="commit_hash",
+)
 """Names of each role in published sets, after their cards."""
 
 _ID = re.compile(r"[^:\s]+\.py::\S.*")

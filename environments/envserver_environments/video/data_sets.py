@@ -21,6 +21,7 @@ from envserver_environments.roles import (
     missing,
     roles_of,
     rows_within,
+    table_of,
     text_of,
     value_at,
 )
@@ -34,40 +35,31 @@ from .frames.store import SUFFIXES
 DataSetName = Literal["sample", "nextqa", "egoschema", "captions"]
 MAX_OPTIONS = 26
 
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "question": ("question", "Question", "query", "q", "question_text"),
-    "video": (
-        *(
-            "videoID",
-            "video.path",
-            "video",
-            "video_id",
-            "q_uid",
-            "video_idx",
-            "video_name",
-            "video_filename",
-        ),
-        *("vid_name", "vid", "metadata.video_id", "video_path", "file"),
+ROLES = table_of(
+    question="question, Question, query, q, question_text",
+    video=(
+        "videoID, video.path, video, video_id, q_uid, video_idx, video_name, video_filename, "
+        "vid_name, vid, metadata.video_id, video_path, file"
     ),
-    "options": (
-        *("options", "option", "candidates", "choices.choice", "choices.text", "choices"),
-        *("mc_options", "answer_choices"),
+    options=(
+        "options, option, candidates, choices.choice, choices.text, choices, mc_options, "
+        "answer_choices"
     ),
-    "answer": ("answer", "truth", "correct_answer", "label", "gt"),
-    "index": (
-        *("answer_id", "answer_number", "correct_idx", "answer_idx", "answer_index"),
-        *("correct_choice", "correct_index"),
+    answer="answer, truth, correct_answer, label, gt",
+    index=(
+        "answer_id, answer_number, correct_idx, answer_idx, answer_index, correct_choice, "
+        "correct_index"
     ),
-    "aliases": ("additional_ref_answer",),
-    "id": ("question_id", "qid", "id"),
-    "type": ("type", "question_type", "task_type", "question_category", "area"),
-    "context": ("context", "subtitles", "subtitle", "sub"),
-    "captions": ("subtitle_path", "captions_path"),
-    "file": ("file", "video_path"),
-    "start": ("start",),
-    "end": ("end",),
-    "evidence": ("evidence", "ts"),
-}
+    aliases="additional_ref_answer",
+    id="question_id, qid, id",
+    type="type, question_type, task_type, question_category, area",
+    context="context, subtitles, subtitle, sub",
+    captions="subtitle_path, captions_path",
+    file="file, video_path",
+    start="start",
+    end="end",
+    evidence="evidence, ts",
+)
 """Names of each role in published sets. index: the place of the right option, from 0; start, end:
 the part of the video that the question is about; captions: a file of them."""
 _LABEL = re.compile(r"\s*(?:option\s+)?\(?([a-z])\s*[).:]+\s*(\S.*)", re.DOTALL | re.IGNORECASE)

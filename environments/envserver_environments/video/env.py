@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_environments.answers import doubtful_option
-from envserver_environments.rows import NumberedRow, id_of
+from envserver_environments.rows import NumberedRow, RowsConfig, id_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
 from pydantic import Field
@@ -73,16 +73,11 @@ class Video(Environment):
     name = "video"
     checks_rows = True
 
-    class Config(Environment.Config):
+    class Config(RowsConfig):
         """Selects the questions, the team, and its tools."""
 
         data_set: DataSetName = "sample"
         """Data set. sample: 30 built-in questions; nextqa; egoschema; captions: data_path."""
-        data_path: Path | None = None
-        """Rows: a file (.jsonl, .json, .csv, .parquet ...), a folder, a glob or hub:owner/name."""
-        columns: dict[str, str] = {}
-        """Fields of rows by what they are (question, options, answer, index, video, context, file,
-        ...), where their names are unknown: '{"question": "ask", "video": "clip"}'."""
         answers_path: Path | None = None
         """Answers by video or question, for rows without one (EgoSchema's subset_answers.json)."""
         captions_path: Path | None = None
@@ -161,10 +156,13 @@ class Video(Environment):
             max_pixels=config.max_megapixels * 1_000_000,
             cpu_seconds=config.decode_seconds,
             memory_mb=config.decode_memory_mb,
-            per_second=config.folder_fps,
         )
         store = FrameStore(
-            folder, limits, file_mb=config.max_video_mb, kept_mb=config.frame_cache_mb
+            folder,
+            limits,
+            file_mb=config.max_video_mb,
+            kept_mb=config.frame_cache_mb,
+            pictures_per_second=config.folder_fps,
         )
         return nullcontext(Services({FRAMES: store.answer}, counts=store.counts))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases_of
 from support.commands import envserver
 
 from envserver import Task
@@ -262,52 +263,7 @@ def test_what_was_found_is_told_in_words(zoo: Path) -> None:
     assert "Checks FAILED" in ran.stdout
 
 
-ROWS: list[dict[str, Any]] = [
-    {"question": "Tom has 3 red pens and buys 4 more. How many has he got?", "answer": "7"},
-    {"question": "tom has 3 red pens and buys 4 more; how many has he got", "answer": "7.0"},
-    {"question": "Tom has 3 red pens and buys 4 more. How many has he got?", "answer": "8"},
-    {"question": "Tom has 3 red pens and buys 4 more. How many has he got today?", "answer": "7"},
-    {"problem": "How many stars are there?", "answer": "1,234"},
-    {"problem": "What is left over?", "solution": r"It is \boxed{3}, or rather \boxed{4}."},
-    {"problem": "Which number is it?", "answer": ""},
-    {"question": "Which letter?", "options": ["B", "two", "three"], "answer": "A"},
-    {"problem": "What is this?", "answer": r"\text{}"},
-    {"problem": "How large is the tower?", "answer": "10^{10^{10}}"},
-]
-SURELY_RIGHT = (
-    *(
-        "0",
-        "-0",
-        r"0^\circ",
-        r"\infty",
-        r"-\infty",
-        r"\{-1,1\}",
-        r"(-2,2)",
-        r"\pm 2",
-        "(0,0)",
-        "x=0",
-    ),
-    *(
-        r"0\%",
-        r"\frac{0}{5}",
-        r"\sin 0",
-        "x-x",
-        r"\emptyset",
-        "12",
-        "4.5e33",
-        "12.0",
-        r"2\sqrt{3}",
-        "x+1",
-    ),
-    *(
-        r"50\%",
-        "1,2",
-        r"\text{no}",
-        r"\frac{-1+\sqrt{5}}{2}",
-        r"6.63\times 10^{-34}",
-        "(-\\infty, 3]",
-    ),
-)
+CASES = cases_of(__file__)
 
 
 def rows(folder: Path, name: str, listed: Sequence[Mapping[str, Any]]) -> Path:
@@ -326,8 +282,8 @@ def data(folder: Path, *words: object) -> tuple[dict[str, Any], str]:
 
 def test_a_report_tells_all_about_a_file(tmp_path: Path) -> None:
     """Fields, dropped and doubtful rows, unfit golds, repeated questions, lengths."""
-    rows(tmp_path, "train.jsonl", ROWS)
-    rows(tmp_path, "held_out.jsonl", [ROWS[4], {"question": "New?", "answer": "1"}])
+    rows(tmp_path, "train.jsonl", CASES["rows"])
+    rows(tmp_path, "held_out.jsonl", [CASES["rows"][4], {"question": "New?", "answer": "1"}])
     limits = ("--context_tokens", 20, "--evaluation_set", "held_out.jsonl")
     found, page = data(tmp_path, "train.jsonl", *limits)
     about = found["data"]
@@ -335,31 +291,14 @@ def test_a_report_tells_all_about_a_file(tmp_path: Path) -> None:
     (counts,) = about["counts"].values()
     assert (counts["read"], counts["used"]) == (10, 9)
     assert [one["first"] for one in counts["dropped"].values()] == ["train.jsonl:7"]
-    assert counts["doubtful"] == {
-        "the gold is a number with a comma or two numbers": {"count": 1, "first": "train.jsonl:5"},
-        "the row boxes several answers": {"count": 1, "first": "train.jsonl:6"},
-        "the text of the right option is the letter of another": {
-            "count": 1,
-            "first": "train.jsonl:8",
-        },
-        "the gold is too large to evaluate: only the same text equals it": {
-            "count": 1,
-            "first": "train.jsonl:10",
-        },
-    }
+    places = {cause: (one["count"], one["first"]) for cause, one in counts["doubtful"].items()}
+    assert places == {cause: (1, first) for cause, first in CASES["doubtful"].items()}
     assert counts["fields"]["question: question"] == 5 and len(counts["layouts"]) > 2
     wrong = {name for name, kind in found["kinds"].items() if kind["wrong"]}
     (unfit,) = found["kinds"]["a word"]["wrong"]
     assert wrong == {"a word"} and unfit["place"] == "train.jsonl:9"
     assert "bad_gold" in unfit["error"]
-    repeated = {one["what"]: one["count"] for one in about["repeats"]}
-    assert repeated == {
-        "equal questions": 1,
-        "equal questions with different answers": 1,
-        "similar questions": 1,
-        "equal questions in the evaluation set": 1,
-        "similar questions in the evaluation set": 0,
-    }
+    assert {one["what"]: one["count"] for one in about["repeats"]} == CASES["repeats"]
     prompts = about["lengths"][0]
     assert prompts["over"]["context_tokens"] == [20, 3] and about["tokenizer"] == ""
     for line in ("10 rows read, 9 used, 1 dropped", "question: question in 5 rows", "Estimated"):
@@ -369,7 +308,7 @@ def test_a_report_tells_all_about_a_file(tmp_path: Path) -> None:
 
 def test_no_right_answer_is_called_wrong(tmp_path: Path) -> None:
     """And each gold that is not zero is tried negated, tenfold, with its successor."""
-    asked = [{"problem": f"Say {one} now.", "answer": one} for one in SURELY_RIGHT]
+    asked = [{"problem": f"Say {one} now.", "answer": one} for one in CASES["surely_right"]]
     rows(tmp_path, "rows.jsonl", asked)
     found, _ = data(tmp_path, "rows.jsonl")
     assert found["ok"], found

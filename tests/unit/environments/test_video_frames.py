@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def frames_of(folder: Path, limits: FrameLimits = SMALL, **how: int) -> FrameStore:
+def frames_of(folder: Path, limits: FrameLimits = SMALL, **how: Any) -> FrameStore:
     return FrameStore(folder, limits, **{"file_mb": 10, "kept_mb": 10, **how})
 
 
@@ -96,11 +96,11 @@ async def test_a_folder_of_frames_is_a_video(folder: Path) -> None:
         picture = Image.new("RGB", (64, 48), COLOURS[colour])
         picture.save(folder / "deep" / "v_still" / f"{number}.{form}")
     name = video_file(Folder(folder), VideoQuestion("?", "still"))
-    limits = FrameLimits(count=3, side=32, cpu_seconds=100, per_second=0.5)
-    shown = await frames_of(folder, limits).frames(name, 0, None)
+    frames = frames_of(folder, pictures_per_second=0.5)
+    shown = await frames.frames(name, 0, None)
     assert [time for time, _ in shown.frames] == [0.0, 2.0, 4.0] and shown.seconds == 6.0
     assert colours(shown) == list(COLOURS)[:3]
-    part = await frames_of(folder, limits).frames(name, 4, None)
+    part = await frames.frames(name, 4, None)
     assert colours(part) == list(COLOURS)[2:3]
 
 

@@ -46,11 +46,7 @@ Frame = tuple[float, str]
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """Which frames are shown, and what decoding them may take. See `Video.Config`.
-
-    Args:
-        per_second: pictures per second of a video, where they are files of a folder.
-    """
+    """Which frames are shown, and what decoding them may take. See `Video.Config`."""
 
     count: int = 8
     every: float | None = None
@@ -58,7 +54,6 @@ class FrameLimits:
     max_pixels: int = 40_000_000
     cpu_seconds: int = 20
     memory_mb: int = 1024
-    per_second: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -87,16 +82,25 @@ class FrameStore:
     Args:
         file_mb: maximum size of a file.
         kept_mb: frames that are kept for further rollouts.
+        pictures_per_second: of a video that is a folder of pictures.
         at_a_time: number of decoding processes.
     """
 
     def __init__(
-        self, folder: Path, limits: FrameLimits, *, file_mb: int, kept_mb: int, at_a_time: int = 2
+        self,
+        folder: Path,
+        limits: FrameLimits,
+        *,
+        file_mb: int,
+        kept_mb: int,
+        pictures_per_second: float = 1.0,
+        at_a_time: int = 2,
     ) -> None:
         self._folder = folder
         self._limits = limits
         self._file_bytes = file_mb << 20
         self._kept_bytes = kept_mb << 20
+        self._pictures_per_second = pictures_per_second
         self._places = asyncio.Semaphore(at_a_time)
         self._kept: OrderedDict[Any, Shown | Broken] = OrderedDict()
         self._size = 0
@@ -155,14 +159,15 @@ class FrameStore:
 
     async def _pictures(self, files: list[Path], t0: float, t1: float | None) -> Shown:
         """Frames of a video of which there are pictures, in the order of their names."""
-        rate = self._limits.per_second
+        rate = self._pictures_per_second
         seconds, last = len(files) / rate, len(files) - 1
-        times = moments(seconds, _request(t0, t1, self._limits)) if t0 < seconds else []
+        request = Request(t0, t1, **asdict(self._limits))
+        times = moments(seconds, request) if t0 < seconds else []
         numbers = list(dict.fromkeys(min(int(time * rate), last) for time in times))
-        names = [str(files[number].relative_to(self._folder)) for number in numbers]
+        names = (str(files[number].relative_to(self._folder)) for number in numbers)
         shown = await asyncio.gather(*(self.frames(name, 0.0, None) for name in names))
-        urls = [one.frames[0][1] for one in shown]
-        return Shown(seconds, tuple(zip((number / rate for number in numbers), urls, strict=True)))
+        pairs = zip(numbers, shown, strict=True)
+        return Shown(seconds, tuple((number / rate, one.frames[0][1]) for number, one in pairs))
 
     async def _decoded(self, descriptor: int, t0: float, t1: float | None) -> Shown | Broken:
         async with self._places:
@@ -218,19 +223,13 @@ def pictures_in(folder: Path) -> list[Path]:
     return natural(one for one in files if one.suffix.lower() in PICTURES)
 
 
-def _request(t0: float, t1: float | None, limits: FrameLimits) -> Request:
-    facts = asdict(limits)
-    del facts["per_second"]
-    return Request(t0, t1, **facts)
-
-
 async def _decoded(descriptor: int, t0: float, t1: float | None, limits: FrameLimits) -> Shown:
     """Returns frames of an open file, by a process of its own.
 
     Raises:
         Broken: the process gives none, or exceeds a limit.
     """
-    request = json.dumps(asdict(_request(t0, t1, limits)))
+    request = json.dumps({"start": t0, "end": t1, **asdict(limits)})
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", str(_PROGRAM), request),
         stdin=descriptor,
