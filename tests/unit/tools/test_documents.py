@@ -129,6 +129,7 @@ def test_a_spreadsheet_shows_values_formulas_fills_and_what_is_beside_them() -> 
     sheet["A5"].comment = Comment("said\nof it", "Ann")
     sheet["A5"].hyperlink = "https://example.org/a?b=1&c=2"
     sheet.row_dimensions[5].hidden = True
+    sheet.column_dimensions.group("D", "F", hidden=True)
     sheet.add_image(Image(small_picture()))
     out = io.BytesIO()
     book.save(out)
@@ -139,8 +140,8 @@ def test_a_spreadsheet_shows_values_formulas_fills_and_what_is_beside_them() -> 
     assert "{=SUM(B2:B3)}" in text.text
     assert "\n| 4 |" in text.text
     for line in ("| 5 | 10^6 | out [struck] |", "Merged cells: A6:B7", "Hidden rows: 5",
-                 "Link at A5: https://example.org/a?b=1&c=2", "Comment at A5: said\nof it",
-                 "(not shown: Image 1"):  # fmt: skip
+                 "Hidden columns: D:F", "Link at A5: https://example.org/a?b=1&c=2",
+                 "Comment at A5: said\nof it", "(not shown: Image 1"):  # fmt: skip
         assert line in text.text
 
 

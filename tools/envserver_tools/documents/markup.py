@@ -15,7 +15,8 @@ from xml.etree import ElementTree
 from . import archives
 from .bounded import Limits
 from .html import html_to_text, marked
-from .office import address, described, joined, table_row
+from .office import address, bare, described, joined, table_row
+from .sheets import sheets
 
 _TEXT = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}"
 _TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
@@ -122,7 +123,7 @@ def opendocument(data: bytes, limits: Limits) -> str:
     others = ["styles.xml"] if "styles.xml" in archives.names(data) else []
     for root in (content, *(_parsed(data, name, limits) for name in others)):
         for style in root.iter(f"{_STYLE}style"):
-            facts = {_bare(name): value for part in style for name, value in part.items()}
+            facts = {bare(name): value for part in style for name, value in part.items()}
             name, position = style.get(f"{_STYLE}name", ""), facts.get("text-position", "")
             if facts.get("text-line-through-style", "none") != "none":
                 reading.marks[name] = "~~"
@@ -197,17 +198,19 @@ def _said(part: ElementTree.Element, marks: dict[str, str]) -> str:
     return "".join(texts)
 
 
-def beside_cells(data: bytes, limits: Limits) -> Iterator[str]:
-    """Lines about merged cells, comments and links of an OpenDocument spreadsheet."""
+def ods(data: bytes, limits: Limits) -> str:
+    """Returns every sheet as a table, then merged cells, comments and links."""
+    return "\n".join((sheets(data, limits), *_beside_cells(data, limits)))
+
+
+def _beside_cells(data: bytes, limits: Limits) -> Iterator[str]:
     for table in _parsed(data, "content.xml", limits).iter(f"{_TABLE}table"):
         sheet, row_number = table.get(f"{_TABLE}name"), 1
         for row in table.iter(f"{_TABLE}table-row"):
             column = 1
             for cell in row:
-                across, down = (
-                    _count(cell, f"number-{name}-spanned") for name in ("columns", "rows")
-                )
-                place = f"{address(row_number, column)}"
+                across, down = (_count(cell, f"number-{n}-spanned") for n in ("columns", "rows"))
+                place = address(row_number, column)
                 if across * down > 1:
                     end = address(row_number + down - 1, column + across - 1)
                     yield f"Merged cells of {sheet!r}: {place}:{end}"
@@ -232,8 +235,4 @@ def _parsed(data: bytes, name: str, limits: Limits) -> ElementTree.Element:
 
 
 def _name(element: ElementTree.Element) -> str:
-    return _bare(element.tag)
-
-
-def _bare(name: str) -> str:
-    return name.rpartition("}")[2]
+    return bare(element.tag)

@@ -1,23 +1,23 @@
 """Converts spreadsheets, slides and PDF to text.
 
-Libraries are imported where they are used. Each reader stops soon after `most` characters; the
-process that runs it limits what the libraries do with hostile files.
+Libraries are imported where they are used. Each reader stops soon after the limit of characters;
+the process that runs it limits what the libraries do with hostile files.
 """
 
 from __future__ import annotations
 
 import functools
-import html
 import io
 import posixpath
-import re
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from datetime import date, datetime, time
 from itertools import zip_longest
 from typing import Any
 from xml.etree import ElementTree
 
+from .bounded import Limits
 from .html import marked
 
 MOST_COLUMNS = 400
@@ -25,19 +25,9 @@ _MOST_EMPTY_ROWS = 2000
 """Consecutive empty rows after which the rest of a sheet counts as empty."""
 _MOST_NESTING = 10
 _NO = ("0", "false")
-_OF_SHEETS = {
-    "Merged cells": re.compile(r'<(?:\w+:)?mergeCell\s[^>]*?\bref="([^"]+)"'),
-    "Hidden rows": re.compile(
-        r'<(?:\w+:)?row\s(?=[^>]*\bhidden="(?:1|true)")[^>]*?\br="(\d+)"',
-    ),
-    "Hidden columns, by number": re.compile(
-        r'<(?:\w+:)?col\s(?=[^>]*\bhidden="(?:1|true)")[^>]*?\bmin="(\d+)"',
-    ),
-}
-_ATTRIBUTE = re.compile(r'(?:\w+:)?(\w+)="([^"]*)"')
 
 
-def xlsx(data: bytes, most: int) -> str:
+def xlsx(data: bytes, limits: Limits) -> str:
     """Returns every sheet as a table with cell addresses: values, formulas and fills; below it
     what it has beside them."""
     import openpyxl
@@ -50,7 +40,7 @@ def xlsx(data: bytes, most: int) -> str:
     values = openpyxl.load_workbook(io.BytesIO(data), data_only=True, **how)
     formulas = openpyxl.load_workbook(io.BytesIO(data), **how)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return joined(_workbook(values, formulas, archive), most)
+        return joined(_workbook(values, formulas, archive), limits.characters)
 
 
 def _workbook(values: Any, formulas: Any, archive: zipfile.ZipFile) -> Iterator[str]:
@@ -70,28 +60,43 @@ def _workbook(values: Any, formulas: Any, archive: zipfile.ZipFile) -> Iterator[
 
 def _beside_cells(archive: zipfile.ZipFile, path: str) -> Iterator[str]:
     """Lines about merged and hidden cells, links, comments and pictures of a sheet."""
-    sheet = archive.read(path).decode(errors="replace")
-    for what, pattern in _OF_SHEETS.items():
-        if found := pattern.findall(sheet):
-            yield f"{what}: {', '.join(dict.fromkeys(found))}"
-    parts = related(archive, path)
-    for link in re.findall(r"<(?:\w+:)?hyperlink\s([^>]*)>", sheet):
-        facts = {name: html.unescape(text) for name, text in _ATTRIBUTE.findall(link)}
-        target = parts.get(facts.get("id", ""), ("", ""))[1]
-        place = f"#{facts['location']}" if "location" in facts else ""
-        yield f"Link at {facts.get('ref')}: {target}{place}"
+    parts = _related(archive, path)
+    found: dict[str, list[str]] = defaultdict(list)
+    links = []
+    for _, element in ElementTree.iterparse(archive.open(path)):
+        facts = {bare(name): value for name, value in element.items()}
+        name, is_hidden = bare(element.tag), facts.get("hidden") in ("1", "true")
+        if name == "mergeCell":
+            found["Merged cells"].append(facts["ref"])
+        elif name == "col" and is_hidden:
+            ends = dict.fromkeys((facts["min"], facts["max"]))
+            found["Hidden columns"].append(":".join(_letters(int(end)) for end in ends))
+        elif name == "hyperlink":
+            target = parts.get(facts.get("id", ""), ("", ""))[1]
+            place = f"#{facts['location']}" if "location" in facts else ""
+            links.append(f"Link at {facts['ref']}: {target}{place}")
+        elif name == "row":
+            element.clear()  # a sheet may have a million of them
+            if is_hidden:
+                found["Hidden rows"].append(facts["r"])
+    yield from (f"{what}: {', '.join(places)}" for what, places in found.items())
+    yield from links
     for kind, part in parts.values():
         if kind not in ("comments", "drawing") or part not in archive.namelist():
             continue
         for element in ElementTree.fromstring(archive.read(part)).iter():
-            name = element.tag.rpartition("}")[2]
-            if name == "comment":
+            if bare(element.tag) == "comment":
                 yield f"Comment at {element.get('ref')}: {''.join(element.itertext()).strip()}"
-            elif name == "cNvPr":
+            elif bare(element.tag) == "cNvPr":
                 yield f"(not shown: {described(element.get('name'), element.get('descr'))})"
 
 
-def related(archive: zipfile.ZipFile, path: str) -> dict[str, tuple[str, str]]:
+def bare(name: str) -> str:
+    """A name without its namespace."""
+    return name.rpartition("}")[2]
+
+
+def _related(archive: zipfile.ZipFile, path: str) -> dict[str, tuple[str, str]]:
     """The parts that a part of an office file refers to: their kind and path, or address, by id."""
     folder, name = posixpath.split(path)
     relations = f"{folder}/_rels/{name}.rels"
@@ -112,31 +117,33 @@ def described(name: str | None, text: str | None) -> str:
 
 
 def _sheet(values: Any, formulas: Any) -> Iterator[str]:
-    empty = 0
-    headed = 0
     pairs = zip_longest(values.iter_rows(), formulas.iter_rows(), fillvalue=())
-    for number, (row, sources) in enumerate(pairs, start=1):
-        cells = [
-            _cell(cell, source)
-            for cell, source in zip_longest(row[:MOST_COLUMNS], sources[:MOST_COLUMNS])
-        ]
+    rows = (
+        [_cell(*pair) for pair in zip_longest(row[:MOST_COLUMNS], sources[:MOST_COLUMNS])]
+        for row, sources in pairs
+    )
+    return numbered(rows, _MOST_EMPTY_ROWS)
+
+
+def numbered(rows: Iterable[list[str]], most_empty: int) -> Iterator[str]:
+    """Formats the rows of a sheet that are not empty, with their numbers, below the letters of
+    their columns.
+
+    Args:
+        most_empty: consecutive empty rows after which the rest counts as empty.
+    """
+    empty = headed = 0
+    for number, cells in enumerate(rows, start=1):
         while cells and not cells[-1]:
             cells.pop()
-        if not cells:
-            empty += 1
-            if empty > _MOST_EMPTY_ROWS:
-                return
-            continue
-        empty = 0
+        empty = 0 if cells else empty + 1
+        if empty > most_empty:
+            return
         if len(cells) > headed:
             headed = len(cells)
-            yield f"| | {column_letters(headed)} |"
-        yield f"| {number} | {' | '.join(cells)} |"
-
-
-def column_letters(count: int) -> str:
-    """Returns "A | B | ... | Z | AA ...", `count` letters."""
-    return " | ".join(_letters(column) for column in range(1, count + 1))
+            yield f"| | {' | '.join(map(_letters, range(1, headed + 1)))} |"
+        if cells:
+            yield f"| {number} | {' | '.join(map(_escaped, cells))} |"
 
 
 def _letters(column: int) -> str:
@@ -160,7 +167,7 @@ def _cell(cell: Any, source: Any) -> str:
     colour = _fill(source if source is not None else cell)
     if colour:
         parts.append(f"[fill: {colour}]")
-    return " ".join(parts).replace("|", "\\|").replace("\n", " / ")
+    return " ".join(parts)
 
 
 def _rich(value: Any) -> str:
@@ -206,11 +213,11 @@ def _fill(cell: Any) -> str:
     return f"theme {colour.theme}" + (f" tint {colour.tint:.2f}" if colour.tint else "")
 
 
-def pptx(data: bytes, most: int) -> str:
+def pptx(data: bytes, limits: Limits) -> str:
     """Returns each slide's texts, tables, charts, picture names and notes."""
     import pptx
 
-    return joined(_slides(pptx.Presentation(io.BytesIO(data))), most)
+    return joined(_slides(pptx.Presentation(io.BytesIO(data))), limits.characters)
 
 
 def _slides(presentation: Any) -> Iterator[str]:
@@ -230,7 +237,7 @@ def _slides(presentation: Any) -> Iterator[str]:
 def _comments(part: bytes) -> Iterator[str]:
     """Comments of a slide, in both forms: `cm/text`, and paragraphs of text."""
     for comment in ElementTree.fromstring(part).iter():
-        if comment.tag.rpartition("}")[2] == "cm":
+        if bare(comment.tag) == "cm":
             yield f"Comment: {' '.join(''.join(comment.itertext()).split())}"
 
 
@@ -289,14 +296,14 @@ def _chart(chart: Any) -> Iterator[str]:
             )
 
 
-def pdf(data: bytes, most: int) -> str:
+def pdf(data: bytes, limits: Limits) -> str:
     """Returns the text of each page under its number."""
     import pypdf
 
     reader = pypdf.PdfReader(io.BytesIO(data))
     if reader.is_encrypted and not reader.decrypt(""):
         return "(This PDF is encrypted, and its password is not empty.)"
-    return joined(_pages(reader), most)
+    return joined(_pages(reader), limits.characters)
 
 
 def _pages(reader: Any) -> Iterator[str]:
@@ -325,8 +332,11 @@ def _resolved(value: Any) -> dict[str, Any]:
 
 def table_row(cells: Iterable[str]) -> str:
     """Formats one table row."""
-    texts = (cell.strip().replace("|", "\\|").replace("\n", " / ") for cell in cells)
-    return f"| {' | '.join(texts)} |"
+    return f"| {' | '.join(_escaped(cell.strip()) for cell in cells)} |"
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|").replace("\n", " / ")
 
 
 def joined(parts: Iterable[str], most: int) -> str:

@@ -33,6 +33,22 @@ _NO_TEXTS = frozenset(
     (*_OFFICE.values(), *("pdf", "zip", "xls", "ods", "odt", "odp", "msg", "doc", "ppt", "binary"))
 )
 """Kinds that a text file never is, whatever its name."""
+_READERS: dict[str, Callable[[bytes, Limits], str]] = {
+    "xlsx": office.xlsx,
+    "docx": markup.docx,
+    "pptx": office.pptx,
+    "pdf": office.pdf,
+    "zip": archives.listing,
+    "xls": sheets.sheets,
+    "xlsb": sheets.sheets,
+    "ods": markup.ods,
+    "odt": markup.opendocument,
+    "odp": markup.opendocument,
+    "eml": lambda data, _: mail.eml(data),
+    "msg": lambda data, _: mail.msg(data),
+}
+_DESCRIBED = {"doc": "An old Word document. ", "ppt": "An old PowerPoint file. ", "binary": ""}
+"""Kinds that are not read, and what is said of them."""
 _OPEN = {"spreadsheet": "ods", "text": "odt", "presentation": "odp"}
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 _IN_OLE = {
@@ -202,58 +218,25 @@ def _old_kind(data: bytes) -> str:
 
 
 def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
-    readers: dict[str, Callable[[], Text]] = {
-        "xlsx": lambda: _office(office.xlsx, data, "xlsx", limits),
-        "docx": lambda: _word(data, limits),
-        "pptx": lambda: _office(office.pptx, data, "pptx", limits),
-        "pdf": lambda: Text("pdf", office.pdf(data, limits.characters)),
-        "zip": lambda: Text("zip", archives.listing(data, limits)),
-        "html": lambda: _html(data, base_url),
-        "xls": lambda: Text("xls", sheets.sheets(data, limits.characters)),
-        "xlsb": lambda: _office(sheets.sheets, data, "xlsb", limits),
-        "ods": lambda: _open_sheets(data, limits),
-        "odt": lambda: Text("odt", markup.opendocument(data, limits)),
-        "odp": lambda: Text("odp", markup.opendocument(data, limits)),
-        "epub": lambda: _book(data, limits),
-        "eml": lambda: Text("eml", mail.eml(data)),
-        "msg": lambda: Text("msg", mail.msg(data)),
-        "doc": lambda: Text("doc", f"An old Word document. {_described(data)}"),
-        "ppt": lambda: Text("ppt", f"An old PowerPoint file. {_described(data)}"),
-        "binary": lambda: Text("binary", _described(data)),
-    }
-    if kind in readers:
-        return readers[kind]()
+    if kind in (*_OFFICE.values(), *_OPEN.values()):
+        archives.check(data, limits)
+    if kind == "html":
+        title, text = html_to_text(decoded(data), base_url)
+        return Text(kind, text, title=title)
+    if kind == "epub":
+        title, text = markup.epub(data, limits)
+        return Text(kind, text, title=title)
+    if kind in _READERS:
+        return Text(kind, _READERS[kind](data, limits))
+    if kind in _DESCRIBED:
+        head = data[:32].hex(" ")
+        size = f"A binary file of {len(data):,} bytes that begins with {head}."
+        return Text(kind, _DESCRIBED[kind] + size)
     if kind in images.KINDS:
         return Text(kind, images.facts(data))
     if kind in media.KINDS and _encoding(data) is None:
         return Text(kind, media.facts(data, kind))
     return Text(kind, decoded(data))
-
-
-def _office(reader: Callable[[bytes, int], str], data: bytes, kind: str, limits: Limits) -> Text:
-    archives.check(data, limits)
-    return Text(kind, reader(data, limits.characters))
-
-
-def _open_sheets(data: bytes, limits: Limits) -> Text:
-    tables = _office(sheets.sheets, data, "ods", limits).text
-    return Text("ods", "\n".join((tables, *markup.beside_cells(data, limits))))
-
-
-def _word(data: bytes, limits: Limits) -> Text:
-    archives.check(data, limits)
-    return Text("docx", markup.docx(data, limits))
-
-
-def _book(data: bytes, limits: Limits) -> Text:
-    archives.check(data, limits)
-    title, text = markup.epub(data, limits)
-    return Text("epub", text, title=title)
-
-
-def _html(data: bytes, base_url: str) -> Text:
-    title, text = html_to_text(decoded(data), base_url)
-    return Text("html", text, title=title)
 
 
 def decoded(data: bytes) -> str:
@@ -276,7 +259,3 @@ def _encoding(data: bytes) -> str | None:
         controls = sum(byte < 9 or 13 < byte < 32 for byte in head)
         return "cp1252" if controls * 50 <= len(head) else None
     return "utf-8"
-
-
-def _described(data: bytes) -> str:
-    return f"A binary file of {len(data):,} bytes that begins with {data[:32].hex(' ')}."

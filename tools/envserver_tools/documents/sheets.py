@@ -9,17 +9,18 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from .office import MOST_COLUMNS, address, column_letters, joined, plain
+from .bounded import Limits
+from .office import MOST_COLUMNS, address, joined, numbered, plain
 
 _MOST_ROWS = 200_000
 
 
-def sheets(data: bytes, most: int) -> str:
+def sheets(data: bytes, limits: Limits) -> str:
     """Returns every sheet as a table with cell addresses."""
     import python_calamine
 
     book = python_calamine.CalamineWorkbook.from_filelike(io.BytesIO(data))
-    return joined(_book(book), most)
+    return joined(_book(book), limits.characters)
 
 
 def _book(book: Any) -> Iterator[str]:
@@ -30,26 +31,9 @@ def _book(book: Any) -> Iterator[str]:
     for one in book.sheets_metadata:
         sheet = book.get_sheet_by_name(one.name)
         yield f"\n## Sheet {one.name!r}{'' if str(one.visible).endswith('Visible') else ', hidden'}"
-        yield from _table(sheet.to_python(skip_empty_area=False, nrows=_MOST_ROWS))
+        rows = sheet.to_python(skip_empty_area=False, nrows=_MOST_ROWS)
+        yield from numbered(([*map(plain, row[:MOST_COLUMNS])] for row in rows), _MOST_ROWS)
         ranges = sheet.merged_cell_ranges or ()
         merged = [":".join(address(row + 1, column + 1) for row, column in one) for one in ranges]
         if merged:
             yield f"Merged cells: {', '.join(merged)}"
-
-
-def _table(rows: list[list[Any]]) -> Iterator[str]:
-    headed = 0
-    for number, row in enumerate(rows, start=1):
-        cells = [_cell(value) for value in row[:MOST_COLUMNS]]
-        while cells and not cells[-1]:
-            cells.pop()
-        if not cells:
-            continue
-        if len(cells) > headed:
-            headed = len(cells)
-            yield f"| | {column_letters(headed)} |"
-        yield f"| {number} | {' | '.join(cells)} |"
-
-
-def _cell(value: object) -> str:
-    return plain(value).replace("|", "\\|").replace("\n", " / ")
