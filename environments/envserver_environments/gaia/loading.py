@@ -14,6 +14,7 @@ from pathlib import Path
 
 from envserver_environments.roles import missing, roles_of, table_of
 from envserver_environments.rows import Row, file_rows
+from envserver_environments.usable import made
 
 from envserver import InputError, NotFoundError, Split
 
@@ -75,13 +76,8 @@ def read_copy(
     """
     files = copy if copy.is_file() else _metadata(copy, split)
     root = copy.parent if copy.is_file() else copy
-    for one in file_rows(files, split, seed):
-        try:
-            if one.row is None:
-                raise InputError(one.problem)
-            yield one.place, read_row(one.row, root, files.parent, columns)
-        except InputError as error:
-            yield one.place, error.message
+    rows = file_rows(files, split, seed)
+    return made(rows, lambda row, _: read_row(row, root, files.parent, columns))
 
 
 def read_row(
@@ -101,12 +97,13 @@ def read_row(
         raise missing(row, lacking[:1])
     if not is_usable_truth(found["answer"]):
         raise InputError("no answer to compare with")
-    if found["level"].strip() not in map(str, LEVELS):
+    level = found["level"].strip().removesuffix(".0")  # a table with empty cells has floats
+    if level not in map(str, LEVELS):
         raise InputError("no level")
     return GaiaQuestion(
         task_id=found.get("task_id", ""),
         question=found["question"],
-        level=int(found["level"]),
+        level=int(level),
         answer=found["answer"],
         attachment=_attachment(found, root, folder),
         solution=found.get("solution"),

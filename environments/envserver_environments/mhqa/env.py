@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from envserver_environments.roles import COLUMNS_HINT
-from envserver_environments.rows import NumberedRow, RowsConfig, id_of
+from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts, mixed
+from envserver_environments.usable import RowCounts, made, mixed
 from envserver_tools.retrieval import Passage, RetrieverSettings
 from pydantic import Field, field_validator, model_validator
 
@@ -195,46 +195,31 @@ class Mhqa(Environment):
         return list(dict.fromkeys(chosen)) if isinstance(chosen, list) else [chosen]
 
     def _tasks_of(self, name: DataSet, split: Split) -> Iterator[Task]:
-        scope = self.config.scope
-        read = (
-            (place, item if isinstance(item, str) else make_task(task_id, item, scope))
-            for place, task_id, item in self._items(name, split)
-        )
+        read = made(self._rows(name, split), lambda row, one: self._task(row, one.task_id(name)))
         path = self.config.data_path
         return self.rows.usable(path.name if path else name, read, hint=COLUMNS_HINT)
 
-    def _items(
-        self, name: DataSet, split: Split
-    ) -> Iterator[tuple[str, str, MultiHopQuestion | str]]:
-        """The questions of a data set with their places and ids, or why a row is of no use."""
+    def _task(self, row: Row, task_id: str) -> Task:
+        item = self._item(row)
         with_passages = self.config.scope == "question"
-        for one in self._rows(name, split):
-            item = self._read(one)
-            if isinstance(item, str):
-                pass
-            elif not item.answerable and not (self.config.unanswerable and with_passages):
-                item = "it has no answer: `unanswerable` takes it, with the scope question"
-            elif with_passages and not item.passages:
-                item = (
-                    "it has no passages to search: --env.scope corpus with --env.corpus_path, or"
-                    " external with --env.retriever_url"
-                )
-            yield one.place, one.task_id(name), item
+        if not item.answerable and not (self.config.unanswerable and with_passages):
+            raise InputError("it has no answer: `unanswerable` takes it, with the scope question")
+        if with_passages and not item.passages:
+            raise InputError(
+                "it has no passages to search: --env.scope corpus with --env.corpus_path, or"
+                " external with --env.retriever_url"
+            )
+        return make_task(task_id, item, self.config.scope)
 
     def _rows(self, name: DataSet, split: Split) -> Iterator[NumberedRow]:
         rows = DATA.rows(name, self.config.data_path, split, self.config.seed)
         return (one for row in rows for one in row.parts(single_rows))
 
-    def _read(self, one: NumberedRow) -> MultiHopQuestion | str:
-        """The question of a row, or why it is of no use."""
-        if one.row is None:
-            return one.problem
-        columns = self.config.columns if self.config.data_path else {}
-        try:
-            item = read_item(one.row, own_passages(), columns, self._aliases)
-        except InputError as error:
-            return error.message
-        return why_unusable(item) or item
+    def _item(self, row: Row) -> MultiHopQuestion:
+        item = read_item(row, own_passages(), self.config.columns, self._aliases)
+        if why := why_unusable(item):
+            raise InputError(why)
+        return item
 
     @functools.cached_property
     def _aliases(self) -> dict[str, list[str]]:
@@ -252,8 +237,8 @@ class Mhqa(Environment):
                 yield from own_passages().values()
                 continue
             found = False
-            for one in self._rows(name, self.config.split):
-                item = self._read(one)
+            rows = self._rows(name, self.config.split)
+            for _, item in made(rows, lambda row, _: self._item(row)):
                 if isinstance(item, MultiHopQuestion):
                     found = found or bool(item.passages)
                     yield from item.passages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -120,17 +121,12 @@ def _of_json(text: str, path: Path) -> Iterator[Passage]:
 
 
 def _of_text(text: str) -> Iterator[Passage]:
-    blocks: list[list[str]] = [[]]
-    for line in text.splitlines():
-        if line.strip():
-            blocks[-1].append(line.strip())
-        elif blocks[-1]:
-            blocks.append([])
     title, number = "", 0
-    for block in filter(None, blocks):
-        if block[0].startswith("#"):
-            title, block = block[0].lstrip("#").strip(), block[1:]
-        if block:
+    for block in re.split(r"\n\s*\n", text.strip()):
+        lines = [line.strip() for line in block.splitlines()]
+        if lines and lines[0].startswith("#"):
+            title, lines = lines[0].lstrip("#").strip(), lines[1:]
+        if lines:
             number += 1
-            yield Passage(title or f"Passage {number}", tuple(block))
+            yield Passage(title or f"Passage {number}", tuple(lines))
             title = ""

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from envserver_environments.code.running import SPEC
 from envserver_environments.roles import COLUMNS_HINT, missing
-from envserver_environments.rows import NumberedRow, RowsConfig, id_of
+from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts
+from envserver_environments.usable import RowCounts, made
 from pydantic import BeforeValidator, Field
 
 from envserver import (
     AgentRole,
     Environment,
-    InputError,
     KnownResult,
     Message,
     PublicTask,
@@ -120,7 +119,16 @@ class Router(Environment):
             return query_tasks(path, profile, skip_bad=skip_bad)
         shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" else []
         rows = DATA.rows(name, self.config.data_path, split, self.config.seed)
-        read = ((one.place, self._task_or_reason(one, shared)) for one in rows)
+
+        def task(row: Row, one: NumberedRow) -> Task:
+            problem = read_problem(row, self.config.columns)
+            if not problem.query:
+                raise missing(row, ["query"])
+            if not problem.documents:
+                problem = dataclasses.replace(problem, documents=list(shared))
+            return self._task(one.task_id(name), problem)
+
+        read = made(rows, task)
         return self.rows.usable(name, read, hint=COLUMNS_HINT)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
@@ -165,20 +173,6 @@ class Router(Environment):
         """Returns the names of the agents that plan."""
         count = self.config.teachers
         return [ROUTER] if count == 1 else [f"teacher_{number}" for number in range(1, count + 1)]
-
-    def _task_or_reason(self, one: NumberedRow, shared: Sequence[dict[str, str]]) -> Task | str:
-        """The task of a row, or why it is of no use."""
-        if one.row is None:
-            return one.problem
-        try:
-            problem = read_problem(one.row, self.config.columns)
-            if not problem.query:
-                raise missing(one.row, ["query"])
-            if not problem.documents:
-                problem = dataclasses.replace(problem, documents=list(shared))
-            return self._task(one.task_id(self.config.data_set), problem)
-        except InputError as error:
-            return error.message
 
     def _task(self, task_id: str, problem: Problem) -> Task:
         profile = self.config.profile or problem.profile

@@ -19,8 +19,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from envserver_environments.rows import NumberedRow, RowsConfig, file_rows, hub_rows, id_of, name_of
-from envserver_environments.usable import RowCounts
+from envserver_environments.rows import (
+    NumberedRow,
+    Row,
+    RowsConfig,
+    file_rows,
+    hub_rows,
+    id_of,
+    name_of,
+)
+from envserver_environments.usable import RowCounts, made
 from envserver_records.extras import install_command
 from envserver_tools.visible import visible_text
 from pydantic import Field
@@ -195,7 +203,7 @@ class Swe(Environment):
         return nullcontext({CONFIRM: Terminal().confirm})
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        return self._task(row, id_of(row))
+        return self._task(named(row, self.config.columns), id_of(row))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         result = result_of(visible_text(response) or "")
@@ -236,7 +244,6 @@ class Swe(Environment):
         Raises:
             InputError, SandboxError: the row cannot be run here.
         """
-        row = named(row, self.config.columns)
         elsewhere = self.config.mirror is not None or row.get("repo_archive")
         image = "" if elsewhere else image_of(row, self.config.image_name)
         files = self._files_now(image)
@@ -262,46 +269,43 @@ class Swe(Environment):
     def _row_tasks(self, split: Split) -> Iterator[tuple[str, Task | str]]:
         config = self.config
         name, seed = name_of(config.data_set, config.data_path), config.seed
-        id_field = config.columns.get("instance_id", "instance_id")
         if config.data_path is not None:
             rows = _file_rows(config.data_path, split, seed)
         else:
             rows = hub_rows(HUBS[name], split, seed)
         seen: set[str] = set()
-        for one in rows:
-            task_id = str((one.row or {}).get(id_field) or name)
+
+        def task(row: Row, one: NumberedRow) -> Task:
+            row = named(row, config.columns)
+            task_id = str(row.get("instance_id") or name)
             if task_id in seen or task_id == name:
                 task_id = f"{task_id}-{one.number}"
             seen.add(task_id)
-            yield one.place, self._read(one, task_id)
+            return self._usable(row, task_id)
 
-    def _read(self, one: NumberedRow, task_id: str) -> Task | str:
-        """The task of a row, or why it cannot be run."""
-        if one.row is None:
-            return one.problem
+        return made(rows, task)
+
+    def _usable(self, row: Row, task_id: str) -> Task:
+        """The task of a row; with `check_gold`, one whose gold patch passes its tests.
+
+        Raises:
+            InputError: the row cannot be run here.
+        """
+        task: Task | None = None
         try:
-            task = self._task(one.row, task_id)
-        except InputError as error:
-            return error.message
+            task = given = self._task(row, task_id)
+            if self.config.check_gold:
+                task = self._waited(lambda: self._as_gold_passes(given))
         except SandboxError as error:
-            return self._unusable(task_id, error)
-        if not self.config.check_gold:
-            return task
-        try:
-            tried = self._waited(lambda: self._as_gold_passes(task))
-        except SandboxError as error:
-            if "image" not in task.public:
+            if task is not None and "image" not in task.public:
                 raise
-            return self._unusable(task_id, error)
-        if tried is None:
-            return "the gold patch does not pass its tests"
-        if tried.hidden["plain"]:
+            _logger.info("%s: its image cannot be used: %s", task_id, error.message)
+            raise InputError(error.message.partition(":")[0]) from error
+        if task is None:
+            raise InputError("the gold patch does not pass its tests")
+        if task.hidden.get("plain"):
             _logger.info("%s: its tests need their files or answers beside the code", task_id)
-        return tried
-
-    def _unusable(self, task_id: str, error: SandboxError) -> str:
-        _logger.info("%s: its image cannot be used: %s", task_id, error.message)
-        return error.message.partition(":")[0]
+        return task
 
 
 def _with(task: Task, needs: dict[str, Any]) -> Task:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from envserver_environments.answers import doubtful_option
-from envserver_environments.rows import NumberedRow, RowsConfig, id_of
+from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts
+from envserver_environments.usable import RowCounts, made
 from pydantic import Field
 
 from envserver import (
@@ -179,11 +179,13 @@ class Video(Environment):
         answers, videos, folder = answers_file(config.answers_path), self._videos(), self._folder()
         files = None if folder is None else Folder(folder)
         source = DATA_SETS.rows(config.data_set, config.data_path, split, config.seed)
-        read = (
-            (one.place, self._task_or_reason(one, answers, videos, files))
-            for whole in source
-            for one in whole.parts(single_rows)
-        )
+        rows = (one for whole in source for one in whole.parts(single_rows))
+
+        def task(row: Row, one: NumberedRow) -> Task:
+            item = read_item(row, answers, config.columns)
+            return self._task(one.task_id(config.data_set), item, videos, files)
+
+        read = made(rows, task)
         name = config.data_path.name if config.data_path else config.data_set
         return self.rows.usable(name, read, hint=_HOW_TO_GIVE)
 
@@ -271,24 +273,13 @@ class Video(Environment):
             raise NotFoundError(f"There is no folder of videos at {str(folder)!r}.")
         return folder
 
-    def _task_or_reason(
-        self,
-        one: NumberedRow,
-        answers: dict[str, Any],
-        videos: Videos | None,
-        files: Folder | None,
-    ) -> Task | str:
-        if one.row is None:
-            return one.problem
-        try:
-            item = read_item(one.row, answers, self.config.columns if self.config.data_path else {})
-            file = None if files is None else video_file(files, item)
-            context = None if self.config.blind else self._context(item, videos)
-        except InputError as error:
-            return error.message
+    def _task(
+        self, task_id: str, item: VideoQuestion, videos: Videos | None, files: Folder | None
+    ) -> Task:
+        file = None if files is None else video_file(files, item)
+        context = None if self.config.blind else self._context(item, videos)
         if context is None and file is None and not self.config.blind:
-            return "no captions and no frames of its video"
-        task_id = one.task_id(self.config.data_set)
+            raise InputError("no captions and no frames of its video")
         if item.answer is not None and (why := doubtful_option(item.options, item.answer)):
             doubt(why)
         order = list(range(len(item.options)))

@@ -96,7 +96,7 @@ def test_tasks_of_ones_own_need_no_folder_for_splits(tmp_path: Path) -> None:
     assert not is_official(tmp_path)
     for name in ("/etc/hostname", "../x"):
         assert found({**ROWS[0], "file_name": name}) == ["its file is outside of the copy"]
-    unknown = {"ask": "How many?", "truth": 3, "rank": 1}
+    unknown = {"ask": "How many?", "truth": 3, "rank": 1.0}
     (refused,) = found(unknown)
     assert "question (its fields: ask, truth, rank)" in str(refused)
     columns = {"question": "ask", "answer": "truth", "level": "rank"}

@@ -110,10 +110,9 @@ def test_rows_are_read_in_all_their_shapes() -> None:
     tuned = {"prompt": "Route it.\nUser query:\nHow far? ", "completion": json.dumps(row)}
     assert read_problem(tuned).query == "How far?"
     assert read_problem({"gold": as_json(chain(("code",)))}).profile == "graph"
-    assert read_problem({**ROWS[0], "answer": "1,250"}).answer == {
-        "kind": "number",
-        "answers": ["1,250"],
-    }
+    for answer in ("1,250", 1250):
+        found = read_problem({**ROWS[0], "answer": answer}).answer
+        assert found == {"kind": "number", "answers": [str(answer)]}
     for wrong in (
         {"query": "q"},
         {"prompt": "q", "completion": "no JSON"},
