@@ -32,7 +32,7 @@ def card(report: EnvironmentReport) -> str:
     if cheats := [one for one in report.plays if one.cheat]:
         lines += ["", "| the model only says | tasks solved | mean reward |", "|---|---|---|"]
         lines += [
-            f"| {one.way} | {one.solved} of {len(one.rewards)} | {_number(one.mean)} |"
+            f"| {one.way} | {one.solved} of {len(one.rewards)} | {number(one.mean)} |"
             for one in cheats
         ]
     return "\n".join(lines) + "\n"
@@ -41,29 +41,14 @@ def card(report: EnvironmentReport) -> str:
 def page(report: EnvironmentReport) -> str:
     """Returns the whole report as one page."""
     lines = [f"# `envserver check`: {report.environment}, {report.split}", "", card(report)]
-    for title, table in tables(report).items():
-        lines += ["", f"## {title}", ""]
-        head, *rows = (f"| {' | '.join(map(_cell, row))} |" for row in table)
-        lines += [head, "|---" * len(table[0]) + "|", *rows]
+    lines += ["## Results", "", "| result | scored | expected | verdict |", "|---|---|---|---|"]
+    lines += [
+        f"| {_cell(kind.name)} | {kind.count} | {expected(kind)} | {verdict(kind)} |"
+        for kind in report.kinds
+    ]
     for title, found in sections(report).items():
         lines += ["", f"## {title}", "", *(f"- {_cell(line)}" for line in found)]
     return "\n".join(lines) + "\n"
-
-
-def tables(report: EnvironmentReport) -> dict[str, list[list[str]]]:
-    """Returns the results and the plays as tables with a header, by title."""
-    results = [["result", "scored", "least", "most", "expected", "verdict"]]
-    for kind in report.kinds:
-        ends = _number(kind.least), _number(kind.most)
-        results.append([kind.name, str(kind.count), *ends, _expected(kind), _verdict(kind)])
-    plays = [["played", "plays", "solved", "least", "mean", "most", "turns", "ended by"]]
-    for one in report.plays:
-        rewards = min(one.rewards, default=None), one.mean, max(one.rewards, default=None)
-        scored = len(one.rewards)
-        turns = f"{one.turns / scored:.1f}" if scored else "-"
-        counts = str(scored), str(one.solved)
-        plays.append([one.way, *counts, *map(_number, rewards), turns, _ended_by(one)])
-    return {"Results": results, **({"Plays": plays} if report.plays else {})}
 
 
 def sections(report: EnvironmentReport) -> dict[str, list[str]]:
@@ -126,7 +111,7 @@ def _tokenizer_line(data: DataReport) -> str:
 def _wrong(one: Kind | Played) -> Iterator[str]:
     """The first results with an unexpected reward."""
     if isinstance(one, Kind):
-        name, awaited = one.name, _expected(one)
+        name, awaited = one.name, expected(one)
     else:
         name, awaited = f"Played: {one.way}", _PLAYED.get(one.way, "")
     for wrong in one.wrong[:_WRONG_SHOWN]:
@@ -137,13 +122,15 @@ def _wrong(one: Kind | Played) -> Iterator[str]:
         yield f"{name}: {len(one.wrong) - _WRONG_SHOWN} more"
 
 
-def _expected(kind: Kind) -> str:
+def expected(kind: Kind) -> str:
+    """Returns the expected rewards as text."""
     if kind.expected_least == kind.expected_most:
         return f"{kind.expected_least:g}"
     return f"{kind.expected_least:g} to {kind.expected_most:g}"
 
 
-def _verdict(kind: Kind) -> str:
+def verdict(kind: Kind) -> str:
+    """Returns whether the rewards are as expected, as text."""
     text = f"WRONG: {len(kind.wrong)}" if kind.wrong else "ok"
     return f"{text} ({kind.raised} raise)" if kind.raised else text
 
@@ -182,7 +169,7 @@ def _distribution(one: Played) -> str:
     text = f"{one.solved} of {len(one.rewards) + len(one.wrong) - _judged(one)} solve their task"
     if one.rewards:
         text += f", mean reward {one.mean:.2g}, {one.turns / len(one.rewards):.1f} turns"
-    return f"{text}; {ended}" if (ended := _ended_by(one)) else text
+    return f"{text}; {ended}" if (ended := ended_by(one)) else text
 
 
 def _judged(one: Played) -> int:
@@ -190,14 +177,15 @@ def _judged(one: Played) -> int:
     return sum(wrong.reward is not None for wrong in one.wrong)
 
 
-def _ended_by(one: Played) -> str:
-    """What ended plays other than their agents."""
+def ended_by(one: Played) -> str:
+    """Returns what ended plays other than their agents, as text."""
     failed = len(one.wrong) - _judged(one)
     parts = [f"{limit} {count}" for limit, count in sorted(one.limits.items())]
     return ", ".join([*parts, *([counted(failed, "failure")] if failed else [])])
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Returns a reward as text, "-" if there is none."""
     return "-" if value is None else f"{value:.4g}"
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..rollouts.check_report import EnvironmentReport
 from ..running.checking import check_environment
 from ..running.tally import counted
-from .check_card import card, cost_of, page, sections, tables
+from .check_card import card, cost_of, ended_by, expected, number, page, sections, verdict
 from .command_line import read_run_spec
 from .console import Console
 from .logs import configure_logs
@@ -61,8 +61,9 @@ def _show(console: Console, report: EnvironmentReport) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    for rows in tables(report).values():
-        console.print(_table(rows))
+    console.print(_results(report))
+    if report.plays:
+        console.print(_plays(report))
     for title, lines in sections(report).items():
         say("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
     for problem in report.problems:
@@ -77,11 +78,28 @@ def _show(console: Console, report: EnvironmentReport) -> None:
     say("All checks passed." if report.ok else "Checks FAILED: see above.")
 
 
-def _table(rows: list[list[str]]) -> Table:
+def _results(report: EnvironmentReport) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in rows[0]:
-        is_text = name in ("result", "expected", "verdict", "played", "ended by")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "played")
-    for row in rows[1:]:
-        table.add_row(*row)
+    for name in ("result", "scored", "least", "most", "expected", "verdict"):
+        table.add_column(name, justify="right" if name in ("scored", "least", "most") else "left")
+    for kind in report.kinds:
+        table.add_row(
+            kind.name, str(kind.count), number(kind.least), number(kind.most),
+            expected(kind), verdict(kind),
+        )  # fmt: skip
+    return table
+
+
+def _plays(report: EnvironmentReport) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("played", "plays", "solved", "least", "mean", "most", "turns", "ended by"):
+        left = name in ("played", "ended by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name == "played")
+    for one in report.plays:
+        scored = len(one.rewards)
+        table.add_row(
+            one.way, str(scored), str(one.solved), number(min(one.rewards, default=None)),
+            number(one.mean), number(max(one.rewards, default=None)),
+            f"{one.turns / scored:.1f}" if scored else "-", ended_by(one),
+        )  # fmt: skip
     return table
