@@ -15,15 +15,9 @@ from xml.etree import ElementTree
 from . import archives
 from .bounded import Limits
 from .html import html_to_text, marked
-from .office import address, bare, described, joined, table_row
+from .office import address, bare, described, facts_of, joined, table_row
 from .sheets import sheets
 
-_TEXT = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}"
-_TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
-_STYLE = "{urn:oasis:names:tc:opendocument:xmlns:style:1.0}"
-_OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"
-_LINK = "{http://www.w3.org/1999/xlink}href"
-_DRAW = "{urn:oasis:names:tc:opendocument:xmlns:drawing:1.0}"
 _MOST_NESTING = 100
 _WORD: Final = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _MATH: Final = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
@@ -94,13 +88,13 @@ def epub(data: bytes, limits: Limits) -> tuple[str, str]:
     """Returns a book's title and its chapters in order."""
     names = archives.names(data)
     container = _parsed(data, "META-INF/container.xml", limits)
-    package = next((e.get("full-path") for e in container.iter() if _name(e) == "rootfile"), None)
+    package = next((e.get("full-path") for e in container.iterfind(".//{*}rootfile")), None)
     if not package:
         raise archives.BadArchive("it has no contents.")
     book = _parsed(data, package, limits)
-    title = next((e.text or "" for e in book.iter() if _name(e) == "title"), "")
-    items = {e.get("id"): e.get("href") or "" for e in book.iter() if _name(e) == "item"}
-    order = [items.get(e.get("idref"), "") for e in book.iter() if _name(e) == "itemref"]
+    title = next((e.text or "" for e in book.iterfind(".//{*}title")), "")
+    items = {e.get("id"): e.get("href") or "" for e in book.iterfind(".//{*}item")}
+    order = [items.get(e.get("idref"), "") for e in book.iterfind(".//{*}itemref")]
     folder = posixpath.dirname(package)
     paths = [posixpath.normpath(posixpath.join(folder, unquote(href))) for href in order if href]
     chapters = (archives.member(data, path, limits) for path in paths if path in names)
@@ -122,9 +116,9 @@ def opendocument(data: bytes, limits: Limits) -> str:
     content, reading = _parsed(data, "content.xml", limits), _Open()
     others = ["styles.xml"] if "styles.xml" in archives.names(data) else []
     for root in (content, *(_parsed(data, name, limits) for name in others)):
-        for style in root.iter(f"{_STYLE}style"):
-            facts = {bare(name): value for part in style for name, value in part.items()}
-            name, position = style.get(f"{_STYLE}name", ""), facts.get("text-position", "")
+        for style in root.iterfind(".//{*}style"):
+            facts = {name: value for part in style for name, value in facts_of(part).items()}
+            name, position = facts_of(style).get("name", ""), facts.get("text-position", "")
             if facts.get("text-line-through-style", "none") != "none":
                 reading.marks[name] = "~~"
             elif position and not position.startswith("0%"):
@@ -138,58 +132,58 @@ def _blocks(parent: ElementTree.Element, reading: _Open, level: int) -> Iterator
     if level > _MOST_NESTING:
         return
     for part in parent:
-        if part.tag == f"{_TEXT}h":
-            heading = _said(part, reading.marks)
-            yield f"{'#' * min(6, int(part.get(f'{_TEXT}outline-level') or 1))} {heading}"
-        elif part.tag == f"{_TEXT}p":
-            text = _said(part, reading.marks)
-            if text.strip():
-                yield text
-        elif part.tag == f"{_TABLE}table-row":
-            cells = [cell for cell in part if cell.tag == f"{_TABLE}table-cell"]
-            yield table_row("\n".join(_blocks(cell, reading, level + 1)) for cell in cells)
-        elif part.tag == f"{_TEXT}tracked-changes":
-            count = Counter(_name(change) for change in part.iter())
-            yield _changes(count["insertion"], count["deletion"])
-        elif part.tag == f"{_DRAW}frame" and (picture := _picture(part)):
-            yield picture
-        elif _name(part) == "notes":
-            yield f"Notes: {' '.join(_blocks(part, reading, level + 1))}"
-        else:
-            if part.tag == f"{_DRAW}page":
-                reading.slides += 1
-                is_hidden = part.get(f"{_DRAW}style-name") in reading.hidden
-                yield f"\n## Slide {reading.slides}{' (hidden)' if is_hidden else ''}"
-            yield from _blocks(part, reading, level + 1)
+        facts = facts_of(part)
+        match bare(part.tag):
+            case "h":
+                marks = "#" * min(6, int(facts.get("outline-level") or 1))
+                yield f"{marks} {_said(part, reading.marks)}"
+            case "p":
+                if (text := _said(part, reading.marks)).strip():
+                    yield text
+            case "table-row":
+                cells = part.findall("{*}table-cell")
+                yield table_row("\n".join(_blocks(cell, reading, level + 1)) for cell in cells)
+            case "tracked-changes":
+                count = Counter(bare(change.tag) for change in part.iter())
+                yield _changes(count["insertion"], count["deletion"])
+            case "frame" if picture := _picture(part):
+                yield picture
+            case "notes":
+                yield f"Notes: {' '.join(_blocks(part, reading, level + 1))}"
+            case name:
+                if name == "page":
+                    reading.slides += 1
+                    is_hidden = facts.get("style-name") in reading.hidden
+                    yield f"\n## Slide {reading.slides}{' (hidden)' if is_hidden else ''}"
+                yield from _blocks(part, reading, level + 1)
 
 
 def _picture(frame: ElementTree.Element) -> str:
     """A line for a frame without text."""
-    words = [part.text or "" for part in frame if _name(part) in ("title", "desc")]
-    if next(frame.iter(f"{_TEXT}p"), None) is not None:
+    if next(frame.iterfind(".//{*}p"), None) is not None:
         return ""
-    return f"(a picture: {described(frame.get(f'{_DRAW}name'), ' '.join(words))})"
+    words = [part.text or "" for part in frame if bare(part.tag) in ("title", "desc")]
+    return f"(a picture: {described(facts_of(frame).get('name'), ' '.join(words))})"
 
 
 def _said(part: ElementTree.Element, marks: dict[str, str]) -> str:
     texts = [part.text or ""]
     for inner in part:
-        match _name(inner):
+        facts = facts_of(inner)
+        match bare(inner.tag):
             case "tab":
                 text = "\t"
             case "s":
-                text = " " * min(100, int(inner.get(f"{_TEXT}c") or 1))
+                text = " " * min(100, int(facts.get("c") or 1))
             case "line-break":
                 text = "\n"
             case "note" | "annotation" as kind:
-                body = " ".join(_said(one, marks) for one in inner.iter(f"{_TEXT}p"))
+                body = " ".join(_said(one, marks) for one in inner.iterfind(".//{*}p"))
                 text = f"[{'comment' if kind == 'annotation' else kind}: {body}]"
             case "span":
-                text = marked(
-                    _said(inner, marks), marks.get(inner.get(f"{_TEXT}style-name", ""), "")
-                )
+                text = marked(_said(inner, marks), marks.get(facts.get("style-name", ""), ""))
             case "a":
-                text = f"[{_said(inner, marks)}]({inner.get(_LINK)})"
+                text = f"[{_said(inner, marks)}]({facts.get('href')})"
             case "frame":
                 text = _picture(inner) or _said(inner, marks)
             case _:
@@ -204,27 +198,27 @@ def ods(data: bytes, limits: Limits) -> str:
 
 
 def _beside_cells(data: bytes, limits: Limits) -> Iterator[str]:
-    for table in _parsed(data, "content.xml", limits).iter(f"{_TABLE}table"):
-        sheet, row_number = table.get(f"{_TABLE}name"), 1
-        for row in table.iter(f"{_TABLE}table-row"):
+    for table in _parsed(data, "content.xml", limits).iterfind(".//{*}table"):
+        sheet, row_number = facts_of(table).get("name"), 1
+        for row in table.iterfind(".//{*}table-row"):
             column = 1
             for cell in row:
-                across, down = (_count(cell, f"number-{n}-spanned") for n in ("columns", "rows"))
+                across, down = (_count(cell, f"{n}-spanned") for n in ("columns", "rows"))
                 place = address(row_number, column)
                 if across * down > 1:
                     end = address(row_number + down - 1, column + across - 1)
                     yield f"Merged cells of {sheet!r}: {place}:{end}"
-                for note in cell.iter(f"{_OFFICE}annotation"):
-                    text = " ".join(_said(one, {}) for one in note.iter(f"{_TEXT}p"))
+                for note in cell.iterfind(".//{*}annotation"):
+                    text = " ".join(_said(one, {}) for one in note.iterfind(".//{*}p"))
                     yield f"Comment at {place} of {sheet!r}: {text}"
-                for link in cell.iter(f"{_TEXT}a"):
-                    yield f"Link at {place} of {sheet!r}: {link.get(_LINK)}"
-                column += _count(cell, "number-columns-repeated")
-            row_number += _count(row, "number-rows-repeated")
+                for link in cell.iterfind(".//{*}a"):
+                    yield f"Link at {place} of {sheet!r}: {facts_of(link).get('href')}"
+                column += _count(cell, "columns-repeated")
+            row_number += _count(row, "rows-repeated")
 
 
 def _count(part: ElementTree.Element, name: str) -> int:
-    return int(part.get(f"{_TABLE}{name}") or 1)
+    return int(facts_of(part).get(f"number-{name}") or 1)
 
 
 def _parsed(data: bytes, name: str, limits: Limits) -> ElementTree.Element:
@@ -232,7 +226,3 @@ def _parsed(data: bytes, name: str, limits: Limits) -> ElementTree.Element:
         return ElementTree.fromstring(archives.member(data, name, limits))
     except ElementTree.ParseError as error:
         raise archives.BadArchive(f"{name!r} in it is not XML: {error}.") from error
-
-
-def _name(element: ElementTree.Element) -> str:
-    return bare(element.tag)

@@ -64,7 +64,7 @@ def _beside_cells(archive: zipfile.ZipFile, path: str) -> Iterator[str]:
     found: dict[str, list[str]] = defaultdict(list)
     links = []
     for _, element in ElementTree.iterparse(archive.open(path)):
-        facts = {bare(name): value for name, value in element.items()}
+        facts = facts_of(element)
         name, is_hidden = bare(element.tag), facts.get("hidden") in ("1", "true")
         if name == "mergeCell":
             found["Merged cells"].append(facts["ref"])
@@ -94,6 +94,11 @@ def _beside_cells(archive: zipfile.ZipFile, path: str) -> Iterator[str]:
 def bare(name: str) -> str:
     """A name without its namespace."""
     return name.rpartition("}")[2]
+
+
+def facts_of(element: ElementTree.Element) -> dict[str, str]:
+    """An element's attributes by their names without namespaces."""
+    return {bare(name): value for name, value in element.items()}
 
 
 def _related(archive: zipfile.ZipFile, path: str) -> dict[str, tuple[str, str]]:
