@@ -297,24 +297,22 @@ class Gaia(Environment):
             return error.message
 
     def _items(self, split: Split) -> Iterator[tuple[str, GaiaQuestion | str]]:
-        path, seed = self.config.data_path, self.config.seed
-        if path is None and self.config.data_set == "sample":
-            return read_copy(OWN, split, seed)
-        copy = path or DEFAULT_COPY
-        if not is_official(copy):
-            return read_copy(copy, split, seed, self.config.columns)
-        if split == "test":
-            raise ConfigError(
-                "The answers of GAIA's test split are not public: it cannot be scored.",
-                hint="--env.split validation",
-            )
-        if split == "train" and not self.config.train_on_gaia:
-            raise ConfigError(
-                "GAIA's authors ask not to train on its tasks.",
-                hint="--env.split validation evaluates; --env.train_on_gaia true trains all the "
-                "same; data_set sample, or tasks of your own in data_path, are for training.",
-            )
-        return read_copy(copy, "validation", seed, self.config.columns)
+        config = self.config
+        copy = config.data_path or (OWN if config.data_set == "sample" else DEFAULT_COPY)
+        if is_official(copy):
+            if split == "test":
+                raise ConfigError(
+                    "The answers of GAIA's test split are not public: it cannot be scored.",
+                    hint="--env.split validation",
+                )
+            if split == "train" and not config.train_on_gaia:
+                raise ConfigError(
+                    "GAIA's authors ask not to train on its tasks.",
+                    hint="--env.split validation evaluates; --env.train_on_gaia true trains all "
+                    "the same; data_set sample, or tasks of your own in data_path, are for training.",
+                )
+            split = "validation"
+        return read_copy(copy, split, config.seed, config.columns)
 
 
 def _task(item: GaiaQuestion, most_bytes: int) -> Task:

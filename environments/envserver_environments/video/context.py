@@ -156,11 +156,10 @@ class _RawLine:
 
 
 def _several(value: str | list[Any] | None, fps: float) -> list[Line]:
+    if isinstance(value, str) and (cues := _CUE.findall(value.replace("\r\n", "\n"))):
+        value = [{"t0": t0, "t1": t1, "text": _TAG.sub("", text)} for t0, t1, text in cues]
     if not isinstance(value, str):
         return _placed([_raw_line(one) for one in value or []], fps)
-    if cues := _CUE.findall(value.replace("\r\n", "\n")):
-        parts = [{"t0": t0, "t1": t1, "text": _TAG.sub("", text)} for t0, t1, text in cues]
-        return _placed([_raw_line(one) for one in parts], fps)
     raw_lines = [_of_text(raw) for raw in value.splitlines() if raw.strip()]
     if any(one.t0 is not None for one in raw_lines):
         last = 0.0

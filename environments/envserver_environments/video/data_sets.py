@@ -174,7 +174,7 @@ def read_item(
 
 
 def _with_mark(question: str) -> str:
-    return question if question.endswith((".", "?", "!")) else f"{question}?"
+    return f"{question}?" if question[-1].isalnum() else question
 
 
 def _part(found: Mapping[str, Any]) -> str:
@@ -183,9 +183,8 @@ def _part(found: Mapping[str, Any]) -> str:
         start, end = float(found["start"]), float(found["end"])
     except (KeyError, TypeError, ValueError):
         return ""
-    return (
-        f" (From {stamp(start)} to {stamp(math.ceil(end))}.)" if 0 <= start < end < math.inf else ""
-    )
+    is_part = 0 <= start < end < math.inf
+    return f" (From {stamp(start)} to {stamp(math.ceil(end))}.)" if is_part else ""
 
 
 def _answered(
@@ -210,9 +209,8 @@ def _answered(
         if not (golds := [text for text in map(text_of, several) if text]):
             raise InputError("The row has no answer.")
         return question, [], {"golds": golds}
-    means: Literal["index", "text"] | None = "index" if names else None
-    if means is None and any(name in row for name in ("candidates", "choices")):
-        means = "text"
+    has_texts = "candidates" in row or "choices" in row
+    means: Literal["index", "text"] | None = "index" if names else "text" if has_texts else None
     place = None if index is None else option_place(index, options, means="index")
     if place is None:
         place = option_place(answer, options, means=means, first=first)

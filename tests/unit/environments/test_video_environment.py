@@ -104,10 +104,6 @@ def test_local_data_sets_find_their_captions(tmp_path: Path) -> None:
     assert ego.public["context"] == {
         "captions": [{"text": "#C C opens a box", "t0": 0.0, "t1": 1.0}]
     }
-    own = tmp_path / "own.jsonl"
-    own.write_text(json.dumps({**OWN, "context": "0:01: a cat sleeps"}) + "\n")
-    (mine,) = _tasks(data_set="captions", data_path=own)
-    assert mine.public["context"]["captions"][0]["t0"] == 1.0
 
 
 CAPTION = (
