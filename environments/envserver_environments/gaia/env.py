@@ -309,7 +309,7 @@ class Gaia(Environment):
                 raise ConfigError(
                     "GAIA's authors ask not to train on its tasks.",
                     hint="--env.split validation evaluates; --env.train_on_gaia true trains all "
-                    "the same; data_set sample, or tasks of your own in data_path, are for training.",
+                    "the same; for training, take data_set sample or own tasks in data_path.",
                 )
             split = "validation"
         return read_copy(copy, split, config.seed, config.columns)
