@@ -54,6 +54,13 @@ def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -
     return {role: value for role, (_, value) in named.items()}
 
 
+def spelled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with "yes" and "no" for booleans, where these may be answers."""
+    return {
+        name: text_of(value) if isinstance(value, bool) else value for name, value in row.items()
+    }
+
+
 def missing(row: Mapping[str, Any], roles: Iterable[str]) -> InputError:
     """The error for a row in which these roles were not found."""
     wanted = list(roles)

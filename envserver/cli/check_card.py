@@ -56,8 +56,9 @@ def sections(report: EnvironmentReport) -> dict[str, list[str]]:
     data = report.data
     rows = [line for name, count in data.counts.items() for line in _row_lines(name, count)]
     looked_at = f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."
+    scored: list[Kind | Played] = [*report.kinds, *report.plays]
     found = {
-        "Wrong results": [line for one in (*report.kinds, *report.plays) for line in _wrong(one)],
+        "Wrong results": [line for one in scored for line in _wrong(one)],
         "Rows": [*rows, looked_at],
         "Fields": [line for count in data.counts.values() for line in _field_lines(count)],
         "Repeated questions": list(map(_repeat_line, data.repeats)),

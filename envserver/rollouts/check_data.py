@@ -97,8 +97,9 @@ def answer_of(task: Task) -> str:
     held = next((task.hidden[name] for name in _ANSWERS if name in task.hidden), task.hidden)
     options = task.public.get("options")
     if isinstance(options, list) and options:
-        is_letter = isinstance(held, str) and len(held) == 1
-        place = string.ascii_uppercase.find(held.upper()) if is_letter else held
+        place = held
+        if isinstance(held, str) and len(held) == 1:
+            place = string.ascii_uppercase.find(held.upper())
         if isinstance(place, int) and 0 <= place < len(options):
             return str(options[place])
     return "\n".join(strings_in(held)) if isinstance(held, list | dict) else str(held)

@@ -19,6 +19,7 @@ from envserver_environments.roles import (
     objects_of,
     roles_of,
     rows_within,
+    spelled,
     table_of,
     text_of,
     value_at,
@@ -134,8 +135,7 @@ def read_item(
         InputError: the question or the answer is missing, or a field has another form.
     """
     columns = columns or {}
-    spelled = {name: text_of(one) if isinstance(one, bool) else one for name, one in row.items()}
-    found = roles_of(spelled, ROLES, columns)
+    found = roles_of(spelled(row), ROLES, columns)
     if not (question := text_of(found.get("question"))):
         raise missing(row, ["question"])
     golds = _golds(row, found, aliases or {})
@@ -189,8 +189,8 @@ def _golds(
         return NO_ANSWERS
     texts = [*_answers(found.get("answer"), row), *_answers(found.get("aliases"), row)]
     texts += aliases.get(text_of(row.get("answer_id")), ())
-    spelled = _BOOLEANS.get(texts[0].lower()) if len(texts) == 1 else None
-    return tuple(dict.fromkeys([spelled, *texts] if spelled else texts))
+    yes_or_no = _BOOLEANS.get(texts[0].lower()) if len(texts) == 1 else None
+    return tuple(dict.fromkeys([yes_or_no, *texts] if yes_or_no else texts))
 
 
 def _answers(value: Any, row: Row) -> Iterator[str]:

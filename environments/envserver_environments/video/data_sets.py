@@ -21,6 +21,7 @@ from envserver_environments.roles import (
     missing,
     roles_of,
     rows_within,
+    spelled,
     table_of,
     text_of,
     value_at,
@@ -145,7 +146,7 @@ def read_item(
     Raises:
         InputError: the question or the answer is missing, or is none.
     """
-    found = roles_of(row, ROLES, columns or {})
+    found = roles_of(spelled(row), ROLES, columns or {})
     question, file = text_of(found.get("question")), text_of(found.get("file"))
     if not question:
         raise missing(row, ["question"])
@@ -211,7 +212,9 @@ def _answered(
         return question, [], {"golds": golds}
     has_texts = "candidates" in row or "choices" in row
     means: Literal["index", "text"] | None = "index" if names else "text" if has_texts else None
-    place = None if index is None else option_place(index, options, means="index")
+    place = names.index(answer) if answer in names else None
+    if index is not None:
+        place = option_place(index, options, means="index")
     if place is None:
         place = option_place(answer, options, means=means, first=first)
     if place is None:

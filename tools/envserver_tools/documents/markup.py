@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 from . import archives
 from .bounded import Limits
 from .html import html_to_text, marked
-from .office import address, bare, described, facts_of, joined, table_row
+from .office import address, bare, described, joined, table_row
 from .sheets import sheets
 
 _MOST_NESTING = 100
@@ -117,8 +117,8 @@ def opendocument(data: bytes, limits: Limits) -> str:
     others = ["styles.xml"] if "styles.xml" in archives.names(data) else []
     for root in (content, *(_parsed(data, name, limits) for name in others)):
         for style in root.iterfind(".//{*}style"):
-            facts = {name: value for part in style for name, value in facts_of(part).items()}
-            name, position = facts_of(style).get("name", ""), facts.get("text-position", "")
+            facts = {name: value for part in style for name, value in _facts(part).items()}
+            name, position = _facts(style).get("name", ""), facts.get("text-position", "")
             if facts.get("text-line-through-style", "none") != "none":
                 reading.marks[name] = "~~"
             elif position and not position.startswith("0%"):
@@ -132,7 +132,7 @@ def _blocks(parent: ElementTree.Element, reading: _Open, level: int) -> Iterator
     if level > _MOST_NESTING:
         return
     for part in parent:
-        facts = facts_of(part)
+        facts = _facts(part)
         match bare(part.tag):
             case "h":
                 marks = "#" * min(6, int(facts.get("outline-level") or 1))
@@ -163,13 +163,13 @@ def _picture(frame: ElementTree.Element) -> str:
     if next(frame.iterfind(".//{*}p"), None) is not None:
         return ""
     words = [part.text or "" for part in frame if bare(part.tag) in ("title", "desc")]
-    return f"(a picture: {described(facts_of(frame).get('name'), ' '.join(words))})"
+    return f"(a picture: {described(_facts(frame).get('name'), ' '.join(words))})"
 
 
 def _said(part: ElementTree.Element, marks: dict[str, str]) -> str:
     texts = [part.text or ""]
     for inner in part:
-        facts = facts_of(inner)
+        facts = _facts(inner)
         match bare(inner.tag):
             case "tab":
                 text = "\t"
@@ -199,7 +199,7 @@ def ods(data: bytes, limits: Limits) -> str:
 
 def _beside_cells(data: bytes, limits: Limits) -> Iterator[str]:
     for table in _parsed(data, "content.xml", limits).iterfind(".//{*}table"):
-        sheet, row_number = facts_of(table).get("name"), 1
+        sheet, row_number = _facts(table).get("name"), 1
         for row in table.iterfind(".//{*}table-row"):
             column = 1
             for cell in row:
@@ -212,13 +212,13 @@ def _beside_cells(data: bytes, limits: Limits) -> Iterator[str]:
                     text = " ".join(_said(one, {}) for one in note.iterfind(".//{*}p"))
                     yield f"Comment at {place} of {sheet!r}: {text}"
                 for link in cell.iterfind(".//{*}a"):
-                    yield f"Link at {place} of {sheet!r}: {facts_of(link).get('href')}"
+                    yield f"Link at {place} of {sheet!r}: {_facts(link).get('href')}"
                 column += _count(cell, "columns-repeated")
             row_number += _count(row, "rows-repeated")
 
 
 def _count(part: ElementTree.Element, name: str) -> int:
-    return int(facts_of(part).get(f"number-{name}") or 1)
+    return int(_facts(part).get(f"number-{name}") or 1)
 
 
 def _parsed(data: bytes, name: str, limits: Limits) -> ElementTree.Element:
@@ -226,3 +226,8 @@ def _parsed(data: bytes, name: str, limits: Limits) -> ElementTree.Element:
         return ElementTree.fromstring(archives.member(data, name, limits))
     except ElementTree.ParseError as error:
         raise archives.BadArchive(f"{name!r} in it is not XML: {error}.") from error
+
+
+def _facts(element: ElementTree.Element) -> dict[str, str]:
+    """An element's attributes by their names without namespaces."""
+    return {bare(name): value for name, value in element.items()}
