@@ -12,7 +12,7 @@ from envserver_environments.rows import DataSets, Hub
 from envserver_tools.retrieval import Passage, passages_from
 
 from envserver import ConfigError, InputError, NotFoundError
-from envserver.rows.sources import Source
+from envserver.rows.sources import every_row
 
 _FOLDER = Path(__file__).parent / "data"
 SAMPLE = _FOLDER / "sample.jsonl"
@@ -59,10 +59,7 @@ def read_aliases(path: Path | None) -> dict[str, list[str]]:
         NotFoundError: there is no such file.
         ConfigError: it has no ids.
     """
-    if path is None:
-        return {}
-    rows = Source(str(path)).open("train")
-    found = [rows.read(number) for number in range(rows.count)]
+    found = [] if path is None else list(every_row(path))
     if not all("Q_id" in row for row in found):
         raise ConfigError(f"{path} has no names by Q_id, as 2Wiki's id_aliases.json has them.")
     return {row["Q_id"]: [*row.get("aliases", []), *row.get("demonyms", [])] for row in found}

@@ -18,7 +18,7 @@ from envserver_environments.roles import roles_of, text_of
 from envserver_environments.rows import DataSets, Hub
 
 from envserver import ConfigError, InputError, NotFoundError
-from envserver.rows.sources import Rows, Source
+from envserver.rows.sources import every_row
 
 from .context import CAPTIONS, MODALITIES, VideoContext, video_context
 from .data_sets import ROLES, VideoQuestion
@@ -41,8 +41,7 @@ def answers_file(path: Path | None) -> dict[str, Any]:
     `subset_answers.json`, or rows of `question_id` and `answer` as ActivityNet-QA's `test_a.json`.
     """
     answers: dict[str, Any] = {}
-    rows = Source(str(path)).open("test") if path is not None else Rows(0, str, lambda _: {})
-    for row in map(rows.read, range(rows.count)):
+    for row in every_row(path) if path is not None else ():
         found = roles_of(row, ROLES, {})
         is_answer = "answer" in found and "id" in found
         answers |= {text_of(found["id"]): found["answer"]} if is_answer else row
@@ -156,9 +155,8 @@ class Videos:
 
 
 def _by_video(place: Path) -> dict[str, Any]:
-    rows = Source(str(place)).open("train")
     roles = {"video": ROLES["video"], "context": (*ROLES["context"], *MODALITIES, "text")}
-    found = [roles_of(rows.read(number), roles, {}) for number in range(rows.count)]
+    found = [roles_of(row, roles, {}) for row in every_row(place)]
     if not all(len(one) == len(roles) for one in found):
         raise ConfigError(f"{place} holds no captions by video.", hint="See the room's README.")
     return {text_of(one["video"]): one["context"] for one in found}
