@@ -72,16 +72,16 @@ def _beside_cells(archive: zipfile.ZipFile, path: str) -> Iterator[str]:
         facts = {key: html.unescape(value) for key, value in _ATTRIBUTE.findall(inside)}
         is_hidden = facts.get("hidden") in ("1", "true")
         if name == "mergeCell":
-            found["Merged cells"].append(facts["ref"])
+            found["Merged cells"].append(facts.get("ref", "?"))
         elif name == "row" and is_hidden:
-            found["Hidden rows"].append(facts["r"])
+            found["Hidden rows"].append(facts.get("r", "?"))
         elif name == "col" and is_hidden:
-            ends = dict.fromkeys((facts["min"], facts["max"]))
+            ends = dict.fromkeys(facts.get(end, "1") for end in ("min", "max"))
             found["Hidden columns"].append(":".join(_letters(int(end)) for end in ends))
         elif name == "hyperlink":
             target = parts.get(facts.get("id", ""), ("", ""))[1]
             place = f"#{facts['location']}" if "location" in facts else ""
-            links.append(f"Link at {facts['ref']}: {target}{place}")
+            links.append(f"Link at {facts.get('ref')}: {target}{place}")
     yield from (f"{what}: {', '.join(places)}" for what, places in found.items())
     yield from links
     for kind, part in parts.values():
