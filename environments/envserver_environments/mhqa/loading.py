@@ -92,29 +92,18 @@ def read_context(path: Path) -> list[Passage]:
     """
     if not path.is_file():
         raise NotFoundError(f"There is no file {str(path)!r}.")
-    if path.suffix == ".jsonl":
-        passages = list(read_corpus(path))
-    else:
-        text = _read_text(path)
-        passages = list(_of_json(text, path) if path.suffix == ".json" else _of_text(text))
+    try:
+        if path.suffix == ".jsonl":
+            passages = list(read_corpus(path))
+        elif path.suffix == ".json":
+            passages = list(passages_from(json.loads(path.read_bytes())))
+        else:
+            passages = list(_of_text(path.read_text(encoding="utf-8-sig")))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
     if not passages:
         raise InputError(f"{path} holds no passages.")
     return passages
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason}.") from error
-
-
-def _of_json(text: str, path: Path) -> Iterator[Passage]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    return passages_from(value)
 
 
 def _of_text(text: str) -> Iterator[Passage]:
