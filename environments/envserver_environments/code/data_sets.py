@@ -127,7 +127,8 @@ def _tests(row: Row, found: Mapping[str, Any]) -> tuple[list[RowTests], list[Row
     """The tests that the row calls public, and the others."""
     if "checker" in found or row.get("input_mode") == "file":
         raise InputError("Its outputs need a checker, or files, of their own.")
-    hidden = [read_tests(found[role]) for role in ("tests", "more_tests") if role in found]
+    given = [found[role] for role in ("tests", "more_tests") if role in found]
+    hidden = [read_tests(tests) for tests in given if decoded(tests) != []]
     try:
         public = [read_tests(found["public_tests"])] if "public_tests" in found else []
     except InputError:  # examples in prose

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from envserver_environments.code.running import SPEC
-from envserver_environments.roles import COLUMNS_HINT, missing
+from envserver_environments.roles import missing
 from envserver_environments.rows import NumberedRow, RowsConfig, id_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
@@ -121,7 +121,7 @@ class Router(Environment):
         shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" else []
         rows = DATA.rows(name, self.config.data_path, split, self.config.seed)
         read = ((one.place, self._task_or_reason(one, shared)) for one in rows)
-        return self.rows.usable(name, read, hint=COLUMNS_HINT)
+        return self.rows.usable(name, read)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         routers = self._routers()
