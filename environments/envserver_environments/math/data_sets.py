@@ -287,7 +287,7 @@ def _expression(row: Row, found: Mapping[str, Any]) -> str | None:
 def _options(row: Row, found: dict[str, Any]) -> list[str]:
     """The texts of the options: a list, or one string with a label before each, or columns such as
     A, B, C, ... or option1, option2, ..., whose labels are noted."""
-    value = decoded(found.get("options"))
+    value: Any = decoded(found.get("options"))
     if isinstance(value, str):
         value = _SPLIT.split(value)
     named = value if isinstance(value, Mapping) else {}
@@ -295,7 +295,9 @@ def _options(row: Row, found: dict[str, Any]) -> list[str]:
         columns = {name: _COLUMN.fullmatch(str(name)) for name in row}
         named = {label[1] or label[2]: row[name] for name, label in columns.items() if label}
     if not isinstance(value, list):
-        given = {str(label): named[label] for label in sorted(named) if named[label] is not None}
+        given = {
+            str(label): named[label] for label in sorted(named, key=str) if named[label] is not None
+        }
         found["labels"] = list(given)
         value = list(given.values()) if all(len(label) == 1 for label in given) else []
     texts = [str(option).strip() for option in value if isinstance(option, str | int | float)]
@@ -315,16 +317,10 @@ def _with_wrong(row: Row, found: dict[str, Any]) -> list[str]:
     their texts decide; the answer becomes its letter."""
     wrong, right = decoded(found.get("wrong")), _text(found.get("answer"))
     given, marks = decoded(found.get("options")), found.get("labels")
-    if (
-        not right
-        and isinstance(given, list)
-        and isinstance(marks, list)
-        and sum(mark in (1, True) for mark in marks) == 1
-        and set(marks) <= {0, 1}
-    ):
-        texts = [_text(one) for one in given]
-        right = found["answer"] = texts[marks.index(1)]
-        wrong = [text for text in texts if text != right]
+    if not right and isinstance(given, list) and isinstance(marks, list):
+        if marks.count(1) == 1 and all(mark in (0, 1) for mark in marks):
+            right = found["answer"] = _text(given[marks.index(1)])
+            wrong = given
     if not isinstance(wrong, list):
         wrong = [row[name] for name in row if _WRONG.fullmatch(str(name))]
     if not wrong or not right:
