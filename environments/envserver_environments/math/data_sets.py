@@ -317,10 +317,10 @@ def _with_wrong(row: Row, found: dict[str, Any]) -> list[str]:
     their texts decide; the answer becomes its letter."""
     wrong, right = decoded(found.get("wrong")), _text(found.get("answer"))
     given, marks = decoded(found.get("options")), found.get("labels")
-    if not right and isinstance(given, list) and isinstance(marks, list):
-        if marks.count(1) == 1 and all(mark in (0, 1) for mark in marks):
-            right = found["answer"] = _text(given[marks.index(1)])
-            wrong = given
+    is_marked = isinstance(marks, list) and all(mark in (0, 1) for mark in marks)
+    if not right and is_marked and marks.count(1) == 1 and isinstance(given, list):
+        right = found["answer"] = _text(given[marks.index(1)])
+        wrong = given
     if not isinstance(wrong, list):
         wrong = [row[name] for name in row if _WRONG.fullmatch(str(name))]
     if not wrong or not right:

@@ -204,9 +204,8 @@ class Mhqa(Environment):
             (place, item if isinstance(item, str) else make_task(task_id, item, scope))
             for place, task_id, item in self._items(name, split)
         )
-        hint = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
         path = self.config.data_path
-        return self.rows.usable(path.name if path else name, read, hint=hint)
+        return self.rows.usable(path.name if path else name, read)
 
     def _items(
         self, name: DataSet, split: Split

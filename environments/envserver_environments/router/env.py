@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from envserver_environments.code.running import SPEC
 from envserver_environments.roles import missing
-from envserver_environments.rows import NumberedRow, RowsConfig, id_of
+from envserver_environments.rows import NumberedRow, RowsConfig, id_of, name_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
 from pydantic import BeforeValidator, Field
@@ -121,7 +121,7 @@ class Router(Environment):
         shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" else []
         rows = DATA.rows(name, self.config.data_path, split, self.config.seed)
         read = ((one.place, self._task_or_reason(one, shared)) for one in rows)
-        return self.rows.usable(name, read)
+        return self.rows.usable(name_of(name, self.config.data_path), read)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         routers = self._routers()

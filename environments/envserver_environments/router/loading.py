@@ -202,8 +202,8 @@ def _answer(value: Any) -> dict[str, Any] | None:
     match value:
         case None:
             return None
-        case str():
-            return answer_of(value)
+        case str() | int() | float():
+            return answer_of(str(value))
         case {"kind": "number" | "text", "answers": [str(), *_]}:
             return dict(value)
         case {"kind": "function", "entry_point": str(), "tests": list(), "code": str() | None}:
