@@ -290,16 +290,14 @@ def _options(row: Row, found: dict[str, Any]) -> list[str]:
     value: Any = decoded(found.get("options"))
     if isinstance(value, str):
         value = _SPLIT.split(value)
-    named = value if isinstance(value, Mapping) else {}
+    columns = value if isinstance(value, Mapping) else {}
     if value is None:
-        columns = {name: _COLUMN.fullmatch(str(name)) for name in row}
-        named = {label[1] or label[2]: row[name] for name, label in columns.items() if label}
+        matches = {name: _COLUMN.fullmatch(str(name)) for name in row}
+        columns = {label[1] or label[2]: row[name] for name, label in matches.items() if label}
     if not isinstance(value, list):
-        given = {
-            str(label): named[label] for label in sorted(named, key=str) if named[label] is not None
-        }
-        found["labels"] = list(given)
-        value = list(given.values()) if all(len(label) == 1 for label in given) else []
+        names = sorted((name for name in columns if columns[name] is not None), key=str)
+        found["labels"] = names
+        value = [columns[name] for name in names] if all(len(str(n)) == 1 for n in names) else []
     texts = [str(option).strip() for option in value if isinstance(option, str | int | float)]
     if len(texts) != len(value) or len(texts) > len(_LETTERS):
         return []
@@ -317,8 +315,8 @@ def _with_wrong(row: Row, found: dict[str, Any]) -> list[str]:
     their texts decide; the answer becomes its letter."""
     wrong, right = decoded(found.get("wrong")), _text(found.get("answer"))
     given, marks = decoded(found.get("options")), found.get("labels")
-    is_marked = isinstance(marks, list) and all(mark in (0, 1) for mark in marks)
-    if not right and is_marked and marks.count(1) == 1 and isinstance(given, list):
+    marks = marks if isinstance(marks, list) and all(mark in (0, 1) for mark in marks) else []
+    if not right and marks.count(1) == 1 and isinstance(given, list):
         right = found["answer"] = _text(given[marks.index(1)])
         wrong = given
     if not isinstance(wrong, list):
