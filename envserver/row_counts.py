@@ -88,7 +88,7 @@ class RowCounts:
         fields and doubts are counted."""
 
     def usable(
-        self, name: str, read: Iterable[tuple[str, Task | str]], *, hint: str
+        self, name: str, read: Iterable[tuple[str, Task | str]], *, hint: str = ""
     ) -> Iterator[Task]:
         """Yields the tasks among `read`, and says at the end what became of the rows.
 
@@ -144,7 +144,7 @@ class RowCounts:
         """Counts a row that is of no use."""
         _count(self.of[name].dropped, cause, place)
 
-    def reported(self, name: str, tasks: Iterable[Task], *, hint: str) -> Iterator[Task]:
+    def reported(self, name: str, tasks: Iterable[Task], *, hint: str = "") -> Iterator[Task]:
         """Yields `tasks`; then logs a line with the rows read, used and dropped, by cause."""
         for task in tasks:
             self.of[name].used += 1

@@ -19,7 +19,6 @@ from envserver.row_counts import took
 
 Table = Mapping[str, tuple[str, ...]]
 FIELDS_NAMED = 20
-COLUMNS_HINT = """Name its fields: --env.columns '{"question": "...", "answer": "..."}'."""
 _APART = re.compile(r"""(['"])\s+(['"])""")
 """What stands between the texts of an array as numpy writes it."""
 
@@ -65,8 +64,8 @@ def missing(row: Mapping[str, Any], roles: Iterable[str]) -> InputError:
     """The error for a row in which these roles were not found."""
     wanted = list(roles)
     return InputError(
-        f"No known field of the row has its {' or '.join(wanted)} ({fields_of(row)}).",
-        hint=f"""Name it: --env.columns '{{"{wanted[0]}": "FIELD"}}'.""",
+        f"No known field of the row has its {' or '.join(wanted)} ({fields_of(row)}): name it by"
+        f""" --env.columns '{{"{wanted[0]}": "FIELD"}}'."""
     )
 
 
@@ -106,12 +105,17 @@ def decoded(value: Any) -> Any:
     return value
 
 
-def last_message(value: Any) -> Any:
-    """What the user says last in a conversation; anything else unchanged."""
+def last_message(value: Any, *roles: str) -> Any:
+    """What one of `roles` (default: the user) says last in a conversation; anything else
+    unchanged."""
     messages = decoded(value)
     if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
         return value
-    said = [one.get("content") for one in messages if one.get("role") == "user"][-1:]
+    said = [
+        one.get("content", one.get("value"))
+        for one in messages
+        if one.get("role", one.get("from")) in (roles or ("user", "human"))
+    ][-1:]
     if said and isinstance(said[0], list):  # in parts
         return "".join(str(part.get("text", "")) for part in said[0] if isinstance(part, Mapping))
     return said[0] if said else None

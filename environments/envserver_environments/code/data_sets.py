@@ -34,7 +34,13 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "tests": (
         *("test", "testcase", "official_tests", "input_output", "tests", "test_cases", "testcases"),
         *("verification_info.test_cases", "private_test_cases", "private_tests", "unit_tests"),
-        *("test_list", "reward_model.ground_truth", "ground_truth", "extra_info.ground_truth"),
+        *(
+            "hidden_unit_tests",
+            "test_list",
+            "reward_model.ground_truth",
+            "ground_truth",
+            "extra_info.ground_truth",
+        ),
     ),
     "more_tests": ("generated_tests",),
     "public_tests": ("public_test_cases", "public_tests", "examples"),
@@ -43,8 +49,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
         *("code", "solution", "canonical_solution", "gold_standard_solution", "solutions"),
         *("completion", "reference_solution", "extra_info.solution", "output", "response"),
     ),
-    "input_format": ("input_format",),
-    "output_format": ("output_format",),
+    "input_format": ("input_format", "input_spec"),
+    "output_format": ("output_format", "output_spec"),
     "time_limit": ("time_limit", "time_limit_seconds"),
     "checker": ("generated_checker", "checker", "interaction_format", "input_file", "output_file"),
 }
@@ -60,6 +66,7 @@ from bisect import *
 from heapq import *
 """
 """Imports that programs with a `class Solution` rely on."""
+_CHECKED = re.compile(r"^\s*check\((\w+)\)\s*$", re.MULTILINE)
 PYTHON3 = 3
 """CodeContests' number for the language of a solution."""
 
@@ -127,7 +134,8 @@ def _tests(row: Row, found: Mapping[str, Any]) -> tuple[list[RowTests], list[Row
     """The tests that the row calls public, and the others."""
     if "checker" in found or row.get("input_mode") == "file":
         raise InputError("Its outputs need a checker, or files, of their own.")
-    hidden = [read_tests(found[role]) for role in ("tests", "more_tests") if role in found]
+    given = [found[role] for role in ("tests", "more_tests") if role in found]
+    hidden = [read_tests(tests) for tests in given if decoded(tests) != []]
     try:
         public = [read_tests(found["public_tests"])] if "public_tests" in found else []
     except InputError:  # examples in prose
@@ -145,6 +153,10 @@ def _entry_point(found: Mapping[str, Any], tests: list[RowTests], starter: str, 
     if isinstance(name, str) and name:
         return name.strip().rpartition(".")[2]
     scripts = [script for one in tests for script in one.scripts]
+    if scripts and not any(parsed(script.strip(), limit=None) for script in scripts):
+        raise InputError("The tests are not Python.")
+    if checked := [one for script in scripts for one in _CHECKED.findall(script)]:
+        return str(checked[-1])
     begun = re.findall(r"def (\w+)", starter)
     if not scripts:
         return begun[0] if len(begun) == 1 and begun != ["main"] else ""

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.roles import COLUMNS_HINT
 from envserver_environments.rows import NumberedRow, RowsConfig, id_of, name_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
@@ -110,7 +109,7 @@ class Code(Environment):
         found = self.rows.tasks(self._name, self._read_tasks(rows))
         if self._name != "sample" and config.check_references:
             found = self._with_good_references(found)
-        yield from self.rows.reported(self._name, found, hint=COLUMNS_HINT)
+        yield from self.rows.reported(self._name, found)
         if self.tests_left_out:
             _logger.warning("%s: %d tests left out", self._name, self.tests_left_out)
 

@@ -38,6 +38,7 @@ MAX_PACKED_BYTES = 64 * 2**20
 NAMES = ("fn_name", "func_name", "function_name", "metadata.func_name", "metadata.fn_name")
 """Fields with the name of a function, in a row or beside its tests."""
 _HOLDERS = ("test_cases", "tests", "testcases", "functional", "assert_case", "input_output")
+_PAIRS = (("input", "output"), ("input", "expected_output"), ("stdin", "stdout"))
 _PACKED = re.compile(r"[A-Za-z0-9+/]{8,}={0,2}")
 _PLAIN_TEXT = {
     "PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "MEMOIZE", "BINPUT",
@@ -99,9 +100,11 @@ def read_tests(value: Any) -> RowTests:
             if inner is not None:
                 tests = read_tests(inner)
                 return RowTests(tests.pairs, tests.scripts, tests.name or _name_in(found))
-        case [{"input": _, "output": _} as first, *_] as tests if all(map(_is_pair, tests)):
-            pairs = tuple((test["input"], test["output"]) for test in tests)
-            return RowTests(pairs, name=_name_in(first))
+        case [Mapping() as first, *_] as tests if all(isinstance(one, Mapping) for one in tests):
+            for given, wanted in _PAIRS:
+                if all({given, wanted} <= test.keys() for test in tests):
+                    pairs = tuple((test[given], test[wanted]) for test in tests)
+                    return RowTests(pairs, name=_name_in(first))
     raise InputError("The tests are neither pairs of input and output, nor asserts, nor Python.")
 
 
@@ -131,10 +134,6 @@ def kept(
     if visible == len(tests) or not visible:
         visible = len(tests) // 2
     return tuple(tests), visible, len(public) + len(hidden) - len(tests)
-
-
-def _is_pair(test: Any) -> bool:
-    return isinstance(test, Mapping) and {"input", "output"} <= test.keys()
 
 
 def _name_in(tests: Mapping[str, Any]) -> str:

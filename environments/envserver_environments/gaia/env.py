@@ -16,7 +16,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.roles import COLUMNS_HINT
 from envserver_environments.rows import RowsConfig, id_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts
@@ -188,7 +187,7 @@ class Gaia(Environment):
 
     def tasks(self, split: Split) -> Iterator[Task]:
         read = ((place, self._read(item)) for place, item in self._items(split))
-        return self.rows.usable("gaia", read, hint=COLUMNS_HINT)
+        return self.rows.usable("gaia", read)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         config, folder = self.config, Path.cwd()

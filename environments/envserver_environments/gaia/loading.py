@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from envserver_environments.roles import missing, roles_of, table_of
+from envserver_environments.roles import missing, roles_of, table_of, text_of
 from envserver_environments.rows import Row, file_rows
 from envserver_environments.usable import made
 
@@ -28,7 +28,7 @@ _BY_LEVEL = "metadata.level[123].parquet"
 
 ROLES = table_of(
     question="Question, question, problem, prompt",
-    answer="Final answer, final_answer, answer, true_answer",
+    answer="Final answer, final_answer, true_answer, ground_truth, answer",
     level="Level, level",
     task_id="task_id, id",
     file="file_name",
@@ -92,14 +92,14 @@ def read_row(
     Raises:
         InputError: it is not usable; the message is counted as the reason.
     """
-    found = {role: str(value) for role, value in roles_of(row, ROLES, columns or {}).items()}
-    if lacking := [role for role in ("question", "answer", "level") if role not in found]:
+    found = {role: text_of(value) for role, value in roles_of(row, ROLES, columns or {}).items()}
+    if lacking := [role for role in ("question", "answer", "level") if not found.get(role)]:
         raise missing(row, lacking[:1])
     if not is_usable_truth(found["answer"]):
         raise InputError("no answer to compare with")
     level = found["level"].strip().removesuffix(".0")  # a table with empty cells has floats
     if level not in map(str, LEVELS):
-        raise InputError("no level")
+        raise InputError(f"its level is not one of {', '.join(map(str, LEVELS))}")
     return GaiaQuestion(
         task_id=found.get("task_id", ""),
         question=found["question"],
@@ -111,7 +111,7 @@ def read_row(
 
 
 def _attachment(found: Mapping[str, str], root: Path, folder: Path) -> Path | None:
-    if "file" not in found:
+    if not found.get("file"):
         return None
     for place in (folder.relative_to(root) / found["file"], found.get("path", "")):
         # Links lead into the cache of the hub's client: the place counts, not where it leads.

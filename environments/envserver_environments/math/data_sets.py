@@ -25,7 +25,8 @@ from envserver_environments.rows import Row
 
 from envserver import InputError
 
-from .literals import is_number_literal
+from .latex import readable
+from .literals import is_number_literal, plain_number
 
 Kind = Literal["number", "expression", "letter"]
 
@@ -34,16 +35,18 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "question": (
         *("extra_info.question", "question.stem", "question", "Question", "problem", "Problem"),
         *("query", "input", "prompt", "instruction", "problem_statement", "question_text"),
-        "messages",
+        *("question_stem", "problem_text", "original_text", "messages", "conversations", "0.value"),
     ),
     "setting": ("Body", "body", "context", "passage"),
     "answer": (
-        *("reward_model.ground_truth", "final_answer", "expected_answer", "answer_number"),
-        *("answer", "Answer", "final_ans", "golden", "Correct Answer", "correct", "answerKey"),
-        *("correct_answer", "correct_option", "target", "result", "gold", "ground_truth", "gt"),
-        *("label", "reference_answer", "verification_info.ground_truth"),
-        *("extra_info.ground_truth", "extra_info.answer", "answer_index"),
+        *("reward_model.ground_truth.target", "reward_model.ground_truth", "final_answer"),
+        *("expected_answer", "ground_truth", "ground_truth_answer", "reference_answer", "gt"),
+        *("verification_info.ground_truth", "extra_info.ground_truth", "1.ground_truth.value"),
+        *("gold", "golden", "gold_answer", "golden_answer", "correct_answer", "Correct Answer"),
+        *("best_answer", "answer_number", "answer", "Answer", "final_ans", "answerKey", "target"),
+        *("correct_option", "result", "extra_info.answer", "output_answer", "answer_value", "ans"),
     ),
+    "choice": ("correct", "label", "answer_index", "answer_idx", "answer_letter", "cop"),
     "solution": (
         *("solution", "Solution", "generated_solution", "gold_standard_solution", "rationale"),
         *("gt_cot", "output", "response"),
@@ -51,26 +54,42 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "options": (
         *("options.text", "options.value", "options.content", "options", "choices.text"),
         *("choices", "question.choices.text", "candidates"),
+        "mc1_targets.choices",
     ),
     "wrong": ("incorrect_answers", "wrong_answers", "distractors"),
-    "labels": ("choices.label", "question.choices.label", "options.key", "options.label"),
+    "labels": (
+        *("choices.label", "question.choices.label", "options.key", "options.label"),
+        *("mc1_targets.labels", "options.is_correct"),
+    ),
     "expression": ("expression", "Equation", "equation", "formula"),
 }
-"""Names of each role in published sets: their cards, and the rows of those with open ones."""
+"""Names of each role in published sets: their cards, and the rows of those with open ones.
+
+What is surely the truth comes before `answer`, which may be a model's. A `choice` is the answer of
+a question with options only; elsewhere it may be a mark.
+"""
 _LETTERS = string.ascii_uppercase
 _NO_ANSWERS = ("proof", "notfound", "n/a", "none", "nan")
-_LABEL = re.compile(r"^\s*(?:\(\s*([A-Za-z])\s*\)|([A-Za-z])\s*[).:])\s*")
+_LABEL = re.compile(r"^\s*(?:[(（]\s*([A-Za-z])\s*[)）]|([A-Za-z])\s*[).:．、：])\s*")
 _MARKED = re.compile(r"####\s*(\S[^\n]*?)\s*\Z")
 _LETTER = re.compile(r"\(?([A-J])[).:]?(?:\\?\s.*)?")
 _TEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _INSIDE = re.compile(
     r"(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*|(?<=[\s$}])|^)"
-    r"(?:\(([A-J])\)|([A-J])[.):](?=[\s}$\\]))(?:[\\\s]*\})?\s*"
+    r"(?:[(（]([A-J])[)）]|([A-J])(?:[.):](?=[\s}$\\])|[．、：]))(?:[\\\s]*\})?\s*"
 )
 _WRONG = re.compile(r"(?i)(?:incorrect|wrong)[ _]answer[ _]?\d+|distractor[ _]?\d+")
+_SPLIT = re.compile(r"\s*,\s*(?=[a-jA-J]\s*\))|\n\s*(?=\(?[A-Ja-j][).:]\s)")
+_COLUMN = re.compile(r"(?i:opt?|option|choice|ending)[ _]?(\d|[A-Ja-j])|([A-J])")
+_LONE_BACKSLASH = re.compile(r"(?<!\\)\\(?![\\\"]|u[0-9a-fA-F]{4})")
+"""In a JSON text, where `\frac` would be a form feed and `rac`."""
+_MARKS = ("correct", "is_correct", "label")
 _SAID = re.compile(r"(?i)the (?:final )?answer is:?\s*(\S[^\n]*?)\.?\s*\Z")
-_PROSE = re.compile(r"(?:(?<![\\A-Za-z{])[A-Za-z']+[,;:.]?\s+){5}[A-Za-z]")
-"""Six words one after the other: a sentence, which no answer would equal."""
+_PROSE = re.compile(
+    r"(?:(?<![\\A-Za-z{])[A-Za-z']+[,;:.]?\s+){5}[A-Za-z]"
+    r"|####|\b[A-Za-z]+\s+(?:is|are|was|were|has|have|had|will)\s[^$\\]*\d"
+)
+"""Six words one after the other, or a verb before a number: a sentence, which no answer equals."""
 _ABOUT_THE_ANSWER = re.compile(
     r"\A\s*Solve the following math problem step by step\. The last line of your response should"
     r"[^\n]*\n+|\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z"
@@ -114,11 +133,18 @@ def read_problem(
     """
     found = roles_of(row, ROLES, columns or {})
     question = _question(row, found)
-    if "answer" not in found and "solution" not in found:
-        raise missing(row, ["answer", "solution"])
-    options = _with_wrong(row, found) or _options(row, found.get("options"))
+    options = _with_wrong(row, found) or _options(row, found)
     if "options" in found and not options:
         raise InputError("The row's options cannot be read.")
+    if "choice" in found and (options or _LETTER.fullmatch(_text(found["choice"]))):
+        found.setdefault("answer", found["choice"])
+    said = last_message(row.get("messages", row.get("conversations")), "assistant", "gpt")
+    if said:
+        found.setdefault("solution", said)
+    if not found.keys() & {"answer", "solution"}:
+        raise missing(row, ["answer", "solution"])
+    if "answer" not in found and {str(row.get(mark)).lower() for mark in _MARKS} & {"0", "false"}:
+        raise InputError("The row's solution is marked as wrong.")
     answer, kind = _choice(found, options) if options else _gold(row, found)
     if not options and (letter := _LETTER.fullmatch(_TEX.sub(r"\1", answer))):
         asked, inside = _options_inside(question)
@@ -166,21 +192,27 @@ def _question(row: Row, found: Mapping[str, Any]) -> str:
 
 def _gold(row: Row, found: Mapping[str, Any]) -> tuple[str, Kind]:
     value = found.get("answer")
-    held = decoded(value)
+    held = decoded(_LONE_BACKSLASH.sub(r"\\\\", value) if isinstance(value, str) else value)
     if isinstance(held, Mapping) or (isinstance(held, list) and isinstance([*held, ""][0], str)):
         value = held  # [0, 1] in a text is an interval
     if isinstance(value, list):
-        parts = [_unwrapped(_text(part)) for part in value]
+        parts = list(dict.fromkeys(_unwrapped(_text(part)) for part in value))
+        if len(parts) > 1 and _same_value(parts):
+            parts = parts[:1]
         return ", ".join(parts) if all(parts) else "", "expression"
     text = _text(value)
     source = text or _text(_one(found.get("solution")))
-    if (marked := _MARKED.search(source)) and marked[1][:1] not in "([{\\":
-        return marked[1].replace(",", ""), "number"
+    if marked := _MARKED.search(source):
+        is_formula = "\\" in marked[1] or marked[1][0] in "([{"
+        if is_number_literal(number := marked[1].replace(",", "")) or (text and not is_formula):
+            return number, "number"
+        source, text = (marked[1], marked[1]) if text else (source, "")
+    said = _SAID.search(source)
     if not text:
-        said = _SAID.search(source)
-        text = last_boxed(source) or (said[1] if said else "")
+        lone = source if is_number_literal(source) else ""
+        text = last_boxed(source) or (said[1] if said else lone)
         return _unwrapped(f"\\boxed{{{text}}}"), "expression"
-    answer = _unwrapped(text)
+    answer = _unwrapped(said[1] if said else text)
     if "result" in row:
         answer = answer.replace("_", "")  # MAWPS: 12_000
     if (named := re.fullmatch(r"(.*\S)\s*\([A-Za-z][^()]*\)", answer)) and _is_number(named[1]):
@@ -196,6 +228,12 @@ def _gold(row: Row, found: Mapping[str, Any]) -> tuple[str, Kind]:
         is_literal = is_number and is_number_literal(answer)  # 13/20
         return "" if _is_number(answer) else answer, "number" if is_literal else "expression"
     return (_plain(answer), "number") if is_number else (answer, "expression")
+
+
+def _same_value(parts: list[str]) -> bool:
+    """Returns whether all parts are one number, in several spellings."""
+    numbers = {plain_number(readable(part)) for part in parts}
+    return len(numbers) == 1 and None not in numbers
 
 
 def _one(value: Any) -> Any:
@@ -246,17 +284,20 @@ def _expression(row: Row, found: Mapping[str, Any]) -> str | None:
     )
 
 
-def _options(row: Row, value: Any) -> list[str]:
-    """The texts of the options: a list, or one string in either of MathQA's two spellings, or
-    columns A, B, C, ..."""
-    value = decoded(value)
+def _options(row: Row, found: dict[str, Any]) -> list[str]:
+    """The texts of the options: a list, or one string with a label before each, or columns such as
+    A, B, C, ... or option1, option2, ..., whose labels are noted."""
+    value: Any = decoded(found.get("options"))
     if isinstance(value, str):
-        value = re.split(r"\s*,\s*(?=[a-jA-J]\s*\))", value)
-    elif isinstance(value, Mapping):
-        given = [text for _, text in sorted(value.items()) if text is not None]
-        value = given if set(value) <= set(_LETTERS) else None
+        value = _SPLIT.split(value)
+    columns = value if isinstance(value, Mapping) else {}
     if value is None:
-        value = [row[name] for name in _LETTERS[:10] if name in row]
+        matches = {name: _COLUMN.fullmatch(str(name)) for name in row}
+        columns = {label[1] or label[2]: row[name] for name, label in matches.items() if label}
+    if not isinstance(value, list):
+        names = sorted((name for name in columns if columns[name] is not None), key=str)
+        found["labels"] = names
+        value = [columns[name] for name in names] if all(len(str(n)) == 1 for n in names) else []
     texts = [str(option).strip() for option in value if isinstance(option, str | int | float)]
     if len(texts) != len(value) or len(texts) > len(_LETTERS):
         return []
@@ -272,10 +313,14 @@ def _options(row: Row, value: Any) -> list[str]:
 def _with_wrong(row: Row, found: dict[str, Any]) -> list[str]:
     """The right option among the wrong ones, of sets that have them apart, in an order that only
     their texts decide; the answer becomes its letter."""
-    wrong = decoded(found.get("wrong"))
+    wrong, right = decoded(found.get("wrong")), _text(found.get("answer"))
+    given, marks = decoded(found.get("options")), found.get("labels")
+    marks = marks if isinstance(marks, list) and all(mark in (0, 1) for mark in marks) else []
+    if not right and marks.count(1) == 1 and isinstance(given, list):
+        right = found["answer"] = _text(given[marks.index(1)])
+        wrong = given
     if not isinstance(wrong, list):
         wrong = [row[name] for name in row if _WRONG.fullmatch(str(name))]
-    right = _text(found.get("answer"))
     if not wrong or not right:
         return []
     texts = {right, *map(_text, wrong)} - {""}
@@ -307,11 +352,19 @@ def _name(label: re.Match[str]) -> str:
 
 
 def _choice(found: Mapping[str, Any], options: list[str]) -> tuple[str, Kind]:
-    labels = found.get("labels")
     answer = found.get("answer", last_boxed(_text(_one(found.get("solution")))))
-    if isinstance(labels, list) and labels.count(answer) == 1 and len(labels) == len(options):
-        return _LETTERS[labels.index(answer)], "letter"
-    return _letter(answer, options), "letter"
+    letter = _letter(answer, options)
+    values, labels = decoded(found.get("options")), found.get("labels")
+    if isinstance(labels, list) and len(labels) == len(options):
+        known = [_text(label).upper() for label in labels]
+        if known.count(_text(answer).upper()) == 1:
+            letter = _LETTERS[known.index(_text(answer).upper())]
+    elif isinstance(values, list) and isinstance(answer, int) and answer in values:
+        by_value = _LETTERS[values.index(answer)]
+        letter = by_value if letter in ("", by_value) else ""
+    if not letter:
+        raise InputError(f"The row has no answer: {str(answer)[:40]!r} is no clear option.")
+    return letter, "letter"
 
 
 def _letter(value: Any, options: list[str]) -> str:
@@ -322,7 +375,9 @@ def _letter(value: Any, options: list[str]) -> str:
         value = int(value)
     if isinstance(value, int):
         return _LETTERS[value] if 0 <= value < len(options) else ""
-    text, letters = _TEX.sub(r"\1", _text(value)), _LETTERS[: len(options)]
+    said = _SAID.search(_text(value))
+    text = _TEX.sub(r"\1", _unwrapped(said[1] if said else _text(value))).strip("*")
+    letters = _LETTERS[: len(options)]
     if len(text) == 1 and text.upper() in letters:
         return text.upper()
     same = [number for number, option in enumerate(options) if option == text]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
-from envserver_environments.roles import COLUMNS_HINT
 from envserver_environments.rows import NumberedRow, RowsConfig, id_of, name_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts, mixed
@@ -191,7 +190,7 @@ class Math(Environment):
         columns = self.config.columns
         rows, named = DATA.rows(name, path, split, seed), name_of(name, path)
         read = ((one.place, _task_of(named, columns, one)) for one in rows)
-        yield from self.rows.usable(path.name if path else name, read, hint=COLUMNS_HINT)
+        yield from self.rows.usable(path.name if path else name, read)
 
 
 def _task_of(name: str, columns: dict[str, str], one: NumberedRow) -> Task | str:

@@ -14,6 +14,7 @@ from .units import measure
 
 _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|fbox)\s*"
 _SPACE = r"(?:\\[,;:!> ]|\\q?quad(?![A-Za-z])|~|\s)"
+_NESTED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"
 _TOKEN = re.compile(r"\\sqrt\s*\[[^\[\]]*\]|\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
 _TWO_ARGUMENTS = ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac")
 _CURRENCY = r"(?:\\pounds(?![A-Za-z])|\\euro(?![A-Za-z])|\\?\$|[£€¥])"
@@ -66,6 +67,9 @@ _SPELLINGS = [
         (r",\s*(?=\\l(?:or|and)(?![A-Za-z]))", ""),
         (r"_\{\s*(\w)\s*\}", r"_\1"),
         (r"(?<!\\)~", " "),
+        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+        (r"\\(?:text)?color\s*\{\w+\}", ""),
+        (rf"\A\\(?:boldsymbol|bm|mathbf)\s*\{{({_NESTED})\}}\Z", r"\1"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"\\(?:left|right)(?![A-Za-z])", ""),
@@ -79,6 +83,7 @@ _SPELLINGS = [
         (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})", r"\\sqrt{\1\2\3}"),
         (rf"\A{_TEXT}\{{\s*([-+]?\d[\d,.]*)(\s[^{{}}\d]*)\}}\Z", r"\1\\text{\2}"),
         (r"\A([-+]?\d+)\s+(\d+)/(\d+)\Z", r"\1\\frac{\2}{\3}"),
+        (rf"(?<!\\)([,;]){_SPACE}+", r"\1 "),
     )
 ]
 """Patterns that math-verify cannot read, with equivalents that it can."""
@@ -89,7 +94,7 @@ _WORDS_BEHIND = re.compile(
 )
 _UNIT = re.compile(
     rf"(?P<value>.*?[\w)}}\]!%|])(?P<unit>(?:(?:{_SPACE}|\\cdot|[/*])*+"
-    r"(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{[^{}]*\}|\^\\circ(?:\s*[CF](?![A-Za-z]))?)"
+    r"(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{(?:[^{}]|\{[^{}]*\})*\}|\^\\circ(?:\s*[CF](?![A-Za-z]))?)"
     r"(?:\s*\^(?:\{\s*-?\d\s*\}|\d))?)+)\s*"
 )
 _LETTER = re.compile(rf"([-+]?[\d.,]*\d){_SPACE}*([A-Za-z])")
@@ -114,6 +119,7 @@ _ENDS = re.compile(r"\s*([\[(])([^,()\[\]]*),([^,()\[\]]*)([\])])\s*")
 _EXCEPT = re.compile(rf"\A\s*({_VARIABLE})\s*\\neq?(?![A-Za-z])([^,]*)\Z")
 _UNION = re.compile(r"\\(?:cup|lor)(?![A-Za-z])")
 _LEAST, _MOST = "-\\infty", "\\infty"
+_CLOSED_AT_INFINITY = re.compile(r"\[\s*[-+]?\s*\\infty|\\infty\s*\]")
 _DOTS = re.compile(r"\\[lc]?dots|\.\.\.")
 _ASSIGNED = re.compile(rf"\s*({_VARIABLE})\s*=([^=<>]*)")
 _NAMED_TUPLE = re.compile(rf"\s*\(((?:{_VARIABLE}|[,\s])*)\)\s*=\s*(?=\()")
@@ -169,7 +175,7 @@ def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
         return found[1], found[2]
     if (found := _UNIT.fullmatch(latex)) is None:
         return latex, ""
-    unit = found["unit"].replace("^\\circ", "°").replace("\\cdot", " ")
+    unit = re.sub(rf"\\cdot|{_SPACE}", " ", found["unit"].replace("^\\circ", "°"))
     return found["value"], _NOT_OF_UNITS.sub("", unit).strip()
 
 
@@ -238,9 +244,11 @@ def forms_differ(gold: str, answer: str) -> bool:
     """Returns whether `answer` has a form that cannot equal `gold`, though math-verify says so.
 
     It takes the right side of any equation, and the ends of an interval, for the whole; it takes
-    pairs for sets, and overlooks dots.
+    pairs for sets, and overlooks dots and brackets at infinity.
     """
     if "," in gold and bool(_DOTS.search(gold)) != bool(_DOTS.search(answer)):
+        return True
+    if bool(_CLOSED_AT_INFINITY.search(gold)) != bool(_CLOSED_AT_INFINITY.search(answer)):
         return True
     if _ORDER.search(gold):
         return not (_ORDER.search(answer) or _INTERVAL.search(answer))

@@ -130,6 +130,8 @@ def doubts(problem: Problem, row: Row) -> Iterator[str]:
         if why := doubtful_option(problem.options, ord(gold) - ord("A")):
             yield why
         return
+    if re.fullmatch(r"[A-E]|\([A-Ea-e]\)", gold):
+        yield "the gold is a letter, but no options were found"
     if problem.kind == "expression" and _COMMA.fullmatch(gold):
         yield "the gold is a number with a comma or two numbers"
     if _PAIR.fullmatch(gold):

@@ -197,6 +197,8 @@ def _library() -> _Library:
         ) from error
     # A timeout is an ordinary verdict here, not worth a line on stderr each.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    # Else the names of a formula with a separate `i` are others than those of one with `2i`.
+    math_verify.parser.should_treat_as_complex = lambda latex: False
     # By default R is r, and R^2-r^2 is 0.
     math_verify.parser.latex2sympy = functools.partial(
         latex.latex2sympy, conversion_config=latex.ConversionConfig(lowercase_symbols=False)
@@ -268,6 +270,8 @@ def _agree(wanted: Any, given: Any) -> bool:
     """
     if _kind(wanted) == _kind(given) == "Equality" and wanted.lhs != given.lhs:
         return True
+    if _kind(wanted) == _kind(given) == "Symbol":  # Delta is not delta
+        return str(wanted) == str(given)
     wanted, given = (
         value.rhs if _kind(value) == "Equality" else value for value in (wanted, given)
     )

@@ -21,7 +21,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from envserver_environments.roles import COLUMNS_HINT
 from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts, made, mixed
@@ -197,7 +196,7 @@ class Mhqa(Environment):
     def _tasks_of(self, name: DataSet, split: Split) -> Iterator[Task]:
         read = made(self._rows(name, split), lambda row, one: self._task(row, one.task_id(name)))
         path = self.config.data_path
-        return self.rows.usable(path.name if path else name, read, hint=COLUMNS_HINT)
+        return self.rows.usable(path.name if path else name, read)
 
     def _task(self, row: Row, task_id: str) -> Task:
         item = self._item(row)

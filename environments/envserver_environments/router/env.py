@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from envserver_environments.code.running import SPEC
-from envserver_environments.roles import COLUMNS_HINT, missing
-from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of
+from envserver_environments.roles import missing
+from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of, name_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts, made
 from pydantic import BeforeValidator, Field
@@ -129,7 +129,7 @@ class Router(Environment):
             return self._task(one.task_id(name), problem)
 
         read = made(rows, task)
-        return self.rows.usable(name, read, hint=COLUMNS_HINT)
+        return self.rows.usable(name_of(name, self.config.data_path), read)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         routers = self._routers()

@@ -151,9 +151,8 @@ class Swe(Environment):
             random.Random(f"sample-{self.config.seed}-{split}").shuffle(own)
             yield from (task.task() for task in own)
             return
-        hint = "Do data_set, data_path and mirror fit together? --env.columns names fields."
         name = name_of(self.config.data_set, self.config.data_path)
-        yield from self.rows.usable(name, self._row_tasks(split), hint=hint)
+        yield from self.rows.usable(name, self._row_tasks(split))
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         rules = AgentOptions(

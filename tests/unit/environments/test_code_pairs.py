@@ -90,9 +90,8 @@ def test_columns_name_unknown_fields() -> None:
     columns = {"instruction": "task", "tests": "checks", "code": "answer_key"}
     found = read_problem(row, columns=columns)
     assert (found.instruction, found.code, len(found.tests)) == ("Add.", SUM, 4)
-    with pytest.raises(InputError, match=r"instruction .*task, checks") as refused:
+    with pytest.raises(InputError, match=r"instruction .*task, checks.*--env.columns"):
         read_problem(row)
-    assert "--env.columns" in (refused.value.hint or "")
 
 
 def test_rows_that_are_no_pairs_are_refused_and_packed_tests_run_no_code(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_local_copy_is_read_in_every_layout(layout: str, tmp_path: Path) -> No
     assert (items["a"].level, items["a"].attachment, items["a"].solution) == (1, None, None)
     assert items["b"].attachment is not None
     assert items["b"].attachment.read_text() == "red and blue"
-    assert {why for why in found if isinstance(why, str)} - {"no level"} == {
+    assert {why for why in found if isinstance(why, str)} - {"its level is not one of 1, 2, 3"} == {
         "its file is missing", "its file is outside of the copy", "no answer to compare with",
     }  # fmt: skip
     assert is_official(copy) and is_official(copy / "2023")
