@@ -39,8 +39,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     ),
     "setting": ("Body", "body", "context", "passage"),
     "answer": (
-        *("reward_model.ground_truth.target", "reward_model.ground_truth", "final_answer"),
-        *("expected_answer", "ground_truth", "ground_truth_answer", "reference_answer", "gt"),
+        *("reward_model.ground_truth.target", "reward_model.ground_truth", "ground_truth"),
+        *("ground_truth_answer", "reference_answer", "gt", "expected_answer", "final_answer"),
         *("verification_info.ground_truth", "extra_info.ground_truth", "1.ground_truth.value"),
         *("gold", "golden", "gold_answer", "golden_answer", "correct_answer", "Correct Answer"),
         *("best_answer", "answer_number", "answer", "Answer", "final_ans", "answerKey", "target"),
