@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from envserver_environments.roles import (
     decoded,
+    last_message,
     missing,
     objects_of,
     roles_of,
@@ -45,7 +46,8 @@ ROLES = table_of(
     ),
     answer=(
         "golds, golden_answers, ground_truth, ground_truths, answers, answer, Answer, "
-        "possible_answers, short_answers, reward_model.ground_truth, annotations, output, "
+        "possible_answers, short_answers, reward_model.ground_truth.target, "
+        "reward_model.ground_truth, annotations, output, "
         "answers_spans, final_decision, extra_info.answer, target"
     ),
     aliases="answer_aliases, metadata.answer_aliases, aliases, o_aliases",
@@ -136,7 +138,7 @@ def read_item(
     """
     columns = columns or {}
     found = roles_of(spelled(row), ROLES, columns)
-    if not (question := text_of(found.get("question"))):
+    if not (question := text_of(last_message(found.get("question")))):
         raise missing(row, ["question"])
     golds = _golds(row, found, aliases or {})
     if not golds:
