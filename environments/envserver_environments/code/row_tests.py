@@ -39,6 +39,7 @@ NAMES = ("fn_name", "func_name", "function_name", "metadata.func_name", "metadat
 """Fields with the name of a function, in a row or beside its tests."""
 _HOLDERS = ("test_cases", "tests", "testcases", "functional", "assert_case", "input_output")
 _PAIRS = (("input", "output"), ("input", "expected_output"), ("stdin", "stdout"))
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _PACKED = re.compile(r"[A-Za-z0-9+/]{8,}={0,2}")
 _PLAIN_TEXT = {
     "PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "MEMOIZE", "BINPUT",
@@ -76,7 +77,7 @@ class RowTests:
         outputs = [wanted for _, wanted in self.pairs]
         wrapped = self.name and all(isinstance(one, list) and len(one) == 1 for one in outputs)
         for given, wanted in self.pairs:
-            yield _arguments(given), wanted[0] if wrapped else _result(wanted)
+            yield _call(given, wanted[0], True) if wrapped else _call(given, wanted, False)
 
 
 def read_tests(value: Any) -> RowTests:
@@ -160,6 +161,15 @@ def _value(text: str) -> Any:
             return ast.literal_eval(text)
         except (SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(text) from error
+
+
+def _call(given: Any, wanted: Any, is_value: bool) -> tuple[Any, Any]:
+    """Arguments and result. They may be values or texts of values: a text without quotes among the
+    arguments shows that they are values."""
+    texts = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+    if texts and all(_QUOTED.fullmatch(one) for one in texts):
+        return [_result(one) for one in given], _result(wanted)
+    return _arguments(given), wanted if texts or is_value else _result(wanted)
 
 
 def _arguments(given: Any) -> Any:
