@@ -48,7 +48,7 @@ class Places(msgspec.Struct):
 
 
 class RowCount(msgspec.Struct):
-    """What became of the rows of one data set.
+    """Counts of the rows of one data set.
 
     Args:
         dropped: rows that made no task, by cause.
@@ -98,7 +98,7 @@ class RowCounts:
             hint: hint of the error if no row is usable.
 
         Raises:
-            ConfigError: there is no task, or none among the first MAX_UNUSABLE_ROWS rows.
+            ConfigError: no row is usable, or none of the first MAX_UNUSABLE_ROWS.
         """
         return self.reported(name, self.tasks(name, read), hint=hint)
 

@@ -20,7 +20,7 @@ from envserver.row_counts import took
 Table = Mapping[str, tuple[str, ...]]
 FIELDS_NAMED = 20
 _APART = re.compile(r"""(['"])\s+(['"])""")
-"""What stands between the texts of an array as numpy writes it."""
+"""The gap between two texts in a printed numpy array."""
 
 
 def table_of(**names: str) -> Table:
@@ -95,7 +95,7 @@ def value_at(row: Any, path: str) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """What a text of JSON or of a Python list holds, as tables have them; else the value itself."""
+    """Parses text that holds a JSON or Python list or object; returns any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     listed = _APART.sub(r"\1,\2", value.strip())
@@ -106,8 +106,7 @@ def decoded(value: Any) -> Any:
 
 
 def last_message(value: Any, *roles: str) -> Any:
-    """What one of `roles` (default: the user) says last in a conversation; anything else
-    unchanged."""
+    """Returns the last message of the user (or of `roles`); any other value is unchanged."""
     messages = decoded(value)
     if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
         return value
@@ -156,6 +155,4 @@ def rows_within(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
 def _first(row: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any] | None:
     """The first name that has a value, and the value."""
     values = ((name, value_at(row, name)) for name in names)
-    return next(
-        (one for one in values if one[1] is not None and not isinstance(one[1], bool)), None
-    )
+    return next((one for one in values if not isinstance(one[1], bool | None)), None)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from envserver_environments.roles import text_of
+
 from envserver import ConfigError, Environment, InputError, Split
 from envserver.row_counts import took
 from envserver.rows.sources import Rows, Source, on_the_hub, streamed
@@ -53,11 +55,11 @@ class NumberedRow(NamedTuple):
     part: int = 0
 
     def task_id(self, name: str) -> str:
-        """The id in a row of the sample, else one made of the row's number."""
+        """The id in a row of the sample, if it has one, else one made of the row's number."""
         if self.part:
             return f"{name}-{self.number}.{self.part}"
-        own = (self.row or {}).get("id") if name == "sample" else None
-        return f"{name}-{self.number}" if own is None else str(own)
+        own = name == "sample" and text_of((self.row or {}).get("id"))
+        return own or f"{name}-{self.number}"
 
     def parts(self, split: Callable[[Row], list[Row]]) -> list[NumberedRow]:
         """The row, or those that `split` makes of it."""

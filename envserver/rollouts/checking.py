@@ -86,7 +86,7 @@ async def _nothing_played(tasks: list[Task]) -> Plays:
 
 
 class RowsToCheck(msgspec.Struct, frozen=True):
-    """What is looked at beyond the first tasks.
+    """What to check beyond the first tasks.
 
     Args:
         most: number of rows whose `row_results` are scored, from the first.

@@ -125,8 +125,8 @@ def _evaluation_set(
                 hint="Leave out --evaluation_set.",
             )
         changed["data_path"] = Path(held_out)
-    elsewhere = settings.model_copy(update={"env": settings.env.model_copy(update=changed)})
-    environment = make(dataclasses.replace(spec, settings=elsewhere))
+    held_out_settings = settings.model_copy(update={"env": settings.env.model_copy(update=changed)})
+    environment = make(dataclasses.replace(spec, settings=held_out_settings))
     if isinstance(environment, RowsEnvironment):
         environment.source = Source(held_out)  # type: ignore[misc]
     _, origins = watched_rows(environment)

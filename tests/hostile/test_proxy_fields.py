@@ -495,7 +495,7 @@ def assert_harmless(shown: str) -> None:
 
 
 def shown_on_a_terminal(folder: Path, *words: str) -> str:
-    """What the command shows where its output is a terminal of 200 columns."""
+    """Returns the output of the command in a terminal of 200 columns."""
     ours, theirs = pty.openpty()
     variables = environment_variables() | {"TERM": "xterm", "COLUMNS": "200"}
     process = subprocess.Popen(

@@ -35,13 +35,13 @@ def values(span: Span) -> dict[str, Any]:
 
 
 class Traces:
-    """What came to an OTLP/HTTP receiver: spans by trace."""
+    """Spans that an OTLP/HTTP receiver got, by trace."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
         self.url = ""
         self.status = 200
-        """What the receiver answers."""
+        """Answers a request to the receiver."""
 
     def spans(self) -> list[Span]:
         return [span for spans in self.by_trace().values() for span in spans]

@@ -94,7 +94,7 @@ class Compose:
             self.output("down", "--volumes", "--timeout", "5")
 
     def container(self, service: str) -> dict[str, Any]:
-        """What the engine knows about the container of a service."""
+        """Inspects the container of a service."""
         name = self.output("ps", "--all", "--quiet", service).strip()
         (told,) = orjson.loads(self._engine.output("inspect", name))
         return dict(told)

@@ -229,7 +229,7 @@ class _Unroller(ast.NodeTransformer):
 
 
 def turns(target: ast.expr, items: ast.expr) -> list[Values] | None:
-    """What a loop binds in each of its first MAX_TURNS turns; None if they are not literals."""
+    """Returns the variables of each of the first MAX_TURNS turns; None if they are not literals."""
     found = _items(items)
     return None if found is None else [bound(target, item) for item in found]
 

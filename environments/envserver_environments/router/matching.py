@@ -20,7 +20,7 @@ from .schemas import TOOLS
 
 NODE_SHARE = 0.6
 FORM_SHARE = 0.25
-"""What is left for a plan of the right form whose arguments have nothing to do with the query."""
+"""Share paid for a plan of the right form whose arguments do not match the query at all."""
 _WORD = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]{3,}")
 
 

@@ -69,10 +69,10 @@ _LETTER = re.compile(r"(?:option\s+)?\(?([a-z])\s*[).:]*", re.IGNORECASE)
 _INLINE = re.compile(r"(?:^|(?<=\s))(?:\([A-Za-z]\)|[A-Z][).:]|[a-z]\))\s+")
 _COLUMN = re.compile(r"(?:a|(?:option|choice|candidate)[ _]?)\d|(?:option[ _]?)?[A-H]")
 _STARTS = ("", "video", "v_", "vid")
-"""What files of videos begin with whose rows name only the rest (MSRVTT, ActivityNet, MSVD)."""
+"""Prefixes of video files that rows leave out (MSRVTT, ActivityNet, MSVD)."""
 _HEADING = re.compile(r"(?:options|choices|candidates)\s*:\s*\Z", re.IGNORECASE)
 _EMPTY = (None, "", "N/A")
-"""What stands in the columns of options that a row does not have."""
+"""Values of option columns that mean that there is no such option."""
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def _opened(folder: Path, name: str, most: int) -> Iterator[tuple[int, tuple[int
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """Returns the pictures in a folder, in the order of their names; none of what is no folder."""
+    """Returns the pictures in a folder, ordered by name; an empty list if it is not a folder."""
     files = folder.iterdir() if folder.is_dir() else ()
     return natural(one for one in files if one.suffix.lower() in PICTURES)
 
