@@ -11,10 +11,11 @@ The text is hostile: the time is linear in its length, and the size of what is p
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 
 from envserver_tools.visible import visible_text
 
@@ -32,7 +33,7 @@ _FENCES_AHEAD = 16
 """Fences among which these are sought."""
 _FENCE = re.compile(r"`{3,}+|~{3,}+")
 _OPENING = re.compile(r"(?m)^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\n`]*+)\n")
-_ALONE = re.compile(r"(?m)^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+$")
+_ALONE = re.compile(r"(?m)[ \t]*+(`{3,}+|~{3,}+)[ \t]*+$")
 
 
 def extract_code(text: str, entry_point: str) -> str | None:
@@ -69,47 +70,42 @@ def fenced_blocks(text: str) -> Iterator[str]:
 
 def _named_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yields each block with the first word after its opening fence."""
-    fences = list(_FENCE.finditer(text))
-    alone = {found.start(1) for found in _ALONE.finditer(text)}
     parser = _LimitedParser()
-    position = place = 0
+    position = 0
     while opening := _OPENING.search(text, position):
         indent, fence, start = opening[1], opening[2], opening.end()
-        while place < len(fences) and not _closes(fences[place], fence, start):
-            place += 1
-        if place == len(fences):
+        first = text.find(fence, start)
+        if first < 0:
             return
-        if parser.is_exhausted:
-            end, position = fences[place].span()
-        else:
-            ahead = [f for f in fences[place : place + _FENCES_AHEAD] if _closes(f, fence, start)]
-            end, position = _closing(text, start, ahead, alone, parser)
+        end, position = _closing(text, start, fence, first, parser)
         inside = text[start:end]
         name = next(iter(opening[3].lower().split()), "")
         yield name, re.sub(f"(?m)^[ \t]{{1,{len(indent)}}}", "", inside) if indent else inside
 
 
-def _closes(found: re.Match[str], fence: str, start: int) -> bool:
-    return found.start() >= start and found[0].startswith(fence)
-
-
 def _closing(
-    text: str,
-    start: int,
-    fences: Sequence[re.Match[str]],
-    alone: Set[int],
-    parser: _LimitedParser,
+    text: str, start: int, fence: str, first: int, parser: _LimitedParser
 ) -> tuple[int, int]:
-    """Returns where the closing one of `fences` begins and ends.
+    """Returns the span of the fence at `first`, or after it, that closes the program at `start`.
 
     A program may contain fences in its strings: the closing fence is the first one preceded by a
     valid program, on a line of its own if possible, else the first of all.
     """
-    on_a_line = [found for found in fences if found.start() in alone]
-    for found in dict.fromkeys([*on_a_line[:_CLOSINGS], *fences[:_CLOSINGS]]):
+    ahead = itertools.islice(_FENCE.finditer(text, first), _FENCES_AHEAD)
+    if parser.is_exhausted:
+        return next(ahead).span()
+    fences = [found for found in ahead if found[0].startswith(fence)]
+    alone = [found for found in fences if _is_alone(text, start, found)]
+    for found in dict.fromkeys([*alone[:_CLOSINGS], *fences[:_CLOSINGS]]):
         if parser.parse(text[start : found.start()], dedented=True) is not None:
             return found.span()
     return fences[0].span()
+
+
+def _is_alone(text: str, start: int, fence: re.Match[str]) -> bool:
+    line = text.rfind("\n", start - 1, fence.start()) + 1
+    alone = _ALONE.match(text, line)
+    return alone is not None and alone.start(1) == fence.start()
 
 
 class _LimitedParser:
