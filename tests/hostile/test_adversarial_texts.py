@@ -61,6 +61,7 @@ def test_no_text_keeps_a_scorer_busy_or_makes_it_fail(
             rows.write(json.dumps(row) + "\n")
             names.append(text_name)
 
+        write("first", {"task": scorer["tasks"][0], **next(answers_of(scorer, "first"))})
         for number, (text_name, text) in enumerate(adversarial_texts()):
             if text_name in SAMPLE or number % every == 0:
                 for answer in answers_of(scorer, text):
@@ -73,7 +74,8 @@ def test_no_text_keeps_a_scorer_busy_or_makes_it_fail(
     )
     scored = list(zip(names, found.rows, strict=True))
     assert {n: row["error"] for n, row in scored if row["error"]} == {}
-    seconds = [(row["metrics"]["cpu_seconds"], n) for n, row in scored]
+    # The first loads what the others use.
+    seconds = [(row["metrics"]["cpu_seconds"], n) for n, row in scored[1:]]
     most = cpu_limit(CPU_SECONDS)
     assert [one for one in sorted(seconds, reverse=True) if one[0] >= most] == []
     if name in TOO_LONG:

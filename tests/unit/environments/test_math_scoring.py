@@ -171,7 +171,7 @@ def test_the_answers_that_check_tries_for_each_row_cost_little() -> None:
         Task(f"{n}", {"question": "How many?"}, {"answer": golds[n % 20], "kind": "expression"})
         for n in range(500)
     ]
-    reward("7", "x")  # loads the library
+    reward("7", "(")  # loads the library
     before = cpu_seconds()
     tried = [(task, known) for task, known in Math().row_results(tasks)]
     rewards = [(Math().score(task, known.result).reward, known) for task, known in tried]
@@ -181,7 +181,7 @@ def test_the_answers_that_check_tries_for_each_row_cost_little() -> None:
 
 
 def assert_wrong_within_a_cpu_second(answer: str) -> None:
-    reward("7", "x")  # loads the library
+    reward("7", "(")  # loads the library
     before = cpu_seconds()
     assert reward("7", answer) == 0.0
     assert cpu_seconds() - before < cpu_limit(1)
