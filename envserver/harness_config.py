@@ -1,4 +1,4 @@
-"""`--agent.*`: the program that plays the agents of a run."""
+"""`--agent.*`: the external agent of a run."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Sandbox(Protocol):
 
 
 class RunningProgram(Protocol):
-    """A program in a sandbox that is talked to over its standard input and output."""
+    """An interactive program in a sandbox: talk to it over its standard input and output."""
 
     result: ExecResult | None
     """How it ended; None until `receive` has returned b""."""
@@ -100,7 +100,7 @@ class RunningProgram(Protocol):
 
 
 class Programs(Protocol):
-    """Starts programs that are talked to: a `Rollout`, which documents it."""
+    """Starts interactive programs: a `Rollout`, which documents it."""
 
     def open_program(
         self,

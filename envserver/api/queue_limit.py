@@ -68,7 +68,6 @@ class QueueLimit:
     def _full(self, waiting: str, setting: str, most: float) -> QueueFull:
         return QueueFull(
             f"{waiting} wait for a run, and --server.{setting} is {most:g}: nothing was stored.",
-            hint="Post again later, when trainers have taken some; a run that leases nothing can be"
-            " closed.",
+            hint="Retry once trainers have leased some groups, or close runs that lease nothing.",
             retry_after_seconds=_RETRY_SECONDS,
         )

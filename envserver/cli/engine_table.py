@@ -19,7 +19,7 @@ _MODES = {
     "tokens": "token ids in, token ids out",
     "completions": "token ids in and out by /v1/completions, messages by chat",
     "chat": "messages in, token ids out: each call has a separate prompt",
-    "opaque": "messages in and out, no token ids: text only, not fit for RL",
+    "opaque": "messages in and out, no token ids: text only, cannot be used for RL",
 }
 _LOGPROBS = {
     "raw": "raw: from the model, before temperature",

@@ -35,7 +35,7 @@ from .samples import Samples
 from .signals import SignalStop
 from .specs.process import COMMAND
 
-_DONE = {"train": "trained", "mask": "affected calls masked", "drop": "not fit for RL"}
+_DONE = {"train": "trained", "mask": "affected calls masked", "drop": "not usable for RL"}
 _SECRET = re.compile("token|key|secret|password")
 LONGEST_WORDS = 200
 """Maximum length of a failure message on the terminal; the failures file has the full text."""

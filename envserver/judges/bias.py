@@ -1,4 +1,4 @@
-"""How far a judge can be trusted: what it says of answers whose better one is known.
+"""Measures a judge's accuracy on pairs of answers with a known winner.
 
 In: cases, each with a better and a worse answer. Out: how often it is right, and whether the place
 or the length of an answer decides. Measure a new judge, prompt or policy before training on its

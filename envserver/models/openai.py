@@ -170,7 +170,7 @@ class OpenAIEngine:
                     if "text/event-stream" not in response.headers.get("content-type", "").lower():
                         self._decoder.decode(await whole(response))
                         raise EngineGarbage(
-                            "The engine answered a stream's request without a stream."
+                            "The engine returned a non-streaming response to a streaming request."
                         )
                     chunks = self._chunks(request.replica, response, deadline, form)
                     first = await anext(chunks, None)
@@ -288,7 +288,7 @@ class OpenAIEngine:
                     await self._connections.check(replica, response)
                     yield response
             finally:
-                # A version that was told meanwhile counts as a change, also if it is the first one.
+                # A version published during the call counts as a change, even the first.
                 if versions is not None and replica.version is not None:
                     versions.last = replica.version
 

@@ -1,4 +1,4 @@
-"""An engine without a model: the answers come from whoever plays the model of a rollout.
+"""An engine without a model: an external client answers the calls of a rollout.
 
 In: requests to the model. Out: the player's messages as they are, without token ids. What always
 holds: only the player of its own rollout is asked for an answer; the time that a player takes is
@@ -161,7 +161,7 @@ def _messages(path: str, body: dict[str, Any]) -> list[Message]:
 
 def _refused(path: str) -> EngineRefused:
     return EngineRefused(
-        f"Whoever plays the model answers chats and text prompts, not {path}.", status=404
+        f"The client that acts as the model answers chats and text prompts, not {path}.", status=404
     )
 
 

@@ -96,7 +96,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         isolation: of its worker; code of the model can reach it if that is "sandboxed".
         keep_services: whether to record the requests to services and their answers.
         endpoint: name of the engine where no agents are declared; "" for the run's engine.
-        harness: the program that plays the agent; None: the environment's `rollout`.
+        harness: the external agent; None: the environment's `rollout`.
     """
 
     rollout_id: str

@@ -83,7 +83,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
         ceiling: judges how many tokens flags keep from training.
         demonstrator: None if solutions are not needed.
         tracer: records what each rollout does.
-        harness: the program that plays the agents; None: the environment's `rollout`.
+        harness: the external agent; None: the environment's `rollout`.
         running: the rollouts of groups that are in progress.
     """
 

@@ -325,7 +325,7 @@ def _worker_sandbox(
 def _check_exact(exact: bool, needed: bool) -> None:
     if needed and not exact:
         raise ConfigError(
-            "This engine gives no token ids, so its rollouts are not fit for RL.",
+            "This engine does not return token ids, so its rollouts cannot be used for RL.",
             hint="Use `process` for text data, or an engine such as vLLM; "
             "`envserver models probe` says what is missing.",
         )

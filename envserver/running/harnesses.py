@@ -1,4 +1,4 @@
-"""Chooses the program that plays the agents of a run (`--agent.*`)."""
+"""Chooses the external agent of a run (`--agent.*`)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
 
 
 def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> ChosenHarness | None:
-    """Returns the program that plays the agents; None: the environment's own.
+    """Returns the external agent; None: the environment's own.
 
     Args:
         service: the sandboxes of the run.

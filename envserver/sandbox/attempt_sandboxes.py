@@ -406,7 +406,7 @@ def _not_lost(result: ExecResult) -> ExecResult:
 
 
 def _none_free() -> SandboxUnavailable:
-    return SandboxUnavailable("No sandbox could be had in the time of the rollout.")
+    return SandboxUnavailable("Timed out waiting for a sandbox.")
 
 
 async def _last_total(sandbox: Sandbox) -> SandboxUsage:

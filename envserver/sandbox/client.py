@@ -253,7 +253,7 @@ class ConnectedSandbox:
     ) -> AsyncIterator[StartedProgram]:
         """See `maker.TalkingSandbox`. The backend docker cannot do this."""
         if self.isolation == "docker":
-            raise SandboxUnavailable("The backend docker has no programs that are talked to.")
+            raise SandboxUnavailable("The docker backend does not support interactive programs.")
         request = {"argv": list(argv), "env": dict(env), "wall_seconds": wall_seconds}
         async with self._turn:
             await self._asked(_FILE_SECONDS, "start", request)
@@ -386,7 +386,7 @@ class ConnectedSandbox:
                 await asyncio.shield(exchange)
         except (TimeoutError, OSError, ValueError):
             exchange.cancel()
-            self._lost("it did not obey")
+            self._lost("it ignored a cancel request")
         except asyncio.CancelledError:  # again: nobody waits for the answer, the next would get it
             exchange.cancel()
             self._lost("it was given up")

@@ -1,4 +1,4 @@
-"""Sandboxes of somebody else, such as a cloud's: a class in the place of a backend.
+"""User-supplied sandbox backends, such as a cloud provider's.
 
 In: `package.module:Class` or `path/to/file.py:Class`, with the methods of
 `sandbox_interface.Sandboxes`. Out: sandboxes as the server uses them. What holds: whatever such a
@@ -101,7 +101,7 @@ def _typed(
 
 
 class ForeignSandbox:
-    """A sandbox of such a class; see `maker.TalkingSandbox`. Its programs cannot be talked to."""
+    """A sandbox of such a class; see `maker.TalkingSandbox`. It has no interactive programs."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.id = sandbox.id
@@ -120,7 +120,7 @@ class ForeignSandbox:
         self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
     ) -> AsyncIterator[StartedProgram]:
         """Refuses."""
-        self._cannot("have programs that are talked to")
+        self._cannot("run interactive programs")
         yield
 
     async def lead_out(self, serve: Any) -> NoReturn:

@@ -166,7 +166,7 @@ class _Server:
         return self._run(self._execution(program, wanted["stdin"]))
 
     def _start(self, wanted: dict[str, Any]) -> None:
-        """Prepares a program that is talked to; it may run for `wall_seconds`, unlike others."""
+        """Prepares an interactive program; it may run for `wall_seconds`, unlike others."""
         program = Program(
             argv=wanted["argv"],
             code=None,
@@ -218,7 +218,7 @@ class _Server:
     def _place(self, path: str) -> str:
         """Returns `path` as the server sees it; relative ones and those below /work: workspace."""
         if "\0" in path:
-            raise Refused("a path holds a NUL character")
+            raise Refused("a path contains a NUL character")
         if path == "/work" or path.startswith("/work/"):
             return self._backend.work + path.removeprefix("/work")
         return os.path.join(self._backend.work, path)

@@ -31,12 +31,12 @@ class StartedProgram:
 
 
 class TalkingSandbox(Sandbox, Protocol):
-    """A sandbox whose programs can also be talked to, and can be led out to a proxy."""
+    """A sandbox that supports interactive programs and proxied network access."""
 
     def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
     ) -> AbstractAsyncContextManager[StartedProgram]:
-        """Starts a program that is talked to; kills it at the end of the block. Other requests wait
+        """Starts an interactive program; kills it at the end of the block. Other requests wait
         until then.
 
         Raises:

@@ -68,6 +68,6 @@ def nothing_works(failed: Sequence[ProbeReport]) -> ConfigError:
     if all(report.backend != "docker" for report in failed):
         steps.append("Or use containers: --sandbox.backend docker.")
     return ConfigError(
-        f"Programs of a model cannot be held back on this machine. {reasons}.",
+        f"This machine cannot sandbox model-written programs. {reasons}.",
         hint=" ".join(steps) + " `envserver doctor` shows every check.",
     )

@@ -63,7 +63,7 @@ class TalkingProgram:
             raise
 
     async def started(self) -> None:
-        """Waits until the program can be talked to; raises as `TalkingSandbox.start`."""
+        """Waits until the program is ready; raises as `TalkingSandbox.start`."""
         await asyncio.shield(self._streams)
 
     async def send(self, data: bytes) -> None:

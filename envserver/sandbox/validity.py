@@ -24,7 +24,7 @@ def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
 def plain(text: str) -> str:
     """Returns `text` if the kernel accepts it as an argument or a path (no NUL)."""
     if "\0" in text:
-        raise InputError("A word, a path or a variable holds a NUL character.")
+        raise InputError("Arguments, paths and variables must not contain NUL.")
     return text
 
 

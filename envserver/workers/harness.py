@@ -1,4 +1,4 @@
-"""Runs the program that plays the agent of an attempt (`--agent`), in a sandboxed worker.
+"""Runs the external agent of an attempt (`--agent`) in a sandboxed worker.
 
 In: what the environment says it gets (`HarnessTask`). Out: the rollout's output, read from the
 workspace. How the program ended is judged by the proxy's record, never by its exit code: programs

@@ -294,7 +294,7 @@ def test_an_engine_that_gives_only_text_gives_conversations(tmp_path: Path) -> N
         url = engine.wait_for(r"http://\S+/v1").group()
         text = f"--env math --openai.base_url {url} --openai.server_type openai"
         ran = typed(f"process {text} --env.group_size 2 --env.total_steps 2 {OUT}", tmp_path)
-        assert "not fit for RL" in typed(f"serve {text}", tmp_path, status=2).stderr
+        assert "cannot be used for RL" in typed(f"serve {text}", tmp_path, status=2).stderr
     assert "missing_token_ids" in ran.stderr
     for group in read_jsonl(tmp_path / "out.jsonl"):
         assert group["tokens"] == group["masks"] == group["inference_logprobs"] == [[], []]

@@ -1,4 +1,4 @@
-"""Tells runners on other machines which engines there are."""
+"""Publishes the engine list to remote runners."""
 
 from __future__ import annotations
 

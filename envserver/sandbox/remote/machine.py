@@ -65,7 +65,7 @@ class SandboxMachine:
         maker: makes the sandboxes; open for as long as this object.
         backend: its name, for clients.
         sandboxes: maximum open sandboxes.
-        room: maximum programs that run at a time; programs that are talked to do not count.
+        room: maximum programs that run at a time; interactive programs do not count.
         most: maximum limits of a sandbox, by name; a spec above is refused.
     """
 

@@ -222,7 +222,7 @@ class MachineSandbox:
         except SandboxLost:
             return
         except (TimeoutError, asyncio.CancelledError):  # nobody waits for the program's end
-            self._lose("it did not obey")
+            self._lose("it ignored a cancel request")
 
     def _value(self, told: str, raw: msgspec.Raw, kind: type[T]) -> T:
         try:
