@@ -62,17 +62,17 @@ def test_files_that_the_map_names_exist(page: str) -> None:
 # The README
 
 
-def block(language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert found, f"the README has no {language} block"
+def block(page: str, language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert found, f"{page} has no {language} block"
     return found.group(1)
 
 
-def test_the_first_environment_has_forty_lines_and_runs(tmp_path: Path) -> None:
-    code = block("python")
-    assert len(code.splitlines()) <= 40
+def test_the_first_environment_has_thirty_lines_and_runs(tmp_path: Path) -> None:
+    code = block("README.md", "python")
+    assert len(code.splitlines()) <= 30
     (tmp_path / "addition.py").write_text(code)
-    flags = "--env.digits 5 --env.total_steps 2 --model sim"
+    flags = "--env.total_steps 2 --model sim"
     typed(f"process --env addition.py {flags}", tmp_path)
     lines = (tmp_path / "data" / "addition.jsonl").read_text().splitlines()
     groups = [json.loads(line) for line in lines]
@@ -81,7 +81,7 @@ def test_the_first_environment_has_forty_lines_and_runs(tmp_path: Path) -> None:
 
 def test_the_settings_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(block("yaml"))
+    path.write_text(block("docs/guide.md", "yaml"))
     settings = load_settings(["--config", str(path)], environ={}, folder=tmp_path)
     assert settings.environment == "math"
     assert settings.env.group_size == 8
