@@ -48,7 +48,7 @@ from ..workers.sandboxed import WorkerSandbox
 from .agent_engines import OwnEndpoint, own_endpoints
 from .engines import look_at, make_endpoint, make_engine, started
 from .harnesses import ChosenHarness, chosen_harness, isolation_of
-from .judging import folder_of, judge_of, judge_settings, scorer_processes
+from .judging import folder_of, judge_of, scorer_processes
 from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
 from .tracing import tracer_of
@@ -110,9 +110,7 @@ async def shared_engine(
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await endpoint.ready()).exact, need_exact)
         judge = await stack.enter_async_context(
-            judge_of(
-                judge_settings(settings.judge, settings.env), folder or folder_of(settings.store)
-            )
+            judge_of(settings.judge, folder or folder_of(settings.store))
         )
         model = await engine.model_name()
         yield SharedEngine(engine, endpoint, model, demonstrator, tracer, judge, fleet)
