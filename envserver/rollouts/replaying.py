@@ -155,15 +155,12 @@ class Player:
         return None
 
     async def model_name(self) -> str:
-        """See Engine."""
         return self._model
 
     async def health(self) -> list[ReplicaHealth]:
-        """See Engine."""
         return self.replicas()
 
     def replicas(self) -> list[ReplicaHealth]:
-        """See Engine."""
         return [ReplicaHealth("the record", healthy=True)]
 
     async def get(self, path: str) -> Json:

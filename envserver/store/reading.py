@@ -38,7 +38,6 @@ class StoreReader(GroupLookups):
         self._engine = engine
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
-        """Returns the bodies of these groups, in order; see `ReadGroups`."""
         return await asyncio.to_thread(decode_all, group_ids, await self.stored_bodies(group_ids))
 
     async def arrived_after(self, seq: int, limit: int) -> list[GroupRow]:

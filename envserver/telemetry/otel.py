@@ -76,7 +76,6 @@ class OtelTracer:
 
     @contextmanager
     def trace(self, name: str, attributes: Attributes) -> Iterator[Span]:
-        """See Tracer."""
         with _open(self._tracer, name, attributes, None, SpanKind.INTERNAL) as span:
             yield _OtelSpan(self._tracer, span, self._texts)
 
@@ -99,17 +98,14 @@ class _OtelSpan:
 
     @contextmanager
     def child(self, name: str, attributes: Attributes, *, client: bool = False) -> Iterator[Span]:
-        """See Span."""
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
         with _open(self._tracer, name, attributes, self._span, kind) as span:
             yield _OtelSpan(self._tracer, span, self.texts)
 
     def note(self, attributes: Attributes) -> None:
-        """See Span."""
         self._span.set_attributes(dict(attributes))
 
     def past(self, name: str, attributes: Attributes, started_at: float, ended_at: float) -> None:
-        """See Span."""
         span = self._tracer.start_span(
             name,
             context=set_span_in_context(self._span),

@@ -142,7 +142,6 @@ class LocalPool:
                 await self._group.__aexit__(None, None, None)
 
     async def run(self, assignment: Assignment) -> Spent | None:
-        """See `pool.WorkerPool.run`."""
         rollout_id = assignment.rollout_id
         alone = assignment.isolation != "pooled" or rollout_id in self._suspects
         place = self._own_worker if alone else self._pooled_worker
@@ -157,7 +156,6 @@ class LocalPool:
         return await _spent(worker) if alone else None
 
     def workers(self) -> dict[str, int]:
-        """See `pool.WorkerPool.workers`."""
         return {
             rollout_id: handle.pid
             for handle in self._supervisor.handles.values()

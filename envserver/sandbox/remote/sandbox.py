@@ -119,7 +119,6 @@ class MachineSandbox:
         return await self._ask("total", None, SandboxUsage)
 
     async def lead_out(self, serve: OnConnection) -> Arrivals | None:
-        """See `maker.TalkingSandbox`."""
         if not await self._ask("lead_out", None, bool):
             return None
         return Arrivals(self._ask, serve)
@@ -128,7 +127,6 @@ class MachineSandbox:
     async def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
     ) -> AsyncIterator[StartedProgram]:
-        """See `maker.TalkingSandbox`."""
         body = StartProgram(argv=list(argv), env=dict(env), wall_seconds=wall_seconds)
         await self._ask("start", body, type(None))
         stdio, ours = socket_pair()
