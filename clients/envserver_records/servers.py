@@ -47,9 +47,7 @@ class ServersClient(httpx.Client):
 
     def send(self, request: httpx.Request, *, stream: bool = False, **how: Any) -> httpx.Response:
         """Sends `request` as `httpx.Client.send` does.
-
-        Raises:
-            NoServerAnswered: there are several servers, and none can answer now.
+        Raises NoServerAnswered: there are several servers, and none can answer now.
         """
         attempts = self._servers.round(request, self.base_url)
         if attempts is None:
@@ -91,9 +89,7 @@ class AsyncServersClient(httpx.AsyncClient):
         self, request: httpx.Request, *, stream: bool = False, **how: Any
     ) -> httpx.Response:
         """Sends `request` as `httpx.AsyncClient.send` does.
-
-        Raises:
-            NoServerAnswered: there are several servers, and none can answer now.
+        Raises NoServerAnswered: there are several servers, and none can answer now.
         """
         attempts = self._servers.round(request, self.base_url)
         if attempts is None:

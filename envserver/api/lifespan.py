@@ -29,9 +29,7 @@ class Lifespan:
 
     async def start(self) -> None:
         """Waits until the application has started.
-
-        Raises:
-            Exception: whatever the application raised instead.
+        Raises Exception: whatever the application raised instead.
         """
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}}
         self._task = asyncio.ensure_future(self._live(scope))

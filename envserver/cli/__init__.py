@@ -26,7 +26,8 @@ class Command:
     """A command: its module and a one-line summary.
 
     Args:
-        module: the module that has `function` (`run(argv) -> exit status`); the module of the same
+        module: the module that has `function` (`run(argv) -> exit status`; an EnvserverError is
+            explained in one line, with status 2 if the caller is at fault); the module of the same
             name in `specs` has `spec`, the CommandSpec; "" for a group of commands.
         has_environment: it takes `--env`.
         has_debugger: `--debug` starts a debugger instead of only showing tracebacks.

@@ -12,12 +12,7 @@ from .specs.agents_command import INSTALL, LIST
 
 
 def run_install(argv: list[str]) -> int:
-    """Installs programs; prints the folder of each.
-
-    Raises:
-        NotFoundError: there is no such program.
-        ConfigError: Node.js or npm is missing or too old, or the installation failed.
-    """
+    """Installs programs; prints the folder of each."""
     settings = INSTALL.read(argv)
     chosen = [harness_of(name) for name in settings.names]
     if settings.version and len(chosen) > 1:

@@ -22,11 +22,6 @@ from .specs.check_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong, there is no such environment, or it has no tasks.
-    """
     line = read_run_spec(COMMAND, argv)
     configure_logs(line.settings.log_level, line.settings.log_format)
     with _bar(Console(stderr=True)) as bar:

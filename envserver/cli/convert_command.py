@@ -11,12 +11,6 @@ from .specs.convert_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting or a source is wrong.
-        StoreError: a file cannot be written.
-    """
     from envserver_factory.trajectories.convert import convert
     from envserver_factory.trajectories.documents import files_of
 

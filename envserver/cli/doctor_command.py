@@ -40,11 +40,6 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong.
-    """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
     facts = machine_facts()

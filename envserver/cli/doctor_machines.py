@@ -23,9 +23,7 @@ class MachineFact(msgspec.Struct, frozen=True):
 
 async def look_at_machines(config: SandboxConfig) -> list[MachineFact]:
     """Returns what the machines in the settings tell; none if there are none in them.
-
-    Raises:
-        ConfigError: a file for their token or certificates cannot be read.
+    Raises ConfigError: a file for their token or certificates cannot be read.
     """
     if not config.remote:
         return []

@@ -13,11 +13,7 @@ from .specs.env_command import INSTALL, LIST, PUSH, REMOVE
 
 
 def run_install(argv: list[str]) -> int:
-    """Installs a package; prints the names of its environments, one per line.
-
-    Raises:
-        UsageError: see `running.installing.install`; nothing was installed.
-    """
+    """Installs a package; prints the names of its environments, one per line."""
     settings = INSTALL.read(argv)
     one = install(
         settings.source,
@@ -46,23 +42,14 @@ def run_list(argv: list[str]) -> int:
 
 
 def run_remove(argv: list[str]) -> int:
-    """Removes a package.
-
-    Raises:
-        NotFoundError: it is not installed.
-    """
+    """Removes a package."""
     one = remove(REMOVE.read(argv).name)
     print(f"Removed {one.package} {one.version}.", file=sys.stderr)
     return 0
 
 
 def run_push(argv: list[str]) -> int:
-    """Uploads a project; prints the address of each file. Without a token nothing is uploaded.
-
-    Raises:
-        UsageError: the project cannot be shared as it is.
-        StoreError: the hub refused.
-    """
+    """Uploads a project; prints the address of each file. Without a token nothing is uploaded."""
     from envserver_factory.publishing.upload import upload
 
     settings = PUSH.read(argv)

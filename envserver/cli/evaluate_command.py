@@ -33,12 +33,7 @@ _SHOWN_OF_SEVERAL = ("Outcomes", "Tokens, time and cost")
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 0 if anything was evaluated, 130 if it was stopped early.
-
-    Raises:
-        EnvserverError: it cannot be run, nothing could be evaluated, or too many failures ended it
-            (the report then covers what was done before).
-    """
+    """Runs the command; returns 0 if anything was evaluated, 130 if it was stopped early."""
     members = read_members(COMMAND, argv, defaults=EVALUATION_DEFAULTS)
     settings = members[0].settings
     configure_logs(settings.log_level, settings.log_format)

@@ -27,12 +27,7 @@ from .specs.evaluate_compare import COMMAND, CompareSettings
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 0 whatever the result.
-
-    Raises:
-        UsageError: a run is missing, or the runs have no environment in common.
-        InputError: the files of a run cannot be read.
-    """
+    """Runs the command; returns 0 whatever the result."""
     settings = COMMAND.read(argv)
     found = _compared(settings)
     if settings.out is not None:

@@ -19,12 +19,6 @@ from .specs.export_command import COMMAND, ExportSettings
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong, a source does not exist, or a line of it is not a group.
-        StoreError: the output cannot be written.
-    """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True, highlight=False, soft_wrap=True)

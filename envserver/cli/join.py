@@ -18,11 +18,6 @@ from .specs.join import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        EnvserverError: it cannot be run.
-    """
     line = read_run_spec(COMMAND, argv)
     if not line.settings.url:
         raise ConfigError("Which server?", hint="envserver join http://host:8000 --env NAME")
@@ -32,9 +27,7 @@ def run(argv: list[str]) -> int:
 
 async def join(line: RunSpec[JoinSettings], console: Console) -> int:
     """Makes groups for the server until it ends; returns 1 if open groups were cancelled, else 0.
-
-    Raises:
-        EnvserverError: see `joined` and `Runner.run`.
+    Raises EnvserverError: see `joined` and `Runner.run`.
     """
     settings = line.settings
     if settings.dealt:

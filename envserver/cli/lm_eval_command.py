@@ -20,12 +20,6 @@ from .specs.lm_eval_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong, the harness is not installed, or failed.
-        EngineError: the engine does not answer.
-    """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True)

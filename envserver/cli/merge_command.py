@@ -25,13 +25,7 @@ from .specs.merge_command import ARITHMETIC, COMMAND, MergeSettings
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; prints the folder of each model, and the vector's file.
-
-    Raises:
-        UsageError: a setting or a model is wrong; nothing was written.
-        StoreError: the output cannot be written.
-        KeyboardInterrupt: it was stopped; nothing was written.
-    """
+    """Runs the command; prints the folder of each model, and the vector's file."""
     settings = COMMAND.read(argv)
     console = Console(stderr=True)
     with _ended_by_sigterm():

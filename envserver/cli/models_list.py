@@ -13,11 +13,7 @@ from .specs.models_list import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 1 if no model has a name.
-
-    Raises:
-        ConfigError: a setting or the file is wrong.
-    """
+    """Runs the command; returns 1 if no model has a name."""
     settings = COMMAND.read(argv)
     entries = list(read_catalogue(settings.models_file).values())
     if settings.as_json:

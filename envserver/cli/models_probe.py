@@ -24,9 +24,6 @@ def run(argv: list[str]) -> int:
 
     Args:
         argv: the arguments after `models probe`.
-
-    Raises:
-        ConfigError: a setting is wrong, or an engine does not support `openai.mode`.
     """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)

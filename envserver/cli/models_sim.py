@@ -21,9 +21,6 @@ def run(argv: list[str]) -> int:
 
     Args:
         argv: the arguments after `models sim`.
-
-    Raises:
-        ConfigError: a setting is wrong, or the port is not available.
     """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)

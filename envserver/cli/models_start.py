@@ -20,10 +20,6 @@ def run(argv: list[str]) -> int:
 
     Args:
         argv: the arguments after `models start`.
-
-    Raises:
-        ConfigError, NotFoundError: a setting is wrong, or there is no such model.
-        EngineUnavailable: the engine did not come up, or died too often.
     """
     settings = COMMAND.read(argv, defaults={"engine": {"port": PORT}})
     if not settings.name:

@@ -42,11 +42,6 @@ LONGEST_WORDS = 200
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        EnvserverError: it cannot be run, or every group failed.
-    """
     members = read_mix(COMMAND, argv)
     if members is None:
         line = read_run_spec(COMMAND, argv)

@@ -23,11 +23,6 @@ _SHOWN = 70
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: there is no such rollout or environment, or it cannot be replayed.
-    """
     record = _named_record(COMMAND.flags(argv))
     environment = COMMAND.named_environment(argv) or str(record.facts["env"])
     line = read_run_spec(COMMAND, argv, defaults=recorded_settings(record), environment=environment)

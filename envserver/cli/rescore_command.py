@@ -20,12 +20,6 @@ from .specs.rescore_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: there is no such file, environment or rubric, or the output exists.
-        StoreError: the output cannot be written.
-    """
     line = read_run_spec(COMMAND, argv)
     settings = line.settings
     if not settings.source:

@@ -15,12 +15,6 @@ from .specs.run_api import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        ConfigError: a setting is wrong, or the port is not available.
-        StoreError: the store cannot be opened.
-    """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
     return run_loop(run_api(settings))

@@ -15,11 +15,6 @@ from .specs.sandboxes_serve import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        ConfigError: a setting is wrong, no backend works, or the port is not available.
-    """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
     return run_loop(serve_sandboxes(settings))

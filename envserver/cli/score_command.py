@@ -15,13 +15,7 @@ from .specs.score_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 1 if rows have an error.
-
-    Raises:
-        NotFoundError: there is no such file or environment.
-        StoreError: the output cannot be written.
-        KeyboardInterrupt: it was stopped.
-    """
+    """Runs the command; returns 1 if rows have an error."""
     line = read_run_spec(COMMAND, argv)
     settings = line.settings
     configure_logs(settings.log_level, settings.log_format)

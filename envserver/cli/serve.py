@@ -24,11 +24,6 @@ from .specs.serve import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        EnvserverError: it cannot be run.
-    """
     members = read_mix(COMMAND, argv)
     if members is None:
         line = read_run_spec(COMMAND, argv)

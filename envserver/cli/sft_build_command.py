@@ -12,12 +12,6 @@ from .specs.sft_build_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting or a source is wrong, or there are no rows.
-        StoreError: the folder cannot be written.
-    """
     from envserver_factory.sft_building.per_tool import Choice, build
     from envserver_factory.sft_building.templates import Shown, read_templates
     from envserver_factory.trajectories.documents import files_of
@@ -60,9 +54,7 @@ def run(argv: list[str]) -> int:
 
 def check_upload(target: str | None) -> None:
     """Checks the upload target before any work is done.
-
-    Raises:
-        ConfigError: it is not a valid target, or a library for it is not installed.
+    Raises ConfigError: it is not a valid target, or a library for it is not installed.
     """
     if target is not None:
         from envserver_factory.publishing.upload import check_target

@@ -20,11 +20,7 @@ from .specs.sft_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; the exit status is 130 if it was stopped early.
-
-    Raises:
-        EnvserverError: it cannot be run, or every group failed.
-    """
+    """Runs the command; the exit status is 130 if it was stopped early."""
     line = read_run_spec(COMMAND, argv)
     configure_logs(line.settings.log_level, line.settings.log_format)
     console = Console(stderr=True, highlight=False, soft_wrap=True)

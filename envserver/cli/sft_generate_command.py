@@ -50,11 +50,7 @@ _RIGHT = 0.999
 
 
 def run_router(argv: list[str]) -> int:
-    """Runs `sft router generate`; returns 1 if it made no rows, 130 if it was stopped early.
-
-    Raises:
-        EnvserverError: it cannot be run, or every group failed.
-    """
+    """Runs `sft router generate`; returns 1 if it made no rows, 130 if it was stopped early."""
     settings = _read(ROUTER, argv, _PLANS)
     if settings.balance != "none" and settings.rows is None:
         raise UsageError("--balance needs --rows N, the number of rows that are chosen.")

@@ -41,12 +41,7 @@ _PICTURE = "sweep.svg"
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 0 if all alphas were evaluated, 130 if it was stopped early.
-
-    Raises:
-        ConfigError: a setting is wrong, or the folder is of another sweep.
-        EnvserverError: a merge or an evaluation failed; what was done before is kept.
-    """
+    """Runs the command; returns 0 if all alphas were evaluated, 130 if it was stopped early."""
     settings = read_members(COMMAND, argv, defaults=EVALUATION_DEFAULTS)[0].settings
     configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True)

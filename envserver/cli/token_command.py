@@ -19,11 +19,7 @@ from .specs.token_command import (
 
 
 def run_create(argv: list[str]) -> int:
-    """Makes a token; prints it alone on stdout.
-
-    Raises:
-        UsageError: a setting is wrong.
-    """
+    """Makes a token; prints it alone on stdout."""
     wanted = CREATE.read(argv)
     if wanted is None:
         return 0
@@ -51,11 +47,7 @@ def run_list(argv: list[str]) -> int:
 
 
 def run_revoke(argv: list[str]) -> int:
-    """Revokes a token.
-
-    Raises:
-        UsageError: there is no such token.
-    """
+    """Revokes a token."""
     settings = REVOKE.read(argv)
     gone = revoke_token(settings.tokens, settings.token)
     print(f"Revoked {gone.name} ({gone.role}).", file=sys.stderr)

@@ -12,11 +12,6 @@ from .specs.validate_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong, or a source matches no file.
-    """
     from envserver_factory.trajectories.documents import files_of
     from envserver_factory.trajectories.validation import validate
 

@@ -30,12 +30,6 @@ _VERDICTS = {
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong, or there is no such file or server.
-        EngineError: the engine does not answer.
-    """
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
     with _bar(Console(stderr=True)) as on_progress:

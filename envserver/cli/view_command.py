@@ -18,12 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(argv: list[str]) -> int:
-    """Serves the page until Ctrl-C or SIGTERM.
-
-    Raises:
-        UsageError: there is no such thing, or it cannot be shown.
-        StoreError: a store cannot be read, or the index cannot be written.
-    """
+    """Serves the page until Ctrl-C or SIGTERM."""
     settings = COMMAND.read(argv)
     if not settings.source:
         raise UsageError("`envserver view` needs something to show.", hint="Give a file.")

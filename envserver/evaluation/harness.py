@@ -168,9 +168,7 @@ def _lines(path: Path) -> Iterator[Json]:
 
 def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -> Report:
     """Returns the report of one task, from the samples in its folder.
-
-    Raises:
-        InputError: the samples cannot be read.
+    Raises InputError: the samples cannot be read.
     """
     path = folder / SAMPLES_FILE
     if not path.exists():

@@ -120,9 +120,7 @@ class SftSink:
 
     async def put(self, group: Group) -> None:
         """Appends as many rows of `group` as are still wanted, and syncs them to disk.
-
-        Raises:
-            StoreError: they cannot be written; the file is unchanged.
+        Raises StoreError: they cannot be written; the file is unchanged.
         """
         rows = await asyncio.to_thread(rows_of, group, self._choice, self._decode)
         async with self._lock:

@@ -93,9 +93,6 @@ def read_list(path: Path) -> Listed:
     """Reads a list of engines: a line is an address, or a JSON object with `url` and `version`.
 
     Empty lines and those that begin with # are skipped.
-
-    Raises:
-        InputError: the file cannot be read, or a line is not of this form.
     """
     try:
         with path.open("rb") as file:

@@ -87,9 +87,7 @@ class Fleet:
 
     def named(self, name: str) -> Replica:
         """Returns the replica of this id, or at this address.
-
-        Raises:
-            NotFoundError: there is none.
+        Raises NotFoundError: there is none.
         """
         engine_id = replica_id(name.rstrip("/").removesuffix("/v1").rstrip("/"))
         for replica in self._routes.all:
@@ -220,11 +218,7 @@ class Fleet:
         self._told()
 
     def remove(self, replica: Replica) -> None:
-        """Removes a registered engine.
-
-        Raises:
-            ConflictError: the settings name it.
-        """
+        """Removes a registered engine. Raises ConflictError: the settings name it."""
         if replica.origin == "setting":
             raise ConflictError(
                 "openai.base_url names this engine, so it stays.",

@@ -1,8 +1,7 @@
 """Wraps an engine to measure its answers' times and failures.
 
 What always holds: bodies and answers pass unchanged; a call that its caller cancelled counts
-neither
-as a failure nor as a time.
+neither as a failure nor as a time.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ Health: every few seconds, at once after a failed call, and with growing pauses 
 unhealthy. Load, from its metrics: about once a second while it has calls in flight.
 
 A process that is gone breaks its connections; one that hangs keeps them and answers nothing. So
-calls
-at a replica that missed several checks in a row, without any other sign of life, are stopped and
-sent
-to another one.
+calls at a replica that missed several checks in a row, without any other sign of life, are stopped
+and sent to another one.
 """
 
 from __future__ import annotations
@@ -110,8 +108,7 @@ class ReplicaMonitor:
         """Returns why its check failed ("" if not), and whether its calls may be lost.
 
         A server without `/health` that answers so is healthy. One that accepts no connections may
-        still
-        answer its current calls, as servers do that shut down in order.
+        still answer its current calls, as servers do that shut down in order.
         """
         try:
             status, _ = await self._get(replica, "/health")

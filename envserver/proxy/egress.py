@@ -224,9 +224,7 @@ class Egress:
 
     def take(self, use: EgressUse, size: int) -> None:
         """Counts bytes before they are passed on.
-
-        Raises:
-            EgressRefused: there are not so many left.
+        Raises EgressRefused: there are not so many left.
         """
         if use.bytes + size > self._max_bytes or use.bytes >= self._max_bytes:
             most = self._max_bytes / 1e6

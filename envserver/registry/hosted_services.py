@@ -88,9 +88,7 @@ class HostedServices:
 
     async def hook(self, name: str, call: ModelCall) -> None:
         """Runs the hook `name` on `call`.
-
-        Raises:
-            HookBug: it raised. EnvserverError: it raised that, or its process died.
+        Raises HookBug: it raised. EnvserverError: it raised that, or its process died.
         """
         data = HookData(
             agent=call.agent,

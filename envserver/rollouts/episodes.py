@@ -98,9 +98,7 @@ class Episode:
 
     async def next(self) -> Asked | Outcome:
         """Returns the next request to the model, or the outcome.
-
-        Raises:
-            RolloutError: the rollout failed, or it could not be scored.
+        Raises RolloutError: the rollout failed, or it could not be scored.
         """
         while True:
             while self._asked:
@@ -114,11 +112,7 @@ class Episode:
             await self._changed.wait()
 
     def answer(self, message: Message) -> None:
-        """Answers the request that `next` returned last.
-
-        Raises:
-            ConflictError: there is none.
-        """
+        """Answers the request that `next` returned last. Raises ConflictError: there is none."""
         request, self._latest = self._latest, None
         if request is None:
             raise ConflictError("Nothing was asked of the model.")

@@ -114,11 +114,7 @@ class ScorerPool:
         """Whether scores need `Result.completion_ids`; known once the context is entered."""
 
     async def __aenter__(self) -> Self:
-        """Starts the processes.
-
-        Raises:
-            ConfigError: the environment cannot be loaded, or the working directory is gone.
-        """
+        """Starts the processes."""
         check_working_directory()
         try:
             calls = (s.call(scorer_process.declared, (), self._limits) for s in self._scorers)
@@ -183,9 +179,7 @@ class ScorerPool:
 
     async def task_digests(self, count: int) -> list[str]:
         """Returns digests of the first tasks, as a scorer process lists them (`checking`).
-
-        Raises:
-            ConfigError, ScorerError: they cannot be read.
+        Raises ConfigError, ScorerError: they cannot be read.
         """
         unlimited = ScoreLimits(cpu_seconds=math.inf, timeout_seconds=_LISTING_SECONDS)
         async with self._free_scorer() as scorer:

@@ -57,9 +57,7 @@ class DealtRunner:
 
     async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
         """Makes groups until stopped or dismissed.
-
-        Raises:
-            ConfigError: the server refuses this runner, or tasks cannot be prepared.
+        Raises ConfigError: the server refuses this runner, or tasks cannot be prepared.
         """
         return await run_until_stopped(self._run(), self, stop, drain_seconds=drain_seconds)
 

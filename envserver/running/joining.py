@@ -63,9 +63,7 @@ class Runner:
 
     async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
         """Makes groups until stopped, dismissed, or the wanted number is reached.
-
-        Raises:
-            ConflictError, InputError: the server refuses the runner or a group.
+        Raises ConflictError, InputError: the server refuses the runner or a group.
         """
         work = _work(self._scheduler, self._link)
         return await run_until_stopped(work, self._scheduler, stop, drain_seconds=drain_seconds)
@@ -130,9 +128,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
 
 def tls_of(settings: JoinSettings) -> ssl.SSLContext | None:
     """Returns the TLS settings of the link; None: those of this machine.
-
-    Raises:
-        ConfigError: a file cannot be read.
+    Raises ConfigError: a file cannot be read.
     """
     for url in server_urls(settings.url):
         parts = urlsplit(url)

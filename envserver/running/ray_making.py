@@ -64,11 +64,7 @@ class RayMaker:
         self._tending = tending
 
     async def make(self, request: GroupRequest) -> Group | Drop:
-        """Has a runner make the group.
-
-        Raises:
-            RunnerFailed: runners cannot start.
-        """
+        """Has a runner make the group. Raises RunnerFailed: runners cannot start."""
         making = asyncio.create_task(self._dealer.make(request))
         try:
             await asyncio.wait({making, self._tending}, return_when=asyncio.FIRST_COMPLETED)

@@ -43,11 +43,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def parse_sample(text: str | None) -> Sample:
-    """Parses a sample: `1%` and `0.01` are a share, `20` is a number of rows, None is all.
-
-    Raises:
-        ConfigError: it is not one of these.
-    """
+    """Parses a sample: `1%` and `0.01` are a share, `20` is a number of rows, None is all."""
     if text is None:
         return Sample()
     try:

@@ -46,9 +46,7 @@ class Elsewhere:
 
 def foreign(reference: str) -> Elsewhere:
     """Returns the sandboxes of a class; see `SandboxConfig.maker`.
-
-    Raises:
-        ConfigError: there is no such class.
+    Raises ConfigError: there is no such class.
     """
     place, _, name = reference.rpartition(":")
     if place.endswith(".py"):
@@ -60,9 +58,7 @@ def foreign(reference: str) -> Elsewhere:
 @asynccontextmanager
 async def machines_of(config: SandboxConfig) -> AsyncIterator[Elsewhere]:
     """Yields the sandboxes of the machines in the settings, whose load is watched meanwhile.
-
-    Raises:
-        ConfigError: none of them answers, or a file cannot be read.
+    Raises ConfigError: none of them answers, or a file cannot be read.
     """
     from .remote.machines import Machines
 
@@ -88,9 +84,7 @@ async def machines_of(config: SandboxConfig) -> AsyncIterator[Elsewhere]:
 
 def address_of(config: SandboxConfig) -> RemoteAddress:
     """Returns the address of the machines in the settings.
-
-    Raises:
-        ConfigError: the file of the token cannot be read.
+    Raises ConfigError: the file of the token cannot be read.
     """
     token = config.remote_token.get_secret_value()
     if config.remote_token_file is not None:

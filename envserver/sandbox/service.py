@@ -62,10 +62,6 @@ class SandboxService:
         return [str(Path.cwd()), *self._private]
 
     async def __aenter__(self) -> Self:
-        """
-        Raises:
-            ConfigError: none of the allowed backends works here.
-        """
         failed: list[ProbeReport] = []
         for backend in candidates(self._config.backend):
             report = await self.attempt(backend)

@@ -103,9 +103,7 @@ class Leadership:
     @asynccontextmanager
     async def lead(self) -> AsyncIterator[Store]:
         """Waits until this server leads; yields the open store.
-
-        Raises:
-            ConfigError, StoreError: see `open_store`.
+        Raises ConfigError, StoreError: see `open_store`.
         """
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._end_beats)
@@ -297,9 +295,7 @@ class Leadership:
 @asynccontextmanager
 async def leadership(where: str, takeover_seconds: float) -> AsyncIterator[Leadership]:
     """Prepares to share the store at `where`, over one connection to the database.
-
-    Raises:
-        ConfigError: only one process can open a store of this kind.
+    Raises ConfigError: only one process can open a store of this kind.
     """
     url = locate(where)
     if url.get_backend_name() == "sqlite":

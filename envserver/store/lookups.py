@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 from envserver_records.errors import NotFoundError
@@ -30,6 +30,9 @@ from .transaction import queue_of
 
 if TYPE_CHECKING:
     from .writer import Writer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class LeaseFacts(msgspec.Struct, frozen=True):
@@ -59,29 +62,33 @@ class GroupLookups(ABC):
     def _reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
         """Opens a connection that sees what is durable."""
 
-    async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
+    async def _read(
+        self,
+        query: Callable[Concatenate[AsyncConnection, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         async with self._reading() as connection:
-            return await page_of(connection, query, cursor, limit)
+            return await query(connection, *args, **kwargs)
+
+    async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
+        return await self._read(page_of, query, cursor, limit)
 
     async def seen_tasks(
         self, order: TaskOrder, cursor: str, limit: int, *, environment: str = "", text: str = ""
     ) -> TasksPage:
-        async with self._reading() as connection:
-            return await seen_tasks(
-                connection, order, cursor, limit, environment=environment, text=text
-            )
+        return await self._read(
+            seen_tasks, order, cursor, limit, environment=environment, text=text
+        )
 
     async def reward_counts(self, query: GroupQuery) -> RewardCounts:
-        async with self._reading() as connection:
-            return await reward_counts(connection, query)
+        return await self._read(reward_counts, query)
 
     async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
-        async with self._reading() as connection:
-            return await groups.rows_of(connection, group_ids)
+        return await self._read(groups.rows_of, group_ids)
 
     async def stored_bodies(self, group_ids: Sequence[str]) -> list[tuple[int, bytes]]:
-        async with self._reading() as connection:
-            return await groups.stored_bodies(connection, group_ids)
+        return await self._read(groups.stored_bodies, group_ids)
 
 
 class DatabaseLookups(GroupLookups):
@@ -91,8 +98,7 @@ class DatabaseLookups(GroupLookups):
     _clock: Callable[[], float]
 
     async def pending(self) -> list[GroupRow]:
-        async with self._reading() as connection:
-            return await groups.pending(connection)
+        return await self._read(groups.pending)
 
     async def most_waiting_bytes(self) -> int:
         of = deliveries.c
@@ -102,28 +108,23 @@ class DatabaseLookups(GroupLookups):
             return max((int(size) for size in await connection.scalars(query)), default=0)
 
     async def damaged(self, limit: int) -> list[DamagedGroup]:
-        async with self._reading() as connection:
-            return await list_damaged(connection, limit)
+        return await self._read(list_damaged, limit)
 
     async def existing(self, group_ids: Sequence[str]) -> set[str]:
-        async with self._reading() as connection:
-            return set(await groups.seqs_of(connection, list(set(group_ids))))
+        return set(await self._read(groups.seqs_of, list(set(group_ids))))
 
     async def count_with_prefix(self, prefix: str) -> int:
-        async with self._reading() as connection:
-            return await groups.count_with_prefix(connection, prefix)
+        return await self._read(groups.count_with_prefix, prefix)
 
     async def task_estimates(
         self, after: int, limit: int, *, env: str | None = None, split: Split | None = None
     ) -> list[EstimateRow]:
-        async with self._reading() as connection:
-            return await estimates.estimates_after(connection, after, limit, env, split)
+        return await self._read(estimates.estimates_after, after, limit, env, split)
 
     async def estimates_of(
         self, env: str, split: Split, task_ids: Sequence[str]
     ) -> dict[str, Estimate]:
-        async with self._reading() as connection:
-            return await estimates.estimates_of(connection, env, split, task_ids)
+        return await self._read(estimates.estimates_of, env, split, task_ids)
 
     async def made(self, group_ids: Sequence[str]) -> set[str]:
         async with self._reading() as connection:
@@ -136,36 +137,28 @@ class DatabaseLookups(GroupLookups):
             return stored + await estimates.count_drops_with_prefix(connection, prefix)
 
     async def backlogs(self) -> dict[str, Backlog]:
-        async with self._reading() as connection:
-            return await backlogs(connection, self._writer.memory, self._clock())
+        return await self._read(backlogs, self._writer.memory, self._clock())
 
     async def checkpoints(self, run: str) -> list[Checkpoint]:
-        async with self._reading() as connection:
-            return await list_checkpoints(connection, run)
+        return await self._read(list_checkpoints, run)
 
     async def get_run(self, name: str) -> Run:
-        async with self._reading() as connection:
-            return await runs.get_run(connection, name)
+        return await self._read(runs.get_run, name)
 
     async def list_runs(self) -> list[Run]:
-        async with self._reading() as connection:
-            return await runs.list_runs(connection)
+        return await self._read(runs.list_runs)
 
     async def get_value(self, key: str) -> Any:
-        async with self._reading() as connection:
-            return await runs.get_value(connection, key)
+        return await self._read(runs.get_value, key)
 
     async def values_with_prefix(self, prefix: str) -> dict[str, Any]:
-        async with self._reading() as connection:
-            return await runs.values_with_prefix(connection, prefix)
+        return await self._read(runs.values_with_prefix, prefix)
 
     async def minutes_between(self, start: int, end: int, step: int) -> list[tuple[int, str]]:
-        async with self._reading() as connection:
-            return list(await minutes_between(connection, start, end, step))
+        return list(await self._read(minutes_between, start, end, step))
 
     async def find_lease(self, lease_id: str) -> LeaseFacts:
-        async with self._reading() as connection:
-            found = await facts_where(connection, leases.c.lease_id == lease_id)
+        found = await self._read(facts_where, leases.c.lease_id == lease_id)
         if not found:
             raise NotFoundError(f"There is no lease {lease_id}.", lease_id=lease_id)
         return found[0]
@@ -173,8 +166,7 @@ class DatabaseLookups(GroupLookups):
     async def open_leases(self, run: str) -> list[LeaseFacts]:
         # A literal, because of the partial index; see groups.py.
         is_open = leases.c.state == literal_column("'open'")
-        async with self._reading() as connection:
-            return await facts_where(connection, is_open & (leases.c.run == run))
+        return await self._read(facts_where, is_open & (leases.c.run == run))
 
     async def leased_groups(self, run: str, limit: int) -> tuple[list[LeasedGroup], int]:
         async with self._reading() as connection:

@@ -31,11 +31,6 @@ class MemoryLookups:
     def disk_problem(self) -> str:
         return self._writer.disk_problem
 
-    @property
-    def conflicting_puts(self) -> int:
-        """Puts since opening whose id existed with another body (the first body stays)."""
-        return self._writer.memory.conflicting_puts
-
     async def counts(self) -> dict[GroupState, int]:
         return self._writer.memory.counts(SHARED)
 
@@ -58,7 +53,8 @@ class MemoryLookups:
         }
 
     async def counters(self) -> dict[str, int]:
-        return {**self._writer.memory.counters, "conflicting_puts": self.conflicting_puts}
+        memory = self._writer.memory
+        return {**memory.counters, "conflicting_puts": memory.conflicting_puts}
 
     @property
     def changes(self) -> int:

@@ -25,7 +25,7 @@ from envserver_records.errors import InputError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import Scored
-from . import closing, damage, deliveries, estimates, groups, leases, retention, runs
+from . import closing, damage, deliveries, estimates, leases, retention, runs
 from .database import Database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import EncodedPut, encode_puts
@@ -96,8 +96,7 @@ class Store(DatabaseLookups, MemoryLookups):
         self._writer.discount = discount
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
-        async with self._reading() as connection:
-            stored = await groups.stored_bodies(connection, group_ids)
+        stored = await self.stored_bodies(group_ids)
         return await self._in_thread(partial(damage.decode_all, group_ids), stored)
 
     async def drop_damaged(

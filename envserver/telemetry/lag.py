@@ -2,8 +2,7 @@
 
 A task wakes every 50 ms; how late it wakes is the lag of any other callback at that moment. A block
 of half a second delays every callback within it, so it counts as all the ticks that it swallowed.
-If
-slow callbacks are logged, a thread records the stack of the loop when it is late.
+If slow callbacks are logged, a thread records the stack of the loop when it is late.
 """
 
 from __future__ import annotations

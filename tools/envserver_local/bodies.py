@@ -168,11 +168,7 @@ class TokenizeBody(requests.TokenizeBody, kw_only=True):
 
 
 def check(body: Body) -> None:
-    """Checks rules between fields.
-
-    Raises:
-        EngineRefused: a rule is broken.
-    """
+    """Checks rules between fields. Raises EngineRefused: a rule is broken."""
     if body.stream_options is not None and not body.stream:
         raise _refused("Stream options need `stream`.", "stream_options")
     if body.temperature == 0 and (body.n or 1) > 1:
@@ -194,9 +190,7 @@ def check(body: Body) -> None:
 
 def refuse_foreign(body: Any) -> None:
     """Refuses features that this engine does not support.
-
-    Raises:
-        EngineRefused: the body uses one.
+    Raises EngineRefused: the body uses one.
     """
     if not isinstance(body, dict):
         raise EngineRefused("The body must be a JSON object.", status=400)

@@ -118,9 +118,7 @@ class AtroposTrainerClient:
 
     def lease(self, *, wait_seconds: float = 0.0) -> Batch | None:
         """Returns the next batch, or None if there is none within `wait_seconds`.
-
-        Raises:
-            ConflictError: no trainer is registered: somebody reset the server.
+        Raises ConflictError: no trainer is registered: somebody reset the server.
         """
         deadline = time.monotonic() + wait_seconds
         while True:

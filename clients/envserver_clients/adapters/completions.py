@@ -51,9 +51,6 @@ def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | 
 
     Args:
         images: bytes by SHA-256, see `Trajectory.images`.
-
-    Raises:
-        InputError: the bytes of an image are missing, or routed experts do not fit.
     """
     trained = np.flatnonzero(sequence.mask)
     if not trained.size:
@@ -81,9 +78,7 @@ def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | 
 
 def completions_of(trajectory: Trajectory) -> list[Completion]:
     """Splits a trajectory's sequences, in order: one, unless the agent changed its history.
-
-    Raises:
-        InputError: the bytes of an image are missing.
+    Raises InputError: the bytes of an image are missing.
     """
     found = (completion_of(sequence, trajectory.images) for sequence in trajectory.sequences)
     return [one for one in found if one is not None]
@@ -91,9 +86,7 @@ def completions_of(trajectory: Trajectory) -> list[Completion]:
 
 def check_text_only(completion: Completion, trainer: str) -> Completion:
     """Returns the completion, which `trainer` gets without images.
-
-    Raises:
-        InputError: it has images: without them its tokens would mean something else.
+    Raises InputError: it has images: without them its tokens would mean something else.
     """
     if completion.images:
         raise InputError(

@@ -65,9 +65,7 @@ class TrlEnvironment:
 
     def reset(self, *, task_id: str, **columns: Any) -> str:
         """Starts the task of this id; returns the question for the model.
-
-        Raises:
-            InputError: the task does not exist.
+        Raises InputError: the task does not exist.
         """
         if task_id not in self.tasks:
             raise InputError(f"{self.environment.name} has no task {task_id!r}.", place="task_id")
@@ -118,9 +116,6 @@ def trl_environment(
         question: makes the question for the model from a task's public part.
         output: makes the rollout's output, which the environment scores, from the tool calls.
         split, limit: which tasks are available.
-
-    Raises:
-        ConfigError: the environment cannot run in TRL's loop.
     """
     if environment.sandbox is not None:
         raise ConfigError(

@@ -97,11 +97,6 @@ class EnvserverRollouts:
         In addition to TRL's columns, reward functions get `env_reward` (None: unknown),
         `env_truncated` (the model was cut off), `env_version` (the oldest policy version) and
         `env_components` (the named parts of the reward).
-
-        Raises:
-            RolloutsLost: every rollout failed.
-            InputError: rows were sampled at another temperature than the trainer's.
-            EnvserverError: see `SyncEnvClient.rollouts` and `envserver_clients.weights`.
         """
         from accelerate.utils import broadcast_object_list, gather_object
 

@@ -168,9 +168,6 @@ def outputs_of(
             would change what the model saw.
         response_length: maximum number of tokens; longer responses are cut, as in verl's loops.
         agent: see `completions_of_agent`.
-
-    Raises:
-        InputError: a prompt is too long, or the trajectory has no trained token or no reward.
     """
     if rows == "all":
         taken = completions_of_agent(trajectory, agent)

@@ -87,9 +87,7 @@ class Children:
     def wait_for(self, name: str) -> int:
         """Waits until a process ends by itself; returns its exit status. Others that die meanwhile
         are restarted.
-
-        Raises:
-            EnvserverError: a process died too often.
+        Raises EnvserverError: a process died too often.
         """
         while True:
             for other, process in list(self._running.items()):

@@ -291,11 +291,7 @@ class Tau(Environment):
         return task.model_copy(update={"evaluation_criteria": changed})
 
     def _verdicts(self, task: Task, known: TauTask, episode: Episode) -> Sequence[bool] | None:
-        """Returns the judge's verdicts; None where nothing is to be judged.
-
-        Raises:
-            JudgeError: the judge gave none.
-        """
+        """Returns the judge's verdicts; None where nothing is to be judged."""
         criteria = known.evaluation_criteria
         if not task.public["judged"] or criteria is None or episode.ending not in COMPLETE:
             return None

@@ -159,9 +159,7 @@ class Leasing:
     ) -> Lease | None:
         """Leases what becomes available within `seconds`; None if nothing does or the client
         disconnects.
-
-        Raises:
-            TooManyRequests: the run has its maximum number of open leases.
+        Raises TooManyRequests: the run has its maximum number of open leases.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -196,9 +194,7 @@ class Leasing:
 
 def lease_id_of(run: str, request: Request) -> str | None:
     """Returns the lease id derived from the request's Idempotency-Key; None without a key.
-
-    Raises:
-        InputError: the key is too long.
+    Raises InputError: the key is too long.
     """
     key = key_of(request)
     if key is None:
@@ -208,9 +204,7 @@ def lease_id_of(run: str, request: Request) -> str | None:
 
 def key_of(request: Request) -> str | None:
     """Returns the request's Idempotency-Key; None if absent.
-
-    Raises:
-        InputError: the key is too long.
+    Raises InputError: the key is too long.
     """
     key = request.headers.get("idempotency-key")
     if key and len(key) > _LONGEST_KEY:

@@ -118,9 +118,7 @@ class SimEngine:
 
     def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
         """Returns the answer to a POST at once, without waiting.
-
-        Raises:
-            EngineRefused: the request is wrong; `detail` holds `status` and `param`.
+        Raises EngineRefused: the request is wrong; `detail` holds `status` and `param`.
         """
         return self._planner.plan(path, body, rollout_id)
 

@@ -84,9 +84,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 def read(body: Any, kind: type[T]) -> T:
     """Converts `body` to `kind`.
-
-    Raises:
-        EngineRefused: something is missing or of a wrong type; `param` is its place.
+    Raises EngineRefused: something is missing or of a wrong type; `param` is its place.
     """
     try:
         return msgspec.convert(body, kind)
@@ -97,11 +95,7 @@ def read(body: Any, kind: type[T]) -> T:
 
 
 def check_sampling(body: Body) -> None:
-    """Checks rules between fields.
-
-    Raises:
-        EngineRefused: a rule is broken.
-    """
+    """Checks rules between fields. Raises EngineRefused: a rule is broken."""
     if body.stream_options is not None and not body.stream:
         raise refusal("Stream options need `stream`.", param="stream_options")
     if body.temperature == 0 and (body.n or 1) > 1:
@@ -114,9 +108,7 @@ def check_sampling(body: Body) -> None:
 
 def check_chat(body: ChatBody, names: set[str]) -> str:
     """Returns how tools may be used: "none", "auto", "required" or the name of a required tool.
-
-    Raises:
-        EngineRefused: the request contradicts itself or names a tool that it does not have.
+    Raises EngineRefused: the request contradicts itself or names a tool that it does not have.
     """
     check_sampling(body)
     if body.top_logprobs and not body.logprobs:

@@ -96,9 +96,7 @@ def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> 
     """Returns the fields of `holder` that `checks` names, checked, and leaves out all others.
 
     A field that is null stays null.
-
-    Raises:
-        InputError: a field fails its check.
+    Raises InputError: a field fails its check.
     """
     fields = {}
     for name, value in holder.items():

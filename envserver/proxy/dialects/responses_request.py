@@ -33,9 +33,7 @@ def wants_logprobs(body: dict[str, Any]) -> bool:
 
 def fields_of(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the engine's fields other than messages and tools.
-
-    Raises:
-        InputError: a field is malformed or not supported.
+    Raises InputError: a field is malformed or not supported.
     """
     fields = engine_fields(body)
     if wants_logprobs(body):

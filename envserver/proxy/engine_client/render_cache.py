@@ -74,9 +74,7 @@ class RenderedPrompts:
         """Returns the checked rendering of `body`: the cached one, else what `render` returns.
 
         Bodies may differ in their seeds only.
-
-        Raises:
-            Exception: what this call's own `render` raises.
+        Raises Exception: what this call's own `render` raises.
         """
         key = _key(body, _OF_ONE_SAMPLE)
         rendering = self._rendering(key)

@@ -173,11 +173,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Reads adapter_config.json.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Reads adapter_config.json. Raises InputError: it cannot be read."""
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -22,9 +22,7 @@ _SHOWN: Final = 4
 
 def differences(base: Path, other: Path) -> list[str]:
     """Returns the differences of two tokenizers; none where a folder has no tokenizer.
-
-    Raises:
-        InputError: a tokenizer cannot be read.
+    Raises InputError: a tokenizer cannot be read.
     """
     if (base / FAST).is_file() and (other / FAST).is_file():
         if _same_bytes(base / FAST, other / FAST):

@@ -68,9 +68,7 @@ class HttpRetriever:
 
     async def search(self, query: str, top_k: int) -> list[Hit]:
         """Returns at most `top_k` hits, in the retriever's order.
-
-        Raises:
-            ServiceError: it does not answer, or its answer holds no hits.
+        Raises ServiceError: it does not answer, or its answer holds no hits.
         """
         body = orjson.dumps({"queries": [query], "topk": top_k, "return_scores": True})
         async with self._places:

@@ -303,9 +303,7 @@ class Store:
 
     def take_in(self, path: Path) -> int:
         """Adds the new answers of an `export` archive; returns their number.
-
-        Raises:
-            ValueError: it has other content, or a damaged body; earlier answers were added.
+        Raises ValueError: it has other content, or a damaged body; earlier answers were added.
         """
         count = 0
         with tarfile.open(path, "r:") as archive:
