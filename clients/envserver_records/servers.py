@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import httpx
 import msgspec
 
+from .cancelling import cancel_and_wait
 from .urls import Urls, server_urls
 
 log = logging.getLogger(__name__)
@@ -127,8 +128,7 @@ class AsyncServersClient(httpx.AsyncClient):
             return task.result()
         finally:
             if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel_and_wait(task)
 
     async def _is_alive(self, server: httpx.URL) -> bool:
         """Returns whether it answers anything at all."""

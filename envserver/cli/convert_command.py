@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
     console = Console(stderr=True)
     text = f"{report.read:,} documents: {written or 'no trajectory'}; {report.failed:,} failed"
     for line in (text, f"In {settings.out}"):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.say(line)
     return 1 if report.failed else 0
 
 

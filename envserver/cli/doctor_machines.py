@@ -48,6 +48,4 @@ def show_machines(console: Console, machines: Sequence[MachineFact]) -> None:
                 f"{load.waiting} waited for, {load.running} of {load.room} programs running, "
                 f"{load.queued} queued"
             )
-        console.print(
-            f" sandbox machine {one.url}: {text}", highlight=False, markup=False, soft_wrap=True
-        )
+        console.say(f" sandbox machine {one.url}: {text}")

@@ -48,15 +48,19 @@ def run(argv: list[str]) -> int:
     return 130 if done.stopped else 0
 
 
-class _Shown(EvaluationView):
-    """Shows an evaluation on a terminal."""
+class Progress(EvaluationView):
+    """Shows the progress of an evaluation, and not its report."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self.show = shown(console)
 
     def say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.say(line)
+
+
+class _Shown(Progress):
+    """Shows an evaluation on a terminal."""
 
     def ended(self, run: GroupRun, settings: MixSettings) -> None:
         show_result(self._console, run, settings)
@@ -84,7 +88,7 @@ def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
         tables, notes = tables_of(report), notes_of(report)
     show_tables(console, tables, notes)
     told = f"Report in {folder / 'report.html'}, report.md and report.json"
-    console.print(told, highlight=False, markup=False, soft_wrap=True)
+    console.say(told)
 
 
 def show_tables(console: Console, tables: list[TextTable], notes: list[str]) -> None:
@@ -97,4 +101,4 @@ def show_tables(console: Console, tables: list[TextTable], notes: list[str]) -> 
             table.add_row(*map(Text, row))
         console.print(table)
     for note in notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        console.say(note)

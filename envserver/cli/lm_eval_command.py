@@ -23,8 +23,7 @@ def run(argv: list[str]) -> int:
     settings = COMMAND.read(argv)
     configure_logs(settings.log_level, settings.log_format)
     console = Console(stderr=True)
-    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    folder, report = run_loop(lm_eval(settings, tell=tell, watch=partial(_watched, console)))
+    folder, report = run_loop(lm_eval(settings, tell=console.say, watch=partial(_watched, console)))
     show_report(console, report, folder)
     return 0
 

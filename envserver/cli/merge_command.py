@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
             console.print("Stopped: nothing was written.", highlight=False)
             raise
     for note in notes:
-        console.print(f"Note: {note}.", highlight=False, markup=False, soft_wrap=True)
+        console.say(f"Note: {note}.")
     for place in places:
         print(place)
     return 0

@@ -82,11 +82,11 @@ def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
     actions = chosen(tokens.train, tokens.mask, tokens.drop)
     show_notes(console, run.tally, list(run.written().items()), settings, actions)
     if run.judge is not None:
-        console.print(judge_line(run.judge), highlight=False, markup=False, soft_wrap=True)
+        console.say(judge_line(run.judge))
     for file in run.files.values():
         if file.failures.lines:
             path = file.failures.path
-            console.print(f"Failures: {path}", highlight=False, markup=False, soft_wrap=True)
+            console.say(f"Failures: {path}")
 
 
 def _shares_table(run: GroupRun) -> Table:
@@ -116,24 +116,23 @@ def show_notes(
     if settings.model == SIMULATED:
         console.print("The model was simulated: these rewards do not measure a real model.")
 
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     if tally.rollouts:
-        say(tally.costs_line())
+        console.say(tally.costs_line())
     for path, groups in files:
-        say(f"{counted(groups, 'group')} in {path}")
+        console.say(f"{counted(groups, 'group')} in {path}")
     for reason, count in sorted(tally.drops.items()):
-        say(f"{counted(count, 'group')} not written: {reason}")
+        console.say(f"{counted(count, 'group')} not written: {reason}")
     for kind, count in sorted(tally.failures.items()):
         words = shorten(tally.last_words[kind], LONGEST_WORDS, placeholder=" ...")
-        say(f"{counted(count, 'failed attempt')}: {kind} ({words})")
+        console.say(f"{counted(count, 'failed attempt')}: {kind} ({words})")
     for flag, count in sorted(tally.flags.items()):
         meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
-        say(f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}")
+        console.say(
+            f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}"
+        )
     if tally.untrained.tokens:
         flags = ", ".join(f"{flag} {count:,}" for flag, count in tally.untrained.by_flag.items())
-        say(f"{tally.untrained.share:.0%} of the sampled tokens are not trained: {flags}")
+        console.say(f"{tally.untrained.share:.0%} of the sampled tokens are not trained: {flags}")
 
 
 def show_suggestions(
@@ -142,7 +141,7 @@ def show_suggestions(
     """Prints commands to try next."""
     console.print("Try next:")
     for command in suggestions(reference, settings, path, exact=exact):
-        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+        console.say(f"  {command}")
 
 
 def suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) -> Iterator[str]:

@@ -63,4 +63,4 @@ def _show(console: Console, summary: Summary, output: Path) -> None:
         lines.append(summary.judge)
     lines.append(f"Scores in {output}")
     for text in lines:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(text)

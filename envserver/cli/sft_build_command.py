@@ -44,9 +44,9 @@ def run(argv: list[str]) -> int:
     for domain, tools in sorted(report.yields.items()):
         rows = ", ".join(f"{tool} {count:,}" for tool, count in sorted(tools.items()))
         line = f"{domain}: {sum(tools.values()):,} rows ({rows or 'no action became one'})"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.say(line)
     console.print(f"{'; '.join(left_out)}.", highlight=False)
-    console.print(f"In {settings.out}", highlight=False, markup=False, soft_wrap=True)
+    console.say(f"In {settings.out}")
     if settings.upload is not None:
         put(settings.out, settings.upload, console)
     return 0
@@ -67,7 +67,7 @@ def put(folder: Path, target: str, console: Console) -> None:
     from envserver_factory.publishing.upload import upload
 
     def on_progress(address: str) -> None:
-        console.print(f"Uploaded {address}", highlight=False, markup=False, soft_wrap=True)
+        console.say(f"Uploaded {address}")
 
     upload(folder, target, on_progress=on_progress)
 

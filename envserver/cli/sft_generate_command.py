@@ -185,7 +185,7 @@ def _write_plans(settings: RouterGenerateSettings) -> int:
         counts = ", ".join(f"{key} {count:,}" for key, count in summary[name].items())
         lines += [f"{name}: {counts}"] if counts else []
     for text in [*lines, f"In {path}"]:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(text)
     return int(summary["rows"])
 
 

@@ -40,5 +40,5 @@ def run(argv: list[str]) -> int:
         f"{report.documents:,} trajectories in {report.files:,} files: "
         f"{report.bad:,} bad, in {report.bad_files:,} files"
     )
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    Console(stderr=True).say(text)
     return 1 if report.bad else 0

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 
-import orjson
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
@@ -14,7 +12,7 @@ from ..rollouts.audit import NOT_COMPARED
 from ..running.tally import counted
 from ..running.verifying import Progress as OnProgress
 from ..running.verifying import Report, verify_source
-from .console import Console
+from .console import Console, show_json
 from .logs import configure_logs
 from .loop import run_loop
 from .specs.verify_command import COMMAND
@@ -35,8 +33,7 @@ def run(argv: list[str]) -> int:
     with _bar(Console(stderr=True)) as on_progress:
         report, model = run_loop(verify_source(settings, on_progress))
     if settings.as_json:
-        facts = {"source": settings.source, "model": model, **report.facts()}
-        sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
+        show_json({"source": settings.source, "model": model, **report.facts()})
     else:
         _show(Console(), report, f"{settings.source} against {model}")
     return 0 if report.verdict in ("exact", "within_tolerance") else 1
@@ -60,14 +57,14 @@ def _bar(console: Console) -> Iterator[OnProgress]:
 
 def _show(console: Console, report: Report, title: str) -> None:
     for part in (title, _VERDICTS[report.verdict]):
-        console.print(part, highlight=False, markup=False, soft_wrap=True)
+        console.say(part)
     console.print(_sums(report))
     if report.worst:
         console.print("Largest differences of logprobs:", highlight=False)
         console.print(_worst(report))
     for finding in report.findings[:_FINDINGS_SHOWN]:
         text = f"{finding.kind}: {finding.place}: {finding.message}"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(text)
     if (more := report.kinds.total() - _FINDINGS_SHOWN) > 0:
         console.print(f"... and {counted(more, 'finding')} more.", highlight=False)
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 from envserver_records.backoff import Backoff
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     ConfigError,
     ConflictError,
@@ -72,9 +73,7 @@ class Fleet:
 
     async def __aexit__(self, *exc: object) -> None:
         tasks = [*self._checks.values(), *filter(None, [self._expiry])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
 
     async def model_name(self) -> str:
         """Returns the name of the model that all engines serve."""

@@ -16,6 +16,7 @@ from contextlib import suppress
 from http import HTTPStatus
 
 from envserver_records.backoff import Backoff
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EngineError
 
 from .adaptive import read_load
@@ -72,9 +73,7 @@ class ReplicaMonitor:
     async def __aexit__(self, *exc: object) -> None:
         tasks = [task for each in self._tasks.values() for task in each]
         self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        ends = await cancel_and_wait(*tasks)
         for end in ends:
             if end is not None and not isinstance(end, asyncio.CancelledError):
                 raise end

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -190,12 +189,7 @@ class Episodes:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(one.close() for one in list(self._open)))
 
     @property

@@ -17,7 +17,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from types import TracebackType
 from typing import Any, NoReturn, Self, cast
 
 import msgspec
@@ -134,12 +133,7 @@ class ScorerPool:
             self._free.put_nowait(scorer)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._close()
 
     @property

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EngineError
 
 from ..api.proxy_server import serve_proxy
@@ -360,8 +361,7 @@ async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPoo
     try:
         yield starting
     finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        await cancel_and_wait(starting)
         if not starting.cancelled() and starting.exception() is None:
             await scorer.__aexit__(None, None, None)
 
@@ -373,8 +373,7 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task
     try:
         yield task
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait(task)
 
 
 async def _tried(sandboxes: SandboxMaker | None, environment: Environment) -> None:

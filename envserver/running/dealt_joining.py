@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.records import Group
 
 from ..remote.dealing import Dealt, Made
@@ -75,9 +76,7 @@ class DealtRunner:
                 self._draining = self._draining or dealt.drain
         finally:
             tasks = list(self._held.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_and_wait(*tasks)
 
     async def _take(self) -> Dealt:
         """Asks for requests, and asks anew when a group has ended meanwhile."""
@@ -94,9 +93,7 @@ class DealtRunner:
                 if self._error is not None or (self._draining and not self._held):
                     return Dealt()
             finally:
-                for task in (asking, ended):
-                    task.cancel()
-                await asyncio.gather(asking, ended, return_exceptions=True)
+                await cancel_and_wait(asking, ended)
 
     def _begin(self, request: GroupRequest) -> None:
         if request.group_id in self._held:

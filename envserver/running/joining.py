@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from urllib.parse import urlsplit
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 from envserver_records.urls import server_urls
 
@@ -299,6 +300,4 @@ async def _work(scheduler: Scheduler, link: Link) -> None:
         for task in done:
             task.result()
     finally:
-        for task in (living, making):
-            task.cancel()
-        await asyncio.gather(living, making, return_exceptions=True)
+        await cancel_and_wait(living, making)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EngineError, EngineUnavailable, UsageError
 
 from ..config import OpenAIConfig, SimConfig
@@ -231,9 +232,7 @@ async def verify(
         try:
             await asyncio.gather(*workers)
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            await cancel_and_wait(*workers)
     return report
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 
 from ..config import SandboxConfig
@@ -78,8 +79,7 @@ async def machines_of(config: SandboxConfig) -> AsyncIterator[Elsewhere]:
         try:
             yield Elsewhere(address)
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await cancel_and_wait(watching)
 
 
 def address_of(config: SandboxConfig) -> RemoteAddress:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
 from sqlalchemy import text
 from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
@@ -239,8 +240,7 @@ class Leadership:
         self.leads = False
         if self._beating is None:
             return
-        self._beating.cancel()
-        await asyncio.gather(self._beating, return_exceptions=True)
+        await cancel_and_wait(self._beating)
         with suppress(SQLAlchemyError, OSError, TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._notify(await self._connected())

@@ -16,6 +16,7 @@ from collections import deque
 from typing import Final, Self
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 
 from .numbers import SHORT_SECONDS, Distribution
 
@@ -67,8 +68,7 @@ class LoopLag:
 
     async def __aexit__(self, *_: object) -> None:
         self._stop.set()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_and_wait(self._task)
 
     async def _tick(self) -> None:
         while True:

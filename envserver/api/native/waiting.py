@@ -11,7 +11,6 @@ import hashlib
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Self
 
 from envserver_records.errors import ConflictError, InputError, NotFoundError
@@ -40,12 +39,7 @@ class Hangup:
         self._task = asyncio.create_task(self._listen(), name="hang-up")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
