@@ -8,6 +8,7 @@ from envserver_records.errors import UsageError
 
 from ..harnesses import HARNESSES, harness_of
 from ..harnesses.installing import agents_folder, install, version_in
+from .console import show_rows
 from .specs.agents_command import INSTALL, LIST
 
 
@@ -34,7 +35,5 @@ def run_list(argv: list[str]) -> int:
         installed = version_in(folder / harness.name) or "-"
         origin = f"{package.registry}:{package.name}"
         rows.append((harness.name, installed, package.version, origin))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    show_rows(rows)
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,13 @@ def show_json(facts: Any) -> None:
     """Writes `facts`, which msgspec knows, to stdout as indented JSON."""
     plain = msgspec.to_builtins(facts, str_keys=True)
     sys.stdout.write(orjson.dumps(plain, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+def show_rows(rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table on stdout, with its head as the first row, for people and `cut`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 class Console(rich.console.Console):  # noqa: TID251

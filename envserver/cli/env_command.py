@@ -9,6 +9,7 @@ from pathlib import Path
 from ..registry.installed import MANIFEST, Installed, installed
 from ..running.installing import install, remove
 from ..running.sharing import prepare
+from .console import show_rows
 from .specs.env_command import INSTALL, LIST, PUSH, REMOVE
 
 
@@ -35,9 +36,7 @@ def run_list(argv: list[str]) -> int:
     """Prints a table of the installed packages."""
     LIST.read(argv)
     rows = [("PACKAGE", "VERSION", "PYTHON", "ENVIRONMENTS", "FROM"), *map(_row, installed())]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    show_rows(rows)
     return 0
 
 

@@ -10,6 +10,7 @@ import sys
 from datetime import UTC, datetime
 
 from ..api.access.tokens import Token, create_token, read_tokens, revoke_token
+from .console import show_rows
 from .specs.token_command import (
     CREATE,
     LIST,
@@ -40,9 +41,7 @@ def run_list(argv: list[str]) -> int:
     settings = LIST.read(argv)
     tokens = read_tokens(settings.tokens)
     rows = [("NAME", "ROLE", "ID", "CREATED", "EXPIRES"), *map(_row, tokens)]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    show_rows(rows)
     return 0
 
 

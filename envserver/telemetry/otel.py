@@ -1,4 +1,4 @@
-"""Sends traces with OpenTelemetry over OTLP/HTTP: of running rollouts, or finished ones.
+"""Sends traces with OpenTelemetry over OTLP/HTTP while rollouts run.
 
 Imported only if an endpoint is set.
 """
@@ -29,10 +29,6 @@ from .. import __version__
 from .tracing import Attributes, Span
 
 _NANOSECONDS = 1_000_000_000
-_WAIT_SECONDS = 20
-"""Timeout of a batch of finished traces, retries included."""
-_BATCH = 64
-"""Spans of such a batch, and those of one more trace."""
 _SEND_SECONDS = 5
 """Timeout of one batch, retries included; the longest delay at shutdown if the receiver is gone."""
 

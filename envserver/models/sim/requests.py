@@ -21,27 +21,32 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = False
 
 
-class Body(msgspec.Struct, kw_only=True):
-    """Fields shared by all sampling endpoints."""
+class Sampled(msgspec.Struct, kw_only=True):
+    """Fields of all sampling endpoints."""
 
-    model: str | None = None
     n: Count | None = 1
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = False
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
     prompt_logprobs: Top | None = None
-    return_token_ids: bool | None = False
-    return_tokens_as_token_ids: bool | None = False
-    echo: bool | None = False
 
     def stops(self) -> list[str]:
         """The stop strings, without empty ones."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [text for text in stop if text]
+
+
+class Body(Sampled, kw_only=True):
+    """Fields of the endpoints for texts."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    echo: bool | None = False
 
 
 class ChatBody(Body, kw_only=True):
