@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from ..rollouts.audit import NOT_COMPARED
@@ -15,6 +14,7 @@ from ..running.verifying import Report, verify_source
 from .console import Console, show_json
 from .logs import configure_logs
 from .loop import run_loop
+from .reading_bar import facts_bar
 from .specs.verify_command import COMMAND
 
 _FINDINGS_SHOWN = 20
@@ -41,16 +41,11 @@ def run(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[OnProgress]:
-    """Shows the progress on a terminal; elsewhere nothing."""
-    columns = (TextColumn("{task.fields[facts]}"), BarColumn(bar_width=24), TaskProgressColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=1.0, facts="reading")
+    with facts_bar(console, 1.0) as update:
 
         def on_progress(groups: int, rows: int, share: float | None) -> None:
             facts = f"{counted(groups, 'group')} read, {counted(rows, 'row')} compared"
-            bar.update(task, completed=share, facts=facts)
+            update(completed=share, facts=facts)
 
         yield on_progress
 
