@@ -15,14 +15,14 @@ from ..running.tally import counted
 from .check_card import card, cost_of, ended_by, expected, number, page, sections, verdict
 from .command_line import read_run_spec
 from .console import Console, show_json
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.check_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
     line = read_run_spec(COMMAND, argv)
-    configure_logs(line.settings.log_level, line.settings.log_format)
+    show_logs(line.settings)
     with _bar(Console(stderr=True)) as bar:
         shown = {name: bar.add_task(name, total=None) for name in ("plays", "results")}
         report = run_loop(

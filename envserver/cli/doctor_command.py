@@ -22,7 +22,7 @@ from ..sandbox.selection import ORDER
 from ..sandbox.service import probe
 from .console import Console, show_json
 from .doctor_machines import MachineFact, look_at_machines, show_machines
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.doctor_command import COMMAND
 
@@ -40,7 +40,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 def run(argv: list[str]) -> int:
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     facts = machine_facts()
     reports = run_loop(_probe(settings.sandbox))
     taken = _taken(reports, settings.sandbox.backend)

@@ -22,7 +22,7 @@ from ..running.group_run import GroupRun, Show
 from ..running.python_api import EVALUATION_DEFAULTS, choice_of
 from .console import Console
 from .evaluate_members import read_members
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .process import show_result
 from .progress import ProgressView
@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     """Runs the command; returns 0 if anything was evaluated, 130 if it was stopped early."""
     members = read_members(COMMAND, argv, defaults=EVALUATION_DEFAULTS)
     settings = members[0].settings
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     for member in members:
         own: Any = member.settings
         if own.sampling.temperature == 0 and "group_size" not in own.env.model_fields_set:

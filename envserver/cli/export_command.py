@@ -13,14 +13,14 @@ from ..export.formats import Format, Options, format_of
 from ..running.exporting import DROPPED, Tally, Wanted, export
 from ..running.tally import counted
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .reading_bar import facts_bar
 from .specs.export_command import COMMAND, ExportSettings
 
 
 def run(argv: list[str]) -> int:
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     out = settings.out
     try:

@@ -11,7 +11,7 @@ from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .signals import SignalStop
 from .specs.join import COMMAND
@@ -21,7 +21,7 @@ def run(argv: list[str]) -> int:
     line = read_run_spec(COMMAND, argv)
     if not line.settings.url:
         raise ConfigError("Which server?", hint="envserver join http://host:8000 --env NAME")
-    configure_logs(line.settings.log_level, line.settings.log_format)
+    show_logs(line.settings)
     return run_loop(join(line, Console(stderr=True)))
 
 

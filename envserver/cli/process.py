@@ -27,7 +27,7 @@ from ..running.tally import Tally, counted, mean_text
 from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import program, read_run_spec
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .mixing import read_mix
 from .progress import ProgressView, summary_table
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
         line = read_run_spec(COMMAND, argv)
         members = [alone(line)]
     settings = members[0].spec.settings
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     return run_loop(process(members, Console(stderr=True)))
 
 

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from ..running.scoring import Summary, run_score
 from .command_line import read_run_spec
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.score_command import COMMAND
 
@@ -18,7 +18,7 @@ def run(argv: list[str]) -> int:
     """Runs the command; returns 1 if rows have an error."""
     line = read_run_spec(COMMAND, argv)
     settings = line.settings
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     console = Console(stderr=True)
     try:
         with _bar(console) as bar:

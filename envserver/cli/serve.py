@@ -15,7 +15,7 @@ from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
 from .live_overview import shown
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .mixing import read_mix
 from .samples import sampled
@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
         line = read_run_spec(COMMAND, argv)
         members = [alone(line)]
     settings = members[0].spec.settings
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     return run_loop(serve(members, Console(stderr=True)))
 
 

@@ -25,7 +25,7 @@ from ..running.group_run import GroupRun, Part
 from ..running.spec import RunSpec
 from .command_line import CommandSpec
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .process import show_result
 from .progress import ProgressView
@@ -104,7 +104,7 @@ def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, An
     settings = command.read(argv, defaults=defaults)
     if settings.openai.model_name == SIMULATED:
         settings = settings.model_copy(update={"model": SIMULATED})
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     return settings
 
 

@@ -30,7 +30,7 @@ from ..running.python_api import EVALUATION_DEFAULTS, choice_of
 from .console import Console
 from .evaluate_command import Progress, show_tables
 from .evaluate_members import read_members
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .publish_command import results_of
 from .signals import SignalStop
@@ -43,7 +43,7 @@ _PICTURE = "sweep.svg"
 def run(argv: list[str]) -> int:
     """Runs the command; returns 0 if all alphas were evaluated, 130 if it was stopped early."""
     settings = read_members(COMMAND, argv, defaults=EVALUATION_DEFAULTS)[0].settings
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     console = Console(stderr=True)
     work = _Work(settings, argv, console)
     for alpha in settings.alpha:

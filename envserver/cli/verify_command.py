@@ -12,7 +12,7 @@ from ..running.tally import counted
 from ..running.verifying import Progress as OnProgress
 from ..running.verifying import Report, verify_source
 from .console import Console, show_json
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .reading_bar import facts_bar
 from .specs.verify_command import COMMAND
@@ -29,7 +29,7 @@ _VERDICTS = {
 
 def run(argv: list[str]) -> int:
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     with _bar(Console(stderr=True)) as on_progress:
         report, model = run_loop(verify_source(settings, on_progress))
     if settings.as_json:
