@@ -92,10 +92,7 @@ class EnvironmentConfig(Section):
 
 
 def check_url(url: str) -> None:
-    """
-    Raises:
-        ValueError: `url` is not the address of a server.
-    """
+    """Raises ValueError: `url` is not the address of a server."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("an address must look like http://host:port/v1")

@@ -300,10 +300,7 @@ class ProxyAttempt:
         self._turns[agent] += 1
 
     def check_time(self) -> None:
-        """
-        Raises:
-            LimitReached: time is used up.
-        """
+        """Raises LimitReached: time is used up."""
         if self.seconds_left <= 0:
             raise self.reached("time", "The time of this rollout is used up.")
 

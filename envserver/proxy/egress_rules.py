@@ -94,10 +94,7 @@ class EgressRules:
         self._resolving = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="egress-dns")
 
     def check(self, host: str, port: int) -> None:
-        """
-        Raises:
-            EgressRefused: the host, or the port at it, is not on the list.
-        """
+        """Raises EgressRefused: the host, or the port at it, is not on the list."""
         named = [one for one in self._allowed if _matches(one, host)]
         if not named:
             raise EgressRefused(

@@ -35,10 +35,7 @@ def check_bearer(scope: Scope, key: str) -> None:
 
 
 def require(method: str, wanted: str) -> None:
-    """
-    Raises:
-        WrongMethod: the method is not `wanted`.
-    """
+    """Raises WrongMethod: the method is not `wanted`."""
     if method != wanted:
         raise WrongMethod(f"Use {wanted} here, not {method[:20]}.")
 

@@ -65,10 +65,7 @@ def task_folders(folder: Path) -> list[Path]:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """
-    Raises:
-        InputError: the folder is not a task that can be run here.
-    """
+    """Raises InputError: the folder is not a task that can be run here."""
     try:
         facts = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         instruction = (folder / "instruction.md").read_text(encoding="utf-8")

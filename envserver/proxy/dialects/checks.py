@@ -109,10 +109,7 @@ def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> 
 
 
 def refuse_others(holder: Mapping[str, Any], known: Collection[str], place: str) -> None:
-    """
-    Raises:
-        InputError: `holder` has a field that is not in `known`.
-    """
+    """Raises InputError: `holder` has a field that is not in `known`."""
     for name in holder:
         if name not in known:
             raise bad(f"{place}.{name[:80]}", "is not supported")

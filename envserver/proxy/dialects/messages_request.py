@@ -22,10 +22,7 @@ _THINKING = ("enabled", "adaptive", "between_tools")
 
 
 def refuse_impossible(body: dict[str, Any]) -> None:
-    """
-    Raises:
-        InputError: the request asks for something unsupported.
-    """
+    """Raises InputError: the request asks for something unsupported."""
     if body.get("thread"):
         raise InputError(
             "thread is not supported: send the whole conversation.",

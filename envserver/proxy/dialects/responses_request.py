@@ -15,10 +15,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def refuse_impossible(body: dict[str, Any]) -> None:
-    """
-    Raises:
-        InputError: the request asks for something unsupported.
-    """
+    """Raises InputError: the request asks for something unsupported."""
     if body.get("truncation") not in (None, "disabled"):
         raise bad("truncation", "must be disabled: it would cut the prompt silently")
     if body.get("n") not in (None, 1):

@@ -231,10 +231,7 @@ def check_prompt(answer: ChatAnswer, sent: list[int], where: str) -> None:
 
 
 def check_ended(unfinished: set[int]) -> None:
-    """
-    Raises:
-        EngineGarbage: a stream ended before all its choices did.
-    """
+    """Raises EngineGarbage: a stream ended before all its choices did."""
     if unfinished:
         raise EngineGarbage(f"The engine's stream ended before its choices {sorted(unfinished)}.")
 

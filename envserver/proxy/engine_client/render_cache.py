@@ -146,10 +146,7 @@ def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: list[int]) -> ChatBod
 
 
 def check_rendered(rendered: ChatAnswer) -> None:
-    """
-    Raises:
-        EngineGarbage: `rendered` is not a request with a prompt.
-    """
+    """Raises EngineGarbage: `rendered` is not a request with a prompt."""
     require_ids(rendered, "token_ids", _WHERE)
     require(rendered, "sampling_params", dict, _WHERE)
 
