@@ -5,7 +5,7 @@ of the settings.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from envserver_records.splits import Split
@@ -59,9 +59,6 @@ class AgentConfig(Section):
 class EnvironmentConfig(Section):
     """Base class of an environment's `Config`; its fields are `--env.*`."""
 
-    judge_agent: ClassVar[str] = ""
-    """Name of the agent whose settings (`--env.agents.NAME.*`) were the judge's, in environments
-    older than `--judge.*`; they still count if those are unset."""
     group_size: int = Field(default=4, ge=1)
     """Rollouts per group: attempts at one task whose rewards are compared."""
     total_steps: int | None = Field(default=None, ge=1)
@@ -95,10 +92,7 @@ class EnvironmentConfig(Section):
 
 
 def check_url(url: str) -> None:
-    """
-    Raises:
-        ValueError: `url` is not the address of a server.
-    """
+    """Raises ValueError: `url` is not the address of a server."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("an address must look like http://host:port/v1")

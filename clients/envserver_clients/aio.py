@@ -12,6 +12,7 @@ from typing import Any, Final, Self, Unpack
 
 import httpx
 from envserver_records import ConflictError, EnvserverError, NotFoundError, Split
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.servers import AsyncServersClient
 from envserver_records.urls import Urls
 from envserver_records.wire import GroupSummary
@@ -127,9 +128,7 @@ class EnvClient(OnDemand, EnginesOfServer):
     async def close(self) -> None:
         """Closes connections and streams; leases stay open."""
         tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
         await self._http.aclose()
 
     # The run

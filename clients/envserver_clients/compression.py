@@ -22,9 +22,7 @@ else:
 
 def decompress(content: bytes, encoding: str) -> bytes:
     """Returns the content of a body with the content encoding `encoding`.
-
-    Raises:
-        InputError: it is damaged, or compressed in another way than was asked for.
+    Raises InputError: it is damaged, or compressed in another way than was asked for.
     """
     if encoding in ("", "identity"):
         return content
@@ -60,9 +58,7 @@ class LeaseStreamReader:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yields the leases that `data` completes, empty ones too.
-
-        Raises:
-            InputError: the stream is damaged.
+        Raises InputError: the stream is damaged.
         """
         for part in self._inflated(data):
             yield from self._reader.feed(part)

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 def train(arguments: Sequence[str] | None, console: Console) -> None:
     """Trains the model.
-
-    Raises:
-        EnvserverError: settings, rows or folders are wrong; the message says which.
+    Raises EnvserverError: settings, rows or folders are wrong; the message says which.
     """
     settings = read_settings(DpoSettings, "dpo", arguments)
     parts = parts_of(settings.data, whole=True)

@@ -13,9 +13,7 @@ from envserver_records.images import RowImage
 def opened(image: RowImage) -> Any:
     """Returns an image as Pillow's, in RGB, as vLLM makes it: turned as its EXIF data say, on white
     where it is transparent.
-
-    Raises:
-        InputError: Pillow cannot read it.
+    Raises InputError: Pillow cannot read it.
     """
     from PIL import Image, ImageOps
 
@@ -36,9 +34,7 @@ def opened(image: RowImage) -> Any:
 def pixels(processor: Any, rows: Sequence[Sequence[RowImage]]) -> dict[str, Any]:
     """Returns what an image processor of transformers makes of the images of rows, as tensors:
     `pixel_values`, and `image_grid_thw` or `pixel_attention_mask` where the model has them.
-
-    Raises:
-        InputError: an image cannot be read, or is not of a size that the processor takes.
+    Raises InputError: an image cannot be read, or is not of a size that the processor takes.
     """
     shown = [[opened(image) for image in row] for row in rows]
     try:

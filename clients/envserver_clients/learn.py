@@ -86,9 +86,7 @@ class LearnSettings(BaseModel):
 
 def learn(settings: LearnSettings, console: Console) -> int:
     """Runs until the trainer ends; returns its exit status, or 130 after Ctrl-C.
-
-    Raises:
-        EnvserverError: a process did not start, or died too often.
+    Raises EnvserverError: a process did not start, or died too often.
     """
     model = settings.model or _tiny_model(settings, console)
     engine, server = f"http://127.0.0.1:{_free_port()}", f"http://127.0.0.1:{_free_port()}"

@@ -146,11 +146,7 @@ def order_of(
 
 
 def rollouts_in(answer: Answer, order: RolloutOrder) -> list[list[Trajectory | None]] | None:
-    """Returns all rollouts in the order of the tasks; None if they are not finished.
-
-    Raises:
-        InputError: the answer cannot be read.
-    """
+    """Returns all rollouts in the order of the tasks; None if they are not finished."""
     if answer.status == 202:
         return None
     batch = decode_batch(answer.content)

@@ -80,9 +80,7 @@ class ProofSettings(BaseModel):
 
 def prove(settings: ProofSettings, console: Console) -> None:
     """Makes all runs and baselines that are missing, and the results.
-
-    Raises:
-        EnvserverError: a run failed; its log says why.
+    Raises EnvserverError: a run failed; its log says why.
     """
     settings.output.mkdir(parents=True, exist_ok=True)
     tasks = TASKS if settings.task is None else (settings.task,)

@@ -248,9 +248,7 @@ def authorization(token: str | None) -> dict[str, str]:
 
 def pause_before_next(retries: Retries, tried: int, problem: Exception | Answer) -> float | None:
     """Returns the seconds to wait before the next request; None when the answer is final.
-
-    Raises:
-        ServerUnreachable: all tries are used up.
+    Raises ServerUnreachable: all tries are used up.
     """
     if isinstance(problem, Answer) and problem.status not in _PASSING:
         return None
@@ -306,11 +304,7 @@ def batch_of(answer: Answer) -> Batch | None:
 
 
 def object_of(answer: Answer) -> dict[str, Any]:
-    """Returns the JSON object of an answer.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Returns the JSON object of an answer. Raises InputError: it is none."""
     try:
         return msgspec.json.decode(answer.content, type=dict[str, Any])
     except msgspec.DecodeError as error:

@@ -106,9 +106,7 @@ class Batch(WireLease):
 
 def decode_batch(answer: bytes) -> Batch:
     """Decodes the answer to a lease; bodies are views of `answer`.
-
-    Raises:
-        InputError: it is not a batch.
+    Raises InputError: it is not a batch.
     """
     try:
         return msgspec.msgpack.decode(answer, type=Batch)
@@ -118,9 +116,7 @@ def decode_batch(answer: bytes) -> Batch:
 
 def decode_group(answer: bytes) -> ClientGroup:
     """Decodes the answer to `GET /v1/groups/{group_id}`; its body is a view of `answer`.
-
-    Raises:
-        InputError: it is not a group.
+    Raises InputError: it is not a group.
     """
     try:
         return msgspec.msgpack.decode(answer, type=ClientGroup)
@@ -133,11 +129,7 @@ class _Page(msgspec.Struct):
 
 
 def decode_page(answer: bytes) -> list[GroupSummary]:
-    """Decodes the answer to `GET /v1/groups`.
-
-    Raises:
-        InputError: it is not a page of groups.
-    """
+    """Decodes the answer to `GET /v1/groups`. Raises InputError: it is not a page of groups."""
     try:
         return msgspec.json.decode(answer, type=_Page).groups
     except msgspec.DecodeError as error:

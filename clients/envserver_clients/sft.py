@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 def train(arguments: Sequence[str] | None, console: Console) -> None:
     """Trains the models, one after the other.
-
-    Raises:
-        EnvserverError: settings, rows or folders are wrong; the message says which.
+    Raises EnvserverError: settings, rows or folders are wrong; the message says which.
     """
     settings = read_settings(SftSettings, "sft", arguments)
     parts = parts_of(settings.data, tool=settings.tool, whole=settings.whole)

@@ -66,10 +66,10 @@ class JudgeUsage(msgspec.Struct, frozen=True, kw_only=True):
         """Yields `count` nearly equal parts, which add up to this."""
         for k in range(count):
             yield JudgeUsage(
-                calls=_part(self.calls, k, count),
-                cached=_part(self.cached, k, count),
-                prompt_tokens=_part(self.prompt_tokens, k, count),
-                completion_tokens=_part(self.completion_tokens, k, count),
+                calls=part(self.calls, k, count),
+                cached=part(self.cached, k, count),
+                prompt_tokens=part(self.prompt_tokens, k, count),
+                completion_tokens=part(self.completion_tokens, k, count),
                 seconds=self.seconds / count,
             )
 
@@ -104,5 +104,6 @@ def added(costs: Iterable[Cost | None]) -> Cost | None:
     return Cost(currency=known[0].currency, models=models, judge=sum(judged) if judged else None)
 
 
-def _part(total: int, k: int, count: int) -> int:
+def part(total: int, k: int, count: int) -> int:
+    """Returns the `k`-th of `count` whole parts of `total`, which differ by one at most."""
     return total * (k + 1) // count - total * k // count

@@ -39,9 +39,7 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, eq=False):
     @property
     def table(self) -> Table:
         """The experts as [N, layers, per_token].
-
-        Raises:
-            ValueError: their number is no multiple of that.
+        Raises ValueError: their number is no multiple of that.
         """
         return self.ids.reshape(-1, self.layers, self.per_token)
 
@@ -72,9 +70,7 @@ def row_experts(experts: RoutedExperts | None, mask: NDArray[np.uint8]) -> Table
 
 def told_experts(told: Any, row: int) -> RoutedExperts | None:
     """Returns the experts of a row as JSON tells them: a text or null for each row.
-
-    Raises:
-        ValueError: they have another form.
+    Raises ValueError: they have another form.
     """
     if told is None:
         return None
@@ -93,9 +89,7 @@ def table_to_text(table: Table) -> str:
 
 def table_from_text(text: str) -> Table:
     """Reads what `table_to_text` writes; signed numbers become uint8 or uint16.
-
-    Raises:
-        ValueError: it is something else, or a number is not one of an expert.
+    Raises ValueError: it is something else, or a number is not one of an expert.
     """
     file = io.BytesIO(base64.b64decode(text, validate=True))
     if np.lib.format.read_magic(file) != (1, 0):

@@ -85,9 +85,7 @@ def replace_folder(made: Path, place: Path, aside: Path) -> None:
     """Renames the folder `made` to `place`, and what was there to `aside`, on disk on return.
 
     Between the two renames nothing is at `place`: a process that is killed then leaves `aside`.
-
-    Raises:
-        OSError: it cannot be renamed.
+    Raises OSError: it cannot be renamed.
     """
     if place.exists():
         place.rename(aside)

@@ -38,9 +38,7 @@ class FrameReader:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yields the bodies that `data` completes, empty ones too.
-
-        Raises:
-            ValueError: a frame is too large; nothing that follows can be read.
+        Raises ValueError: a frame is too large; nothing that follows can be read.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:

@@ -79,9 +79,7 @@ def images_of(spans: list[ImageSpan], held: dict[str, bytes], size: int) -> list
 
 def told_images(told: Any, row: int, held: dict[str, bytes], size: int) -> list[RowImage]:
     """Returns the images of a row as JSON tells them: a list for each row, of spans as objects.
-
-    Raises:
-        ValueError: they have another form; or as in `images_of`.
+    Raises ValueError: they have another form; or as in `images_of`.
     """
     try:
         spans = [ImageSpan(**one) for one in told[row]]

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import httpx
 import msgspec
 
+from .cancelling import cancel_and_wait
 from .urls import Urls, server_urls
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,7 @@ class ServersClient(httpx.Client):
 
     def send(self, request: httpx.Request, *, stream: bool = False, **how: Any) -> httpx.Response:
         """Sends `request` as `httpx.Client.send` does.
-
-        Raises:
-            NoServerAnswered: there are several servers, and none can answer now.
+        Raises NoServerAnswered: there are several servers, and none can answer now.
         """
         attempts = self._servers.round(request, self.base_url)
         if attempts is None:
@@ -91,9 +90,7 @@ class AsyncServersClient(httpx.AsyncClient):
         self, request: httpx.Request, *, stream: bool = False, **how: Any
     ) -> httpx.Response:
         """Sends `request` as `httpx.AsyncClient.send` does.
-
-        Raises:
-            NoServerAnswered: there are several servers, and none can answer now.
+        Raises NoServerAnswered: there are several servers, and none can answer now.
         """
         attempts = self._servers.round(request, self.base_url)
         if attempts is None:
@@ -131,8 +128,7 @@ class AsyncServersClient(httpx.AsyncClient):
             return task.result()
         finally:
             if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel_and_wait(task)
 
     async def _is_alive(self, server: httpx.URL) -> bool:
         """Returns whether it answers anything at all."""

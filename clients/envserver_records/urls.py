@@ -11,11 +11,7 @@ Urls = str | Sequence[str]
 
 
 def server_urls(urls: Urls) -> tuple[str, ...]:
-    """Returns the URLs without repetitions.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the URLs without repetitions. Raises ConfigError: there is none."""
     listed = urls.split(",") if isinstance(urls, str) else urls
     found = tuple(dict.fromkeys(url for one in listed if (url := one.strip())))
     if not found:

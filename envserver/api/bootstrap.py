@@ -41,9 +41,7 @@ class BootstrapApp:
 
     async def open(self, app: ASGIApp) -> None:
         """Starts `app`, which answers requests from now on.
-
-        Raises:
-            Exception: whatever `app` raised while starting.
+        Raises Exception: whatever `app` raised while starting.
         """
         lifespan = Lifespan(app)
         await lifespan.start()

@@ -40,9 +40,7 @@ class Certificates:
 
     def context(self) -> ssl.SSLContext:
         """Returns a TLS context for new connections, from the current files.
-
-        Raises:
-            ConfigError: the files cannot be used.
+        Raises ConfigError: the files cannot be used.
         """
         settings = self._settings
         password = settings.ssl_keyfile_password

@@ -111,9 +111,7 @@ class GroupEncoder:
 
     async def lease(self, lease: Lease) -> Packed:
         """Encodes a lease with its bodies in MessagePack.
-
-        Raises:
-            DamagedBodies: some bodies cannot be read.
+        Raises DamagedBodies: some bodies cannot be read.
         """
         start = msgspec.msgpack.encode(WireLease(lease.lease_id, lease.expires_at, []))
         # Replace the last byte, an empty array, with an array header of the real length.
@@ -130,9 +128,7 @@ class GroupEncoder:
 
     async def lease_as_json(self, lease: Lease) -> bytes:
         """Encodes a lease in JSON; each group has the keys of the Atropos protocol.
-
-        Raises:
-            DamagedBodies: some bodies cannot be read.
+        Raises DamagedBodies: some bodies cannot be read.
         """
         groups = await self._json.get([row.group_id for row in lease.groups])
         found = [_json_object(row, body) for row, body in zip(lease.groups, groups, strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
+from envserver_records.cancelling import cancel_and_wait
 from starlette.types import ASGIApp, Message
 
 SERVER_ENDS: Final = "envserver.server_ends"
@@ -29,9 +30,7 @@ class Lifespan:
 
     async def start(self) -> None:
         """Waits until the application has started.
-
-        Raises:
-            Exception: whatever the application raised instead.
+        Raises Exception: whatever the application raised instead.
         """
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}}
         self._task = asyncio.ensure_future(self._live(scope))
@@ -40,8 +39,7 @@ class Lifespan:
         try:
             await asyncio.wait({started, self._task}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_and_wait(self._task)
             raise
         finally:
             started.cancel()

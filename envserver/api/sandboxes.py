@@ -48,9 +48,7 @@ def create_sandbox_api(
     machine: SandboxMachine, settings: ServerConfig, metrics: Metrics, health: Health
 ) -> ASGIApp:
     """Builds the application.
-
-    Raises:
-        ConfigError: the tokens file cannot be read, or has no token.
+    Raises ConfigError: the tokens file cannot be read, or has no token.
     """
     app = FastAPI(
         title="envserver sandboxes",

@@ -26,7 +26,8 @@ class Command:
     """A command: its module and a one-line summary.
 
     Args:
-        module: the module that has `function` (`run(argv) -> exit status`); the module of the same
+        module: the module that has `function` (`run(argv) -> exit status`; an EnvserverError is
+            explained in one line, with status 2 if the caller is at fault); the module of the same
             name in `specs` has `spec`, the CommandSpec; "" for a group of commands.
         has_environment: it takes `--env`.
         has_debugger: `--debug` starts a debugger instead of only showing tracebacks.
@@ -161,8 +162,6 @@ COMMANDS = {
     "completion": _other("completion", "print the completion script of bash, zsh or fish", spec=""),
 }
 
-_RENAMED_WORDS = {("models", "make-tiny"): "tiny"}
-
 
 def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -> int:
     """Runs one command.
@@ -203,12 +202,8 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
         _complain(f"There is no command {name!r}.", _hint(name, commands))
         return 2
     command = commands[name]
-    if rest and command.words:
-        word = _RENAMED_WORDS.get((name, rest[0]), rest[0])
-        if word != rest[0]:
-            _complain(f"`{name} {rest[0]}` is now `{name} {word}`.")
-        if word in command.words:
-            return _run(*subcommand(command, [word, *rest[1:]]), debug, environment)
+    if rest and rest[0] in command.words:
+        return _run(*subcommand(command, rest), debug, environment)
     if not command.module:
         return _group(name, command, rest)
     if environment is not None:

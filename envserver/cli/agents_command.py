@@ -8,16 +8,12 @@ from envserver_records.errors import UsageError
 
 from ..harnesses import HARNESSES, harness_of
 from ..harnesses.installing import agents_folder, install, version_in
+from .console import show_rows
 from .specs.agents_command import INSTALL, LIST
 
 
 def run_install(argv: list[str]) -> int:
-    """Installs programs; prints the folder of each.
-
-    Raises:
-        NotFoundError: there is no such program.
-        ConfigError: Node.js or npm is missing or too old, or the installation failed.
-    """
+    """Installs programs; prints the folder of each."""
     settings = INSTALL.read(argv)
     chosen = [harness_of(name) for name in settings.names]
     if settings.version and len(chosen) > 1:
@@ -39,7 +35,5 @@ def run_list(argv: list[str]) -> int:
         installed = version_in(folder / harness.name) or "-"
         origin = f"{package.registry}:{package.name}"
         rows.append((harness.name, installed, package.version, origin))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    show_rows(rows)
     return 0

@@ -63,6 +63,8 @@ IGNORED: dict[str, str] = {
 }
 
 REFUSED: dict[str, str] = {
+    "output": "Use --out.",  # this and the next: our own names, until 0.2
+    "sandbox.wall": "Use --sandbox.backend.",
     "slurm": "Give the engines' addresses: --openai.base_url http://a:8000/v1,http://b:8000/v1",
     "api_url": "Rollouts are made here; `atropos-sft-gen` fetches them from a server.",
     "testing": "Use the simulated engine: --model sim",

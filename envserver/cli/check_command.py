@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import msgspec
-import orjson
 from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -15,20 +14,15 @@ from ..running.checking import check_environment
 from ..running.tally import counted
 from .check_card import card, cost_of, ended_by, expected, number, page, sections, verdict
 from .command_line import read_run_spec
-from .console import Console
-from .logs import configure_logs
+from .console import Console, show_json
+from .logs import show_logs
 from .loop import run_loop
 from .specs.check_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong, there is no such environment, or it has no tasks.
-    """
     line = read_run_spec(COMMAND, argv)
-    configure_logs(line.settings.log_level, line.settings.log_format)
+    show_logs(line.settings)
     with _bar(Console(stderr=True)) as bar:
         shown = {name: bar.add_task(name, total=None) for name in ("plays", "results")}
         report = run_loop(
@@ -38,8 +32,7 @@ def run(argv: list[str]) -> int:
             )
         )
     if line.settings.as_json:
-        facts = {**msgspec.to_builtins(report, str_keys=True), "ok": report.ok}
-        sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
+        show_json({**msgspec.to_builtins(report, str_keys=True), "ok": report.ok})
     elif line.settings.card or line.settings.markdown:
         sys.stdout.write(page(report) if line.settings.markdown else card(report))
     else:
@@ -58,24 +51,21 @@ def _bar(console: Console) -> Progress:
 
 
 def _show(console: Console, report: EnvironmentReport) -> None:
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     console.print(_results(report))
     if report.plays:
         console.print(_plays(report))
     for title, lines in sections(report).items():
-        say("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
+        console.say("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
     for problem in report.problems:
-        say(problem)
+        console.say(problem)
     if report.scoring is not None:
         limit = report.scoring.limit_cpu_seconds
-        say(f"A score takes {cost_of(report.scoring)} (limit {limit:g} s).")
+        console.say(f"A score takes {cost_of(report.scoring)} (limit {limit:g} s).")
     all_of = "all" if report.whole else "the first"
-    say(f"{report.environment}, {report.split}: {all_of} {counted(report.tasks, 'task')}.")
+    console.say(f"{report.environment}, {report.split}: {all_of} {counted(report.tasks, 'task')}.")
     if report.without_gold:
-        say(f"No correct result is known for {counted(len(report.without_gold), 'task')}.")
-    say("All checks passed." if report.ok else "Checks FAILED: see above.")
+        console.say(f"No correct result is known for {counted(len(report.without_gold), 'task')}.")
+    console.say("All checks passed." if report.ok else "Checks FAILED: see above.")
 
 
 def _results(report: EnvironmentReport) -> Table:

@@ -75,11 +75,7 @@ complete -c envserver -f -a '(__envserver_candidates)'
 
 
 def run(argv: list[str]) -> int:
-    """Prints a completion script, or candidates.
-
-    Raises:
-        UsageError: there is no completion for the shell.
-    """
+    """Prints a completion script, or candidates."""
     if argv[:2] == ["candidates", "--"]:
         for candidate, description in candidates(argv[2:]):
             sys.stdout.write(f"{candidate}\t{description}\n" if description else f"{candidate}\n")

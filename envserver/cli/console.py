@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import msgspec
+import orjson
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -11,11 +15,28 @@ from rich.segment import Segment
 from ..telemetry.printable import printable
 
 
+def show_json(facts: Any) -> None:
+    """Writes `facts`, which msgspec knows, to stdout as indented JSON."""
+    plain = msgspec.to_builtins(facts, str_keys=True)
+    sys.stdout.write(orjson.dumps(plain, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+def show_rows(rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table on stdout, with its head as the first row, for people and `cut`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
 class Console(rich.console.Console):  # noqa: TID251
     """A console that shows control characters of its texts as escapes.
 
     Only rich itself moves the cursor and sets colours: texts come from models, tasks and engines.
     """
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Prints `text` as it is: without markup, colours of rich's own and line breaks."""
+        self.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

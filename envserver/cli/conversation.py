@@ -22,7 +22,7 @@ def show_messages(console: Console, messages: Iterable[Message]) -> None:
     for message in messages:
         _show_heading(console, message)
         for line in _lines(message):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.say(line)
 
 
 def show_rollout(console: Console, trajectory: Trajectory) -> None:

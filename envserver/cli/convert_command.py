@@ -11,12 +11,6 @@ from .specs.convert_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting or a source is wrong.
-        StoreError: a file cannot be written.
-    """
     from envserver_factory.trajectories.convert import convert
     from envserver_factory.trajectories.documents import files_of
 
@@ -35,7 +29,7 @@ def run(argv: list[str]) -> int:
     console = Console(stderr=True)
     text = f"{report.read:,} documents: {written or 'no trajectory'}; {report.failed:,} failed"
     for line in (text, f"In {settings.out}"):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.say(line)
     return 1 if report.failed else 0
 
 

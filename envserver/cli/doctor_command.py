@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import orjson
 from rich.table import Table
 
 from ..config import SandboxConfig
@@ -21,9 +20,9 @@ from ..harnesses.installing import agents_folder, version_in
 from ..sandbox.probe import WEAKNESSES, ProbeReport
 from ..sandbox.selection import ORDER
 from ..sandbox.service import probe
-from .console import Console
+from .console import Console, show_json
 from .doctor_machines import MachineFact, look_at_machines, show_machines
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.doctor_command import COMMAND
 
@@ -40,13 +39,8 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong.
-    """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     facts = machine_facts()
     reports = run_loop(_probe(settings.sandbox))
     taken = _taken(reports, settings.sandbox.backend)
@@ -55,8 +49,7 @@ def run(argv: list[str]) -> int:
         taken = "remote" if any(one.load is not None for one in machines) else None
     if settings.as_json:
         found = {"machine": facts, "backends": reports, "backend": taken, "machines": machines}
-        text = orjson.dumps(msgspec.to_builtins(found), option=orjson.OPT_INDENT_2)
-        sys.stdout.write(text.decode() + "\n")
+        show_json(found)
     else:
         _show(Console(), facts, reports, machines, taken)
     return 0 if taken else 1
@@ -169,31 +162,26 @@ def _show(
         return
     console.print("[bold red]No sandbox backend works on this machine.[/]", highlight=False)
     for step in dict.fromkeys(step for report in reports for step in report.remedies):
-        _say(console, f"  - {step}")
+        console.say(f"  - {step}")
 
 
 def _show_stronger(console: Console, reports: Sequence[ProbeReport]) -> None:
     """Prints what to allow so that a stronger backend works."""
     stronger = [each for each in reports if each.backend == "namespace" and not each.works]
     for report in stronger:
-        _say(console, f"For the stronger backend {report.backend}:")
+        console.say(f"For the stronger backend {report.backend}:")
         for step in report.remedies:
-            _say(console, f"  - {step}")
+            console.say(f"  - {step}")
 
 
 def _show_wall(console: Console, report: ProbeReport) -> None:
     verdict = "[green]works[/]" if report.works else "[red]does not work[/]"
     console.print(f" backend [bold]{report.backend}[/]: {verdict}", highlight=False)
     if not report.checks:
-        _say(console, f"     {report.failure}")
+        console.say(f"     {report.failure}")
     for check in report.checks:
-        _say(console, f"   {'+' if check.held else '-'} {check.name}")
+        console.say(f"   {'+' if check.held else '-'} {check.name}")
         for line in check.tried if not check.held else ():
-            _say(console, f"       {line}")
+            console.say(f"       {line}")
     for weakness in report.weaknesses if report.works else ():
-        _say(console, f"     it does not contain {weakness}")
-
-
-def _say(console: Console, text: str) -> None:
-    """Prints text without markup, because program output may look like markup."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(f"     it does not contain {weakness}")

@@ -23,9 +23,7 @@ class MachineFact(msgspec.Struct, frozen=True):
 
 async def look_at_machines(config: SandboxConfig) -> list[MachineFact]:
     """Returns what the machines in the settings tell; none if there are none in them.
-
-    Raises:
-        ConfigError: a file for their token or certificates cannot be read.
+    Raises ConfigError: a file for their token or certificates cannot be read.
     """
     if not config.remote:
         return []
@@ -50,6 +48,4 @@ def show_machines(console: Console, machines: Sequence[MachineFact]) -> None:
                 f"{load.waiting} waited for, {load.running} of {load.room} programs running, "
                 f"{load.queued} queued"
             )
-        console.print(
-            f" sandbox machine {one.url}: {text}", highlight=False, markup=False, soft_wrap=True
-        )
+        console.say(f" sandbox machine {one.url}: {text}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..models.probe import ProbeResult
-from .console import Console
+from .console import Console, show_json
 
 _MODES = {
     "tokens": "token ids in, token ids out",
@@ -90,8 +89,7 @@ def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None
         }
         for one in probed
     ]
-    document = {"engines": engines, "differences": list(different)}
-    sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
+    show_json({"engines": engines, "differences": list(different)})
 
 
 def print_table(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:

@@ -9,15 +9,12 @@ from pathlib import Path
 from ..registry.installed import MANIFEST, Installed, installed
 from ..running.installing import install, remove
 from ..running.sharing import prepare
+from .console import show_rows
 from .specs.env_command import INSTALL, LIST, PUSH, REMOVE
 
 
 def run_install(argv: list[str]) -> int:
-    """Installs a package; prints the names of its environments, one per line.
-
-    Raises:
-        UsageError: see `running.installing.install`; nothing was installed.
-    """
+    """Installs a package; prints the names of its environments, one per line."""
     settings = INSTALL.read(argv)
     one = install(
         settings.source,
@@ -39,30 +36,19 @@ def run_list(argv: list[str]) -> int:
     """Prints a table of the installed packages."""
     LIST.read(argv)
     rows = [("PACKAGE", "VERSION", "PYTHON", "ENVIRONMENTS", "FROM"), *map(_row, installed())]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    show_rows(rows)
     return 0
 
 
 def run_remove(argv: list[str]) -> int:
-    """Removes a package.
-
-    Raises:
-        NotFoundError: it is not installed.
-    """
+    """Removes a package."""
     one = remove(REMOVE.read(argv).name)
     print(f"Removed {one.package} {one.version}.", file=sys.stderr)
     return 0
 
 
 def run_push(argv: list[str]) -> int:
-    """Uploads a project; prints the address of each file. Without a token nothing is uploaded.
-
-    Raises:
-        UsageError: the project cannot be shared as it is.
-        StoreError: the hub refused.
-    """
+    """Uploads a project; prints the address of each file. Without a token nothing is uploaded."""
     from envserver_factory.publishing.upload import upload
 
     settings = PUSH.read(argv)

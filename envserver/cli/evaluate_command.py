@@ -22,7 +22,7 @@ from ..running.group_run import GroupRun, Show
 from ..running.python_api import EVALUATION_DEFAULTS, choice_of
 from .console import Console
 from .evaluate_members import read_members
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .process import show_result
 from .progress import ProgressView
@@ -33,15 +33,10 @@ _SHOWN_OF_SEVERAL = ("Outcomes", "Tokens, time and cost")
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 0 if anything was evaluated, 130 if it was stopped early.
-
-    Raises:
-        EnvserverError: it cannot be run, nothing could be evaluated, or too many failures ended it
-            (the report then covers what was done before).
-    """
+    """Runs the command; returns 0 if anything was evaluated, 130 if it was stopped early."""
     members = read_members(COMMAND, argv, defaults=EVALUATION_DEFAULTS)
     settings = members[0].settings
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     for member in members:
         own: Any = member.settings
         if own.sampling.temperature == 0 and "group_size" not in own.env.model_fields_set:
@@ -53,15 +48,19 @@ def run(argv: list[str]) -> int:
     return 130 if done.stopped else 0
 
 
-class _Shown(EvaluationView):
-    """Shows an evaluation on a terminal."""
+class Progress(EvaluationView):
+    """Shows the progress of an evaluation, and not its report."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self.show = shown(console)
 
     def say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.say(line)
+
+
+class _Shown(Progress):
+    """Shows an evaluation on a terminal."""
 
     def ended(self, run: GroupRun, settings: MixSettings) -> None:
         show_result(self._console, run, settings)
@@ -89,7 +88,7 @@ def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
         tables, notes = tables_of(report), notes_of(report)
     show_tables(console, tables, notes)
     told = f"Report in {folder / 'report.html'}, report.md and report.json"
-    console.print(told, highlight=False, markup=False, soft_wrap=True)
+    console.say(told)
 
 
 def show_tables(console: Console, tables: list[TextTable], notes: list[str]) -> None:
@@ -102,4 +101,4 @@ def show_tables(console: Console, tables: list[TextTable], notes: list[str]) -> 
             table.add_row(*map(Text, row))
         console.print(table)
     for note in notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        console.say(note)

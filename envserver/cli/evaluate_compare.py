@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 
 from ..evaluation.comparison import Comparison, compare
 from ..evaluation.comparison_tables import (
@@ -21,32 +19,26 @@ from ..evaluation.page import comparison_page
 from ..evaluation.two_runs import called_alike, read_run
 from ..export.unified import write_json
 from ..running.evaluation_folder import write_text
-from .console import Console
+from .console import Console, show_json
 from .evaluate_command import show_tables
 from .specs.evaluate_compare import COMMAND, CompareSettings
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 0 whatever the result.
-
-    Raises:
-        UsageError: a run is missing, or the runs have no environment in common.
-        InputError: the files of a run cannot be read.
-    """
+    """Runs the command; returns 0 whatever the result."""
     settings = COMMAND.read(argv)
     found = _compared(settings)
     if settings.out is not None:
         _write(settings.out, found)
     if settings.as_json:
-        facts = msgspec.to_builtins(found, str_keys=True)
-        sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
+        show_json(found)
         return 0
     console = Console()
     for verdict in verdicts_of(found):
-        console.print(verdict, style="bold", highlight=False, markup=False, soft_wrap=True)
+        console.say(verdict, style="bold")
     show_tables(console, comparison_tables(found), comparison_notes(found))
     if settings.out is not None:
-        console.print(f"Written to {settings.out}", highlight=False, markup=False, soft_wrap=True)
+        console.say(f"Written to {settings.out}")
     return 0
 
 

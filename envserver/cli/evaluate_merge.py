@@ -9,12 +9,6 @@ from .specs.evaluate_merge import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        EnvserverError: a shard cannot be read or does not belong to the others, or the output
-            cannot be written.
-    """
     settings = COMMAND.read(argv)
     accepted = Accepted(tuple(settings.slices), settings.partial)
     report = merge_evaluations(

@@ -11,11 +11,6 @@ from .specs.evaluate_report import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        EnvserverError: there is no evaluation, or its files cannot be read.
-    """
     settings = COMMAND.read(argv)
     view = View(
         pass_at=settings.pass_at,

@@ -8,25 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from envserver_records.errors import ConfigError, UsageError
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ..export.formats import Format, Options, format_of
 from ..running.exporting import DROPPED, Tally, Wanted, export
 from ..running.tally import counted
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
+from .reading_bar import facts_bar
 from .specs.export_command import COMMAND, ExportSettings
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong, a source does not exist, or a line of it is not a group.
-        StoreError: the output cannot be written.
-    """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     out = settings.out
     try:
@@ -149,19 +143,11 @@ def _told_to_all(settings: ExportSettings, facts: dict[str, Any]) -> dict[str, A
 
 @contextlib.contextmanager
 def _bar(console: Console, size: int | None) -> Iterator[Callable[[Tally, int], None]]:
-    columns = (
-        TextColumn("{task.fields[facts]}"),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with shown as bar:
-        task = bar.add_task("", total=size, facts="reading")
+    with facts_bar(console, size) as update:
 
         def on_progress(tally: Tally, read: int) -> None:
             facts = f"{tally.rollouts:,} rollouts read, {tally.kept:,} kept"
-            bar.update(task, advance=read, facts=facts)
+            update(advance=read, facts=facts)
 
         yield on_progress
 

@@ -10,12 +10,6 @@ from .specs.init_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        ConfigError: the name cannot be used, or a setting is wrong.
-        ConflictError: the folder exists.
-    """
     from ..scaffold import KINDS, create
 
     settings = COMMAND.read(argv)

@@ -11,30 +11,23 @@ from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .signals import SignalStop
 from .specs.join import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        EnvserverError: it cannot be run.
-    """
     line = read_run_spec(COMMAND, argv)
     if not line.settings.url:
         raise ConfigError("Which server?", hint="envserver join http://host:8000 --env NAME")
-    configure_logs(line.settings.log_level, line.settings.log_format)
+    show_logs(line.settings)
     return run_loop(join(line, Console(stderr=True)))
 
 
 async def join(line: RunSpec[JoinSettings], console: Console) -> int:
     """Makes groups for the server until it ends; returns 1 if open groups were cancelled, else 0.
-
-    Raises:
-        EnvserverError: see `joined` and `Runner.run`.
+    Raises EnvserverError: see `joined` and `Runner.run`.
     """
     settings = line.settings
     if settings.dealt:

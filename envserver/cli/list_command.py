@@ -20,11 +20,7 @@ path/to/file.py[:Class] or a folder can be named too."""
 
 
 def run(argv: list[str]) -> int:
-    """Prints the table.
-
-    Raises:
-        UsageError: an argument other than --help.
-    """
+    """Prints the table."""
     if argv in (["--help"], ["-h"]):
         print(HELP)
         return 0

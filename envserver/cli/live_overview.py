@@ -49,7 +49,7 @@ async def shown(
             await look()
             await asyncio.sleep(_LINE_SECONDS)
             line = await asyncio.to_thread((await look()).line)
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.say(line)
 
     task = asyncio.create_task(tables() if console.is_terminal else lines(), name="overview")
     if console.is_terminal:

@@ -14,23 +14,16 @@ from ..running.lm_eval import CountingEngine
 from ..running.lm_evaluating import lm_eval
 from .console import Console
 from .evaluate_command import show_report
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.lm_eval_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong, the harness is not installed, or failed.
-        EngineError: the engine does not answer.
-    """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     console = Console(stderr=True)
-    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    folder, report = run_loop(lm_eval(settings, tell=tell, watch=partial(_watched, console)))
+    folder, report = run_loop(lm_eval(settings, tell=console.say, watch=partial(_watched, console)))
     show_report(console, report, folder)
     return 0
 

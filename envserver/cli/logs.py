@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import Counter
-from typing import Final, TextIO, cast
+from typing import Final, Protocol, TextIO, cast
 
 import structlog
 from structlog.typing import Processor
@@ -36,6 +36,21 @@ class CurrentStderr(io.TextIOBase):
 
     def flush(self) -> None:
         sys.stderr.flush()
+
+
+class LogSettings(Protocol):
+    """The settings of a command that logs."""
+
+    @property
+    def log_level(self) -> str: ...
+
+    @property
+    def log_format(self) -> LogFormat: ...
+
+
+def show_logs(settings: LogSettings) -> None:
+    """Shows events as a command's settings say."""
+    configure_logs(settings.log_level, settings.log_format)
 
 
 def configure_logs(level: str, form: LogFormat = "auto") -> None:

@@ -28,13 +28,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Returns the coroutine's result.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C cancelled it.
-        Terminated: SIGTERM did.
-        RuntimeError: it was cancelled from within, which is a bug.
-    """
+    """Returns the coroutine's result."""
     spare_collector()
     told: list[bool] = []
     try:

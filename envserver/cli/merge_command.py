@@ -25,13 +25,7 @@ from .specs.merge_command import ARITHMETIC, COMMAND, MergeSettings
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; prints the folder of each model, and the vector's file.
-
-    Raises:
-        UsageError: a setting or a model is wrong; nothing was written.
-        StoreError: the output cannot be written.
-        KeyboardInterrupt: it was stopped; nothing was written.
-    """
+    """Runs the command; prints the folder of each model, and the vector's file."""
     settings = COMMAND.read(argv)
     console = Console(stderr=True)
     with _ended_by_sigterm():
@@ -41,7 +35,7 @@ def run(argv: list[str]) -> int:
             console.print("Stopped: nothing was written.", highlight=False)
             raise
     for note in notes:
-        console.print(f"Note: {note}.", highlight=False, markup=False, soft_wrap=True)
+        console.say(f"Note: {note}.")
     for place in places:
         print(place)
     return 0

@@ -30,9 +30,7 @@ M = TypeVar("M", bound=MixSettings)
 def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | None:
     """Returns the environments given on the command line, with their settings; None if only one is
     given.
-
-    Raises:
-        ConfigError, NotFoundError: as for `load_settings`; or they cannot be mixed.
+    Raises ConfigError, NotFoundError: as for `load_settings`; or they cannot be mixed.
     """
     entries, place = entries_of(command, argv)
     if entries is None:
@@ -68,9 +66,7 @@ def _has_own_steps(entry: MixEntry, settings: MixSettings) -> bool:
 
 def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEntry] | None, str]:
     """Returns the entries of a mix (None: no mix) and their origin.
-
-    Raises:
-        ConfigError: the mix is given in two places, or cannot be read.
+    Raises ConfigError: the mix is given in two places, or cannot be read.
     """
     flags = command.flags(argv)
     path = next((one.value for one in flags if one.path == "config"), None)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import sys
 
-import orjson
 from rich.table import Table
 
 from ..models.catalogue import ModelEntry, read_catalogue
-from .console import Console
+from .console import Console, show_json
 from .specs.models_list import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 1 if no model has a name.
-
-    Raises:
-        ConfigError: a setting or the file is wrong.
-    """
+    """Runs the command; returns 1 if no model has a name."""
     settings = COMMAND.read(argv)
     entries = list(read_catalogue(settings.models_file).values())
     if settings.as_json:
-        facts = [entry.model_dump(mode="json", exclude_none=True) for entry in entries]
-        sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
+        show_json([entry.model_dump(mode="json", exclude_none=True) for entry in entries])
     elif entries:
         Console().print(_table(entries))
     if not entries:

@@ -12,7 +12,7 @@ from ..models.probe import probe
 from ..proxy.capabilities import capabilities_of
 from ..telemetry.printable import printable
 from .engine_table import ProbedEngine, differences, print_json, print_table
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.models_probe import COMMAND, ProbeSettings
 
@@ -24,12 +24,9 @@ def run(argv: list[str]) -> int:
 
     Args:
         argv: the arguments after `models probe`.
-
-    Raises:
-        ConfigError: a setting is wrong, or an engine does not support `openai.mode`.
     """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     return run_loop(_run(settings))
 
 

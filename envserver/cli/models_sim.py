@@ -11,7 +11,7 @@ from ..registry import find
 from ..running.sandboxes import sandboxes_of
 from ..running.simulated_server import demonstration_solver, run_sim
 from ..running.spec import RunSpec
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.models_sim import COMMAND, ModelsSettings
 
@@ -21,12 +21,9 @@ def run(argv: list[str]) -> int:
 
     Args:
         argv: the arguments after `models sim`.
-
-    Raises:
-        ConfigError: a setting is wrong, or the port is not available.
     """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     solver = _solver(settings)
     run_loop(
         run_sim(

@@ -8,7 +8,7 @@ from envserver_records.errors import UsageError
 
 from ..models.catalogue import find_model, read_catalogue
 from ..models.manager import engine_spec, running_engine
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.models_start import COMMAND, StartSettings
 
@@ -20,10 +20,6 @@ def run(argv: list[str]) -> int:
 
     Args:
         argv: the arguments after `models start`.
-
-    Raises:
-        ConfigError, NotFoundError: a setting is wrong, or there is no such model.
-        EngineUnavailable: the engine did not come up, or died too often.
     """
     settings = COMMAND.read(argv, defaults={"engine": {"port": PORT}})
     if not settings.name:
@@ -31,7 +27,7 @@ def run(argv: list[str]) -> int:
             "Give a model: envserver models start NAME",
             hint="`envserver models list` shows the names.",
         )
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     run_loop(_start(settings))
     return 0
 

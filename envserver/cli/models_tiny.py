@@ -24,11 +24,6 @@ def run(argv: list[str]) -> int:
 
     Args:
         argv: the arguments after `models tiny`.
-
-    Raises:
-        ConfigError: a setting is wrong, or torch and transformers are missing.
-        ConflictError: the folder already exists.
-        EnvserverError: the experts failed.
     """
     settings = COMMAND.read(argv)
     if settings.folder == Path():

@@ -86,7 +86,7 @@ class Person:
         return ""
 
     def _say(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+        self._console.say(text, style="dim")
 
 
 def _signature(function: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from ..running.tally import Tally, counted, mean_text
 from ..tokens.flags import FLAGS, Actions, chosen
 from .command_line import program, read_run_spec
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .mixing import read_mix
 from .progress import ProgressView, summary_table
@@ -42,17 +42,12 @@ LONGEST_WORDS = 200
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        EnvserverError: it cannot be run, or every group failed.
-    """
     members = read_mix(COMMAND, argv)
     if members is None:
         line = read_run_spec(COMMAND, argv)
         members = [alone(line)]
     settings = members[0].spec.settings
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     return run_loop(process(members, Console(stderr=True)))
 
 
@@ -87,11 +82,11 @@ def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
     actions = chosen(tokens.train, tokens.mask, tokens.drop)
     show_notes(console, run.tally, list(run.written().items()), settings, actions)
     if run.judge is not None:
-        console.print(judge_line(run.judge), highlight=False, markup=False, soft_wrap=True)
+        console.say(judge_line(run.judge))
     for file in run.files.values():
         if file.failures.lines:
             path = file.failures.path
-            console.print(f"Failures: {path}", highlight=False, markup=False, soft_wrap=True)
+            console.say(f"Failures: {path}")
 
 
 def _shares_table(run: GroupRun) -> Table:
@@ -121,24 +116,23 @@ def show_notes(
     if settings.model == SIMULATED:
         console.print("The model was simulated: these rewards do not measure a real model.")
 
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     if tally.rollouts:
-        say(tally.costs_line())
+        console.say(tally.costs_line())
     for path, groups in files:
-        say(f"{counted(groups, 'group')} in {path}")
+        console.say(f"{counted(groups, 'group')} in {path}")
     for reason, count in sorted(tally.drops.items()):
-        say(f"{counted(count, 'group')} not written: {reason}")
+        console.say(f"{counted(count, 'group')} not written: {reason}")
     for kind, count in sorted(tally.failures.items()):
         words = shorten(tally.last_words[kind], LONGEST_WORDS, placeholder=" ...")
-        say(f"{counted(count, 'failed attempt')}: {kind} ({words})")
+        console.say(f"{counted(count, 'failed attempt')}: {kind} ({words})")
     for flag, count in sorted(tally.flags.items()):
         meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
-        say(f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}")
+        console.say(
+            f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}"
+        )
     if tally.untrained.tokens:
         flags = ", ".join(f"{flag} {count:,}" for flag, count in tally.untrained.by_flag.items())
-        say(f"{tally.untrained.share:.0%} of the sampled tokens are not trained: {flags}")
+        console.say(f"{tally.untrained.share:.0%} of the sampled tokens are not trained: {flags}")
 
 
 def show_suggestions(
@@ -147,7 +141,7 @@ def show_suggestions(
     """Prints commands to try next."""
     console.print("Try next:")
     for command in suggestions(reference, settings, path, exact=exact):
-        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+        console.say(f"  {command}")
 
 
 def suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from types import TracebackType
 
 from envserver_records.costs import added
 from envserver_records.records import Group
@@ -60,12 +59,7 @@ class ProgressView:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._update()
         self._bar.stop()
 

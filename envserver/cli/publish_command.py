@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; prints the address of the commit, or with `--dry_run` the card.
-
-    Raises:
-        ConfigError, InputError: the folder must not be published like this; nothing was uploaded.
-        StoreError: the hub refused, or could not be reached.
-    """
+    """Runs the command; prints the address of the commit, or with `--dry_run` the card."""
     from envserver_factory.publishing.models import plan, publish
 
     settings = COMMAND.read(argv)
@@ -45,11 +40,7 @@ def run(argv: list[str]) -> int:
 
 
 def results_in(folder: Path) -> list[Result]:
-    """Returns the results of an evaluation's folder for a card.
-
-    Raises:
-        InputError: it holds no evaluation.
-    """
+    """Returns the results of an evaluation's folder for a card."""
     return results_of(read_folder(folder, View()))
 
 

@@ -1,9 +1,10 @@
-"""A progress bar for commands that read files of documents."""
+"""A progress bar for commands that read files."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -14,14 +15,10 @@ OnProgress = Callable[[int, int], None]
 
 
 @contextlib.contextmanager
-def reading_bar(noun: str, total_bytes: int | None) -> Iterator[OnProgress]:
-    """Shows the reading progress on a terminal; elsewhere nothing.
-
-    Args:
-        noun: the counted items, in the plural.
-        total_bytes: size of all files; None: unknown.
+def facts_bar(console: Console, total: float | None) -> Iterator[Callable[..., None]]:
+    """Shows facts and the progress on a terminal; elsewhere nothing. In the block, call the result
+    with `facts`, and what is `completed` of `total` or the `advance`.
     """
-    console = Console(stderr=True)
     columns = (
         TextColumn("{task.fields[facts]}"),
         BarColumn(bar_width=24),
@@ -30,9 +27,16 @@ def reading_bar(noun: str, total_bytes: int | None) -> Iterator[OnProgress]:
     )
     shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with shown as bar:
-        task = bar.add_task("", total=total_bytes, facts="reading")
+        yield partial(bar.update, bar.add_task("", total=total, facts="reading"))
 
-        def on_progress(count: int, size: int) -> None:
-            bar.update(task, completed=size, facts=f"{count:,} {noun}")
 
-        yield on_progress
+@contextlib.contextmanager
+def reading_bar(noun: str, total_bytes: int | None) -> Iterator[OnProgress]:
+    """Shows how many documents were read, and their share of all.
+
+    Args:
+        noun: the counted items, in the plural.
+        total_bytes: size of all files; None: unknown.
+    """
+    with facts_bar(Console(stderr=True), total_bytes) as update:
+        yield lambda count, size: update(completed=size, facts=f"{count:,} {noun}")

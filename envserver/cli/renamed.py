@@ -12,8 +12,6 @@ from collections.abc import Collection
 RENAMED: dict[str, str] = {
     "api_key": "openai.api_key",
     "out_dir": "out",
-    "output": "out",
-    "sandbox.wall": "sandbox.backend",
 }
 """Old path -> new path. A path of a section renames everything in it."""
 

@@ -23,11 +23,6 @@ _SHOWN = 70
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: there is no such rollout or environment, or it cannot be replayed.
-    """
     record = _named_record(COMMAND.flags(argv))
     environment = COMMAND.named_environment(argv) or str(record.facts["env"])
     line = read_run_spec(COMMAND, argv, defaults=recorded_settings(record), environment=environment)
@@ -62,23 +57,22 @@ def _named_record(flags: Sequence[Given]) -> Record:
 
 
 def _show(console: Console, record: Record, done: Replayed) -> None:
-    def say(text: str) -> None:
-        console.print(text, markup=False)
-
     how = "calls recorded" if record.kept else "calls reconstructed from its conversations"
-    say(f"{record.rollout.rollout_id} ({record.place}): {how}.")
+    console.say(f"{record.rollout.rollout_id} ({record.place}): {how}.")
     if done.difference is not None:
-        say(f"DIFFERENT at call {done.difference.call}: {done.difference.what}")
+        console.say(f"DIFFERENT at call {done.difference.call}: {done.difference.what}")
         for text in done.difference.diff:
-            say(f"  {text}")
+            console.say(f"  {text}")
         if record.rollout.limit and not done.left:
-            say(f"The recording hit a limit ({record.rollout.limit}): is the limit the same now?")
+            console.say(
+                f"The recording hit a limit ({record.rollout.limit}): is the limit the same now?"
+            )
         return
     if done.failure:
-        say(f"FAILED after {counted(done.played, 'call')}: {done.failure}")
+        console.say(f"FAILED after {counted(done.played, 'call')}: {done.failure}")
         return
     if done.left:
-        say(f"DIFFERENT: it ended {counted(done.left, 'call')} earlier than recorded.")
+        console.say(f"DIFFERENT: it ended {counted(done.left, 'call')} earlier than recorded.")
     table = Table(box=None, padding=(0, 2, 0, 1))
     for name in ("", "then", "now"):
         table.add_column(name, overflow="fold")
@@ -87,9 +81,9 @@ def _show(console: Console, record: Record, done: Replayed) -> None:
         table.add_row(fact.name, _short(fact.then), now + _short(fact.now) * (not fact.same))
     console.print(table)
     if done.same:
-        say(f"The same: {counted(done.played, 'call')}, the result and the score.")
+        console.say(f"The same: {counted(done.played, 'call')}, the result and the score.")
     else:
-        say(f"DIFFERENT: {', '.join(fact.name for fact in done.facts if not fact.same)}.")
+        console.say(f"DIFFERENT: {', '.join(fact.name for fact in done.facts if not fact.same)}.")
 
 
 def _short(value: Any) -> str:

@@ -14,23 +14,17 @@ from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.rescore_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: there is no such file, environment or rubric, or the output exists.
-        StoreError: the output cannot be written.
-    """
     line = read_run_spec(COMMAND, argv)
     settings = line.settings
     if not settings.source:
         raise UsageError("`envserver rescore` needs a source.", hint="Give a file of `process`.")
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     bad: list[InputError] = []
     try:

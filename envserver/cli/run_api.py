@@ -9,20 +9,14 @@ import sys
 
 from ..running.api_serving import api_serving
 from ..running.run_settings import RunApiSettings
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.run_api import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        ConfigError: a setting is wrong, or the port is not available.
-        StoreError: the store cannot be opened.
-    """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     return run_loop(run_api(settings))
 
 

@@ -28,11 +28,6 @@ from .watching import watch
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        EnvserverError: it cannot be run, or the rollout failed for good.
-    """
     line = read_run_spec(COMMAND, argv)
     settings = line.settings
     console = Console(stderr=True, highlight=False, soft_wrap=True)

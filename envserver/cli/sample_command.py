@@ -17,13 +17,6 @@ from .specs.sample_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        NotFoundError: there is no such environment.
-        ConfigError: its tasks come from no file.
-        ConflictError, StoreError: the folder is not empty, or cannot be written.
-    """
     settings = COMMAND.read(argv)
     environment = find(settings.environment)
     folder = settings.out or Path("samples") / environment.name

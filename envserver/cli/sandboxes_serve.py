@@ -9,19 +9,14 @@ import sys
 
 from ..running.run_settings import SandboxesServeSettings
 from ..running.sandbox_serving import sandbox_serving
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.sandboxes_serve import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        ConfigError: a setting is wrong, no backend works, or the port is not available.
-    """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     return run_loop(serve_sandboxes(settings))
 
 

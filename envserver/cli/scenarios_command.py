@@ -27,13 +27,6 @@ ENVIRONMENT = "scenarios"
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: the scenario, a model or an existing trace is invalid.
-        EngineError: an engine does not answer.
-        StoreError: a trace cannot be written.
-    """
     line = read_run_spec(COMMAND, argv, environment=ENVIRONMENT)
     settings = line.settings
     configure_logs("warning", settings.log_format)

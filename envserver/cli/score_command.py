@@ -9,22 +9,16 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from ..running.scoring import Summary, run_score
 from .command_line import read_run_spec
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.score_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 1 if rows have an error.
-
-    Raises:
-        NotFoundError: there is no such file or environment.
-        StoreError: the output cannot be written.
-        KeyboardInterrupt: it was stopped.
-    """
+    """Runs the command; returns 1 if rows have an error."""
     line = read_run_spec(COMMAND, argv)
     settings = line.settings
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     console = Console(stderr=True)
     try:
         with _bar(console) as bar:
@@ -69,4 +63,4 @@ def _show(console: Console, summary: Summary, output: Path) -> None:
         lines.append(summary.judge)
     lines.append(f"Scores in {output}")
     for text in lines:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(text)

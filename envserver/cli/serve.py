@@ -15,7 +15,7 @@ from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
 from .live_overview import shown
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .mixing import read_mix
 from .samples import sampled
@@ -24,17 +24,12 @@ from .specs.serve import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        EnvserverError: it cannot be run.
-    """
     members = read_mix(COMMAND, argv)
     if members is None:
         line = read_run_spec(COMMAND, argv)
         members = [alone(line)]
     settings = members[0].spec.settings
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     return run_loop(serve(members, Console(stderr=True)))
 
 
@@ -47,8 +42,8 @@ async def serve(members: Members, console: Console) -> int:
     if members[0].spec.settings.ray.address:
         return await serve_on_ray(members, console)
     async with serving(members) as server:
-        _say(console, f"Trainers: {server.url}")
-        _say(console, f"Model endpoint for other environments: {server.model_url}")
+        console.say(f"Trainers: {server.url}")
+        console.say(f"Model endpoint for other environments: {server.model_url}")
         async with AsyncExitStack() as views:
             await views.enter_async_context(shown(console, server.numbers, server.alarms))
             if _is_verbose(members):
@@ -62,8 +57,8 @@ async def serve_on_ray(members: Members, console: Console) -> int:
     from ..running.ray_serving import ray_serving
 
     async with ray_serving(members) as server:
-        _say(console, f"Trainers: {server.url}")
-        _say(console, f"Runners on the Ray cluster: {server.runner_url}")
+        console.say(f"Trainers: {server.url}")
+        console.say(f"Runners on the Ray cluster: {server.runner_url}")
         async with shown(console, server.numbers, server.alarms):
             served = await server.run(SignalStop(console.print), console.print)
     return _report(served, members, console)
@@ -72,17 +67,16 @@ async def serve_on_ray(members: Members, console: Console) -> int:
 def _report(served: Served, members: Members, console: Console) -> int:
     """Says how the server ended; returns the exit status."""
     if served.audit:
-        _say(console, served.audit)
+        console.say(served.audit)
     if served.judge:
-        _say(console, served.judge)
+        console.say(served.judge)
     # The address of a database may hold a password: it is not repeated.
-    _say(console, f"{counted(served.waiting, 'group')} kept in the store for trainers.")
+    console.say(f"{counted(served.waiting, 'group')} kept in the store for trainers.")
     if served.ending != "overdue":
         return 0
     seconds = members[0].spec.settings.server.drain_seconds
     cancelled = counted(sum(served.cut_off.values()), "group")
-    _say(
-        console,
+    console.say(
         f"Stopped after {seconds:g} s: {cancelled} cancelled; the next start here makes them "
         "again.",
     )
@@ -92,7 +86,3 @@ def _report(served: Served, members: Members, console: Console) -> int:
 def _is_verbose(members: Members) -> bool:
     settings = members[0].spec.settings
     return isinstance(settings, ServeSettings) and settings.verbose
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True)

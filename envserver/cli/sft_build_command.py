@@ -12,12 +12,6 @@ from .specs.sft_build_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting or a source is wrong, or there are no rows.
-        StoreError: the folder cannot be written.
-    """
     from envserver_factory.sft_building.per_tool import Choice, build
     from envserver_factory.sft_building.templates import Shown, read_templates
     from envserver_factory.trajectories.documents import files_of
@@ -50,9 +44,9 @@ def run(argv: list[str]) -> int:
     for domain, tools in sorted(report.yields.items()):
         rows = ", ".join(f"{tool} {count:,}" for tool, count in sorted(tools.items()))
         line = f"{domain}: {sum(tools.values()):,} rows ({rows or 'no action became one'})"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.say(line)
     console.print(f"{'; '.join(left_out)}.", highlight=False)
-    console.print(f"In {settings.out}", highlight=False, markup=False, soft_wrap=True)
+    console.say(f"In {settings.out}")
     if settings.upload is not None:
         put(settings.out, settings.upload, console)
     return 0
@@ -60,9 +54,7 @@ def run(argv: list[str]) -> int:
 
 def check_upload(target: str | None) -> None:
     """Checks the upload target before any work is done.
-
-    Raises:
-        ConfigError: it is not a valid target, or a library for it is not installed.
+    Raises ConfigError: it is not a valid target, or a library for it is not installed.
     """
     if target is not None:
         from envserver_factory.publishing.upload import check_target
@@ -75,7 +67,7 @@ def put(folder: Path, target: str, console: Console) -> None:
     from envserver_factory.publishing.upload import upload
 
     def on_progress(address: str) -> None:
-        console.print(f"Uploaded {address}", highlight=False, markup=False, soft_wrap=True)
+        console.say(f"Uploaded {address}")
 
     upload(folder, target, on_progress=on_progress)
 

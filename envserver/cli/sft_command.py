@@ -12,7 +12,7 @@ from ..running.sft_generating import generate
 from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .progress import ProgressView
 from .signals import SignalStop
@@ -20,13 +20,9 @@ from .specs.sft_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; the exit status is 130 if it was stopped early.
-
-    Raises:
-        EnvserverError: it cannot be run, or every group failed.
-    """
+    """Runs the command; the exit status is 130 if it was stopped early."""
     line = read_run_spec(COMMAND, argv)
-    configure_logs(line.settings.log_level, line.settings.log_format)
+    show_logs(line.settings)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     stop = SignalStop(partial(console.print, markup=False))
     show = partial(ProgressView, console)

@@ -25,7 +25,7 @@ from ..running.group_run import GroupRun, Part
 from ..running.spec import RunSpec
 from .command_line import CommandSpec
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .process import show_result
 from .progress import ProgressView
@@ -50,11 +50,7 @@ _RIGHT = 0.999
 
 
 def run_router(argv: list[str]) -> int:
-    """Runs `sft router generate`; returns 1 if it made no rows, 130 if it was stopped early.
-
-    Raises:
-        EnvserverError: it cannot be run, or every group failed.
-    """
+    """Runs `sft router generate`; returns 1 if it made no rows, 130 if it was stopped early."""
     settings = _read(ROUTER, argv, _PLANS)
     if settings.balance != "none" and settings.rows is None:
         raise UsageError("--balance needs --rows N, the number of rows that are chosen.")
@@ -108,7 +104,7 @@ def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, An
     settings = command.read(argv, defaults=defaults)
     if settings.openai.model_name == SIMULATED:
         settings = settings.model_copy(update={"model": SIMULATED})
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     return settings
 
 
@@ -189,7 +185,7 @@ def _write_plans(settings: RouterGenerateSettings) -> int:
         counts = ", ".join(f"{key} {count:,}" for key, count in summary[name].items())
         lines += [f"{name}: {counts}"] if counts else []
     for text in [*lines, f"In {path}"]:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(text)
     return int(summary["rows"])
 
 

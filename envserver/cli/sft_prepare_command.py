@@ -118,4 +118,4 @@ def _show(console: Console, summary: dict[str, Any], out: Path) -> None:
     ]
     lines.append(f"In {out}")
     for text in lines:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(text)

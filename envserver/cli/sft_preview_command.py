@@ -12,11 +12,7 @@ from .specs.sft_preview_command import COMMAND, PreviewSettings
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 1 if there are no rows.
-
-    Raises:
-        UsageError: a setting or a source is wrong.
-    """
+    """Runs the command; returns 1 if there are no rows."""
     from envserver_factory.sft_building.spool import as_line
 
     settings = COMMAND.read(argv)
@@ -29,9 +25,9 @@ def run(argv: list[str]) -> int:
         _show(console, row, settings.width)
     bare = [f"{tool} ({count})" for tool, count in tools.most_common() if tool not in made]
     said = ", ".join(f"{tool} ({count})" for tool, count in made.most_common())
-    _say(console, f"Rows: {said or 'none'}.")
+    console.say(f"Rows: {said or 'none'}.")
     if bare:
-        _say(console, f"Actions that became none: {', '.join(bare)}.")
+        console.say(f"Actions that became none: {', '.join(bare)}.")
     return 0 if rows else 1
 
 
@@ -90,8 +86,4 @@ def _show(console: Console, row: dict[str, Any], width: int) -> None:
     for name, text in (("instruction", asked), ("output", said)):
         cut = text if len(text) <= width else f"{text[:width]} ... ({len(text)} characters)"
         console.print(f"{name}:", style="bold")
-        _say(console, cut)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(cut)

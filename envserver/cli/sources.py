@@ -62,9 +62,7 @@ def read_variables(environ: Mapping[str, str]) -> list[Given]:
 
 def read_dotenv(path: Path) -> list[Given]:
     """Reads variables from a `.env` file; a missing file has no settings.
-
-    Raises:
-        ConfigError: a line with one of our variables cannot be read.
+    Raises ConfigError: a line with one of our variables cannot be read.
     """
     if not path.is_file():
         return []

@@ -24,13 +24,13 @@ from ..evaluation.folders import View, read_folder, read_run_file
 from ..evaluation.report import Report
 from ..evaluation.sweep import Point, Sweep, drawn, table_of
 from ..export.unified import write_json
-from ..running.evaluating import Evaluation, EvaluationView, Member, evaluate_members
+from ..running.evaluating import Evaluation, Member, evaluate_members
 from ..running.evaluation_folder import write_text
 from ..running.python_api import EVALUATION_DEFAULTS, choice_of
 from .console import Console
-from .evaluate_command import show_tables, shown
+from .evaluate_command import Progress, show_tables
 from .evaluate_members import read_members
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .publish_command import results_of
 from .signals import SignalStop
@@ -41,14 +41,9 @@ _PICTURE = "sweep.svg"
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 0 if all alphas were evaluated, 130 if it was stopped early.
-
-    Raises:
-        ConfigError: a setting is wrong, or the folder is of another sweep.
-        EnvserverError: a merge or an evaluation failed; what was done before is kept.
-    """
+    """Runs the command; returns 0 if all alphas were evaluated, 130 if it was stopped early."""
     settings = read_members(COMMAND, argv, defaults=EVALUATION_DEFAULTS)[0].settings
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     console = Console(stderr=True)
     work = _Work(settings, argv, console)
     for alpha in settings.alpha:
@@ -163,7 +158,7 @@ class _Work:
             resume=read_run_file(folder) is not None,
             overwrite=False,
         )
-        view = _Quiet(self._console)
+        view = Progress(self._console)
         stop = SignalStop(self._console.print)
         return run_loop(evaluate_members(members, choice, view=view, stop=stop))
 
@@ -179,17 +174,6 @@ class _Work:
             for place in (self.folder / "models").glob("alpha-*"):
                 if place.name != _name(best.alpha):
                     shutil.rmtree(place)
-
-
-class _Quiet(EvaluationView):
-    """Shows the progress of an evaluation, and not its report."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self.show = shown(console)
-
-    def say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check(settings: SweepSettings) -> None:

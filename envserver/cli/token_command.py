@@ -10,6 +10,7 @@ import sys
 from datetime import UTC, datetime
 
 from ..api.access.tokens import Token, create_token, read_tokens, revoke_token
+from .console import show_rows
 from .specs.token_command import (
     CREATE,
     LIST,
@@ -19,11 +20,7 @@ from .specs.token_command import (
 
 
 def run_create(argv: list[str]) -> int:
-    """Makes a token; prints it alone on stdout.
-
-    Raises:
-        UsageError: a setting is wrong.
-    """
+    """Makes a token; prints it alone on stdout."""
     wanted = CREATE.read(argv)
     if wanted is None:
         return 0
@@ -44,18 +41,12 @@ def run_list(argv: list[str]) -> int:
     settings = LIST.read(argv)
     tokens = read_tokens(settings.tokens)
     rows = [("NAME", "ROLE", "ID", "CREATED", "EXPIRES"), *map(_row, tokens)]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    show_rows(rows)
     return 0
 
 
 def run_revoke(argv: list[str]) -> int:
-    """Revokes a token.
-
-    Raises:
-        UsageError: there is no such token.
-    """
+    """Revokes a token."""
     settings = REVOKE.read(argv)
     gone = revoke_token(settings.tokens, settings.token)
     print(f"Revoked {gone.name} ({gone.role}).", file=sys.stderr)

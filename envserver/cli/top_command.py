@@ -21,12 +21,7 @@ _POINTS = 100
 
 
 def run(argv: list[str]) -> int:
-    """Shows the tables until Ctrl-C, or once.
-
-    Raises:
-        NotFoundError: no server answers, or it has no curves.
-        ConflictError: it refuses.
-    """
+    """Shows the tables until Ctrl-C, or once."""
     settings = COMMAND.read(argv)
     token = os.environ.get("ENVSERVER_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}

@@ -12,11 +12,6 @@ from .specs.validate_command import COMMAND
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong, or a source matches no file.
-    """
     from envserver_factory.trajectories.documents import files_of
     from envserver_factory.trajectories.validation import validate
 
@@ -45,5 +40,5 @@ def run(argv: list[str]) -> int:
         f"{report.documents:,} trajectories in {report.files:,} files: "
         f"{report.bad:,} bad, in {report.bad_files:,} files"
     )
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    Console(stderr=True).say(text)
     return 1 if report.bad else 0

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 
-import orjson
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from ..rollouts.audit import NOT_COMPARED
 from ..running.tally import counted
 from ..running.verifying import Progress as OnProgress
 from ..running.verifying import Report, verify_source
-from .console import Console
-from .logs import configure_logs
+from .console import Console, show_json
+from .logs import show_logs
 from .loop import run_loop
+from .reading_bar import facts_bar
 from .specs.verify_command import COMMAND
 
 _FINDINGS_SHOWN = 20
@@ -30,19 +28,12 @@ _VERDICTS = {
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command.
-
-    Raises:
-        UsageError: a setting is wrong, or there is no such file or server.
-        EngineError: the engine does not answer.
-    """
     settings = COMMAND.read(argv)
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     with _bar(Console(stderr=True)) as on_progress:
         report, model = run_loop(verify_source(settings, on_progress))
     if settings.as_json:
-        facts = {"source": settings.source, "model": model, **report.facts()}
-        sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
+        show_json({"source": settings.source, "model": model, **report.facts()})
     else:
         _show(Console(), report, f"{settings.source} against {model}")
     return 0 if report.verdict in ("exact", "within_tolerance") else 1
@@ -50,30 +41,25 @@ def run(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[OnProgress]:
-    """Shows the progress on a terminal; elsewhere nothing."""
-    columns = (TextColumn("{task.fields[facts]}"), BarColumn(bar_width=24), TaskProgressColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=1.0, facts="reading")
+    with facts_bar(console, 1.0) as update:
 
         def on_progress(groups: int, rows: int, share: float | None) -> None:
             facts = f"{counted(groups, 'group')} read, {counted(rows, 'row')} compared"
-            bar.update(task, completed=share, facts=facts)
+            update(completed=share, facts=facts)
 
         yield on_progress
 
 
 def _show(console: Console, report: Report, title: str) -> None:
     for part in (title, _VERDICTS[report.verdict]):
-        console.print(part, highlight=False, markup=False, soft_wrap=True)
+        console.say(part)
     console.print(_sums(report))
     if report.worst:
         console.print("Largest differences of logprobs:", highlight=False)
         console.print(_worst(report))
     for finding in report.findings[:_FINDINGS_SHOWN]:
         text = f"{finding.kind}: {finding.place}: {finding.message}"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(text)
     if (more := report.kinds.total() - _FINDINGS_SHOWN) > 0:
         console.print(f"... and {counted(more, 'finding')} more.", highlight=False)
 

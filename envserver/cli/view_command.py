@@ -10,7 +10,7 @@ from envserver_records.errors import UsageError
 
 from ..running.viewing import viewing
 from .console import Console
-from .logs import configure_logs
+from .logs import show_logs
 from .loop import run_loop
 from .specs.view_command import COMMAND, ViewSettings
 
@@ -18,16 +18,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(argv: list[str]) -> int:
-    """Serves the page until Ctrl-C or SIGTERM.
-
-    Raises:
-        UsageError: there is no such thing, or it cannot be shown.
-        StoreError: a store cannot be read, or the index cannot be written.
-    """
+    """Serves the page until Ctrl-C or SIGTERM."""
     settings = COMMAND.read(argv)
     if not settings.source:
         raise UsageError("`envserver view` needs something to show.", hint="Give a file.")
-    configure_logs(settings.log_level, settings.log_format)
+    show_logs(settings)
     return run_loop(_view(settings))
 
 

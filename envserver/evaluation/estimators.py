@@ -87,9 +87,7 @@ def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
 def estimate_of_means(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Estimate:
     """Returns the mean of the groups' means with equal weights; tasks are resampled within each
     group.
-
-    Raises:
-        ValueError: there is no group, or a group has no values.
+    Raises ValueError: there is no group, or a group has no values.
     """
     means = [estimate(values, seed=seed).value for values in groups]
     tasks = sum(map(len, groups))

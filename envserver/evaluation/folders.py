@@ -106,9 +106,7 @@ def tasks_path(folder: Path, baseline: str = "") -> Path:
 
 def read_run_file(folder: Path) -> RunFile | None:
     """Reads what was run in a folder; None where nothing was.
-
-    Raises:
-        InputError: the file cannot be read.
+    Raises InputError: the file cannot be read.
     """
     path = folder / RUN_FILE
     if not path.exists():
@@ -121,9 +119,7 @@ def read_run_file(folder: Path) -> RunFile | None:
 
 def read_folder(folder: Path, view: View) -> list[Report]:
     """Reads the reports of all parts of the evaluation in a folder, at least one.
-
-    Raises:
-        InputError: the folder holds no evaluation, or one of its files cannot be read.
+    Raises InputError: the folder holds no evaluation, or one of its files cannot be read.
     """
     found = list(_parts(folder, view))
     if not found:

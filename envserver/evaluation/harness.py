@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from envserver_records.costs import part
 from envserver_records.errors import InputError
 
 from .report import Counted, HarnessFacts, Report, report_run
@@ -168,9 +169,7 @@ def _lines(path: Path) -> Iterator[Json]:
 
 def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -> Report:
     """Returns the report of one task, from the samples in its folder.
-
-    Raises:
-        InputError: the samples cannot be read.
+    Raises InputError: the samples cannot be read.
     """
     path = folder / SAMPLES_FILE
     if not path.exists():
@@ -229,13 +228,9 @@ def _shares(run: HarnessRun) -> Iterator[AttemptUsage]:
     for number in range(count):
         yield AttemptUsage(
             seconds=run.seconds / count,
-            prompt_tokens=_part(run.prompt_tokens, number, count),
-            completion_tokens=_part(run.completion_tokens, number, count),
+            prompt_tokens=part(run.prompt_tokens, number, count),
+            completion_tokens=part(run.completion_tokens, number, count),
         )
-
-
-def _part(total: int, number: int, count: int) -> int:
-    return total * (number + 1) // count - total * number // count
 
 
 def _word(key: str) -> str:

@@ -91,9 +91,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
     def asked(self, task: Task) -> Task | None:
         """Returns the task so asked; None if there is no paraphrase of it.
-
-        Raises:
-            ConfigError: the task has no question in words.
+        Raises ConfigError: the task has no question in words.
         """
         name = next((one for one in QUESTIONS if task.public.get(one)), None)
         question = task.public.get(name) if name else None

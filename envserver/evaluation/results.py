@@ -152,9 +152,7 @@ def read_results(path: Path, *, group_size: int) -> Results:
 
 def read_facts(path: Path) -> Iterator[GroupFacts]:
     """Yields the groups of a file, compressed or not, without an unfinished last line.
-
-    Raises:
-        InputError: the file cannot be read, or a line is not a group.
+    Raises InputError: the file cannot be read, or a line is not a group.
     """
     decoder = msgspec.json.Decoder(_Line)
     with opened(path) as lines:
@@ -204,9 +202,7 @@ def digest_of(asked: object) -> str:
 
 def read_tasks(path: Path) -> list[TaskFacts]:
     """Reads the tasks of an evaluation, in their order.
-
-    Raises:
-        InputError: there is no such file, or a line is not a task.
+    Raises InputError: there is no such file, or a line is not a task.
     """
     decoder = msgspec.json.Decoder(TaskFacts)
     found = []

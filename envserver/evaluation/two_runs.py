@@ -14,9 +14,7 @@ from .report import Report
 
 def read_run(path: Path, view: View) -> dict[str, Report]:
     """Returns the reports of a run by the names of its parts.
-
-    Raises:
-        InputError: there is no such run, or its files cannot be read.
+    Raises InputError: there is no such run, or its files cannot be read.
     """
     if path.is_dir() and (read_run_file(path) is not None or not any(path.rglob("*.jsonl*"))):
         return {one.name or one.env: one for one in read_folder(path, view)}
@@ -27,9 +25,7 @@ def read_run(path: Path, view: View) -> dict[str, Report]:
 
 def called_alike(a: Mapping[str, Report], b: Mapping[str, Report]) -> dict[str, Report]:
     """Returns the reports of `b`, named as those of `a` where both have the same one environment.
-
-    Raises:
-        UsageError: they have no environment in common.
+    Raises UsageError: they have no environment in common.
     """
     if len(a) == len(b) == 1:  # one environment each: whatever they are called
         (name, one), (_, other) = *a.items(), *b.items()

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
-from envserver_records.errors import InputError, NotFoundError
+from envserver_records.errors import NotFoundError
 from envserver_records.records import text_of
 from numpy.typing import NDArray
 
 from .stored import StoredRollout
-from .stored_files import opened
+from .stored_files import decoded, opened
 
 Hashes = NDArray[np.uint64]
 
@@ -132,9 +131,9 @@ def _texts(path: Path) -> Iterator[str]:
         if path.name.endswith(_LINES):
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield from _of_row(_json(line, f"{path}, line {number}"))
+                    yield from _of_row(decoded(line, f"{path}, line {number}"))
         elif path.suffix == ".json":
-            value = _json(file.read(), str(path))
+            value = decoded(file.read(), str(path))
             for row in value if isinstance(value, list) else [value]:
                 yield from _of_row(row)
         else:
@@ -153,13 +152,6 @@ def _paragraphs(file: Any) -> Iterator[str]:
             lines = []
     if lines:
         yield " ".join(lines)
-
-
-def _json(data: bytes, place: str) -> Any:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise InputError(f"{place} is not JSON: {error}.", place=place) from error
 
 
 def _of_row(row: Any) -> Iterator[str]:

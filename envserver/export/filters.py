@@ -53,11 +53,7 @@ class Where:
         self._evaluator = _evaluator(self._names)
 
     def __call__(self, rollout: StoredRollout) -> bool:
-        """Returns whether it is true for `rollout`.
-
-        Raises:
-            InputError: it cannot be evaluated, such as the length of a number.
-        """
+        """Returns whether it is true for `rollout`."""
         self._names.rollout = rollout
         self._names.clear()
         try:

@@ -120,10 +120,7 @@ FORMATS = {
 
 
 def format_of(name: str, options: Options) -> Format:
-    """
-    Raises:
-        ConfigError: there is no such format, or what it needs is not installed.
-    """
+    """Raises ConfigError: there is no such format, or what it needs is not installed."""
     if name not in FORMATS:
         raise ConfigError(
             f"There is no format {name!r} to export to.", hint=f"There are: {', '.join(FORMATS)}."

@@ -200,10 +200,7 @@ class _Log:
 
 
 def require_inspect() -> None:
-    """
-    Raises:
-        ConfigError: inspect_ai is not installed.
-    """
+    """Raises ConfigError: inspect_ai is not installed."""
     try:
         import inspect_ai.log  # noqa: F401
     except ImportError as error:

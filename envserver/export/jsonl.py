@@ -204,9 +204,7 @@ class JsonlSink:
 
     def expect(self, model: str) -> None:
         """Makes sure that one file has groups of one model only.
-
-        Raises:
-            ConfigError: the file holds groups of another model.
+        Raises ConfigError: the file holds groups of another model.
         """
         if others := self._models - {model}:
             raise ConfigError(

@@ -38,9 +38,7 @@ class OutputFile:
 
     def append(self, line: bytes) -> None:
         """Appends `line`, chained to the line before it (see `seals`), and syncs it to disk.
-
-        Raises:
-            StoreError: it cannot be written; the file is unchanged.
+        Raises StoreError: it cannot be written; the file is unchanged.
         """
         line = chained(line, self._previous)
         self._append(line)

@@ -163,9 +163,7 @@ def _reward_of(rollout: StoredRollout, agent: str | None) -> float | None:
 
 def table_of(rows: Sequence[Json]) -> Table:
     """Returns `rows` (of `rows_of`) as a table of `schema()`.
-
-    Raises:
-        InputError: a value does not fit its column's type (a number over 64 bits).
+    Raises InputError: a value does not fit its column's type (a number over 64 bits).
     """
     pa = _pyarrow("pyarrow")
     columns = []

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -110,19 +109,12 @@ class SftSink:
     def __enter__(self) -> SftSink:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     async def put(self, group: Group) -> None:
         """Appends as many rows of `group` as are still wanted, and syncs them to disk.
-
-        Raises:
-            StoreError: they cannot be written; the file is unchanged.
+        Raises StoreError: they cannot be written; the file is unchanged.
         """
         rows = await asyncio.to_thread(rows_of, group, self._choice, self._decode)
         async with self._lock:

@@ -188,11 +188,7 @@ def read_groups(
 
 
 def group_of(line: Any, place: str) -> StoredGroup:
-    """Returns the JSON of one line as a group.
-
-    Raises:
-        InputError: it is not a group.
-    """
+    """Returns the JSON of one line as a group. Raises InputError: it is not a group."""
     try:
         facts = msgspec.convert(line, _Line)
         if facts.envserver is None:

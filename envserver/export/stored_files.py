@@ -30,9 +30,7 @@ _BUFFER = 1 << 20
 def files_of(source: str) -> list[Path]:
     """Returns the JSONL files that a path, a folder or a glob names, sorted, without
     `.failures.jsonl` and, in the folder of an evaluation, without what describes its tasks.
-
-    Raises:
-        NotFoundError: there are none.
+    Raises NotFoundError: there are none.
     """
     path = Path(source)
     if path.is_file() or path.is_fifo():
@@ -117,11 +115,7 @@ def lines_of(file: IO[bytes], name: str) -> Iterator[RawGroup]:
 
 
 def decoded(line: bytes, place: str) -> Any:
-    """Returns the value of a line.
-
-    Raises:
-        InputError: it is not JSON.
-    """
+    """Returns the value of a line. Raises InputError: it is not JSON."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:

@@ -33,9 +33,7 @@ _LEFT_OUT: Final = {"trajectories", "failures", "reward_range", "digest"}
 
 def group_record(stored: StoredGroup) -> Group:
     """Returns a stored group as a record.
-
-    Raises:
-        InputError: a value of its line has another form than in records.
+    Raises InputError: a value of its line has another form than in records.
     """
     told = stored.line["envserver"]
     facts = {key: told[key] for key in Group.__struct_fields__ if key in told}

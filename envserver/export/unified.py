@@ -182,9 +182,7 @@ def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[st
 
 def write_json(path: Path, document: Json) -> None:
     """Writes `document` atomically; parent folders are made.
-
-    Raises:
-        StoreError: it cannot be written.
+    Raises StoreError: it cannot be written.
     """
     data = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     with storing(path):

@@ -106,9 +106,7 @@ def as_json(value: Any) -> bytes:
 
 def picture_of(rollout: Trajectory, number: int) -> tuple[str, bytes]:
     """Returns the media type and the bytes of a picture in the messages of a rollout.
-
-    Raises:
-        NotFoundError: there is no such picture, or it is not PNG, JPEG, WebP or GIF.
+    Raises NotFoundError: there is no such picture, or it is not PNG, JPEG, WebP or GIF.
     """
     messages = itertools.chain(rollout.messages, *(one.messages for one in rollout.others))
     data = next(itertools.islice(map(_data_of, _pictures(messages)), number, None), None)

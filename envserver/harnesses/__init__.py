@@ -22,9 +22,7 @@ HARNESSES: Final[dict[str, Harness]] = {
 
 def harness_of(name: str) -> Harness:
     """Returns the harness of this name ("command": whatever the user names).
-
-    Raises:
-        NotFoundError: there is none.
+    Raises NotFoundError: there is none.
     """
     if name == command.COMMAND.name:
         return command.COMMAND

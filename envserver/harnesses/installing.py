@@ -35,11 +35,7 @@ def agents_folder(folder: Path | None = None) -> Path:
 
 
 def installed_place(harness: Harness, folder: Path | None = None) -> Path:
-    """Returns the folder of an installed program.
-
-    Raises:
-        NotFoundError: it is not installed.
-    """
+    """Returns the folder of an installed program. Raises NotFoundError: it is not installed."""
     place = agents_folder(folder) / harness.name
     if not version_in(place):
         raise NotFoundError(

@@ -65,7 +65,6 @@ class ScorerJudge:
     async def chat(
         self, messages: list[Message], *, attempt: int = 0, **sampling: Any
     ) -> JudgeReply:
-        """See Judge."""
         address, frame = self._framed(messages, attempt, sampling)
         try:
             reader, writer = await asyncio.open_unix_connection(address.path, limit=1 << 16)
@@ -83,7 +82,6 @@ class ScorerJudge:
     def chat_blocking(
         self, messages: list[Message], *, attempt: int = 0, **sampling: Any
     ) -> JudgeReply:
-        """See Judge."""
         address, frame = self._framed(messages, attempt, sampling)
         try:
             with socket.socket(socket.AF_UNIX) as connection:
@@ -104,7 +102,6 @@ class ScorerJudge:
         tries: int = TRIES,
         **sampling: Any,
     ) -> T:
-        """See Judge."""
         reason = ""
         for attempt in range(tries):
             reply = await self.chat(messages, attempt=attempt, **sampling)
@@ -122,7 +119,6 @@ class ScorerJudge:
         tries: int = TRIES,
         **sampling: Any,
     ) -> T:
-        """See Judge."""
         reason = ""
         for attempt in range(tries):
             reply = self.chat_blocking(messages, attempt=attempt, **sampling)

@@ -116,9 +116,7 @@ async def pairwise_comparison(
     **sampling: Any,
 ) -> float:
     """Returns 1 if `first` is better, 0 if `second` is, 0.5 for a tie; in this order only.
-
-    Raises:
-        JudgeError: no answer, or none in the form that was asked for.
+    Raises JudgeError: no answer, or none in the form that was asked for.
     """
     asked = {"question": question, "A": first, "B": second, "criterion": criterion}
     if reference is not None:

@@ -92,11 +92,7 @@ def as_messages(system: str, asked: dict[str, Any]) -> list[Message]:
 
 
 def read_marks(text: str, criteria: Mapping[str, str]) -> dict[str, float]:
-    """Returns the marks of an answer, in the order of `criteria`.
-
-    Raises:
-        ValueError: it is not the JSON that was asked for.
-    """
+    """Returns the marks of an answer, in the order of `criteria`."""
     marks = decoded(_decoder, text).marks
     if set(marks) != set(criteria):
         raise ValueError(f"marks of {sorted(marks)}, not of {sorted(criteria)}")
@@ -107,9 +103,7 @@ def read_marks(text: str, criteria: Mapping[str, str]) -> dict[str, float]:
 
 def decoded(decoder: msgspec.json.Decoder[T], text: str) -> T:
     """Decodes an answer that is JSON, perhaps in a Markdown fence, which chat models like to add.
-
-    Raises:
-        ValueError: it is something else, or of another form.
+    Raises ValueError: it is something else, or of another form.
     """
     text = text.strip()
     if text.startswith("```") and text.endswith("```") and "\n" in text:

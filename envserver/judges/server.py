@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import msgspec
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.costs import JudgeUsage
 from envserver_records.errors import (
     ConfigError,
@@ -98,17 +98,10 @@ class JudgeServer:
         self._listener = await asyncio.start_unix_server(self._connected, self._socket)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._listener is not None and self._cache is not None
         self._listener.close()
-        for task in self._answering:
-            task.cancel()
-        await asyncio.gather(*self._answering, return_exceptions=True)
+        await cancel_and_wait(*self._answering)
         shutil.rmtree(self._folder, ignore_errors=True)
         await asyncio.to_thread(self._cache.close)
 
@@ -226,9 +219,7 @@ async def _unless_closed(reader: asyncio.StreamReader, work: Any) -> JudgeAnswer
         await asyncio.wait({working, closing}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        for task in (working, closing):
-            task.cancel()
-        await asyncio.gather(working, closing, return_exceptions=True)
+        await cancel_and_wait(working, closing)
 
 
 @contextlib.contextmanager

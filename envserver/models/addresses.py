@@ -56,10 +56,7 @@ class EngineAddresses:
         return not self.is_checked(*_place(url))
 
     async def check(self, url: str) -> None:
-        """
-        Raises:
-            InputError: there may be no engine at this address.
-        """
+        """Raises InputError: there may be no engine at this address."""
         host, port = _place(url)
         if not self.is_checked(host, port):
             return

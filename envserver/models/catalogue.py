@@ -82,9 +82,7 @@ class ModelEntry(Section):
 
 def read_catalogue(path: Path) -> dict[str, ModelEntry]:
     """Reads the entries of a file (see `shipped`), by name; {} if there is no file.
-
-    Raises:
-        ConfigError: it is malformed; the message names the entry and the fault.
+    Raises ConfigError: it is malformed; the message names the entry and the fault.
     """
     import yaml  # runs without `--model NAME` start without it
 

@@ -85,9 +85,7 @@ class Connections:
         self, replica: Replica, method: str, path: str, payload: bytes | None = None
     ) -> Exchange:
         """Opens the answer to one request, whatever its status; use with `async with`.
-
-        Raises:
-            EngineUnavailable: the connections are closed.
+        Raises EngineUnavailable: the connections are closed.
         """
         if self._pool is None:
             raise EngineUnavailable("The engine's connections are closed.")
@@ -98,10 +96,7 @@ class Connections:
 
     async def check(self, replica: Replica, response: Response) -> None:
         """Returns if the status of `response` is 2xx.
-
-        Raises:
-            RetryableError: a retry may succeed.
-                EngineRefused: no retry will.
+        Raises RetryableError: a retry may succeed. EngineRefused: no retry will.
         """
         status = response.status
         if 200 <= status < 300:
@@ -147,11 +142,7 @@ class Exchange:
 
 
 async def whole(response: Response, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
-    """Reads the whole body.
-
-    Raises:
-        EngineGarbage: it exceeds `max_bytes`.
-    """
+    """Reads the whole body. Raises EngineGarbage: it exceeds `max_bytes`."""
     parts: list[bytes] = []
     size = 0
     while part := await response.read():
@@ -185,9 +176,7 @@ def _retryable(replica: Replica, error: HttpError) -> RetryableError:
 
 async def in_time(deadline: float, work: Awaitable[T]) -> T:
     """Awaits `work` until the loop's time is `deadline`.
-
-    Raises:
-        TimeoutError: it did not end by then.
+    Raises TimeoutError: it did not end by then.
     """
     async with asyncio.timeout_at(deadline):
         return await work

@@ -145,9 +145,7 @@ def retry_after(headers: Mapping[str, str]) -> float:
 
 def first_model(answer: dict[str, Any]) -> str:
     """Returns the first model's name in an answer to `/v1/models`.
-
-    Raises:
-        EngineGarbage: there is none.
+    Raises EngineGarbage: there is none.
     """
     names = model_names(answer)
     if not names:

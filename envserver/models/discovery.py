@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, InputError
 
 from ..engines_config import EnginesConfig
@@ -50,8 +51,7 @@ async def discovering(fleet: Fleet, config: EnginesConfig) -> AsyncIterator[None
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait(task)
 
 
 class _Source:
@@ -93,9 +93,6 @@ def read_list(path: Path) -> Listed:
     """Reads a list of engines: a line is an address, or a JSON object with `url` and `version`.
 
     Empty lines and those that begin with # are skipped.
-
-    Raises:
-        InputError: the file cannot be read, or a line is not of this form.
     """
     try:
         with path.open("rb") as file:

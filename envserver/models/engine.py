@@ -56,9 +56,8 @@ class Engine(Protocol):
     """An OpenAI-compatible engine. Bodies and answers are decoded JSON, unvalidated.
 
     Every method raises only EngineError and its kinds: EngineUnavailable (no replica answers),
-    EngineTimeout, EngineRefused (HTTP 4xx, with the engine's message), EngineGarbage (not JSON,
-    not a
-    stream of server-sent events, ended early). Each method retries what is safe to retry.
+    EngineTimeout, EngineRefused (HTTP 4xx, with the engine's message), EngineGarbage (not JSON, not
+    a stream of server-sent events, ended early). Each method retries what is safe to retry.
     """
 
     kind: str

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 from envserver_records.backoff import Backoff
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     ConfigError,
     ConflictError,
@@ -72,9 +73,7 @@ class Fleet:
 
     async def __aexit__(self, *exc: object) -> None:
         tasks = [*self._checks.values(), *filter(None, [self._expiry])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
 
     async def model_name(self) -> str:
         """Returns the name of the model that all engines serve."""
@@ -87,9 +86,7 @@ class Fleet:
 
     def named(self, name: str) -> Replica:
         """Returns the replica of this id, or at this address.
-
-        Raises:
-            NotFoundError: there is none.
+        Raises NotFoundError: there is none.
         """
         engine_id = replica_id(name.rstrip("/").removesuffix("/v1").rstrip("/"))
         for replica in self._routes.all:
@@ -220,11 +217,7 @@ class Fleet:
         self._told()
 
     def remove(self, replica: Replica) -> None:
-        """Removes a registered engine.
-
-        Raises:
-            ConflictError: the settings name it.
-        """
+        """Removes a registered engine. Raises ConflictError: the settings name it."""
         if replica.origin == "setting":
             raise ConflictError(
                 "openai.base_url names this engine, so it stays.",

@@ -113,11 +113,7 @@ class Response:
         self._inflater: Any = None
 
     async def begun(self) -> Response:
-        """Waits for the head.
-
-        Raises:
-            HttpError: it does not come.
-        """
+        """Waits for the head. Raises HttpError: it does not come."""
         while not self.has_head:
             if self._error is not None:
                 raise self._error
@@ -126,9 +122,7 @@ class Response:
 
     async def read(self) -> bytes:
         """Returns the bytes that have arrived since the last time; b"" at the end of the body.
-
-        Raises:
-            HttpError: the body breaks off. Else what `fail` was given.
+        Raises HttpError: the body breaks off. Else what `fail` was given.
         """
         while True:
             tail = b"" if self._inflater is None else self._inflater.unconsumed_tail

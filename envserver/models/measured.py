@@ -1,8 +1,7 @@
 """Wraps an engine to measure its answers' times and failures.
 
 What always holds: bodies and answers pass unchanged; a call that its caller cancelled counts
-neither
-as a failure nor as a time.
+neither as a failure nor as a time.
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ class MeasuredEngine:
         await self._engine.__aexit__(*exc)
 
     async def model_name(self) -> str:
-        """See Engine."""
         return await self._engine.model_name()
 
     async def get(self, path: str) -> Json:
@@ -96,7 +94,6 @@ class MeasuredEngine:
         return await self._engine.get(path)
 
     async def health(self) -> list[ReplicaHealth]:
-        """See Engine."""
         return await self._engine.health()
 
     def replicas(self) -> list[ReplicaHealth]:
@@ -128,7 +125,6 @@ class MeasuredEngine:
         timeout_seconds: float,
         form: type | None = None,
     ) -> Json:
-        """See Engine."""
         with self._counted(path):
             return await self._engine.post(
                 path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
@@ -144,7 +140,6 @@ class MeasuredEngine:
         timeout_seconds: float,
         form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[Json]]:
-        """See Engine."""
         streaming = self._engine.stream(
             path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
         )

@@ -81,9 +81,7 @@ def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) ->
 
 def find_tokenizer(name: str) -> Path:
     """Finds a tokenizer by the user's name for it: a local folder, or a model on the hub.
-
-    Raises:
-        ConfigError: there is none.
+    Raises ConfigError: there is none.
     """
     if folder := tokenizer_here(name):
         return folder

@@ -4,10 +4,8 @@ Health: every few seconds, at once after a failed call, and with growing pauses 
 unhealthy. Load, from its metrics: about once a second while it has calls in flight.
 
 A process that is gone breaks its connections; one that hangs keeps them and answers nothing. So
-calls
-at a replica that missed several checks in a row, without any other sign of life, are stopped and
-sent
-to another one.
+calls at a replica that missed several checks in a row, without any other sign of life, are stopped
+and sent to another one.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from contextlib import suppress
 from http import HTTPStatus
 
 from envserver_records.backoff import Backoff
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EngineError
 
 from .adaptive import read_load
@@ -74,9 +73,7 @@ class ReplicaMonitor:
     async def __aexit__(self, *exc: object) -> None:
         tasks = [task for each in self._tasks.values() for task in each]
         self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        ends = await cancel_and_wait(*tasks)
         for end in ends:
             if end is not None and not isinstance(end, asyncio.CancelledError):
                 raise end
@@ -110,8 +107,7 @@ class ReplicaMonitor:
         """Returns why its check failed ("" if not), and whether its calls may be lost.
 
         A server without `/health` that answers so is healthy. One that accepts no connections may
-        still
-        answer its current calls, as servers do that shut down in order.
+        still answer its current calls, as servers do that shut down in order.
         """
         try:
             status, _ = await self._get(replica, "/health")

@@ -69,15 +69,12 @@ class PlayedEngine:
         return None
 
     async def model_name(self) -> str:
-        """See Engine."""
         return MODEL
 
     async def health(self) -> list[ReplicaHealth]:
-        """See Engine."""
         return self.replicas()
 
     def replicas(self) -> list[ReplicaHealth]:
-        """See Engine."""
         return [ReplicaHealth(MODEL, healthy=True)]
 
     async def get(self, path: str) -> dict[str, Any]:

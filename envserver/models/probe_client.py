@@ -154,11 +154,7 @@ class ProbeClient:
         self._tries = _SIMULATED_TRIES if engine.kind == "sim" else 1
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one request.
-
-        Raises:
-            EngineError: any subclass.
-        """
+        """The answer to one request. Raises EngineError: any subclass."""
         for left in reversed(range(self._tries)):
             try:
                 with _told_if_slow(path):
@@ -188,9 +184,7 @@ class ProbeClient:
 
     async def get(self, path: str) -> dict[str, Any] | None:
         """Returns the answer to a GET, or None if the engine has none.
-
-        Raises:
-            EngineUnavailable, EngineTimeout: it does not answer.
+        Raises EngineUnavailable, EngineTimeout: it does not answer.
         """
         try:
             return await self._engine.get(path)
@@ -200,9 +194,7 @@ class ProbeClient:
 
     async def has_metrics(self) -> bool:
         """Returns whether /metrics serves Prometheus text.
-
-        Raises:
-            EngineUnavailable, EngineTimeout: it does not answer.
+        Raises EngineUnavailable, EngineTimeout: it does not answer.
         """
         try:
             await self._engine.get("/metrics")
@@ -237,9 +229,7 @@ def sentence(words: str) -> str:
 
 def read(answer: dict[str, Any], path: str) -> ProbeAnswer:
     """Reads the parts of an answer that the probe needs.
-
-    Raises:
-        NotSupported: a field has another type than vLLM's, or there is no choice.
+    Raises NotSupported: a field has another type than vLLM's, or there is no choice.
     """
     found = convert(answer, ProbeAnswer, path)
     if not found.choices:
@@ -248,11 +238,7 @@ def read(answer: dict[str, Any], path: str) -> ProbeAnswer:
 
 
 def convert(value: Any, kind: type[T], path: str) -> T:
-    """Converts `value` to `kind`.
-
-    Raises:
-        NotSupported: it is something else.
-    """
+    """Converts `value` to `kind`. Raises NotSupported: it is something else."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -77,11 +77,7 @@ class ChatProbe(msgspec.Struct, frozen=True):
         return self.answer.choices[0]
 
     def prompt_ids(self) -> list[int]:
-        """Returns the prompt's ids.
-
-        Raises:
-            NotSupported: tokens cannot be recorded.
-        """
+        """Returns the prompt's ids. Raises NotSupported: tokens cannot be recorded."""
         if self.inexact:
             raise NotSupported(self.inexact)
         return self.answer.prompt_token_ids or []
@@ -257,9 +253,7 @@ async def try_tools(ask: ProbeClient, chat: ChatProbe) -> ProbeAnswer:
 
 async def logprobs_kind(ask: ProbeClient, chat: ChatProbe) -> LogprobsKind:
     """Returns whether logprobs are the model's own or change with the temperature.
-
-    Raises:
-        EngineUnavailable, EngineTimeout: it does not answer.
+    Raises EngineUnavailable, EngineTimeout: it does not answer.
     """
     if chat.inexact or chat.body is not _EXACT_WITH_TOP:
         return "unknown"

@@ -17,9 +17,7 @@ class CheckedResolver:
 
     async def resolve(self, host: str, port: int) -> list[Any]:
         """Returns the entries of getaddrinfo for `host`.
-
-        Raises:
-            OSError: it has no address, or none that may be an engine's.
+        Raises OSError: it has no address, or none that may be an engine's.
         """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -29,9 +29,7 @@ class SseParser:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of every event that `chunk` completes.
-
-        Raises:
-            EngineGarbage: a line or an event is over the limit.
+        Raises EngineGarbage: a line or an event is over the limit.
         """
         # A line that has no end yet is put together only once: it may come in thousands of chunks.
         undecided = self._at_start or (bool(self._rest) and self._rest[-1].endswith(b"\r"))

@@ -56,11 +56,7 @@ def read_request(
 
 
 async def admit_images(messages: list[Message], tokens: TokensConfig, in_flight: InFlight) -> None:
-    """Checks the images of a request, all of their bytes.
-
-    Raises:
-        InputError: see `check_images`.
-    """
+    """Checks the images of a request, all of their bytes. Raises InputError: see `check_images`."""
     check_images(await facts_of_all(urls_of(messages), in_flight.reading), tokens)
 
 

@@ -109,20 +109,14 @@ class Chunk(_Head, kw_only=True):
 
 
 def check_answer(answer: dict[str, Any]) -> None:
-    """
-    Raises:
-        EngineGarbage: `answer` is not a chat answer; the message says why.
-    """
+    """Raises EngineGarbage: `answer` is not a chat answer; the message says why."""
     choices = _converted(answer, _Answer, "The engine's answer").choices
     if len({choice.index for choice in choices}) < len(choices):
         raise EngineGarbage("The engine's answer holds two choices with the same index.")
 
 
 def read_chunk(chunk: dict[str, Any]) -> Chunk:
-    """
-    Raises:
-        EngineGarbage: `chunk` is not a chunk of a chat answer; the message says why.
-    """
+    """Raises EngineGarbage: `chunk` is not a chunk of a chat answer; the message says why."""
     read: Chunk = _converted(chunk, Chunk, "A chunk of the engine's answer")
     return read
 

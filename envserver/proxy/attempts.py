@@ -118,9 +118,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def agent(self, name: str | None) -> str | None:
         """Returns the agent for a request that names `name`; without a name, the main agent.
-
-        Raises:
-            InputError: `name` is not an agent that the environment declares.
+        Raises InputError: `name` is not an agent that the environment declares.
         """
         if name in self.agents:
             return name
@@ -302,10 +300,7 @@ class ProxyAttempt:
         self._turns[agent] += 1
 
     def check_time(self) -> None:
-        """
-        Raises:
-            LimitReached: time is used up.
-        """
+        """Raises LimitReached: time is used up."""
         if self.seconds_left <= 0:
             raise self.reached("time", "The time of this rollout is used up.")
 
@@ -316,9 +311,7 @@ class ProxyAttempt:
         each.
 
         Tokens of untrained agents are not counted.
-
-        Raises:
-            LimitReached: none are left.
+        Raises LimitReached: none are left.
         """
         route = self.spec.route(agent)
         cap = route.sampling.get("max_tokens")
@@ -349,9 +342,7 @@ class ProxyAttempt:
 
     def commit(self, calls: list[Call], *, side: bool = False) -> None:
         """Records `calls` and numbers them; `side`: they may be side calls.
-
-        Raises:
-            ConflictError: the attempt is sealed; nothing was recorded.
+        Raises ConflictError: the attempt is sealed; nothing was recorded.
         """
         if self.sealed:
             raise ended()

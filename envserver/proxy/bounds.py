@@ -185,9 +185,7 @@ class InFlight:
 
     async def admit(self) -> None:
         """Waits until one more request is within `max_requests_per_second`.
-
-        Raises:
-            OverBound: too many wait already.
+        Raises OverBound: too many wait already.
         """
         now = time.monotonic()
         wait = self._requests.wait_seconds(1, now)
@@ -216,9 +214,7 @@ class InFlight:
 
     def take(self, size: int) -> None:
         """Takes bytes (gives them back, if `size` is negative).
-
-        Raises:
-            OverBound: there are not so many left; none is taken.
+        Raises OverBound: there are not so many left; none is taken.
         """
         mine, all_bytes = self.bytes + size, self._totals.bytes + size
         is_full = all_bytes > self._totals.max_bytes and mine > _KEPT_BYTES
@@ -289,9 +285,7 @@ class Hold:
 
     def cover(self, size: int) -> None:
         """Takes what is missing to `size` bytes.
-
-        Raises:
-            OverBound: the attempt may not have so many.
+        Raises OverBound: the attempt may not have so many.
         """
         if self._in_flight is not None and size > self._bytes:
             self._in_flight.take(size - self._bytes)

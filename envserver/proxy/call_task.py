@@ -100,9 +100,7 @@ class CallTask:
     async def begin(self) -> None:
         """Waits for the engine's capabilities, plans the prompt, and starts `task` unless it
         streams.
-
-        Raises:
-            EngineError: the engine does not answer.
+        Raises EngineError: the engine does not answer.
         """
         try:
             await self._prepare()
@@ -269,9 +267,7 @@ class CallTask:
 
     async def stream(self, emit: Emit) -> None:
         """Passes cleaned chunks to `emit`; the ends of the choices only after recording.
-
-        Raises:
-            EngineError: the stream broke off; what had arrived was recorded.
+        Raises EngineError: the stream broke off; what had arrived was recorded.
         """
         with await self._reserved() as reservation:
             self._body.with_max_tokens(reservation.max_tokens)

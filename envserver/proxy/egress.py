@@ -21,6 +21,7 @@ from typing import Protocol
 
 import orjson
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.egress_requests import EgressEnd, EgressRequest
 
 from .attempts import ProxyAttempt
@@ -224,9 +225,7 @@ class Egress:
 
     def take(self, use: EgressUse, size: int) -> None:
         """Counts bytes before they are passed on.
-
-        Raises:
-            EgressRefused: there are not so many left.
+        Raises EgressRefused: there are not so many left.
         """
         if use.bytes + size > self._max_bytes or use.bytes >= self._max_bytes:
             most = self._max_bytes / 1e6
@@ -309,9 +308,7 @@ class _Exchange:
                 await receiving  # the agent has sent all; the host may still answer
             receiving.result()
         finally:
-            for one in (sending, receiving):
-                one.cancel()
-            await asyncio.gather(sending, receiving, return_exceptions=True)
+            await cancel_and_wait(sending, receiving)
 
     async def _greet(self, host_writer: asyncio.StreamWriter) -> None:
         """Passes on the first message of a tunnel, once it is known to ask for this very host."""

@@ -74,9 +74,7 @@ def asks_a_proxy(first: bytes) -> bool | None:
 
 def read_request(head: bytes) -> RequestHead:
     """Reads the head of a request to a proxy, up to and with its empty line.
-
-    Raises:
-        BadHead: it cannot be passed on.
+    Raises BadHead: it cannot be passed on.
     """
     first, headers = _lines(head)
     parts = first.split(b" ")
@@ -98,9 +96,7 @@ def read_request(head: bytes) -> RequestHead:
 def read_answer(head: bytes) -> tuple[int, bytes]:
     """Returns the status of a host's answer, and its head for the agent: the connection ends after
     it.
-
-    Raises:
-        BadHead: it is not the head of an answer.
+    Raises BadHead: it is not the head of an answer.
     """
     first, headers = _lines(head)
     found = _STATUS.fullmatch(first)

@@ -94,10 +94,7 @@ class EgressRules:
         self._resolving = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="egress-dns")
 
     def check(self, host: str, port: int) -> None:
-        """
-        Raises:
-            EgressRefused: the host, or the port at it, is not on the list.
-        """
+        """Raises EgressRefused: the host, or the port at it, is not on the list."""
         named = [one for one in self._allowed if _matches(one, host)]
         if not named:
             raise EgressRefused(
@@ -109,11 +106,7 @@ class EgressRules:
             raise EgressRefused(f"Port {port} of {host[:100]!r} may not be reached.", "port")
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """Returns the public addresses of a host.
-
-        Raises:
-            EgressRefused: it has none.
-        """
+        """Returns the public addresses of a host. Raises EgressRefused: it has none."""
         if host in self._addresses_for_tests:
             return [self._addresses_for_tests[host]]
         loop = asyncio.get_running_loop()
@@ -146,9 +139,7 @@ def is_public(address: str) -> bool:
 
 def host_and_port(text: str, default: int | None) -> tuple[str, int]:
     """Reads "host:port", where only `default` may be left out; the host in lower case.
-
-    Raises:
-        ValueError: it is not that.
+    Raises ValueError: it is not that.
     """
     host, colon, port = text.partition(":")
     host = host.lower().removesuffix(".")

@@ -45,9 +45,7 @@ class _Cursor:
 
 def server_name(first: bytes) -> str | None:
     """Returns the name in the ClientHello that `first` begins with; None: more bytes are needed.
-
-    Raises:
-        NotTls: it begins with something else, or names no host.
+    Raises NotTls: it begins with something else, or names no host.
     """
     hello = _hello(first)
     if hello is None:

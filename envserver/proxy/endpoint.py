@@ -143,9 +143,7 @@ class ReadyEngine:
         self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None
     ) -> int | None:
         """Returns the number of tokens of the prompt of `request`; None if the engine cannot tell.
-
-        Raises:
-            EngineError: the engine failed, or it refuses the conversation.
+        Raises EngineError: the engine failed, or it refuses the conversation.
         """
         plan = await self.plan(attempt, request, body, agent)
         if plan.ids is not None and not plan.images:

@@ -62,11 +62,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
 
 
 def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
-    """Parses a whole chat answer.
-
-    Raises:
-        EngineGarbage: it is not a chat answer.
-    """
+    """Parses a whole chat answer. Raises EngineGarbage: it is not a chat answer."""
     check_answer(answer)
     choices = []
     for choice in answer["choices"]:

@@ -79,9 +79,7 @@ class Gate:
 
     def passing(self) -> AbstractAsyncContextManager[None]:
         """Waits until the gate is open, then runs the block as a call at the engine.
-
-        Raises:
-            Aborted: a pause stopped the block.
+        Raises Aborted: a pause stopped the block.
         """
         return _Passing(self)
 

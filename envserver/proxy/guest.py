@@ -145,9 +145,6 @@ def generate_answer(answer: dict[str, Any], request: dict[str, Any]) -> dict[str
         `text`, `finish_reasons`, `token_ids` per choice; `logprobs` as [choice][position] lists of
         one {token id: logprob}; `prompt` (the text that was sent, "" for ids), `prompt_token_ids`
         and, if requested, `prompt_logprobs` as [choice][position].
-
-    Raises:
-        EngineGarbage: ids or logprobs are missing, or do not match.
     """
     try:
         choices = msgspec.convert(answer, _Completion).choices

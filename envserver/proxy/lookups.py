@@ -25,9 +25,7 @@ def model_list(name: str, max_model_len: int | None = None) -> dict[str, Any]:
 
 def model_at(path: str, name: str, max_model_len: int | None = None) -> dict[str, Any]:
     """Returns the answer to `GET /v1/models` or `/v1/models/{id}`.
-
-    Raises:
-        NotFoundError: there is no such model.
+    Raises NotFoundError: there is no such model.
     """
     wanted = path.removeprefix(MODELS).removeprefix("/")
     if not wanted:
@@ -39,9 +37,7 @@ def model_at(path: str, name: str, max_model_len: int | None = None) -> dict[str
 
 def response_at(attempt: ProxyAttempt, path: str) -> dict[str, Any]:
     """Returns the answer to `GET /v1/responses/{id}`.
-
-    Raises:
-        NotFoundError: no such response of this attempt was stored.
+    Raises NotFoundError: no such response of this attempt was stored.
     """
     wanted = path.removeprefix(RESPONSES)
     response = find_response(attempt.memory.get("responses", {}), wanted)

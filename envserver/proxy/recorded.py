@@ -115,9 +115,7 @@ class RecordedRequests:
 
     def hold(self, *values: Any) -> None:
         """Takes the space of JSON values that are in the record, too.
-
-        Raises:
-            LimitReached, OverBound: as in `take`.
+        Raises LimitReached, OverBound: as in `take`.
         """
         self._in_flight.keep(size_of(*values, most=self._in_flight.bounds.max_recorded_bytes))
 

@@ -85,10 +85,7 @@ class RequestHandler:
         return self._writer is not None
 
     async def answer(self, body: bytes, marks: RetryMarks) -> None:
-        """
-        Raises:
-            EnvserverError: for the agent; no part of an answer has been sent yet.
-        """
+        """Raises EnvserverError: for the agent; no part of an answer has been sent yet."""
         with self._attempt.in_flight.reading():
             parsed = parse_object(body)
             if self._dialect.name == "chat":

@@ -25,9 +25,7 @@ def key_and_rest(path: str) -> tuple[str, str]:
 
 def check_bearer(scope: Scope, key: str) -> None:
     """Checks the key in a request's headers, if it has one.
-
-    Raises:
-        WrongKey: the client sends a key that differs from the path's.
+    Raises WrongKey: the client sends a key that differs from the path's.
     """
     scheme, _, token = header(scope, b"authorization").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else scheme
@@ -37,10 +35,7 @@ def check_bearer(scope: Scope, key: str) -> None:
 
 
 def require(method: str, wanted: str) -> None:
-    """
-    Raises:
-        WrongMethod: the method is not `wanted`.
-    """
+    """Raises WrongMethod: the method is not `wanted`."""
     if method != wanted:
         raise WrongMethod(f"Use {wanted} here, not {method[:20]}.")
 

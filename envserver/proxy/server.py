@@ -250,9 +250,7 @@ class Proxy:
 
     async def attempt_of(self, key: str) -> ProxyAttempt | None:
         """Returns the running attempt of `key`, None for an unknown key.
-
-        Raises:
-            OverBound: too many requests with unknown keys.
+        Raises OverBound: too many requests with unknown keys.
         """
         attempt = self._attempts.get(key)
         if attempt is None:

@@ -38,11 +38,7 @@ class Collector:
         self._images: list[Any] | None = None
 
     def add(self, chunk: dict[str, Any]) -> None:
-        """Adds one chunk.
-
-        Raises:
-            EngineGarbage: it is not a chat chunk.
-        """
+        """Adds one chunk. Raises EngineGarbage: it is not a chat chunk."""
         read = read_chunk(chunk)
         self._model = read.model or self._model
         if read.usage is not None:

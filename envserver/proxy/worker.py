@@ -88,9 +88,7 @@ _UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 def job_of(attempt: ProxyAttempt) -> bytes:
     """Returns what a worker needs to run the attempt, as JSON: never a hidden part or a key.
-
-    Raises:
-        AgentError: the public part of the task is not JSON.
+    Raises AgentError: the public part of the task is not JSON.
     """
     spec = attempt.spec
     job = {

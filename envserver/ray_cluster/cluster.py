@@ -92,9 +92,7 @@ class Cluster:
 
     async def check_place(self) -> None:
         """Checks that some node can ever have a runner.
-
-        Raises:
-            ConfigError: none has the resources and labels, within `ray.place_seconds`.
+        Raises ConfigError: none has the resources and labels, within `ray.place_seconds`.
         """
         end = time.monotonic() + self._config.place_seconds
         while True:
@@ -146,9 +144,7 @@ class Cluster:
 async def connected(config: RayConfig) -> AsyncIterator[Cluster]:
     """Connects this process to the cluster of `config.address`; it leaves it at the end. A process
     that is connected already stays so.
-
-    Raises:
-        ConfigError: Ray is not installed, or there is no such cluster.
+    Raises ConfigError: Ray is not installed, or there is no such cluster.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="ray") as thread:
         cluster = Cluster(config, thread)

@@ -100,9 +100,7 @@ class Fleet:
 
     async def tick(self, wanted: int) -> None:
         """Looks at all runners once, and starts or drains some.
-
-        Raises:
-            RunnerFailed: a runner cannot start.
+        Raises RunnerFailed: a runner cannot start.
         """
         await self._cluster.look([one.actor for one in self._slots.values()])
         for number, one in list(self._slots.items()):

@@ -47,7 +47,6 @@ class ServerCommand(Command):
         return self._url, self._token
 
     def stop(self, seconds: float) -> int:
-        """See `Command`."""
         try:
             return super().stop(seconds)
         finally:

@@ -144,9 +144,7 @@ def absolute(reference: str) -> str:
 
 def defines_environment(path: Path) -> bool:
     """Returns whether a .py file or a folder defines an environment, or several.
-
-    Raises:
-        ConfigError: it cannot be imported.
+    Raises ConfigError: it cannot be imported.
     """
     return bool(_environments_of(import_path(path)))
 

@@ -35,9 +35,7 @@ _ATTEMPTS = 2
 
 def hosted_class(one: Installed, described: Description) -> type[Environment]:
     """Returns the class that stands for an environment in the server.
-
-    Raises:
-        ConfigError: its interpreter cannot be used any more.
+    Raises ConfigError: its interpreter cannot be used any more.
     """
     interpreter = usable_interpreter(one)
     low, high = described.declared["reward_range"]

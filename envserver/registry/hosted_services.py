@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     ConfigError,
     EnvserverError,
@@ -88,9 +89,7 @@ class HostedServices:
 
     async def hook(self, name: str, call: ModelCall) -> None:
         """Runs the hook `name` on `call`.
-
-        Raises:
-            HookBug: it raised. EnvserverError: it raised that, or its process died.
+        Raises HookBug: it raised. EnvserverError: it raised that, or its process died.
         """
         data = HookData(
             agent=call.agent,
@@ -260,8 +259,7 @@ class _HostProcess:
             self._process.kill()
             await asyncio.to_thread(self._process.join)
         if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+            await cancel_and_wait(self._reading)
 
     async def _take_offer(self, reference: str, interpreter: Interpreter) -> None:
         answer: Answer | None = await service_host.receive(self._reader)

@@ -90,9 +90,7 @@ def this_version() -> str:
 
 def usable_interpreter(one: Installed) -> Interpreter:
     """Returns the own interpreter of a package.
-
-    Raises:
-        ConfigError: it is gone, or of another version than the one that runs this.
+    Raises ConfigError: it is gone, or of another version than the one that runs this.
     """
     python = one.interpreter
     assert python is not None
@@ -116,9 +114,7 @@ def _again(one: Installed) -> str:
 
 def home() -> Path:
     """The folder of installed packages: `$XDG_DATA_HOME/envserver/environments`.
-
-    Raises:
-        ConfigError: the variable is unset, and this user has no home.
+    Raises ConfigError: the variable is unset, and this user has no home.
     """
     try:
         data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"

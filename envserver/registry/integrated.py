@@ -66,9 +66,7 @@ def split(reference: str) -> tuple[str, str] | None:
 @functools.cache
 def integration(scheme: str) -> Integration:
     """Returns the integration of a scheme.
-
-    Raises:
-        ConfigError: its module cannot be imported, or offers something else.
+    Raises ConfigError: its module cannot be imported, or offers something else.
     """
     point = integration_points()[scheme]
     try:

@@ -28,9 +28,7 @@ PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 def interpreter_of(reference: str) -> Interpreter | None:
     """Returns the interpreter that an environment needs; None: the one of this process.
-
-    Raises:
-        ConfigError: it cannot be used any more.
+    Raises ConfigError: it cannot be used any more.
     """
     from . import absolute, entry_point_names
 

@@ -49,9 +49,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def read_manifests(text: str, place: str) -> dict[str, Manifest]:
     """Returns the manifests in a file's text, by environment.
-
-    Raises:
-        ConfigError: it is not YAML, or a field is unknown or ill-typed.
+    Raises ConfigError: it is not YAML, or a field is unknown or ill-typed.
     """
     try:
         documents = [each for each in yaml.safe_load_all(text) if each is not None]

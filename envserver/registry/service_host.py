@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Any
 
 import msgspec
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EnvserverError, Failure
 from envserver_records.records import Message, Task
 
@@ -174,9 +175,7 @@ class _Host:
                 self._running[request.number] = task
         finally:
             running = list(self._running.values())
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await cancel_and_wait(*running)
             for number in list(self._states):
                 await self.close_state(number, number)
 

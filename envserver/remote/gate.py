@@ -42,9 +42,7 @@ class RunnerGate(Gate):
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
         """Like `Gate.passing`.
-
-        Raises:
-            Aborted: also when contact to the server was lost in the meantime.
+        Raises Aborted: also when contact to the server was lost in the meantime.
         """
         while not self.is_fresh:
             self._heard.clear()

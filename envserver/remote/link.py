@@ -21,6 +21,7 @@ import httpx
 import msgspec
 import structlog
 from envserver_records.backoff import Backoff
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError, InputError
 from envserver_records.records import Split
 from envserver_records.servers import AsyncServersClient
@@ -195,9 +196,7 @@ class Link:
                     # Only now: calls that waited for the gate belong to the version just received.
                     self._gate.hear(asked_at)
             finally:
-                for task in (polling, urgent):
-                    task.cancel()
-                await asyncio.gather(polling, urgent, return_exceptions=True)
+                await cancel_and_wait(polling, urgent)
             await asyncio.sleep(_SHORTEST_BEAT_SECONDS)
 
     async def wait_for_capacity(self, open_groups: Callable[[], int]) -> None:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import InputError
 
 from .batch import MOST_BYTES, MOST_GROUPS
@@ -48,8 +49,7 @@ class GroupPoster:
     async def close(self) -> None:
         """Abandons the waiting groups."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_and_wait(self._task)
         for one in self._waiting:
             one.done.cancel()
 

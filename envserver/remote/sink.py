@@ -48,9 +48,7 @@ class RemoteSink:
 
     async def put(self, group: Group) -> None:
         """Waits until the server has `group` on disk, however long that takes.
-
-        Raises:
-            InputError: the server refuses the group permanently.
+        Raises InputError: the server refuses the group permanently.
         """
         await self._link.post(await asyncio.to_thread(_packed, group))
 

@@ -108,9 +108,7 @@ def temperatures(environment: Environment, sampling: SamplingConfig) -> dict[str
 def check_sampling(environment: Environment, sampling: SamplingConfig) -> None:
     """Checks that trainers can learn from trained agents: they must be able to compute the
     distribution that tokens are sampled from.
-
-    Raises:
-        ConfigError: top_p cuts it, or the temperature is 0.
+    Raises ConfigError: top_p cuts it, or the temperature is 0.
     """
     settings = environment.config.agents
     roles: dict[str, AgentRole] = {**roles_of(environment)} or {"": AgentRole()}

@@ -260,9 +260,7 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
 
     Code of the model can reach its worker if `isolation` is "sandboxed". If it posted a malformed
     result, or if the agent failed after it asked the proxy for more than it may, that is a "crash".
-
-    Raises:
-        RolloutError: a failure that is not the model's fault ended it.
+    Raises RolloutError: a failure that is not the model's fault ended it.
     """
     _raise_bug(attempt)
     failure, unanswered = attempt.failure, attempt.engine_failure
@@ -315,11 +313,7 @@ def _named_limit(failure: Failure) -> str:
 
 
 def dying_limit(attempt: ProxyAttempt, death: WorkerError, isolation: Isolation) -> str:
-    """Returns the limit that the model exceeded by ending its own worker.
-
-    Raises:
-        RolloutError: the model may not be to blame, or something else had failed before.
-    """
+    """Returns the limit that the model exceeded by ending its own worker."""
     _raise_bug(attempt)
     overdue = attempt.seconds_left <= 0
     limit = limit_of_death(death, isolation, spoke=bool(attempt.calls), overdue=overdue)

@@ -233,9 +233,7 @@ def why_not_comparable(row: AuditedRow, version: int) -> str:
 
 async def audit_row(rescorer: Rescorer, row: AuditedRow) -> AuditResult:
     """Compares `row`, for which `why_not_comparable` returned "".
-
-    Raises:
-        EngineError: the engine failed.
+    Raises EngineError: the engine failed.
     """
     context = await rescorer.context()
     if context is not None and len(row.tokens) >= context:

@@ -33,9 +33,7 @@ def demonstrating(
     rollout_id: str,
 ) -> Iterator[None]:
     """Within the block, the demonstrator (if any) knows the solution of `task`.
-
-    Raises:
-        ConfigError: the environment fails to demonstrate it.
+    Raises ConfigError: the environment fails to demonstrate it.
     """
     if demonstrator is None:
         yield

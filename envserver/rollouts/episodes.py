@@ -14,7 +14,6 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -98,9 +97,7 @@ class Episode:
 
     async def next(self) -> Asked | Outcome:
         """Returns the next request to the model, or the outcome.
-
-        Raises:
-            RolloutError: the rollout failed, or it could not be scored.
+        Raises RolloutError: the rollout failed, or it could not be scored.
         """
         while True:
             while self._asked:
@@ -114,11 +111,7 @@ class Episode:
             await self._changed.wait()
 
     def answer(self, message: Message) -> None:
-        """Answers the request that `next` returned last.
-
-        Raises:
-            ConflictError: there is none.
-        """
+        """Answers the request that `next` returned last. Raises ConflictError: there is none."""
         request, self._latest = self._latest, None
         if request is None:
             raise ConflictError("Nothing was asked of the model.")
@@ -196,12 +189,7 @@ class Episodes:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(one.close() for one in list(self._open)))
 
     @property

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import msgspec
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import RolloutError
 from envserver_records.records import Group, Score, Task, Trajectory
 from envserver_records.seals import sealed
@@ -212,9 +213,7 @@ async def _members(
             if enough_at is None and len(members) >= rules.least:
                 enough_at = time.monotonic()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
     if not failures.bug and judge_losses(failures.lost, rules) is None:
         for number in sorted(tasks[task] for task in pending):
             failures.add(number, straggler(time.monotonic() - started), final=True)

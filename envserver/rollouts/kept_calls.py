@@ -29,9 +29,7 @@ def kept_calls(trajectory: Trajectory) -> dict[str, Any]:
 
 def calls_in(kept: Mapping[str, Any]) -> list[Call]:
     """The calls that `kept_calls` wrote; empty where it wrote none.
-
-    Raises:
-        InputError: they are damaged.
+    Raises InputError: they are damaged.
     """
     try:
         traced = msgspec.convert(kept.get("calls") or [], list[TracedCall], dec_hook=_as_array)

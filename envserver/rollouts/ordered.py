@@ -13,11 +13,11 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Final, Protocol, Self
 
 import msgspec
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import NotFoundError, StoreError
 from envserver_records.records import Group, Split, Task
 from structlog.contextvars import bind_contextvars
@@ -109,16 +109,9 @@ class Orders:
         self._upkeep = asyncio.create_task(self._give_up_forgotten(), name="forgotten-orders")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         tasks = [self._upkeep, *(one.work for one in self._open.values())]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
 
     @property
     def open_rollouts(self) -> int:
@@ -261,8 +254,7 @@ class Orders:
             for order, made in list(self._open.items()):
                 if made.waiting or made.left_at > limit:
                     continue
-                made.work.cancel()
-                await asyncio.gather(made.work, return_exceptions=True)
+                await cancel_and_wait(made.work)
                 del self._open[order]
                 log.warning("order_abandoned", key=order.key, groups_done=made.done)
 

@@ -84,9 +84,7 @@ def told_calls(messages: Sequence[Message], turns: int, line: str) -> list[Excha
     """Reconstructs calls that were not kept from a conversation.
 
     The last `turns` messages of the assistant are their answers.
-
-    Raises:
-        InputError: it has fewer; its agent did not only append to it.
+    Raises InputError: it has fewer; its agent did not only append to it.
     """
     places = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     if len(places) < turns:
@@ -155,15 +153,12 @@ class Player:
         return None
 
     async def model_name(self) -> str:
-        """See Engine."""
         return self._model
 
     async def health(self) -> list[ReplicaHealth]:
-        """See Engine."""
         return self.replicas()
 
     def replicas(self) -> list[ReplicaHealth]:
-        """See Engine."""
         return [ReplicaHealth("the record", healthy=True)]
 
     async def get(self, path: str) -> Json:
@@ -179,11 +174,7 @@ class Player:
         timeout_seconds: float,
         form: type | None = None,
     ) -> Json:
-        """See Engine.
-
-        Raises:
-            EngineRefused: the request differs from the record.
-        """
+        """See Engine. Raises EngineRefused: the request differs from the record."""
         exchange = self._next(body, rollout_id)
         is_chat = path.endswith("/chat/completions")
         first = exchange.answers[0]

@@ -46,9 +46,7 @@ class Rescorer:
 
     async def context(self) -> int | None:
         """Returns the maximum tokens of prompt and answer together; None: the engine does not say.
-
-        Raises:
-            EngineError: it does not answer.
+        Raises EngineError: it does not answer.
         """
         async with self._lock:
             if not self._context_known:
@@ -98,9 +96,7 @@ class Rescorer:
         """Returns whether the engine accepts a prompt of `length` tokens.
 
         If so, it refused a row because of its token ids.
-
-        Raises:
-            EngineError: it failed.
+        Raises EngineError: it failed.
         """
         try:
             await self.score(np.zeros(length, np.int32))
@@ -112,9 +108,7 @@ class Rescorer:
         """Returns whether sampled logprobs are raw (before the temperature), as those of `score`.
 
         Determined once, by sampling after `context`.
-
-        Raises:
-            EngineError: it failed.
+        Raises EngineError: it failed.
         """
         async with self._lock:
             if self._raw is None:

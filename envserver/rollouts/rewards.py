@@ -38,11 +38,7 @@ class RewardRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rules_of_rewards(environment: Environment) -> RewardRules:
-    """Returns what `environment` declares.
-
-    Raises:
-        ConfigError: a declaration cannot hold.
-    """
+    """Returns what `environment` declares. Raises ConfigError: a declaration cannot hold."""
     return RewardRules(
         environment=environment.name,
         range=range_of(environment),
@@ -53,9 +49,7 @@ def rules_of_rewards(environment: Environment) -> RewardRules:
 
 def range_of(environment: Environment) -> RewardRange:
     """Returns the declared range of rewards.
-
-    Raises:
-        ConfigError: it is not a range, or does not say when a task is solved.
+    Raises ConfigError: it is not a range, or does not say when a task is solved.
     """
     name = environment.name
     try:

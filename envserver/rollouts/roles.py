@@ -18,9 +18,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 
 def roles_of(environment: Environment) -> dict[str, AgentRole]:
     """The agents of `environment` in its order, trained as the settings say.
-
-    Raises:
-        ConfigError: a declared name is invalid, or the settings name an undeclared agent.
+    Raises ConfigError: a declared name is invalid, or the settings name an undeclared agent.
     """
     declared, settings = environment.agents(), environment.config.agents
     for name in declared:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import AllFailed, EnvserverError, StoreError, TooMuchUntrained
 from envserver_records.records import Group
 from structlog.contextvars import bind_contextvars
@@ -152,9 +153,7 @@ class Scheduler:
         finally:
             if self._lane is not None:
                 self._lane.left()
-            for task in self._open:
-                task.cancel()
-            await asyncio.gather(*self._open, return_exceptions=True)
+            await cancel_and_wait(*self._open)
 
     def _start(self, request: GroupRequest) -> None:
         group = asyncio.create_task(self._one(request), name=request.group_id)
@@ -193,9 +192,7 @@ class Scheduler:
                 room.result()
             return room.done() and not drain.done()
         finally:
-            for task in (room, drain):
-                task.cancel()
-            await asyncio.gather(room, drain, return_exceptions=True)
+            await cancel_and_wait(room, drain)
 
     async def _next_request(self) -> GroupRequest | None:
         """Returns the next request; None after the last, or if the run is drained meanwhile."""
@@ -206,9 +203,7 @@ class Scheduler:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             return None if drain.done() else reading.result()
         finally:
-            reading.cancel()
-            drain.cancel()
-            await asyncio.gather(reading, drain, return_exceptions=True)
+            await cancel_and_wait(reading, drain)
 
     async def _has_turn(self) -> bool:
         """Waits for the turn of the next group; False if none is wanted or the run is drained."""
@@ -223,9 +218,7 @@ class Scheduler:
             used = not drain.done()
             return used and turn.result()
         finally:
-            for task in (turn, drain):
-                task.cancel()
-            given, _ = await asyncio.gather(turn, drain, return_exceptions=True)
+            given, _ = await cancel_and_wait(turn, drain)
             if given is True and not used:
                 self._lane.ended(self._size, "failed")
 

@@ -83,9 +83,7 @@ def scorer_context(env_reference: str) -> BaseContext:
     """Returns the context that starts the scorers of an environment, in its interpreter.
 
     Not by forking the server: it has threads, and scorers must not see its memory.
-
-    Raises:
-        ConfigError: no socket can be made anywhere.
+    Raises ConfigError: no socket can be made anywhere.
     """
     if (own := interpreter_of(env_reference)) is not None:
         return InterpreterContext(own)

@@ -17,7 +17,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from types import TracebackType
 from typing import Any, NoReturn, Self, cast
 
 import msgspec
@@ -114,11 +113,7 @@ class ScorerPool:
         """Whether scores need `Result.completion_ids`; known once the context is entered."""
 
     async def __aenter__(self) -> Self:
-        """Starts the processes.
-
-        Raises:
-            ConfigError: the environment cannot be loaded, or the working directory is gone.
-        """
+        """Starts the processes."""
         check_working_directory()
         try:
             calls = (s.call(scorer_process.declared, (), self._limits) for s in self._scorers)
@@ -138,12 +133,7 @@ class ScorerPool:
             self._free.put_nowait(scorer)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._close()
 
     @property
@@ -183,9 +173,7 @@ class ScorerPool:
 
     async def task_digests(self, count: int) -> list[str]:
         """Returns digests of the first tasks, as a scorer process lists them (`checking`).
-
-        Raises:
-            ConfigError, ScorerError: they cannot be read.
+        Raises ConfigError, ScorerError: they cannot be read.
         """
         unlimited = ScoreLimits(cpu_seconds=math.inf, timeout_seconds=_LISTING_SECONDS)
         async with self._free_scorer() as scorer:

@@ -49,9 +49,7 @@ class StalenessMonitor:
     @asynccontextmanager
     async def watching(self, attempt: ProxyAttempt) -> AsyncIterator[None]:
         """Watches `attempt` while the block runs.
-
-        Raises:
-            Stale: the attempt became too stale and the block was cancelled.
+        Raises Stale: the attempt became too stale and the block was cancelled.
         """
         timeout = asyncio.timeout(None)
         try:

@@ -118,9 +118,7 @@ def aside(work: Callable[[], T]) -> asyncio.Future[T]:
 
 def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
     """Yields the tasks of a split, lazily.
-
-    Raises:
-        ConfigError: `tasks` raised or yielded something else.
+    Raises ConfigError: `tasks` raised or yielded something else.
     """
     try:
         for task in environment.tasks(split):

@@ -17,9 +17,7 @@ from .stream import group_requests
 
 def first_tasks(environment: Environment, count: int) -> list[Task]:
     """Returns the first `count` tasks of the environment's split.
-
-    Raises:
-        ConfigError: there are none, or they cannot be read.
+    Raises ConfigError: there are none, or they cannot be read.
     """
     made = group_requests(environment, repeat=False)
     return [request.task for request in itertools.islice(made, count)]

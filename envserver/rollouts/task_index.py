@@ -68,9 +68,7 @@ class TaskIndex:
 
     async def after(self, split: Split, number: int, limit: int) -> list[Task]:
         """Up to `limit` tasks behind the first `number`, in their order.
-
-        Raises:
-            ConfigError: the tasks cannot be read.
+        Raises ConfigError: the tasks cannot be read.
         """
         page = self._page(split)
         while len(page.tasks) < number + limit and not page.is_whole:

@@ -92,9 +92,7 @@ class Columns:
 
 def columns_in(template: str) -> list[str]:
     """Returns the columns of a prompt: its own name, or those in its braces.
-
-    Raises:
-        ConfigError: its braces do not match.
+    Raises ConfigError: its braces do not match.
     """
     if "{" not in template:
         return [template]

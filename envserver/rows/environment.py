@@ -174,9 +174,7 @@ class RowsEnvironment(Environment):
 
     def prepare_scoring(self) -> None:
         """Imports the reward functions.
-
-        Raises:
-            ConfigError: one cannot be imported, or asks for what there is not.
+        Raises ConfigError: one cannot be imported, or asks for what there is not.
         """
         names: dict[str, int] = {}
         self._rewards = []
@@ -253,9 +251,7 @@ class RowsEnvironment(Environment):
 
 def rows_class(reference: str) -> type[Environment]:
     """Returns the environment of the rows that `reference` names.
-
-    Raises:
-        NotFoundError: there is no such file or folder.
+    Raises NotFoundError: there is no such file or folder.
     """
     if not reference.startswith(HUB):
         if not (Path(reference).exists() or is_glob(reference)):
@@ -305,9 +301,7 @@ def from_rows(
 def weighted(reward: Any) -> list[Weighted]:
     """Reads `reward=`: a function or its name, a list of them or of pairs with weights, or a dict
     with weights.
-
-    Raises:
-        ConfigError: it is something else.
+    Raises ConfigError: it is something else.
     """
     if reward is None:
         return []

@@ -97,9 +97,7 @@ class Reward:
 
     def call(self, scored: Scored, log_metric: Callable[[str, float], None]) -> Any:
         """Returns what the function returns; of an `async def`, something to await.
-
-        Raises:
-            ScorerError: it needs what this completion lacks.
+        Raises ScorerError: it needs what this completion lacks.
         """
         offered = self._for_trl(scored, log_metric) if self._is_trl else self._by_name(scored)
         missing = self._needed - offered.keys()
@@ -116,9 +114,7 @@ class Reward:
 
     def number(self, returned: Any) -> float | None:
         """Returns the reward in what the function returned; None: it does not apply.
-
-        Raises:
-            ScorerError: it is not a number.
+        Raises ScorerError: it is not a number.
         """
         return self._number(self._only_one(returned) if self._is_trl else returned)
 
@@ -207,9 +203,7 @@ def name_of(function: RewardFunction | str) -> str:
 
 def parsed(reference: str) -> Weighted:
     """Reads `my_rewards.py:exact=0.5`: a function and its weight.
-
-    Raises:
-        InputError: the weight is not a number, or there is no function.
+    Raises InputError: the weight is not a number, or there is no function.
     """
     name, equals, weight = reference.partition("=")
     try:
@@ -225,12 +219,7 @@ def parsed(reference: str) -> Weighted:
 
 
 def _loaded(reference: str) -> RewardFunction:
-    """Imports `path/to/file.py:function` or `package.module:function`.
-
-    Raises:
-        NotFoundError: there is no such file.
-        ConfigError: it cannot be imported, or has no such function.
-    """
+    """Imports `path/to/file.py:function` or `package.module:function`."""
     path, _, name = reference.rpartition(":")
     if path.endswith(".py"):
         module = import_path(Path(path))[0]

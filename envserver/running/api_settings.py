@@ -76,9 +76,7 @@ def checked_settings(
     model: type[T], settings: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None
 ) -> T:
     """Makes `model` of settings by name.
-
-    Raises:
-        ConfigError: a name or a value is wrong; all problems at once.
+    Raises ConfigError: a name or a value is wrong; all problems at once.
     """
     options = options_of(model)
     nested = _plain(settings)
@@ -122,11 +120,7 @@ def members_of(kind: type[M], mix: Mix, settings: Mapping[str, Any]) -> list[Mem
 
 
 def reference_of(environment: AnyEnvironment) -> str:
-    """Returns the name under which another process finds `environment`.
-
-    Raises:
-        ConfigError: its class is in no file, so that no worker could import it.
-    """
+    """Returns the name under which another process finds `environment`."""
     if isinstance(environment, Path):
         return str(environment)
     if isinstance(environment, str):

@@ -28,7 +28,7 @@ from ..rollouts.single import run_single, single_request
 from ..telemetry.tracing import NO_TRACER
 from .context import SharedEngine, rollout_context
 from .debugging import EnvironmentRaised, debuggable, run_here
-from .judging import folder_of, judge_line, judge_of, judge_settings
+from .judging import folder_of, judge_line, judge_of
 from .person import PERSON, Answer, PersonEngine
 from .run_settings import RunSettings
 from .spec import RunSpec
@@ -131,7 +131,7 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
         return
     async with (
         MeasuredEngine(PersonEngine(person)) as engine,
-        judge_of(judge_settings(settings.judge, settings.env), folder_of(settings.store)) as judge,
+        judge_of(settings.judge, folder_of(settings.store)) as judge,
         rollout_context(
             settings,
             environment,

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 from starlette.types import ASGIApp
 
@@ -180,5 +181,4 @@ async def beside(name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[No
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait(task)

@@ -85,11 +85,7 @@ async def check_environment(
 def _rows_to_check(
     spec: RunSpec[CheckSettings], make: Callable[[RunSpec[CheckSettings]], Environment]
 ) -> RowsToCheck:
-    """Reads what the settings say about rows: how many, an evaluation set, a tokenizer.
-
-    Raises:
-        ConfigError: there is no such tokenizer or evaluation set, or the environment reads none.
-    """
+    """Reads what the settings say about rows: how many, an evaluation set, a tokenizer."""
     settings, env = spec.settings, spec.settings.env
     is_rows = issubclass(spec.environment_class, RowsEnvironment)
     most = settings.rows

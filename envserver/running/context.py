@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EngineError
 
 from ..api.proxy_server import serve_proxy
@@ -48,7 +49,7 @@ from ..workers.sandboxed import WorkerSandbox
 from .agent_engines import OwnEndpoint, own_endpoints
 from .engines import look_at, make_endpoint, make_engine, started
 from .harnesses import ChosenHarness, chosen_harness, isolation_of
-from .judging import folder_of, judge_of, judge_settings, scorer_processes
+from .judging import folder_of, judge_of, scorer_processes
 from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
 from .tracing import tracer_of
@@ -110,9 +111,7 @@ async def shared_engine(
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await endpoint.ready()).exact, need_exact)
         judge = await stack.enter_async_context(
-            judge_of(
-                judge_settings(settings.judge, settings.env), folder or folder_of(settings.store)
-            )
+            judge_of(settings.judge, folder or folder_of(settings.store))
         )
         model = await engine.model_name()
         yield SharedEngine(engine, endpoint, model, demonstrator, tracer, judge, fleet)
@@ -362,8 +361,7 @@ async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPoo
     try:
         yield starting
     finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        await cancel_and_wait(starting)
         if not starting.cancelled() and starting.exception() is None:
             await scorer.__aexit__(None, None, None)
 
@@ -375,8 +373,7 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task
     try:
         yield task
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait(task)
 
 
 async def _tried(sandboxes: SandboxMaker | None, environment: Environment) -> None:

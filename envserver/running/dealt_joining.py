@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.records import Group
 
 from ..remote.dealing import Dealt, Made
@@ -57,9 +58,7 @@ class DealtRunner:
 
     async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
         """Makes groups until stopped or dismissed.
-
-        Raises:
-            ConfigError: the server refuses this runner, or tasks cannot be prepared.
+        Raises ConfigError: the server refuses this runner, or tasks cannot be prepared.
         """
         return await run_until_stopped(self._run(), self, stop, drain_seconds=drain_seconds)
 
@@ -77,9 +76,7 @@ class DealtRunner:
                 self._draining = self._draining or dealt.drain
         finally:
             tasks = list(self._held.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_and_wait(*tasks)
 
     async def _take(self) -> Dealt:
         """Asks for requests, and asks anew when a group has ended meanwhile."""
@@ -96,9 +93,7 @@ class DealtRunner:
                 if self._error is not None or (self._draining and not self._held):
                     return Dealt()
             finally:
-                for task in (asking, ended):
-                    task.cancel()
-                await asyncio.gather(asking, ended, return_exceptions=True)
+                await cancel_and_wait(asking, ended)
 
     def _begin(self, request: GroupRequest) -> None:
         if request.group_id in self._held:

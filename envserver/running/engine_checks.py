@@ -56,12 +56,7 @@ class EngineChecks:
         self._first: Capabilities | None = None
 
     async def __call__(self, replica: Replica) -> None:
-        """Checks one engine, with a dozen tiny requests.
-
-        Raises:
-            ConfigError: it differs from the others, or is not exact.
-            EngineError: it does not answer, or refuses.
-        """
+        """Checks one engine, with a dozen tiny requests."""
         model = await self._engine.model_name()
         config = self._openai.model_copy(update={"base_url": replica.url})
         if not replica.gets_key:

@@ -61,9 +61,7 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
     """Makes the engine that `settings` name, at the address in `openai`.
 
     Also returns the demonstrator, which is given the solutions (simulated engine only).
-
-    Raises:
-        ConfigError: no engine is named, nor its model.
+    Raises ConfigError: no engine is named, nor its model.
     """
     if settings.model == SIMULATED:
         from ..models.sim import RolloutSolver, SimEngine

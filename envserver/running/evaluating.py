@@ -468,11 +468,7 @@ async def _make(
 
 
 def baselines_of(environment: Environment) -> dict[str, Environment]:
-    """Returns the environment with the settings of each baseline, except baselines equal to itself.
-
-    Raises:
-        ConfigError: a baseline's name or settings are invalid.
-    """
+    """Returns the environment with the settings of each baseline, except those equal to its own."""
     config, found = environment.config, {}
     for name, own in environment.baselines().items():
         if not _BASELINE.fullmatch(name):

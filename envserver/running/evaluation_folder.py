@@ -86,28 +86,20 @@ def _check_same(folder: Path, before: RunFile, wanted: RunFile) -> None:
 
 
 def write_run_file(folder: Path, run: RunFile) -> None:
-    """Writes the description of the run in `folder`.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
+    """Writes the description of the run in `folder`. Raises StoreError: it cannot be written."""
     write_json(folder / RUN_FILE, msgspec.to_builtins(run))
 
 
 def write_tasks(path: Path, tasks: Iterable[TaskFacts]) -> None:
     """Writes what reports need to know of tasks, atomically.
-
-    Raises:
-        StoreError: it cannot be written.
+    Raises StoreError: it cannot be written.
     """
     write_text(path, "".join(f"{msgspec.json.encode(one).decode()}\n" for one in tasks))
 
 
 def write_report(folder: Path, view: View) -> Report | Suite:
     """Makes the report of a folder, and of each of its parts, from its files.
-
-    Raises:
-        InputError, StoreError: it holds no evaluation, or a file cannot be read or written.
+    Raises InputError, StoreError: it holds no evaluation, or a file cannot be read or written.
     """
     reports = read_folder(folder, view)
     run = read_run_file(folder)
@@ -126,11 +118,7 @@ def _write(folder: Path, reports: Sequence[Report]) -> Report | Suite:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically; creates its folder.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
+    """Writes a file atomically; creates its folder. Raises StoreError: it cannot be written."""
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text, sync=False)

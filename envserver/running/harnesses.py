@@ -39,9 +39,7 @@ class ChosenHarness:
 
 def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
     """Returns the isolation of a run's workers: for its own agent, as the environment declares.
-
-    Raises:
-        ConfigError: the environment does not offer its tasks to other programs.
+    Raises ConfigError: the environment does not offer its tasks to other programs.
     """
     if not config.is_set:
         return environment.isolation
@@ -98,9 +96,7 @@ def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> Chos
 
 def identity_of(config: HarnessConfig) -> dict[str, str]:
     """Returns what identifies the program in the record of an evaluation.
-
-    Raises:
-        NotFoundError: there is no such program, or it is not installed.
+    Raises NotFoundError: there is no such program, or it is not installed.
     """
     chosen = chosen_harness(config, None)
     return {} if chosen is None else chosen.spec.identity()

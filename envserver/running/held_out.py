@@ -139,9 +139,7 @@ class Evaluations:
 
     def start(self) -> None:
         """Evaluates the current version now.
-
-        Raises:
-            ConflictError: an evaluation runs, or its split is the one that is trained on.
+        Raises ConflictError: an evaluation runs, or its split is the one that is trained on.
         """
         if self._of_training:
             raise ConflictError(self._of_training, hint=_OTHER_SPLIT)

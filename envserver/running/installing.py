@@ -127,9 +127,7 @@ def install(
 
 def remove(name: str) -> Installed:
     """Removes an installed package, named by itself or by one of its environments.
-
-    Raises:
-        NotFoundError: nothing of that name was installed by `install`.
+    Raises NotFoundError: nothing of that name was installed by `install`.
     """
     found = installed()
     for one in found:

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from urllib.parse import urlsplit
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 from envserver_records.urls import server_urls
 
@@ -63,9 +64,7 @@ class Runner:
 
     async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
         """Makes groups until stopped, dismissed, or the wanted number is reached.
-
-        Raises:
-            ConflictError, InputError: the server refuses the runner or a group.
+        Raises ConflictError, InputError: the server refuses the runner or a group.
         """
         work = _work(self._scheduler, self._link)
         return await run_until_stopped(work, self._scheduler, stop, drain_seconds=drain_seconds)
@@ -130,9 +129,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
 
 def tls_of(settings: JoinSettings) -> ssl.SSLContext | None:
     """Returns the TLS settings of the link; None: those of this machine.
-
-    Raises:
-        ConfigError: a file cannot be read.
+    Raises ConfigError: a file cannot be read.
     """
     for url in server_urls(settings.url):
         parts = urlsplit(url)
@@ -303,6 +300,4 @@ async def _work(scheduler: Scheduler, link: Link) -> None:
         for task in done:
             task.result()
     finally:
-        for task in (living, making):
-            task.cancel()
-        await asyncio.gather(living, making, return_exceptions=True)
+        await cancel_and_wait(living, making)

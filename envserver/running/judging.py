@@ -6,18 +6,14 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
-import structlog
 from envserver_records.costs import Prices
 from prometheus_client.core import Metric
 
 from ..config import OpenAIConfig
-from ..environment_config import EnvironmentConfig
 from ..judge_config import JudgeConfig
 from ..judges.server import JudgeServer
 from ..telemetry.families import by_key, counter
 from .tally import counted
-
-_log = structlog.get_logger("envserver.judges")
 
 CACHE_NAME = "judge.db"
 _SCORERS = 8
@@ -51,18 +47,6 @@ async def judge_of(config: JudgeConfig, folder: Path) -> AsyncIterator[JudgeServ
     )
     async with engine, JudgeServer(engine, config, config.cache or folder / CACHE_NAME) as judge:
         yield judge
-
-
-def judge_settings(config: JudgeConfig, env: EnvironmentConfig) -> JudgeConfig:
-    """Returns `config`, or the judge of an environment's old settings, with a line that says so."""
-    old = env.agents.get(env.judge_agent)
-    if config.base_url is not None or old is None or old.base_url is None:
-        return config
-    _log.warning("setting_renamed", old=f"env.agents.{env.judge_agent}", new="judge")
-    known = {"base_url": old.base_url, "api_key": old.api_key, "timeout": old.timeout}
-    named = {"model_name": old.model_name, "temperature": old.temperature}
-    given = {name: value for name, value in named.items() if value is not None}
-    return config.model_copy(update={**known, **given})
 
 
 def kept_answers(config: JudgeConfig) -> JudgeConfig:

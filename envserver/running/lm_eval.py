@@ -124,9 +124,7 @@ class CountingEngine(MeasuredEngine):
 
 async def check_installed(python: Path) -> None:
     """Checks that the harness is installed for `python`.
-
-    Raises:
-        ConfigError: it is not, or `python` cannot be run.
+    Raises ConfigError: it is not, or `python` cannot be run.
     """
     words = ("-c", "import importlib.util as u; raise SystemExit(u.find_spec('lm_eval') is None)")
     try:

@@ -29,9 +29,7 @@ class Member(Generic[M]):
 
 def alone(spec: RunSpec[M]) -> Member[M]:
     """Makes the only environment of a run.
-
-    Raises:
-        ConfigError: it cannot be made with its settings.
+    Raises ConfigError: it cannot be made with its settings.
     """
     environment = spec.make_environment()
     return Member(spec, environment, Share(environment.name))
@@ -100,9 +98,7 @@ class Several:
 
     async def run(self, say: Callable[[str], object]) -> None:
         """Runs all schedulers to their ends.
-
-        Raises:
-            EnvserverError: the error of the first that failed, after all have ended.
+        Raises EnvserverError: the error of the first that failed, after all have ended.
         """
         async with asyncio.TaskGroup() as tasks:
             for name, one in self._schedulers.items():

@@ -110,9 +110,7 @@ def pip(*words: str | Path, failure: str) -> None:
 
 def run(words: list[str], failure: str) -> None:
     """Runs a program without the server's settings: building a package runs foreign code.
-
-    Raises:
-        ConfigError: it fails; the message has the end of its output.
+    Raises ConfigError: it fails; the message has the end of its output.
     """
     ended = subprocess.run(
         words,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.records import Group
 
 from ..api.dealing import dealing_app
@@ -64,11 +65,7 @@ class RayMaker:
         self._tending = tending
 
     async def make(self, request: GroupRequest) -> Group | Drop:
-        """Has a runner make the group.
-
-        Raises:
-            RunnerFailed: runners cannot start.
-        """
+        """Has a runner make the group. Raises RunnerFailed: runners cannot start."""
         making = asyncio.create_task(self._dealer.make(request))
         try:
             await asyncio.wait({making, self._tending}, return_when=asyncio.FIRST_COMPLETED)
@@ -76,8 +73,7 @@ class RayMaker:
                 self._tending.result()
             made = making.result()
         finally:
-            making.cancel()
-            await asyncio.gather(making, return_exceptions=True)
+            await cancel_and_wait(making)
         for failed in made.failed:
             self.observer(failed)
         for scored in made.scored:
@@ -160,8 +156,7 @@ class RayMakers:
                 try:
                     yield RayMaker(environment, scaled, observer, dealer, tending)
                 finally:
-                    tending.cancel()
-                    await asyncio.gather(tending, return_exceptions=True)
+                    await cancel_and_wait(tending)
                     await asyncio.shield(fleet.stop(_STOP_SECONDS))
         finally:
             dealer.close()

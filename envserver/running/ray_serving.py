@@ -98,9 +98,7 @@ class RayServing:
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
         """Makes groups until asked to stop, or until all wanted groups are made and delivered.
-
-        Raises:
-            RunnerFailed: runners cannot start.
+        Raises RunnerFailed: runners cannot start.
         """
         seconds = self._settings.server.drain_seconds
         overdue = 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
@@ -103,12 +102,7 @@ class RayServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _own_client(self) -> SyncEnvClient:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import orjson
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     ConfigError,
     InputError,
@@ -264,9 +265,7 @@ class _Rescoring:
                 flying.popleft()
                 yield line
         finally:
-            for scoring in flying:
-                scoring.cancel()
-            await asyncio.gather(*flying, return_exceptions=True)
+            await cancel_and_wait(*flying)
 
     async def _line(self, group: StoredGroup) -> dict[str, Any] | None:
         facts = group.line["envserver"]

@@ -25,7 +25,6 @@ class SandboxMachineNumbers:
             self._machines = machines_at(config.remote_urls)
 
     async def families(self) -> Iterable[Metric]:
-        """See `api.metrics.Source`."""
         of = ("machine",)
         name = "envserver_sandbox_machine"
         known = [(one, one.load) for one in self._machines]

@@ -93,9 +93,7 @@ def _paths(config: BaseModel) -> Iterator[Path]:
 
 async def try_sandbox(sandboxes: SandboxMaker, environment: Environment) -> None:
     """Makes the declared sandbox once, so that later ones start from a warm interpreter.
-
-    Raises:
-        ConfigError: it cannot be made as declared.
+    Raises ConfigError: it cannot be made as declared.
     """
     if environment.sandbox is None:
         return

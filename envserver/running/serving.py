@@ -208,9 +208,7 @@ def warn_of_raw_logprobs(
 
 def check_alike(members: Members) -> None:
     """Checks that all environments send groups to trainers in one format.
-
-    Raises:
-        ConfigError: their formats differ.
+    Raises ConfigError: their formats differ.
     """
     configs = [one.environment.config for one in members]
     if len({(one.include_messages, one.score_range) for one in configs}) > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 
 from ..environment import Environment
@@ -111,6 +112,4 @@ async def _until_full(scheduler: Scheduler, sink: SftSink) -> None:
         if running.done():
             running.result()
     finally:
-        for task in (running, full):
-            task.cancel()
-        await asyncio.gather(running, full, return_exceptions=True)
+        await cancel_and_wait(running, full)

@@ -37,11 +37,7 @@ class Shard:
 
 
 def shard_of(text: str) -> Shard:
-    """Parses "2/4"; "" is the whole.
-
-    Raises:
-        ConfigError: it is not a shard.
-    """
+    """Parses "2/4"; "" is the whole. Raises ConfigError: it is not a shard."""
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     shard = Shard(int(found[1]), int(found[2])) if found else Shard()
     if (text and not found) or not 1 <= shard.number <= shard.count:

@@ -39,9 +39,7 @@ class TaskFinder:
 
     async def find(self, task_id: str) -> Task:
         """Finds the task with this id.
-
-        Raises:
-            NotFoundError: the split in the settings has none, or not among its first tasks.
+        Raises NotFoundError: the split in the settings has none, or not among its first tasks.
         """
         async with self._lock:
             if task_id not in self._seen:

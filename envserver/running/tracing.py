@@ -15,9 +15,7 @@ from ..telemetry.tracing import NO_TRACER, Tracer
 @asynccontextmanager
 async def tracer_of(config: TelemetryConfig) -> AsyncIterator[Tracer]:
     """Yields a tracer for `config`; without an endpoint it traces nothing and imports nothing.
-
-    Raises:
-        ConfigError: the library is not installed.
+    Raises ConfigError: the library is not installed.
     """
     if config.otlp_endpoint is None:
         yield NO_TRACER

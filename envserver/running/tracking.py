@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 from envserver_records.extras import missing_module_hint
 from envserver_records.tracking import Tracker, TrackerName, open_tracker
@@ -127,8 +128,7 @@ async def tracking(
     try:
         yield opened
     finally:
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
+        await cancel_and_wait(writing)
         opened.write()
         await asyncio.to_thread(_close, lanes, config.close_seconds)
 

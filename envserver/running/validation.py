@@ -23,9 +23,7 @@ def with_environment(
     settings_class: type[S], reference: str, config_class: type[EnvironmentConfig] | None = None
 ) -> type[S]:
     """Returns `settings_class` with the environment's own Config class as the type of `env`.
-
-    Raises:
-        NotFoundError, ConfigError: `reference` names no environment, and no class is given.
+    Raises NotFoundError, ConfigError: `reference` names no environment, and no class is given.
     """
     if config_class is None:
         from ..registry import find
@@ -45,9 +43,7 @@ def sampling_of_model(
 
     Those that change the distribution are left out of settings `model` for training: they are
     someone's taste in answers, and trainers learn from the model's own distribution.
-
-    Raises:
-        NotFoundError, ConfigError: there is no such model, or its file is invalid.
+    Raises NotFoundError, ConfigError: there is no such model, or its file is invalid.
     """
     name = values.get("model")
     if not isinstance(name, str) or name == "sim" or "engine.models_file" not in options:

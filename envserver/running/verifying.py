@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EngineError, EngineUnavailable, UsageError
 
 from ..config import OpenAIConfig, SimConfig
@@ -43,11 +44,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def parse_sample(text: str | None) -> Sample:
-    """Parses a sample: `1%` and `0.01` are a share, `20` is a number of rows, None is all.
-
-    Raises:
-        ConfigError: it is not one of these.
-    """
+    """Parses a sample: `1%` and `0.01` are a share, `20` is a number of rows, None is all."""
     if text is None:
         return Sample()
     try:
@@ -235,9 +232,7 @@ async def verify(
         try:
             await asyncio.gather(*workers)
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            await cancel_and_wait(*workers)
     return report
 
 

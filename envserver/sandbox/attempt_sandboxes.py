@@ -81,7 +81,6 @@ class AttemptSandboxes:
 
     @property
     def open(self) -> int:
-        """See `SandboxHost`."""
         return len(self._tenants)
 
     def most_bytes(self, path: str) -> int:
@@ -95,7 +94,6 @@ class AttemptSandboxes:
         return 64 << 10
 
     async def answer(self, attempt: ProxyAttempt, path: str, body: bytes) -> bytes:
-        """See `SandboxHost`."""
         state = self._states.setdefault(attempt, _AttemptState())
         name, _, action = path.rpartition("/")
         try:
@@ -108,7 +106,6 @@ class AttemptSandboxes:
         return msgspec.msgpack.encode(answer)
 
     def seal(self, attempt: ProxyAttempt) -> None:
-        """See `SandboxHost`."""
         state = self._states.get(attempt)
         if state is None:
             return
@@ -117,7 +114,6 @@ class AttemptSandboxes:
         state.seal()
 
     async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
-        """See `SandboxHost`."""
         state = self._states.get(attempt)
         if state is None:
             return None

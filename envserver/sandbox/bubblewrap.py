@@ -94,9 +94,7 @@ def enter_outer(
     shown: str = "",
 ) -> int:
     """Runs `then` inside a fresh outer layer; see `namespaces.enter_outer`.
-
-    Raises:
-        OSError: bubblewrap is not there, failed, or its namespaces cannot be joined.
+    Raises OSError: bubblewrap is not there, failed, or its namespaces cannot be joined.
     """
     program = installed()
     if program is None:

@@ -186,9 +186,7 @@ class ConnectedSandbox:
 
     async def set_up(self, spec: SandboxSpec) -> None:
         """Sends the files, variables and limits of the sandbox.
-
-        Raises:
-            InputError, SandboxLost, SandboxUnavailable: see `Sandboxes.open`.
+        Raises InputError, SandboxLost, SandboxUnavailable: see `Sandboxes.open`.
         """
         self._limits = spec.limits
         request = {

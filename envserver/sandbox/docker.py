@@ -133,9 +133,7 @@ class ContainerKey(msgspec.Struct, frozen=True):
 
 def key_of(engine: Engine, spec: Mapping[str, Any]) -> ContainerKey:
     """Returns what a container for `spec` (see SandboxSpec, by name) is started with.
-
-    Raises:
-        ValueError: an image or a directory is none that may stand on a command line.
+    Raises ValueError: an image or a directory is none that may stand on a command line.
     """
     image, limits = spec["image"], spec["limits"]
     if image and not _IMAGE.fullmatch(image):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 
 from ..config import SandboxConfig
@@ -46,9 +47,7 @@ class Elsewhere:
 
 def foreign(reference: str) -> Elsewhere:
     """Returns the sandboxes of a class; see `SandboxConfig.maker`.
-
-    Raises:
-        ConfigError: there is no such class.
+    Raises ConfigError: there is no such class.
     """
     place, _, name = reference.rpartition(":")
     if place.endswith(".py"):
@@ -60,9 +59,7 @@ def foreign(reference: str) -> Elsewhere:
 @asynccontextmanager
 async def machines_of(config: SandboxConfig) -> AsyncIterator[Elsewhere]:
     """Yields the sandboxes of the machines in the settings, whose load is watched meanwhile.
-
-    Raises:
-        ConfigError: none of them answers, or a file cannot be read.
+    Raises ConfigError: none of them answers, or a file cannot be read.
     """
     from .remote.machines import Machines
 
@@ -82,15 +79,12 @@ async def machines_of(config: SandboxConfig) -> AsyncIterator[Elsewhere]:
         try:
             yield Elsewhere(address)
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await cancel_and_wait(watching)
 
 
 def address_of(config: SandboxConfig) -> RemoteAddress:
     """Returns the address of the machines in the settings.
-
-    Raises:
-        ConfigError: the file of the token cannot be read.
+    Raises ConfigError: the file of the token cannot be read.
     """
     token = config.remote_token.get_secret_value()
     if config.remote_token_file is not None:

@@ -33,9 +33,7 @@ T = TypeVar("T")
 
 def maker_class(reference: str) -> Callable[[], Sandboxes]:
     """Returns the class that `reference` names.
-
-    Raises:
-        ConfigError: it cannot be imported, or has no `open`.
+    Raises ConfigError: it cannot be imported, or has no `open`.
     """
     place, _, name = reference.rpartition(":")
     try:

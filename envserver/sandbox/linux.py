@@ -139,9 +139,7 @@ class _FilterProgram(ctypes.Structure):
 
 def install_filter(program: bytes) -> None:
     """Installs a system-call filter on this thread and its children, for good.
-
-    Raises:
-        OSError: the kernel does not accept filters.
+    Raises OSError: the kernel does not accept filters.
     """
     whole = _FilterProgram(len(program) // 8, program)
     prctl(PR_SET_NO_NEW_PRIVS, 1)

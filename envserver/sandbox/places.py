@@ -14,9 +14,7 @@ most 107 (Linux, unix(7)), and 32 of these are Python's own `/pymp-.../listener-
 
 def temporary_folder() -> str:
     """TMPDIR, or another folder that can be written to, as Python chooses it.
-
-    Raises:
-        ConfigError: there is none.
+    Raises ConfigError: there is none.
     """
     try:
         return tempfile.gettempdir()
@@ -28,11 +26,9 @@ def temporary_folder() -> str:
 
 
 def folder_for_sockets() -> str:
-    """`temporary_folder`, or `/tmp` where its path is too long, as on clusters that name it after
-    a job.
-
-    Raises:
-        ConfigError: there is none; or it is too long, and nothing can be written into `/tmp`.
+    """`temporary_folder`, or `/tmp` where its path is too long, as on clusters that name it after a
+    job.
+    Raises ConfigError: there is none; or it is too long, and nothing can be written into `/tmp`.
     """
     usual = temporary_folder()
     if len(os.fsencode(usual)) <= _LONGEST:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 
 from ..config import LocalSandboxConfig
@@ -62,10 +63,6 @@ class SandboxService:
         return [str(Path.cwd()), *self._private]
 
     async def __aenter__(self) -> Self:
-        """
-        Raises:
-            ConfigError: none of the allowed backends works here.
-        """
         failed: list[ProbeReport] = []
         for backend in candidates(self._config.backend):
             report = await self.attempt(backend)
@@ -124,8 +121,7 @@ class SandboxService:
 
     async def __aexit__(self, *_: object) -> None:
         if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+            await cancel_and_wait(self._keeping)
         await self.end()
 
     async def _start(self) -> None:

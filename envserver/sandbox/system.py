@@ -69,8 +69,7 @@ def search_path() -> list[str]:
     """Returns the import path of programs: the part of this interpreter's path that they see.
 
     It never has a directory that they can write to (the server may have been started in /tmp): the
-    next
-    program would import a module that a program leaves there.
+    next program would import a module that a program leaves there.
     """
     roots = shown_roots()
     return [
@@ -135,13 +134,11 @@ def move_python() -> None:
     A virtual environment below /work or /tmp would be invisible in every sandbox. So, in a mount
     namespace of its own, this process binds it to a path that no sandbox replaces, and executes its
     own command line again with every mention of the old path replaced. It returns at once if
-    nothing
-    must move; open descriptors are kept if they are inheritable.
+    nothing must move; open descriptors are kept if they are inheritable.
 
     Raises:
         OSError: the kernel refused a step, or there is no such path, or the base installation
-            itself
-            would be hidden (it cannot be moved).
+            itself would be hidden (it cannot be moved).
     """
     if not must_move_python():
         return

@@ -9,9 +9,7 @@ from envserver_records.records import SandboxLimits
 
 def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
     """Returns `asked` with each limit reduced to at most that of `most`.
-
-    Raises:
-        InputError: a limit is not a positive number.
+    Raises InputError: a limit is not a positive number.
     """
     limits = {}
     for name, value in msgspec.structs.asdict(asked).items():
@@ -30,9 +28,7 @@ def plain(text: str) -> str:
 
 def variables(env: dict[str, str]) -> dict[str, str]:
     """Returns `env` if it can be a program's environment.
-
-    Raises:
-        InputError: a name or a value cannot.
+    Raises InputError: a name or a value cannot.
     """
     for name, value in env.items():
         if not name or "=" in plain(name):

@@ -39,9 +39,7 @@ _MARK = "$bytes"
 
 def encode(*parts: Any) -> bytes:
     """One frame.
-
-    Raises:
-        TypeError, ValueError: a part that JSON cannot hold (half a surrogate pair, too).
+    Raises TypeError, ValueError: a part that JSON cannot hold (half a surrogate pair, too).
     """
     attached: list[bytes] = []
 
@@ -70,9 +68,7 @@ class Frames:
 
     def feed(self, data: bytes) -> list[list[Any]]:
         """The messages of the frames that `data` completes.
-
-        Raises:
-            ValueError: the other end breaks the protocol.
+        Raises ValueError: the other end breaks the protocol.
         """
         self._buffer += data
         found = []

@@ -11,9 +11,7 @@ from .transaction import Transaction
 
 async def close_run(tx: Transaction, name: str) -> Run:
     """Closes a run: it leases no more, and the groups of its open leases are queued again.
-
-    Raises:
-        NotFoundError: the run does not exist.
+    Raises NotFoundError: the run does not exist.
     """
     if require_known(tx, name).state == "open":
         await revoke_held(tx, name, "close")

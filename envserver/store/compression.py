@@ -119,11 +119,7 @@ def inflate_frame(frame: bytes, most: int) -> bytes:
 
 
 def decode(encoding: int, stored: bytes) -> bytes:
-    """Returns the body that was given to `encode`.
-
-    Raises:
-        DamagedBody: `stored` is damaged.
-    """
+    """Returns the body that was given to `encode`. Raises DamagedBody: `stored` is damaged."""
     if encoding == RAW:
         return stored
     if encoding == ZSTD:

@@ -33,9 +33,7 @@ def cursor_of(order: str, values: Any) -> str:
 
 def read_cursor(cursor: str, order: str, count: int) -> list[float]:
     """Returns the values in a cursor of `order`, which has `count` columns.
-
-    Raises:
-        InputError: it is not one of this order.
+    Raises InputError: it is not one of this order.
     """
     try:
         made = msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=_Cursor)

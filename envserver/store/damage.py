@@ -50,9 +50,7 @@ class DamagedBodies(StoreError):
 
 def decode_all(group_ids: Sequence[str], stored: Sequence[tuple[int, bytes]]) -> list[bytes]:
     """Decodes the bodies of these groups. CPU work: run it in a thread.
-
-    Raises:
-        DamagedBodies: some are damaged; it names all of them.
+    Raises DamagedBodies: some are damaged; it names all of them.
     """
     bodies: list[bytes] = []
     reasons: dict[str, str] = {}

@@ -75,9 +75,7 @@ async def advance(
     lease_id: str | None,
 ) -> list[GroupRow]:
     """Changes the state of `rows`, given as they are in the queue now, to `target`; all or none.
-
-    Raises:
-        ConflictError: the table of transitions forbids it for one of them.
+    Raises ConflictError: the table of transitions forbids it for one of them.
     """
     for row in rows:
         check_group(row.group_id, row.state, target, event)
@@ -98,9 +96,7 @@ async def advance(
 
 async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) -> None:
     """Moves groups of the shared queue from buffered to queued, or to dropped.
-
-    Raises:
-        NotFoundError: a group does not exist. ConflictError: its state forbids it.
+    Raises NotFoundError: a group does not exist. ConflictError: its state forbids it.
     """
     rows = await rows_of(tx.connection, group_ids)
     await advance(tx, SHARED, rows, target, "move", lease_id=None)

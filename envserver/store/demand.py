@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import StoreError
 
 from ..rollouts.capacity import (
@@ -48,9 +49,7 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
 
 
 class Staleness:

@@ -40,9 +40,7 @@ class EncodedPut:
 
 def encode_puts(puts: Sequence[GroupPut]) -> list[EncodedPut]:
     """Checks groups and compresses their bodies. CPU work: run it in a thread.
-
-    Raises:
-        InputError: a group has no id, or may not be put in its state.
+    Raises InputError: a group has no id, or may not be put in its state.
     """
     for index, put in enumerate(puts):
         if put.state not in FIRST_STATES:
@@ -217,9 +215,7 @@ async def rows_of(
     connection: AsyncConnection, group_ids: Sequence[str], queue: str = SHARED
 ) -> list[GroupRow]:
     """Returns the groups of a queue with these ids, in order, each once.
-
-    Raises:
-        NotFoundError: a group does not exist or is no longer kept.
+    Raises NotFoundError: a group does not exist or is no longer kept.
     """
     wanted = list(dict.fromkeys(group_ids))
     found = await kept_rows(connection, wanted, queue)
@@ -244,9 +240,7 @@ async def stored_bodies(
     connection: AsyncConnection, group_ids: Sequence[str]
 ) -> list[tuple[int, bytes]]:
     """Returns encoding and stored bytes of each group, in the order of `group_ids`.
-
-    Raises:
-        NotFoundError: a group does not exist or is no longer kept.
+    Raises NotFoundError: a group does not exist or is no longer kept.
     """
     found: dict[str, tuple[int, bytes]] = {}
     both = select(groups.c.group_id, bodies.c.encoding, bodies.c.body).join_from(

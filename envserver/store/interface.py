@@ -58,7 +58,8 @@ class PutGroups(Protocol):
         """Like `put`, for groups whose bodies are already compressed."""
 
     async def count_dropped(self, news: Sequence[Scored]) -> int:
-        """Counts scored groups that are not stored in the estimates of their tasks, each id once.
+        """Counts scored groups that are not stored in the estimates of their tasks, each id once;
+        `put` counts those that it stores.
 
         Returns:
             How many were not counted before.
@@ -66,7 +67,7 @@ class PutGroups(Protocol):
 
     async def move(self, group_ids: Sequence[str], to: GroupState) -> None:
         """Moves groups of the shared queue from buffered to queued, or from either to dropped; all
-        or none.
+        or none. Broadcast runs get the queued ones as well.
 
         Raises:
             NotFoundError: a group does not exist.
@@ -76,11 +77,13 @@ class PutGroups(Protocol):
     async def drop_damaged(
         self, reasons: Mapping[str, str], *, undo: str | None = None
     ) -> list[str]:
-        """Drops groups whose bodies cannot be read from every queue.
+        """Drops groups whose bodies cannot be read from every queue where they are waiting or
+        leased. Each is counted once, and its reason is kept.
 
         Args:
             reasons: reason by group id.
-            undo: id of an open lease to undo; its other groups are queued again.
+            undo: id of an open lease that nobody has received yet: its other groups are queued
+                again, and the id can be used again.
 
         Returns:
             The ids of groups that were not known to be damaged.
@@ -95,11 +98,12 @@ class PutGroups(Protocol):
     async def compact(self, *, acked_hours: float = 24.0, max_gb: float | None = None) -> Compacted:
         """Removes groups that every run acked, or that were dropped, at least `acked_hours` ago.
 
-        The ids stay, so that a removed group is not stored again. Groups that a run acked after its
-        last checkpoint but one stay as well.
+        The ids stay, so that a removed group is not stored again, and counts still include it.
+        Groups that a run acked after its last checkpoint but one stay as well.
 
         Args:
-            max_gb: limit for all bodies, in GB (1e9 bytes): above it groups are removed earlier.
+            max_gb: limit for all bodies, in GB (1e9 bytes): above it the oldest groups are removed
+                earlier. None: no limit.
         """
 
 
@@ -123,26 +127,39 @@ class LeaseGroups(Protocol):
         seconds: float,
         lease_id: str | None = None,
     ) -> Lease | None:
-        """Leases the oldest queued groups to `run` for `seconds`, or exactly `group_ids`.
+        """Leases the oldest queued groups to `run` for `seconds`; expired leases are taken back
+        first.
 
-        At least one group is leased even if it exceeds a limit. With the id of an open lease of
-        this run, returns that lease again.
+        Args:
+            max_groups, max_sequences, max_tokens: upper limits (None: no limit); at least one group
+                is leased even if it is larger.
+            min_groups: lease nothing if fewer groups match.
+            environments: only groups of these environments, as far as the run takes them; None: all
+                that the run takes.
+            min_version: only groups of this policy version or a later one, or of an unknown one;
+                never of one before `oldest_version`.
+            group_ids: lease exactly these groups, in this order; no limit or filter may be given.
+            lease_id: id of the new lease; if it is an open lease of this run, that lease is
+                returned.
 
         Returns:
-            None if fewer than `min_groups` groups match.
+            None when nothing, or too little, is queued.
 
         Raises:
-            InputError: an argument is out of range, or `group_ids` is combined with a filter.
+            InputError: an argument is out of range, or `group_ids` is combined with a limit or
+                filter.
             NotFoundError: the run or a group does not exist.
             ConflictError: the run is closed, a group is not queued or not of the run's
-                environments, or `lease_id` is taken.
+                environments, or `lease_id` belongs to another lease or to one that has ended.
         """
 
     async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
-        """Acknowledges a lease: its groups are delivered. Repeating it has no effect.
+        """Acknowledges a lease: its groups are delivered. Repeating it has no effect. A late ack
+        counts as long as none of the groups was leased again.
 
         Args:
-            checkpoint: name of a checkpoint that holds this and all earlier acks of the run.
+            checkpoint: name of the checkpoint that holds this and all earlier acks of the run, to
+                which the run can `rewind`. A name that is used again moves.
 
         Raises:
             NotFoundError: the lease does not exist.
@@ -151,11 +168,14 @@ class LeaseGroups(Protocol):
         """
 
     async def nack(self, lease_id: str, *, reason: str = "") -> None:
-        """Gives a lease back: its groups are queued again in their old places. Raises as `ack`."""
+        """Gives a lease back: its groups are queued again in their old places. Repeating it has no
+        effect. `reason` is counted in `counters` as `nacked:REASON`. Raises as `ack`.
+        """
 
     async def set_aside(self, lease_id: str, group_ids: Sequence[str], *, reason: str) -> None:
         """Drops some groups of a lease from the queue of its run: they are never delivered there
-        again. The lease keeps the others. Repeating it has no effect.
+        again. The lease keeps the others. Repeating it has no effect. `reason` is counted in
+        `counters` as `set_aside: REASON`.
 
         Raises:
             NotFoundError: the lease or a group does not exist.
@@ -168,7 +188,9 @@ class LeaseGroups(Protocol):
         """
 
     async def expire(self, now: float | None = None) -> list[str]:
-        """Queues the groups of expired leases again; returns the ids of these leases."""
+        """Queues the groups of leases that are due at `now` (None: the current time) again; returns
+        the ids of these leases.
+        """
 
 
 class ManageRuns(Protocol):
@@ -185,6 +207,11 @@ class ManageRuns(Protocol):
     ) -> Run:
         """Creates a run and opens it, or opens the run of this name if its arguments are the same.
 
+        Args:
+            delivery: shared: each group goes to one of the shared runs. broadcast: this run gets
+                all groups, from the oldest that is kept and was not dropped.
+            environments: only groups of these environments; empty: of all.
+
         Raises:
             ConflictError: a run of this name has other arguments.
         """
@@ -199,22 +226,26 @@ class ManageRuns(Protocol):
         environments: Collection[str] | None = None,
         state: RunState | None = None,
     ) -> Run:
-        """Changes what is not None. Raises NotFoundError if the run does not exist."""
+        """Changes what is not None; `state` acts like `close_run` and `create_run`. Raises
+        NotFoundError if the run does not exist.
+        """
 
     async def close_run(self, name: str) -> Run:
-        """Closes a run and gives its leases back. Raises NotFoundError if it does not exist."""
+        """Closes a run and gives its leases back. `create_run` opens it again; a broadcast run then
+        gets what arrived meanwhile and is still kept. Raises NotFoundError if it does not exist.
+        """
 
     async def rewind(self, run: str, checkpoint: str | None) -> list[str]:
         """Takes a run back to a checkpoint (None: its start) and queues again what it acked since.
 
-        All leases of the run end.
+        Its open leases are given back, and its earlier leases can no longer be acked.
 
         Returns:
             The ids of the groups whose acks were undone, oldest first.
 
         Raises:
             NotFoundError: the run or the checkpoint does not exist.
-            ConflictError: groups that were acked after the checkpoint are no longer kept.
+            ConflictError: groups that were acked after it are no longer kept; nothing changed.
         """
 
     async def checkpoints(self, run: str) -> list[Checkpoint]:
@@ -269,12 +300,16 @@ class ReadGroups(Protocol):
         """
 
     async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
-        """Returns a page of kept groups; see `GroupLookups`."""
+        """Returns a page of kept groups; see `listing.page_of`. Raises InputError: the cursor does
+        not belong to this order.
+        """
 
     async def seen_tasks(
         self, order: TaskOrder, cursor: str, limit: int, *, environment: str = "", text: str = ""
     ) -> TasksPage:
-        """Returns a page of tasks, as their kept groups show them; see `tasks_seen`."""
+        """Returns a page of tasks, as their kept groups show them; see `tasks_seen`. Raises as
+        `list_groups`.
+        """
 
     async def reward_counts(self, query: GroupQuery) -> RewardCounts:
         """Counts the kept groups that `query` matches, by mean reward."""
@@ -335,13 +370,15 @@ class LookUp(ReadGroups, Protocol):
         """Size of the bodies of all groups that are kept, as stored."""
 
     def most_waiting(self) -> int:
-        """Returns the number of groups that wait, or are leased, in the longest queue."""
+        """Returns the number of groups that wait, or are leased, in the longest queue from which a
+        run draws.
+        """
 
     async def most_waiting_bytes(self) -> int:
-        """Returns the size of the bodies that wait, or are leased, in the largest queue."""
+        """Like `most_waiting`, for the size of the bodies in the largest queue."""
 
     async def counts(self) -> dict[GroupState, int]:
-        """Returns the number of groups in each state in the shared queue."""
+        """Returns the number of groups in each state in the shared queue, also removed ones."""
 
     async def depths(self) -> dict[str, int]:
         """Returns for each open run how many groups are queued or leased for it."""
@@ -350,19 +387,23 @@ class LookUp(ReadGroups, Protocol):
         """Returns for each open run what waits for it, for how long, and what it has leased."""
 
     async def counters(self) -> dict[str, int]:
-        """Returns the totals of events (`expired`, `nacked`, `removed`, ...)."""
+        """Returns totals since the store was created: `expired` (leases), `nacked` and `nacked:
+        REASON` (leases), `set_aside: REASON`, `rewound`, `stale_dropped` (deliveries), `removed`,
+        `damaged` (groups); and since it was opened `conflicting_puts`: puts whose id existed with
+        another body (the first body stays). Zero counters are missing.
+        """
 
     @property
     def last_seq(self) -> int:
-        """`seq` of the group that arrived last; numbers have no gaps."""
+        """`seq` of the group that arrived last, as of the last commit; numbers have no gaps."""
 
     @property
     def tallies(self) -> Mapping[tuple[str, str, GroupState], int]:
-        """Number of deliveries by (queue, environment, state)."""
+        """Number of deliveries by (queue, environment, state), as of the last commit."""
 
     @property
     def open_runs(self) -> Mapping[str, KnownRun]:
-        """The open runs by name."""
+        """The open runs by name, as of the last commit."""
 
     @property
     def statistics(self) -> StoreStatistics:
@@ -386,13 +427,17 @@ class LookUp(ReadGroups, Protocol):
 
     @property
     def changes(self) -> int:
-        """A number that grows whenever a group is queued or a run is closed."""
+        """A number that grows whenever a group is queued (put, moved, given back, expired, rewound)
+        or a run is closed.
+        """
 
     async def wait_for_change(
         self, timeout: float | None = None, *, since: int | None = None
     ) -> int:
         """Waits at most `timeout` seconds until `changes` differs from `since` (None: from its
-        value now); returns `changes`.
+        value now); returns `changes`. Closing the store wakes everybody as well.
+
+        To miss nothing, read `changes` before looking at the store, and pass that value as `since`.
         """
 
     @property

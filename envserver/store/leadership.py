@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
 from sqlalchemy import text
 from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
@@ -103,9 +104,7 @@ class Leadership:
     @asynccontextmanager
     async def lead(self) -> AsyncIterator[Store]:
         """Waits until this server leads; yields the open store.
-
-        Raises:
-            ConfigError, StoreError: see `open_store`.
+        Raises ConfigError, StoreError: see `open_store`.
         """
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._end_beats)
@@ -241,8 +240,7 @@ class Leadership:
         self.leads = False
         if self._beating is None:
             return
-        self._beating.cancel()
-        await asyncio.gather(self._beating, return_exceptions=True)
+        await cancel_and_wait(self._beating)
         with suppress(SQLAlchemyError, OSError, TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._notify(await self._connected())
@@ -297,9 +295,7 @@ class Leadership:
 @asynccontextmanager
 async def leadership(where: str, takeover_seconds: float) -> AsyncIterator[Leadership]:
     """Prepares to share the store at `where`, over one connection to the database.
-
-    Raises:
-        ConfigError: only one process can open a store of this kind.
+    Raises ConfigError: only one process can open a store of this kind.
     """
     url = locate(where)
     if url.get_backend_name() == "sqlite":

@@ -304,9 +304,6 @@ async def _set_state(
 
 
 def check_seconds(seconds: float) -> None:
-    """
-    Raises:
-        InputError: `seconds` is not a duration.
-    """
+    """Raises InputError: `seconds` is not a duration."""
     if not (math.isfinite(seconds) and seconds > 0):
         raise InputError("seconds must be a number above 0.", place="seconds")

@@ -87,9 +87,7 @@ async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, l
     """Returns up to `limit` groups after `cursor` ("": the first ones).
 
     Groups that arrive meanwhile move nothing: each is on one page at most.
-
-    Raises:
-        InputError: the cursor is not one of this order.
+    Raises InputError: the cursor is not one of this order.
     """
     key, descends = _KEYS[query.order]
     number: ColumnElement[Any] = deliveries.c.seq

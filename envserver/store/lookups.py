@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 from envserver_records.errors import NotFoundError
@@ -31,6 +31,9 @@ from .transaction import queue_of
 if TYPE_CHECKING:
     from .writer import Writer
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class LeaseFacts(msgspec.Struct, frozen=True):
     """A lease in any state, without its groups' rows."""
@@ -53,74 +56,51 @@ class LeasedGroup(msgspec.Struct, frozen=True):
 
 
 class GroupLookups(ABC):
-    """Reads groups from a database with the tables of a store."""
+    """Reads groups from a database with the tables of a store; see `interface.ReadGroups`."""
 
     @abstractmethod
     def _reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
         """Opens a connection that sees what is durable."""
 
-    async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
-        """Returns a page of kept groups; see `listing.page_of`.
-
-        Raises:
-            InputError: the cursor does not belong to this order.
-        """
+    async def _read(
+        self,
+        query: Callable[Concatenate[AsyncConnection, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         async with self._reading() as connection:
-            return await page_of(connection, query, cursor, limit)
+            return await query(connection, *args, **kwargs)
+
+    async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
+        return await self._read(page_of, query, cursor, limit)
 
     async def seen_tasks(
         self, order: TaskOrder, cursor: str, limit: int, *, environment: str = "", text: str = ""
     ) -> TasksPage:
-        """Returns a page of tasks with what their kept groups have in common; see
-        `tasks_seen.seen_tasks`.
-
-        Raises:
-            InputError: the cursor does not belong to this order.
-        """
-        async with self._reading() as connection:
-            return await seen_tasks(
-                connection, order, cursor, limit, environment=environment, text=text
-            )
+        return await self._read(
+            seen_tasks, order, cursor, limit, environment=environment, text=text
+        )
 
     async def reward_counts(self, query: GroupQuery) -> RewardCounts:
-        """Counts the kept groups that `query` matches, by mean reward."""
-        async with self._reading() as connection:
-            return await reward_counts(connection, query)
+        return await self._read(reward_counts, query)
 
     async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
-        """Returns these groups without their bodies, in order, each once.
-
-        Raises:
-            NotFoundError: a group does not exist or is no longer kept.
-        """
-        async with self._reading() as connection:
-            return await groups.rows_of(connection, group_ids)
+        return await self._read(groups.rows_of, group_ids)
 
     async def stored_bodies(self, group_ids: Sequence[str]) -> list[tuple[int, bytes]]:
-        """Returns these groups' bodies as `compression.encode` made them, in order.
-
-        Raises:
-            NotFoundError: a group does not exist or is no longer kept.
-        """
-        async with self._reading() as connection:
-            return await groups.stored_bodies(connection, group_ids)
+        return await self._read(groups.stored_bodies, group_ids)
 
 
 class DatabaseLookups(GroupLookups):
-    """The read-only part of a store that queries the database."""
+    """The part of `interface.LookUp` that queries the database."""
 
     _writer: Writer
     _clock: Callable[[], float]
 
     async def pending(self) -> list[GroupRow]:
-        """Returns queued and buffered groups, oldest first."""
-        async with self._reading() as connection:
-            return await groups.pending(connection)
+        return await self._read(groups.pending)
 
     async def most_waiting_bytes(self) -> int:
-        """Returns the size of the bodies that wait, or are leased, in the largest queue from which
-        a run draws.
-        """
         of = deliveries.c
         where = (of.queue.in_(sorted(self._writer.memory.drawn_from())), of.settled_at.is_(None))
         query = select(func.sum(of.stored_bytes)).where(*where).group_by(of.queue)
@@ -128,106 +108,67 @@ class DatabaseLookups(GroupLookups):
             return max((int(size) for size in await connection.scalars(query)), default=0)
 
     async def damaged(self, limit: int) -> list[DamagedGroup]:
-        """Returns up to `limit` groups whose bodies are damaged, latest found first."""
-        async with self._reading() as connection:
-            return await list_damaged(connection, limit)
+        return await self._read(list_damaged, limit)
 
     async def existing(self, group_ids: Sequence[str]) -> set[str]:
-        """Returns those of these ids that were ever stored, delivered or not."""
-        async with self._reading() as connection:
-            return set(await groups.seqs_of(connection, list(set(group_ids))))
+        return set(await self._read(groups.seqs_of, list(set(group_ids))))
 
     async def count_with_prefix(self, prefix: str) -> int:
-        """Counts the groups ever stored whose id begins with `prefix`."""
-        async with self._reading() as connection:
-            return await groups.count_with_prefix(connection, prefix)
+        return await self._read(groups.count_with_prefix, prefix)
 
     async def task_estimates(
         self, after: int, limit: int, *, env: str | None = None, split: Split | None = None
     ) -> list[EstimateRow]:
-        """Returns up to `limit` estimates after number `after`, in the order in which tasks were
-        first scored; optionally of one environment or split only.
-        """
-        async with self._reading() as connection:
-            return await estimates.estimates_after(connection, after, limit, env, split)
+        return await self._read(estimates.estimates_after, after, limit, env, split)
 
     async def estimates_of(
         self, env: str, split: Split, task_ids: Sequence[str]
     ) -> dict[str, Estimate]:
-        """Returns the estimates by task id, for those of these tasks that were ever scored."""
-        async with self._reading() as connection:
-            return await estimates.estimates_of(connection, env, split, task_ids)
+        return await self._read(estimates.estimates_of, env, split, task_ids)
 
     async def made(self, group_ids: Sequence[str]) -> set[str]:
-        """Returns those of these ids that were ever stored or counted as dropped."""
         async with self._reading() as connection:
             stored = await groups.seqs_of(connection, group_ids)
             return {*stored, *await estimates.counted_drops(connection, group_ids)}
 
     async def count_made(self, prefix: str) -> int:
-        """Counts the groups whose id begins with `prefix` that were stored or counted as
-        dropped.
-        """
         async with self._reading() as connection:
             stored = await groups.count_with_prefix(connection, prefix)
             return stored + await estimates.count_drops_with_prefix(connection, prefix)
 
     async def backlogs(self) -> dict[str, Backlog]:
-        """Returns what waits for each open run, and what it has leased."""
-        async with self._reading() as connection:
-            return await backlogs(connection, self._writer.memory, self._clock())
+        return await self._read(backlogs, self._writer.memory, self._clock())
 
     async def checkpoints(self, run: str) -> list[Checkpoint]:
-        """Returns a run's checkpoints, oldest first. Raises NotFoundError if the run does not
-        exist.
-        """
-        async with self._reading() as connection:
-            return await list_checkpoints(connection, run)
+        return await self._read(list_checkpoints, run)
 
     async def get_run(self, name: str) -> Run:
-        """Returns a run. Raises NotFoundError if it does not exist."""
-        async with self._reading() as connection:
-            return await runs.get_run(connection, name)
+        return await self._read(runs.get_run, name)
 
     async def list_runs(self) -> list[Run]:
-        """Returns all runs, oldest first."""
-        async with self._reading() as connection:
-            return await runs.list_runs(connection)
+        return await self._read(runs.list_runs)
 
     async def get_value(self, key: str) -> Any:
-        """Returns the JSON-like value of `key`, or None if it was never set."""
-        async with self._reading() as connection:
-            return await runs.get_value(connection, key)
+        return await self._read(runs.get_value, key)
 
     async def values_with_prefix(self, prefix: str) -> dict[str, Any]:
-        """Returns the values of all keys that begin with `prefix`."""
-        async with self._reading() as connection:
-            return await runs.values_with_prefix(connection, prefix)
+        return await self._read(runs.values_with_prefix, prefix)
 
     async def minutes_between(self, start: int, end: int, step: int) -> list[tuple[int, str]]:
-        """Returns every `step`-th minute with its numbers; see `put_minute`."""
-        async with self._reading() as connection:
-            return list(await minutes_between(connection, start, end, step))
+        return list(await self._read(minutes_between, start, end, step))
 
     async def find_lease(self, lease_id: str) -> LeaseFacts:
-        """Returns a lease. Raises NotFoundError if it does not exist."""
-        async with self._reading() as connection:
-            found = await facts_where(connection, leases.c.lease_id == lease_id)
+        found = await self._read(facts_where, leases.c.lease_id == lease_id)
         if not found:
             raise NotFoundError(f"There is no lease {lease_id}.", lease_id=lease_id)
         return found[0]
 
     async def open_leases(self, run: str) -> list[LeaseFacts]:
-        """Returns a run's open leases, soonest due first."""
         # A literal, because of the partial index; see groups.py.
         is_open = leases.c.state == literal_column("'open'")
-        async with self._reading() as connection:
-            return await facts_where(connection, is_open & (leases.c.run == run))
+        return await self._read(facts_where, is_open & (leases.c.run == run))
 
     async def leased_groups(self, run: str, limit: int) -> tuple[list[LeasedGroup], int]:
-        """Returns up to `limit` groups in a run's open leases, oldest lease first, and how many
-        there are. Raises NotFoundError if the run does not exist.
-        """
         async with self._reading() as connection:
             of = await runs.get_run(connection, run)
             queue = queue_of(of.name, of.delivery)

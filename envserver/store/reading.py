@@ -38,13 +38,11 @@ class StoreReader(GroupLookups):
         self._engine = engine
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
-        """Returns the bodies of these groups, in order; see `ReadGroups`."""
         return await asyncio.to_thread(decode_all, group_ids, await self.stored_bodies(group_ids))
 
     async def arrived_after(self, seq: int, limit: int) -> list[GroupRow]:
         """Returns up to `limit` kept groups that arrived after number `seq`, in order."""
-        async with self._reading() as connection:
-            return await arrived_after(connection, seq, limit)
+        return await self._read(arrived_after, seq, limit)
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncConnection]:
@@ -100,9 +98,7 @@ async def only_reading(
 
 def sqlite_url(path: Path) -> URL:
     """Returns the URL of a SQLite file that is opened for reading only.
-
-    Raises:
-        NotFoundError: there is no such file.
+    Raises NotFoundError: there is no such file.
     """
     if not path.is_file():
         raise NotFoundError(f"There is no store {str(path)!r}.")

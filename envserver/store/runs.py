@@ -17,11 +17,7 @@ from .transaction import KnownRun, Transaction, queue_of
 
 
 def to_json(value: Any, place: str) -> str:
-    """Returns `value` as JSON text.
-
-    Raises:
-        InputError: it is not JSON-like.
-    """
+    """Returns `value` as JSON text. Raises InputError: it is not JSON-like."""
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -51,9 +47,7 @@ async def create_run(
 ) -> Run:
     """Creates a run, or returns the run of this name if its settings are the same. A shared run is
     opened; a broadcast run may still be closed: call `open_some`.
-
-    Raises:
-        ConflictError: a run of this name has other settings.
+    Raises ConflictError: a run of this name has other settings.
     """
     query = select(runs).where(runs.c.name == name)
     row = (await tx.connection.execute(query)).one_or_none()

@@ -28,19 +28,13 @@ class StoreSink:
         self._demand = demand
 
     async def put(self, group: Group) -> None:
-        """Stores `group` durably.
-
-        Raises:
-            StoreError: it was not stored.
-        """
+        """Stores `group` durably. Raises StoreError: it was not stored."""
         body = await asyncio.to_thread(pack, group)
         await self._store.put([put_of(group, body)])
 
     async def dropped(self, scored: Scored) -> None:
         """Counts a group that was scored and is not stored, in the estimate of its task.
-
-        Raises:
-            StoreError: it may not have been counted.
+        Raises StoreError: it may not have been counted.
         """
         await self._store.count_dropped([scored])
 

@@ -25,7 +25,7 @@ from envserver_records.errors import InputError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import Scored
-from . import closing, damage, deliveries, estimates, groups, leases, retention, runs
+from . import closing, damage, deliveries, estimates, leases, retention, runs
 from .database import Database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import EncodedPut, encode_puts
@@ -47,7 +47,7 @@ _INLINE_BYTES: Final = 32 * 1024
 
 
 class Store(DatabaseLookups, MemoryLookups):
-    """An open store, made by `open_store`. Any number of tasks of one event loop may use it."""
+    """A `GroupStore`, made by `open_store`. Any number of tasks of one event loop may use it."""
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class Store(DatabaseLookups, MemoryLookups):
         self._writer.retry.open()
 
     async def put(self, groups: Sequence[GroupPut]) -> list[bool]:
-        """Stores all of these groups, or none; they are durable on return. See `interface.py`."""
         if not groups:
             return []
         is_small = sum(len(group.body) for group in groups) < _INLINE_BYTES
@@ -81,12 +80,9 @@ class Store(DatabaseLookups, MemoryLookups):
         return await self._writer.put(encoded)
 
     async def put_encoded(self, groups: Sequence[EncodedPut]) -> list[bool]:
-        """Like `put`, for groups whose bodies are already encoded for the database."""
         return await self._writer.put(groups) if groups else []
 
     async def count_dropped(self, news: Sequence[Scored]) -> int:
-        """Counts scored groups that are not stored in the estimates of their tasks, each id once;
-        returns how many were new. `put` counts the groups that it stores."""
         work = partial(estimates.count_dropped, news=list(news))
         return await self._writer.do(work, adds=True)
 
@@ -100,43 +96,16 @@ class Store(DatabaseLookups, MemoryLookups):
         self._writer.discount = discount
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
-        """Returns the bodies of these groups, in order.
-
-        Raises:
-            NotFoundError: a group does not exist or is no longer kept.
-            DamagedBodies: some bodies cannot be read; see `drop_damaged`.
-        """
-        async with self._reading() as connection:
-            stored = await groups.stored_bodies(connection, group_ids)
+        stored = await self.stored_bodies(group_ids)
         return await self._in_thread(partial(damage.decode_all, group_ids), stored)
 
     async def drop_damaged(
         self, reasons: Mapping[str, str], *, undo: str | None = None
     ) -> list[str]:
-        """Drops unreadable groups from every queue where they are waiting or leased.
-
-        Each is counted once, and its reason is kept.
-
-        Args:
-            reasons: reason by group id.
-            undo: id of an open lease that nobody has received yet: its other groups are queued
-                again, and the id can be used again.
-
-        Returns:
-            The ids of groups that were not known to be damaged.
-        """
         work = partial(damage.drop_damaged, reasons=dict(reasons), undo=undo)
         return await self._writer.do(work)
 
     async def move(self, group_ids: Sequence[str], to: GroupState) -> None:
-        """Moves groups of the shared queue from buffered to queued, or from either to dropped.
-
-        All or none are moved. Broadcast runs get the queued ones as well.
-
-        Raises:
-            NotFoundError: a group does not exist.
-            ConflictError: the state of a group does not allow it.
-        """
         await self._writer.do(partial(deliveries.move, group_ids=list(group_ids), target=to))
 
     async def lease(
@@ -153,31 +122,6 @@ class Store(DatabaseLookups, MemoryLookups):
         seconds: float,
         lease_id: str | None = None,
     ) -> Lease | None:
-        """Leases the oldest queued groups to `run` for `seconds`; expired leases are taken back
-        first.
-
-        Args:
-            max_groups, max_sequences, max_tokens: upper limits (None: no limit); at least one group
-                is leased even if it is larger.
-            min_groups: lease nothing if fewer groups match.
-            environments: only groups of these environments, as far as the run takes them; None: all
-                that the run takes.
-            min_version: only groups of this policy version or a later one, or of an unknown one;
-                never of one before `oldest_version`.
-            group_ids: lease exactly these groups, in this order; no limit or filter may be given.
-            lease_id: id of the new lease; if it is an open lease of this run, that lease is
-                returned.
-
-        Returns:
-            None when nothing, or too little, is queued.
-
-        Raises:
-            InputError: an argument is out of range, or `group_ids` is combined with a limit or
-                filter.
-            NotFoundError: the run or a group does not exist.
-            ConflictError: the run is closed, a group is not queued or not of the run's
-                environments, or `lease_id` belongs to another lease or to one that has ended.
-        """
         leases.check_seconds(seconds)
         limits = {
             "max_groups": max_groups,
@@ -205,84 +149,31 @@ class Store(DatabaseLookups, MemoryLookups):
         return self.statistics.leased(await self._writer.do(leased))
 
     async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
-        """Acknowledges a lease. Repeating it has no effect.
-
-        A late ack counts as long as none of the groups was leased again.
-
-        Args:
-            checkpoint: name of the checkpoint that holds this and all earlier acks of the run, to
-                which the run can `rewind`. A name that is used again moves.
-
-        Raises:
-            NotFoundError: the lease does not exist.
-            ConflictError: the lease was given back, its run was closed or rewound, or it expired
-                and one of its groups was leased again.
-        """
         await self._writer.do(partial(leases.ack, lease_id=lease_id, checkpoint=checkpoint))
         self.statistics.leases["acked"] += 1
 
     async def nack(self, lease_id: str, *, reason: str = "") -> None:
-        """Gives a lease back; repeating it has no effect. Its groups keep their places.
-
-        Args:
-            reason: counted in `counters` as `nacked:REASON`.
-
-        Raises:
-            NotFoundError: the lease does not exist.
-            ConflictError: as for `ack`.
-        """
         await self._writer.do(partial(leases.nack, lease_id=lease_id, reason=reason))
         self.statistics.leases["nacked"] += 1
 
     async def set_aside(self, lease_id: str, group_ids: Sequence[str], *, reason: str) -> None:
-        """Drops some groups of a lease, which keeps the others; see `interface.LeaseGroups`.
-
-        Args:
-            reason: counted in `counters` as `set_aside: REASON`.
-        """
         ids = list(group_ids)
         await self._writer.do(
             partial(leases.set_aside, lease_id=lease_id, group_ids=ids, reason=reason)
         )
 
     async def extend(self, lease_id: str, seconds: float) -> float:
-        """Lets the lease expire `seconds` from now; returns that time.
-
-        Raises:
-            NotFoundError: the lease does not exist.
-            ConflictError: as for `ack`, or the lease was acked.
-        """
         leases.check_seconds(seconds)
         return await self._writer.do(partial(leases.extend, lease_id=lease_id, seconds=seconds))
 
     async def expire(self, now: float | None = None) -> list[str]:
-        """Queues the groups of leases that are due at `now` (default: the current time) again;
-        returns the ids of these leases."""
         at = self._clock() if now is None else now
         return await self._writer.do(partial(leases.expire, now=at))
 
     async def rewind(self, run: str, checkpoint: str | None) -> list[str]:
-        """Takes a run back to a checkpoint: what it acked since is queued again.
-
-        Its open leases are given back, and its earlier leases can no longer be acked.
-
-        Args:
-            checkpoint: a name from `checkpoints`; None: the beginning, as far as groups are kept.
-
-        Returns:
-            The ids of the groups whose acks were undone, oldest first.
-
-        Raises:
-            NotFoundError: the run or the checkpoint does not exist.
-            ConflictError: groups that were acked after it are no longer kept; nothing changed.
-        """
         return await self._writer.do(partial(closing.rewind, name=run, checkpoint=checkpoint))
 
     async def drop_stale(self, below_version: int) -> int:
-        """Drops queued groups of policy versions below this one; returns how many deliveries.
-
-        Leased groups and groups of an unknown version stay.
-        """
         dropped = 0
         while True:
             now = await self._writer.do(
@@ -293,16 +184,6 @@ class Store(DatabaseLookups, MemoryLookups):
                 return dropped
 
     async def compact(self, *, acked_hours: float = 24.0, max_gb: float | None = None) -> Compacted:
-        """Removes groups that were acked or dropped in every queue long enough ago.
-
-        The id of a removed group stays, so that it is never stored again, and counts still include
-        it. Groups that a run acked after its last checkpoint but one stay.
-
-        Args:
-            acked_hours: minimum time since then, in hours.
-            max_gb: limit for the bodies of all groups, in GB (1e9 bytes); above it the oldest
-                groups are removed earlier. None: no limit.
-        """
         access = retention.Access(self._reading, self._writer.do, lambda: self._writer.memory)
         return await retention.compact(
             access,
@@ -320,16 +201,6 @@ class Store(DatabaseLookups, MemoryLookups):
         delivery: Delivery = "shared",
         environments: Collection[str] = (),
     ) -> Run:
-        """Creates a run and opens it, or opens the run of this name if its arguments are the same.
-
-        Args:
-            delivery: shared: each group goes to one of the shared runs. broadcast: this run gets
-                all groups, from the oldest that is kept and was not dropped.
-            environments: only groups of these environments; empty: of all.
-
-        Raises:
-            ConflictError: a run of this name has other arguments.
-        """
         text = runs.to_json(settings or {}, "settings")
         run = await self._writer.do(
             partial(
@@ -351,14 +222,6 @@ class Store(DatabaseLookups, MemoryLookups):
                 return run
 
     async def close_run(self, name: str) -> Run:
-        """Closes a run and queues the groups of its leases again.
-
-        `create_run` opens it again; a broadcast run then gets what arrived meanwhile and is still
-        kept.
-
-        Raises:
-            NotFoundError: the run does not exist.
-        """
         return await self._writer.do(partial(closing.close_run, name=name))
 
     async def set_run(
@@ -371,11 +234,6 @@ class Store(DatabaseLookups, MemoryLookups):
         environments: Collection[str] | None = None,
         state: RunState | None = None,
     ) -> Run:
-        """Changes the settings that are not None; `state` acts like `close_run` and `create_run`.
-
-        Raises:
-            NotFoundError: the run does not exist.
-        """
         given = {
             "batch_size": batch_size,
             "settings": None if settings is None else runs.to_json(settings, "settings"),
@@ -392,13 +250,9 @@ class Store(DatabaseLookups, MemoryLookups):
         return await self._open_run(name) if state == "open" else run
 
     async def set_value(self, key: str, json_value: Any) -> None:
-        """Sets the value of `key`. Raises InputError if it is not JSON-like."""
         await self.set_values({key: json_value})
 
     async def set_values(self, json_values: Mapping[str, Any]) -> None:
-        """Sets several values in one transaction; None removes a value. Raises InputError as
-        `set_value`.
-        """
         texts = {
             key: None if value is None else runs.to_json(value, "value")
             for key, value in json_values.items()
@@ -406,7 +260,6 @@ class Store(DatabaseLookups, MemoryLookups):
         await self._writer.do(partial(runs.set_values, texts=texts))
 
     async def put_minute(self, minute: int, numbers: str, keep_from: int) -> None:
-        """Stores the server's numbers of a minute; see `history.put_minute`."""
         put = partial(put_minute, minute=minute, numbers=numbers, keep_from=keep_from)
         await self._writer.do(put)
 

@@ -78,9 +78,7 @@ LEASE_TRANSITIONS: Final[Mapping[LeaseEvent, frozenset[tuple[LeaseState, LeaseSt
 
 def check_group(group_id: str, source: GroupState, target: GroupState, event: GroupEvent) -> None:
     """Checks that `event` may take a delivery from `source` to `target`.
-
-    Raises:
-        ConflictError: the table has no such transition.
+    Raises ConflictError: the table has no such transition.
     """
     if (source, target) not in GROUP_TRANSITIONS[event]:
         raise ConflictError(
@@ -92,9 +90,7 @@ def check_group(group_id: str, source: GroupState, target: GroupState, event: Gr
 
 def check_lease(lease_id: str, source: LeaseState, target: LeaseState, event: LeaseEvent) -> None:
     """Checks that `event` may take a lease from `source` to `target`.
-
-    Raises:
-        ConflictError: the table has no such transition.
+    Raises ConflictError: the table has no such transition.
     """
     if (source, target) not in LEASE_TRANSITIONS[event]:
         raise ConflictError(

@@ -135,9 +135,7 @@ class Writer:
 
     async def run(self) -> None:
         """Commits until closed. However it ends, every waiting caller gets an answer.
-
-        Raises:
-            StoreLost: another process has opened the store, or its files are gone.
+        Raises StoreLost: another process has opened the store, or its files are gone.
         """
         try:
             while self._queue or not self._closed:

@@ -2,8 +2,7 @@
 
 A task wakes every 50 ms; how late it wakes is the lag of any other callback at that moment. A block
 of half a second delays every callback within it, so it counts as all the ticks that it swallowed.
-If
-slow callbacks are logged, a thread records the stack of the loop when it is late.
+If slow callbacks are logged, a thread records the stack of the loop when it is late.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections import deque
 from typing import Final, Self
 
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 
 from .numbers import SHORT_SECONDS, Distribution
 
@@ -68,8 +68,7 @@ class LoopLag:
 
     async def __aexit__(self, *_: object) -> None:
         self._stop.set()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_and_wait(self._task)
 
     async def _tick(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Sends traces with OpenTelemetry over OTLP/HTTP: of running rollouts, or finished ones.
+"""Sends traces with OpenTelemetry over OTLP/HTTP while rollouts run.
 
 Imported only if an endpoint is set.
 """
@@ -29,10 +29,6 @@ from .. import __version__
 from .tracing import Attributes, Span
 
 _NANOSECONDS = 1_000_000_000
-_WAIT_SECONDS = 20
-"""Timeout of a batch of finished traces, retries included."""
-_BATCH = 64
-"""Spans of such a batch, and those of one more trace."""
 _SEND_SECONDS = 5
 """Timeout of one batch, retries included; the longest delay at shutdown if the receiver is gone."""
 
@@ -76,7 +72,6 @@ class OtelTracer:
 
     @contextmanager
     def trace(self, name: str, attributes: Attributes) -> Iterator[Span]:
-        """See Tracer."""
         with _open(self._tracer, name, attributes, None, SpanKind.INTERNAL) as span:
             yield _OtelSpan(self._tracer, span, self._texts)
 
@@ -99,17 +94,14 @@ class _OtelSpan:
 
     @contextmanager
     def child(self, name: str, attributes: Attributes, *, client: bool = False) -> Iterator[Span]:
-        """See Span."""
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
         with _open(self._tracer, name, attributes, self._span, kind) as span:
             yield _OtelSpan(self._tracer, span, self.texts)
 
     def note(self, attributes: Attributes) -> None:
-        """See Span."""
         self._span.set_attributes(dict(attributes))
 
     def past(self, name: str, attributes: Attributes, started_at: float, ended_at: float) -> None:
-        """See Span."""
         span = self._tracer.start_span(
             name,
             context=set_span_in_context(self._span),

@@ -195,9 +195,7 @@ class ChatFormat:
 
     def tokens(self, text: str) -> Tokens:
         """Returns the ids of a whole prompt, which others may get, too: never change them.
-
-        Raises:
-            Refused: invalid Unicode.
+        Raises Refused: invalid Unicode.
         """
         return (self._tokens if len(text) <= _LONGEST_KEPT else self.vocabulary.tokens)(text)
 

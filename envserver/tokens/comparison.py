@@ -3,9 +3,8 @@
 A conversation that is continued token by token alternates between contexts (written by the
 template) and turns (sampled). Every context must occur in the new rendering, in order, from its
 beginning to its end; what is between two of them is how the template shows the turn. If that
-differs
-from what was sampled, the difference is classified. Works on text only: no template's syntax is
-known here except for the usual tags around reasoning.
+differs from what was sampled, the difference is classified. Works on text only: no template's
+syntax is known here except for the usual tags around reasoning.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from .edits import AnswerContent
 
 Difference = Literal["whitespace", "calls", "think", "lossy_detok", "other"]
 """whitespace: runs of whitespace differ; calls: tool calls are formatted differently; think: only
-one
-side has the reasoning; lossy_detok: the tokens hold what their text cannot show; other: anything
-else."""
+one side has the reasoning; lossy_detok: the tokens hold what their text cannot show; other:
+anything else."""
 
 UNREADABLE = "\ufffd"
 """The replacement character, to which invalid UTF-8 is decoded."""

@@ -2,8 +2,7 @@
 
 In: the recorded answer, and the assistant message in its place in a later request. Out: a Change.
 Equivalent forms are equal: reasoning is ignored (templates decide about it), content parts are
-their
-text, missing content is empty, and arguments of tool calls are compared as JSON.
+their text, missing content is empty, and arguments of tool calls are compared as JSON.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from envserver_records.records import Message
 
 Change = Literal["exact", "appended", "whitespace", "calls", "edited"]
 """exact: no visible change; appended: text was added after the content; whitespace: runs of
-whitespace
-differ, or whitespace at the ends; calls: the same tool calls in another format (order of keys,
-ids);
-edited: anything else."""
+whitespace differ, or whitespace at the ends; calls: the same tool calls in another format (order of
+keys, ids); edited: anything else."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that are plain text."""

@@ -126,9 +126,7 @@ def chosen(
     train: Iterable[str] = (), mask: Iterable[str] = (), drop: Iterable[str] = ()
 ) -> Actions:
     """Returns the actions for a run's lists of flags; the strictest wins.
-
-    Raises:
-        ConfigError: a flag is not in the table.
+    Raises ConfigError: a flag is not in the table.
     """
     overrides: dict[str, Action] = {}
     overrides.update(dict.fromkeys(train, "train"))

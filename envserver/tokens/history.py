@@ -88,9 +88,8 @@ class History:
     def add(self, call: Call, plan: PromptPlan, *, same: bool | None = None) -> None:
         """Adds a committed call, so that later calls may continue it.
 
-        A call whose prompt differs from the plan is flagged and never continued. If that prompt
-        was a
-        root, calls of this format are no longer continued at all.
+        A call whose prompt differs from the plan is flagged and never continued. If that prompt was
+        a root, calls of this format are no longer continued at all.
 
         Args:
             call: as committed; flags are added to it.

@@ -39,9 +39,7 @@ Positions = NDArray[np.int64]
 
 def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAULT) -> None:
     """Checks that `sequences` hold exactly what `calls` recorded, in linear time.
-
-    Raises:
-        TokensError: one does not; `detail` holds the invariant's number and the call or row.
+    Raises TokensError: one does not; `detail` holds the invariant's number and the call or row.
     """
     check_calls(calls)
     recorded = _Recorded([call for call in calls if call.exact])
@@ -70,9 +68,7 @@ def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAU
 
 def check_calls(calls: list[Call]) -> None:
     """Checks each exact call of `calls` by itself (2, 6, 7, 11), and their order (10).
-
-    Raises:
-        TokensError: as in `check`.
+    Raises TokensError: as in `check`.
     """
     last = -1
     for call in calls:

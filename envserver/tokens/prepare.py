@@ -44,9 +44,7 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     """The further variables that a chat request gives to the template.
 
     `add_generation_prompt` is among them where the request turns it off.
-
-    Raises:
-        Refused: template_kwargs, continue_final_message: only the engine can render this.
+    Raises Refused: template_kwargs, continue_final_message: only the engine can render this.
     """
     if body.get("continue_final_message"):
         raise Refused("continue_final_message")
@@ -79,9 +77,7 @@ def with_defaults(defaults: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dic
 
 def prepare_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Tools with the fields and the order in which templates get them.
-
-    Raises:
-        Refused: unusual_tool: one is not a function in OpenAI's form.
+    Raises Refused: unusual_tool: one is not a function in OpenAI's form.
     """
     if not tools:
         return None

@@ -53,9 +53,7 @@ class Turn(NamedTuple):
 def tail(format: ChatFormat, turn: Turn) -> str:
     """Returns what the template writes after the answer's content, or, if it has calls, after the
     value of an argument of the last call.
-
-    Raises:
-        Refused: answer_not_rendered, calls_not_rendered, answer_repeated; and as `render`.
+    Raises Refused: answer_not_rendered, calls_not_rendered, answer_repeated; and as `render`.
     """
     messages = [*turn.history, _stand_in(turn), *turn.new]
     return _behind(_render(format, turn, messages, generation_prompt=True), bool(turn.calls))

@@ -58,11 +58,7 @@ def pack_calls(calls: list[Call], parents: list[int]) -> list[TracedCall]:
 
 
 def unpack_calls(traced: list[TracedCall]) -> list[Call]:
-    """Returns the calls of a trace.
-
-    Raises:
-        TokensError: the trace contradicts itself.
-    """
+    """Returns the calls of a trace. Raises TokensError: the trace contradicts itself."""
     calls: list[Call] = []
     for k, each in enumerate(traced):
         if not all(-1 <= j < k for j in (each.tokens_of, each.messages_of, each.tools_of)):

@@ -59,9 +59,7 @@ class Vocabulary:
     @classmethod
     def load(cls, folder: Path) -> Vocabulary:
         """The tokenizer of a model's folder.
-
-        Raises:
-            ConfigError: `folder` has no usable tokenizer.json.
+        Raises ConfigError: `folder` has no usable tokenizer.json.
         """
         path = folder / TOKENIZER
         if not path.is_file():
@@ -85,9 +83,7 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, special tokens in it recognised, none added.
-
-        Raises:
-            Refused: not_unicode: the text holds half of a surrogate pair.
+        Raises Refused: not_unicode: the text holds half of a surrogate pair.
         """
         try:
             # A batch takes a fifth less than `encode`, and lets other threads run.
@@ -149,9 +145,7 @@ class Vocabulary:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`, empty where there is no such file.
-
-    Raises:
-        ConfigError: it is not a JSON object.
+    Raises ConfigError: it is not a JSON object.
     """
     if not path.is_file():
         return {}

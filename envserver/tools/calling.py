@@ -223,9 +223,7 @@ def refused(error: ToolError) -> ToolResult:
 
 def checked_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> tuple[Tool, dict[str, Any]]:
     """Returns the tool that `call` names, and its arguments.
-
-    Raises:
-        ToolError: the tool does not exist, or the arguments violate its schema.
+    Raises ToolError: the tool does not exist, or the arguments violate its schema.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):

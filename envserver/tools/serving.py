@@ -30,9 +30,7 @@ _log = structlog.get_logger("envserver.services")
 @asynccontextmanager
 async def services_of(environment: Environment) -> AsyncIterator[Mapping[str, Service]]:
     """Enters the environment's services, with its tools on the server among them.
-
-    Raises:
-        ConfigError: a tool has the name of a service.
+    Raises ConfigError: a tool has the name of a service.
     """
     tools: dict[str, Service] = {
         one.name: partial(_serve, one) for one in server_tools(environment)
@@ -62,11 +60,7 @@ def server_tools(environment: Environment) -> list[TypedTool]:
 
 
 def shared_servers(environment: Environment) -> list[McpServer]:
-    """Returns the MCP servers in `Environment.tools` that all rollouts share.
-
-    Raises:
-        ConfigError: two have one name.
-    """
+    """Returns the MCP servers in `Environment.tools` that all rollouts share."""
     listed = [one for one in environment.tools or () if isinstance(one, McpServer) and one.shared]
     names = [one.name for one in listed]
     if len(set(names)) < len(names):

@@ -23,9 +23,7 @@ _PLAIN: Final = ("hooks", "egress", "flags", "components")
 
 def unified_document(value: Any, place: str) -> Json:
     """Returns a document as a unified trajectory.
-
-    Raises:
-        InputError: it is neither a unified trajectory nor a trace.
+    Raises InputError: it is neither a unified trajectory nor a trace.
     """
     if isinstance(value, dict):
         if isinstance(value.get("actions"), list) and isinstance(value.get("metadata"), dict):

@@ -56,9 +56,7 @@ class FileState(msgspec.Struct, frozen=True):
 
 def state_of(path: Path, offset: int, line: int) -> FileState:
     """Returns the state of a file of which `offset` bytes were read.
-
-    Raises:
-        OSError: it cannot be read.
+    Raises OSError: it cannot be read.
     """
     is_whole = path.name.endswith((".json", ".gz", ".zst"))
     with path.open("rb") as file:

@@ -127,9 +127,7 @@ class Indexer:
 
     def read_new(self) -> bool:
         """Indexes everything that is new; returns whether there was anything.
-
-        Raises:
-            NotFoundError: what is looked at is gone.
+        Raises NotFoundError: what is looked at is gone.
         """
         files = self._viewed.files()
         known = self._index.files()

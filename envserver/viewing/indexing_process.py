@@ -61,11 +61,7 @@ class Indexing:
         self._told = 0
 
     async def first(self) -> None:
-        """Waits until the index can be read.
-
-        Raises:
-            StoreError: it cannot be made.
-        """
+        """Waits until the index can be read. Raises StoreError: it cannot be made."""
         await self._read()
         if self.progress.error:
             raise StoreError(self.progress.error)
@@ -95,11 +91,7 @@ class Indexing:
 
 @asynccontextmanager
 async def indexing(viewed: Viewed, index: Path) -> AsyncIterator[Indexing]:
-    """Runs the process while the body runs.
-
-    Raises:
-        StoreError: the index cannot be made.
-    """
+    """Runs the process while the body runs. Raises StoreError: the index cannot be made."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "envserver.viewing.indexing"),
         stdin=asyncio.subprocess.PIPE,

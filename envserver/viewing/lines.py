@@ -35,9 +35,7 @@ class LineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def facts_of_line(line: bytes, place: str) -> LineFacts | None:
     """Returns the facts of a line; None if it is JSON of another kind.
-
-    Raises:
-        InputError: it is not JSON.
+    Raises InputError: it is not JSON.
     """
     try:
         return _facts(_DECODER.decode(line), place)
@@ -48,11 +46,7 @@ def facts_of_line(line: bytes, place: str) -> LineFacts | None:
 
 
 def group_of_line(line: bytes, place: str) -> Group:
-    """Returns the whole group of a line.
-
-    Raises:
-        InputError: it is not a group.
-    """
+    """Returns the whole group of a line. Raises InputError: it is not a group."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:

@@ -139,9 +139,7 @@ class Documents:
 
     def add(self, value: Any, place: str) -> Iterator[Found | InputError]:
         """Takes a document; yields the group that it ends.
-
-        Raises:
-            InputError: it is not a document.
+        Raises InputError: it is not a document.
         """
         from .documents import task_of, unified_document
 

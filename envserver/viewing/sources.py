@@ -76,9 +76,7 @@ class Viewed(msgspec.Struct, frozen=True):
 
 def viewed(places: Sequence[str]) -> Viewed:
     """Returns what `places` name.
-
-    Raises:
-        ConfigError: a place is a pipe, or there are several, and one is a server or a store.
+    Raises ConfigError: a place is a pipe, or there are several, and one is a server or a store.
     """
     if pipes := [place for place in places if place == "-" or Path(place).is_fifo()]:
         raise ConfigError(f"{pipes[0]} is a pipe, which cannot be looked at twice.")

@@ -61,7 +61,6 @@ class DebugPool:
         return {}
 
     def snapshot(self) -> dict[str, Any]:
-        """See WorkerPool."""
         return {"processes": 0}
 
 

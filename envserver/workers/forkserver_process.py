@@ -102,9 +102,7 @@ class ForkserverProcess:
 
     async def start(self) -> None:
         """Starts it and waits for its imports.
-
-        Raises:
-            ConfigError, NotFoundError: an environment cannot be found or imported.
+        Raises ConfigError, NotFoundError: an environment cannot be found or imported.
         """
         self._spawn()
         try:

@@ -43,9 +43,7 @@ class FrameReader:
 
     def feed(self, data: bytes) -> Iterator[list[str]]:
         """Yields the frames that `data` completes.
-
-        Raises:
-            ValueError: what came is not a frame; nothing that follows can be read.
+        Raises ValueError: what came is not a frame; nothing that follows can be read.
         """
         for body in self._reader.feed(data):
             parts = _decoder.decode(body)

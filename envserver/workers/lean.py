@@ -97,11 +97,7 @@ class LeanParent:
         os.close(worker)
 
     def hear(self) -> None:
-        """Takes one message.
-
-        Raises:
-            ConnectionError: it is gone.
-        """
+        """Takes one message. Raises ConnectionError: it is gone."""
         worker_id, cpu_seconds, peak_memory_mb = self._receive()
         self._ended[worker_id] = cpu_seconds, peak_memory_mb
 

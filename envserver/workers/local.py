@@ -92,11 +92,7 @@ class LocalPool:
         self._deaths: Counter[str] = Counter()
 
     async def __aenter__(self) -> LocalPool:
-        """Starts the pool.
-
-        Raises:
-            ConfigError, NotFoundError: an environment cannot be found or imported.
-        """
+        """Starts the pool."""
         config = self._config
         self._pooled_room = asyncio.Semaphore(config.processes * config.rollouts_per_process)
         self._dedicated_room = asyncio.Semaphore(config.dedicated)
@@ -142,7 +138,6 @@ class LocalPool:
                 await self._group.__aexit__(None, None, None)
 
     async def run(self, assignment: Assignment) -> Spent | None:
-        """See `pool.WorkerPool.run`."""
         rollout_id = assignment.rollout_id
         alone = assignment.isolation != "pooled" or rollout_id in self._suspects
         place = self._own_worker if alone else self._pooled_worker
@@ -157,7 +152,6 @@ class LocalPool:
         return await _spent(worker) if alone else None
 
     def workers(self) -> dict[str, int]:
-        """See `pool.WorkerPool.workers`."""
         return {
             rollout_id: handle.pid
             for handle in self._supervisor.handles.values()

@@ -349,11 +349,7 @@ class AttemptRun:
 
 
 def reply_of(answer: bytes) -> Reply:
-    """Decodes a chat completion into a Reply.
-
-    Raises:
-        EngineGarbage: the body is not a chat completion.
-    """
+    """Decodes a chat completion into a Reply."""
     try:
         completion = _completions.decode(answer)
         choice = completion.choices[0]

@@ -68,9 +68,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Starts the forkserver.
-
-        Raises:
-            ConfigError, NotFoundError: an environment cannot be found or imported.
+        Raises ConfigError, NotFoundError: an environment cannot be found or imported.
         """
         self._lost.clear()
         self._nursery = ForkserverProcess(
@@ -109,9 +107,7 @@ class Supervisor:
 
     async def fork(self) -> WorkerHandle:
         """Forks a worker that takes rollouts at once; waits while there is no forkserver.
-
-        Raises:
-            WorkerDied: the server may open no more files.
+        Raises WorkerDied: the server may open no more files.
         """
         handle = WorkerHandle(
             f"worker-{next(self._ids)}",

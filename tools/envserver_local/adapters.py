@@ -74,9 +74,7 @@ class Adapters:
 
     def unload(self, name: str) -> None:
         """Unloads an adapter; rows that use it keep it until they end.
-
-        Raises:
-            NotFoundError: no adapter has this name.
+        Raises NotFoundError: no adapter has this name.
         """
         if self._loaded.pop(name, None) is None:
             raise NotFoundError(f"The lora adapter {name!r} cannot be found.")

@@ -33,15 +33,9 @@ _FOREIGN = (
 )
 
 
-class Sampled(msgspec.Struct, kw_only=True):
+class Sampled(requests.Sampled, kw_only=True):
     """Fields of all sampling endpoints; None: the value of the model's generation config."""
 
-    n: requests.Count | None = 1
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = False
-    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
     top_p: Unit | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     min_p: Share | None = None
@@ -54,12 +48,6 @@ class Sampled(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     max_tokens: requests.Length | None = None
-    prompt_logprobs: requests.Top | None = None
-
-    def stops(self) -> list[str]:
-        """The stop strings, without empty ones."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in stop if text]
 
 
 class Body(Sampled, kw_only=True):
@@ -168,11 +156,7 @@ class TokenizeBody(requests.TokenizeBody, kw_only=True):
 
 
 def check(body: Body) -> None:
-    """Checks rules between fields.
-
-    Raises:
-        EngineRefused: a rule is broken.
-    """
+    """Checks rules between fields. Raises EngineRefused: a rule is broken."""
     if body.stream_options is not None and not body.stream:
         raise _refused("Stream options need `stream`.", "stream_options")
     if body.temperature == 0 and (body.n or 1) > 1:
@@ -194,9 +178,7 @@ def check(body: Body) -> None:
 
 def refuse_foreign(body: Any) -> None:
     """Refuses features that this engine does not support.
-
-    Raises:
-        EngineRefused: the body uses one.
+    Raises EngineRefused: the body uses one.
     """
     if not isinstance(body, dict):
         raise EngineRefused("The body must be a JSON object.", status=400)

@@ -33,9 +33,7 @@ class Receiver:
 
     def join(self, info: dict[str, Any]) -> None:
         """Connects to a trainer, instead of the one before.
-
-        Raises:
-            EngineRefused: the trainer did not answer, or the model cannot be changed.
+        Raises EngineRefused: the trainer did not answer, or the model cannot be changed.
         """
         if getattr(self._model, "is_quantized", False):
             raise _refused("The weights of a model in 4 bits cannot be replaced.")
@@ -101,11 +99,7 @@ class Receiver:
             self.incomplete = False
 
     def must_be_whole(self) -> None:
-        """Checks that all weights are of one version.
-
-        Raises:
-            EngineRefused: they are not.
-        """
+        """Checks that all weights are of one version. Raises EngineRefused: they are not."""
         if self.incomplete:
             raise _refused("An update of the weights failed: send all of them again.", 409)
 

@@ -30,9 +30,7 @@ class Chat:
 
     def prompt_ids(self, body: ChatBody) -> list[int]:
         """Returns the ids of the rendered conversation.
-
-        Raises:
-            EngineRefused: the template does not accept it.
+        Raises EngineRefused: the template does not accept it.
         """
         kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
         kwargs["add_generation_prompt"] = body.add_generation_prompt
@@ -43,9 +41,7 @@ class Chat:
 
     def rows(self, body: ChatBody) -> list[Row]:
         """Returns one row for each requested choice.
-
-        Raises:
-            EngineRefused: the request cannot be answered.
+        Raises EngineRefused: the request cannot be answered.
         """
         check_body(body)
         adapter = self._asking.adapter(body.model)

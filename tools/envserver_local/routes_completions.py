@@ -27,9 +27,7 @@ class Completions:
 
     def rows(self, body: CompletionBody) -> list[Row]:
         """Returns the rows of all prompts, in order, `n` for each.
-
-        Raises:
-            EngineRefused: the request cannot be answered.
+        Raises EngineRefused: the request cannot be answered.
         """
         check_body(body)
         adapter = self._asking.adapter(body.model)

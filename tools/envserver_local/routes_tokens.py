@@ -71,11 +71,7 @@ class Tokens:
         }
 
     def rows(self, body: GenerateBody) -> list[Row]:
-        """Returns one row for each answer.
-
-        Raises:
-            EngineRefused: the request cannot be answered.
-        """
+        """Returns one row for each answer. Raises EngineRefused: the request cannot be answered."""
         if body.output_mode not in ("tokens", "text"):
             raise EngineRefused("`output_mode` is tokens or text.", status=400, param="output_mode")
         adapter = self._asking.adapter(body.model)
@@ -139,9 +135,7 @@ class Tokens:
 
     def derender(self, body: Any) -> Json:
         """Returns the messages in generated ids; the token that ended an answer becomes text.
-
-        Raises:
-            EngineRefused: there are no ids, or the request that they answer is missing.
+        Raises EngineRefused: there are no ids, or the request that they answer is missing.
         """
         asked = body.get("chat_request")
         if asked is None and self._calls.known:

@@ -55,9 +55,7 @@ class Asking:
 
     def adapter(self, name: str | None) -> Adapter | None:
         """Returns the adapter that a model name refers to; None for the model itself.
-
-        Raises:
-            EngineRefused: nothing is served under this name.
+        Raises EngineRefused: nothing is served under this name.
         """
         if name in (None, "", self.model):
             return None
@@ -68,9 +66,7 @@ class Asking:
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Checks the ids of a prompt.
-
-        Raises:
-            EngineRefused: the prompt is empty, too long, or has ids outside the vocabulary.
+        Raises EngineRefused: the prompt is empty, too long, or has ids outside the vocabulary.
         """
         if not ids:
             raise EngineRefused("The prompt is empty.", status=400, param="prompt")
@@ -137,9 +133,7 @@ class Asking:
     @asynccontextmanager
     async def running(self, rows: Sequence[Row]) -> AsyncIterator[Callable[[], Any]]:
         """Runs rows inside the block; yields a function that waits until one has progressed.
-
-        Raises:
-            EngineRefused: the engine's thread has ended (HTTP 503).
+        Raises EngineRefused: the engine's thread has ended (HTTP 503).
         """
         if not self.runner.alive:
             raise EngineRefused("The engine has ended.", status=503)
@@ -159,11 +153,7 @@ class Asking:
                 self.runner.abort(rows)
 
     async def whole(self, rows: Sequence[Row]) -> None:
-        """Runs rows until all have ended.
-
-        Raises:
-            EngineRefused: the engine failed (HTTP 500).
-        """
+        """Runs rows until all have ended. Raises EngineRefused: the engine failed (HTTP 500)."""
         async with self.running(rows) as wait:
             while any(row.finish is None for row in rows):
                 await wait()
@@ -187,9 +177,7 @@ class Asking:
 
 def check(rows: Sequence[Row]) -> None:
     """Checks that no row failed.
-
-    Raises:
-        EngineRefused: the engine failed while it sampled one of the rows (HTTP 500).
+    Raises EngineRefused: the engine failed while it sampled one of the rows (HTTP 500).
     """
     for row in rows:
         if row.finish == "error":

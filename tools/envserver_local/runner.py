@@ -76,9 +76,7 @@ class Runner:
 
     async def run(self, command: Callable[[], T]) -> T:
         """Runs `command` between two steps and returns its result.
-
-        Raises:
-            Exception: whatever `command` raises.
+        Raises Exception: whatever `command` raises.
         """
         future: Future[T] = Future()
 

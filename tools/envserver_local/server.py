@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import orjson
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EngineRefused, NotFoundError, UsageError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -123,9 +124,7 @@ async def _whole(request: Request, answer: Awaitable[Json]) -> Response:
             return _json(answering.result())
         return Response(status_code=499)
     finally:
-        for task in (answering, leaving):
-            task.cancel()
-        await asyncio.gather(answering, leaving, return_exceptions=True)
+        await cancel_and_wait(answering, leaving)
 
 
 async def _hung_up(request: Request) -> None:

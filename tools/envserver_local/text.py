@@ -51,9 +51,7 @@ class Text:
         kwargs: dict[str, Any],
     ) -> str:
         """Renders a conversation with the model's template.
-
-        Raises:
-            EngineRefused: there is no template, or it does not accept the conversation.
+        Raises EngineRefused: there is no template, or it does not accept the conversation.
         """
         # As in vLLM, a null or "auto" leaves the default.
         own = {name: value for name, value in kwargs.items() if value not in (None, "auto")}

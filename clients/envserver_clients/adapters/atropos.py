@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
@@ -100,12 +99,7 @@ class AtroposTrainerClient:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -118,9 +112,7 @@ class AtroposTrainerClient:
 
     def lease(self, *, wait_seconds: float = 0.0) -> Batch | None:
         """Returns the next batch, or None if there is none within `wait_seconds`.
-
-        Raises:
-            ConflictError: no trainer is registered: somebody reset the server.
+        Raises ConflictError: no trainer is registered: somebody reset the server.
         """
         deadline = time.monotonic() + wait_seconds
         while True:

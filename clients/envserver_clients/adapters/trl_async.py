@@ -147,9 +147,7 @@ class EnvserverRolloutWorker:
 
     def check_health(self, stale_after_s: float) -> None:
         """Checks that samples can arrive.
-
-        Raises:
-            WorkerFailed: the worker ended by an error, or the server is silent for too long.
+        Raises WorkerFailed: the worker ended by an error, or the server is silent for too long.
         """
         if self._error is not None:
             raise WorkerFailed(f"No more rollouts: {self._error}") from self._error

@@ -33,9 +33,7 @@ class TaskName:
 
 def task_of(prompt: Any) -> TaskName:
     """Parses a prompt: a text, or messages whose last one is that text.
-
-    Raises:
-        InputError: it does not name a task.
+    Raises InputError: it does not name a task.
     """
     text = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
     named = _NAMED.fullmatch(text) if isinstance(text, str) else None
@@ -57,9 +55,7 @@ def task_prompts(
     token: str | None = None,
 ) -> list[dict[str, str]]:
     """Returns the first tasks of a split as rows: `Dataset.from_list(task_prompts(...))`.
-
-    Raises:
-        NotFoundError: the server does not have the environment.
+    Raises NotFoundError: the server does not have the environment.
     """
     with SyncEnvClient(server_url, run=None, token=token) as client:
         tasks = client.tasks(environment, split=split, limit=limit)

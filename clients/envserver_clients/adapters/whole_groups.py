@@ -136,9 +136,7 @@ def masked_logprobs(completion: Completion, mask: list[int]) -> list[float]:
 
 def reward_of(trajectory: Trajectory, agent: str | None) -> float:
     """Returns the reward of the rows of `agent` (None: the only agent).
-
-    Raises:
-        InputError: the trajectory does not have one.
+    Raises InputError: the trajectory does not have one.
     """
     reward = trajectory.score.of_agent(agent)
     if reward is None:

@@ -22,9 +22,7 @@ _NEEDED = ("torch", "transformers", "trl", "peft", "datasets", "jsonschema")
 
 def check_libraries(settings: FinetuneSettings) -> None:
     """Checks that the libraries of these commands are installed.
-
-    Raises:
-        ConfigError: a library is missing, or 4 bits are wanted without a LoRA.
+    Raises ConfigError: a library is missing, or 4 bits are wanted without a LoRA.
     """
     missing = [name for name in _NEEDED if not importlib.util.find_spec(name)]
     if missing:

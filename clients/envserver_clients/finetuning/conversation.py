@@ -98,9 +98,7 @@ def read_row(
 def read_pair(row: Row, place: str) -> Pair:
     """Reads a row for preference training: prompt, chosen and rejected, each messages or text.
     Without a prompt, the common beginning of chosen and rejected is the prompt.
-
-    Raises:
-        InputError: the row has another form, or its answers do not differ.
+    Raises InputError: the row has another form, or its answers do not differ.
     """
     if missing := [name for name in ("chosen", "rejected") if name not in row]:
         raise InputError(f"{place}: a pair must have chosen and rejected; {missing[0]} is missing.")

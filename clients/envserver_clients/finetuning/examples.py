@@ -74,9 +74,7 @@ def sft_examples(
     prompts: Prompts = "auto",
 ) -> Iterator[Example]:
     """Yields examples for supervised training; fills `counts`.
-
-    Raises:
-        InputError: a row is wrong; the message has its place.
+    Raises InputError: a row is wrong; the message has its place.
     """
     limits = Limits(max_length, too_long)
     for one, _ in encoded_rows(paths, encoder, counts, limits, prompts=prompts):
@@ -131,9 +129,7 @@ def pair_examples(
     too_long: TooLong,
 ) -> Iterator[Example]:
     """Yields examples for preference training; fills `counts`.
-
-    Raises:
-        InputError: a row is wrong; the message has its place.
+    Raises InputError: a row is wrong; the message has its place.
     """
     for place, row in rows_of(paths):
         counts.rows += 1

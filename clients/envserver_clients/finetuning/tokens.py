@@ -89,9 +89,7 @@ class Encoder:
 
     def conversation(self, conversation: Conversation, place: str) -> list[Encoded]:
         """Encodes a conversation; returns its rows in order, none if there is nothing to train.
-
-        Raises:
-            InputError: the model has no chat template, or the template rejects the messages.
+        Raises InputError: the model has no chat template, or the template rejects the messages.
         """
         messages = conversation.messages
         turns = [
@@ -120,11 +118,7 @@ class Encoder:
         return self._answered(prompt, full)
 
     def exact(self, tokens: Tokens, place: str) -> Encoded:
-        """Takes recorded tokens as they are.
-
-        Raises:
-            InputError: they are another model's.
-        """
+        """Takes recorded tokens as they are. Raises InputError: they are another model's."""
         if max(tokens.ids, default=0) >= len(self._tokenizer):
             raise InputError(
                 f"{place}: token {max(tokens.ids)} is not in the model's vocabulary.",

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import httpx
@@ -56,12 +55,7 @@ class Children:
         self._folder.mkdir(parents=True, exist_ok=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in reversed(self._running.values()):
             _end(process)
 
@@ -87,9 +81,7 @@ class Children:
     def wait_for(self, name: str) -> int:
         """Waits until a process ends by itself; returns its exit status. Others that die meanwhile
         are restarted.
-
-        Raises:
-            EnvserverError: a process died too often.
+        Raises EnvserverError: a process died too often.
         """
         while True:
             for other, process in list(self._running.items()):

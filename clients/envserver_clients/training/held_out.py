@@ -24,9 +24,7 @@ _TICK_SECONDS: Final = 0.2
 
 def write_held_out(server: str, path: Path, *, seconds: float = 300.0) -> None:
     """Evaluates the last policy version, waits for its end, and writes all evaluations.
-
-    Raises:
-        EnvserverError: the last evaluation did not end within `seconds`.
+    Raises EnvserverError: the last evaluation did not end within `seconds`.
     """
     until = time.monotonic() + seconds
     with httpx.Client(base_url=server, timeout=30.0) as client:

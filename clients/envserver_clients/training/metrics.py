@@ -11,7 +11,6 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from envserver_records.files import replace_file
@@ -48,12 +47,7 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for writer in self._writers:
             writer.close()
 

@@ -315,9 +315,7 @@ class Policy:
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Loads a checkpoint's weights.
-
-        Raises:
-            KeyError: it belongs to another model or other LoRA settings.
+        Raises KeyError: it belongs to another model or other LoRA settings.
         """
         with torch.no_grad():
             for name, value in self.trained.items():

@@ -293,18 +293,12 @@ class TrainerSettings(BaseModel):
         return self
 
     def loss(self) -> LossSettings:
-        """Returns the settings of the loss.
-
-        Raises:
-            ConfigError: they contradict each other.
-        """
+        """Returns the settings of the loss. Raises ConfigError: they contradict each other."""
         return LossSettings(**{one.name: getattr(self, one.name) for one in fields(LossSettings)})
 
     def examples(self, vocabulary: int | None = None) -> ExampleSettings:
         """Returns how rows become examples.
-
-        Raises:
-            ConfigError: the settings contradict each other.
+        Raises ConfigError: the settings contradict each other.
         """
         named = {one.name for one in fields(AdvantageSettings)} - {"scaling"}
         return ExampleSettings(

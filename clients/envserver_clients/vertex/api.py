@@ -48,11 +48,7 @@ class Tokens:
         self._credentials: Any = None
 
     def current(self, *, anew: bool = False) -> str:
-        """Returns a token; `anew` renews it.
-
-        Raises:
-            ConfigError: there are no credentials.
-        """
+        """Returns a token; `anew` renews it. Raises ConfigError: there are no credentials."""
         if self._given:
             return self._given
         try:

@@ -61,11 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tune(settings: VertexSettings, console: Console) -> None:
-    """Runs the remaining steps.
-
-    Raises:
-        EnvserverError: a step failed; the results of earlier ones are kept.
-    """
+    """Runs the remaining steps."""
     settings.output.mkdir(parents=True, exist_ok=True)
     train, validation = _rows(settings)
     state = open_state(settings.output, _lasting(settings, train, validation))

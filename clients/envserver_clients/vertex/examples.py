@@ -102,9 +102,7 @@ def prepare(
 
 def line_of(row: dict[str, Any], place: str, form: Form, most_tokens: int) -> dict[str, Any] | str:
     """Returns a row in the service's form, or the reason to leave it out.
-
-    Raises:
-        InputError: the row has an unknown form.
+    Raises InputError: the row has an unknown form.
     """
     conversation = read_row(row, place)
     assert isinstance(conversation, Conversation)

@@ -55,9 +55,7 @@ class Bucket:
 
 def packed(tensors: NamedTensors, most_bytes: int) -> list[Bucket]:
     """Returns the tensors in buckets of at most `most_bytes`; a larger tensor has its own.
-
-    Raises:
-        InputError: there is none.
+    Raises InputError: there is none.
     """
     buckets: list[Bucket] = []
     waiting: list[tuple[str, Tensor]] = []

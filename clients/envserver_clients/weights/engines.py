@@ -88,9 +88,7 @@ class EngineControl:
 
     def reach(self) -> None:
         """Checks that the engine answers.
-
-        Raises:
-            EngineUnavailable: it does not answer, or reports that it is unhealthy.
+        Raises EngineUnavailable: it does not answer, or reports that it is unhealthy.
         """
         self._ask("GET", "/health", "reach", self._timeouts.reach)
 
@@ -109,9 +107,7 @@ class EngineControl:
 
     def must_know(self, method: str) -> None:
         """Checks that the engine's workers have a method.
-
-        Raises:
-            EngineRefused: they do not have it.
+        Raises EngineRefused: they do not have it.
         """
         try:
             self._post("/collective_rpc", "reach", self._timeouts.reach, json={"method": method})
@@ -155,9 +151,7 @@ class EngineControl:
 
     def init_weight_transfer(self, about: Json) -> None:
         """Connects the engine to a trainer that waits at the address in `about`.
-
-        Raises:
-            EngineRefused: it was started without `--weight-transfer-config`.
+        Raises EngineRefused: it was started without `--weight-transfer-config`.
         """
         path, seconds = "/init_weight_transfer_engine", self._timeouts.transfer + _MARGIN_SECONDS
         try:

@@ -55,7 +55,6 @@ class Lora(FolderPush):
         """The folders of the adapters that every engine should have, by version."""
 
     def publish(self, version: int, save: Save, check: PromptCheck | None = None) -> Published:
-        """See `WeightPush`."""
         with self._lock:
             phases = Phases()
             with phases.phase("reach"):
@@ -92,7 +91,6 @@ class Lora(FolderPush):
             )
 
     def restore(self) -> list[str]:
-        """See `WeightPush`."""
         with self._lock:
             mended = []
             for engine in self._engines:

@@ -191,11 +191,7 @@ class Code(Environment):
 
 
 def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
-    """The tests in a file, one a line.
-
-    Raises:
-        InputError: it cannot be read, or a line is not a test of that function.
-    """
+    """The tests in a file, one a line."""
     if not entry_point:
         raise InputError("Tests need the name of the function.", hint="Give --entry_point.")
     try:
@@ -214,11 +210,7 @@ def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
 
 
 def _usable(one: NumberedRow, data_set: str, columns: Mapping[str, str]) -> Problem:
-    """The problem in a row of a data set.
-
-    Raises:
-        InputError: it is of no use for training.
-    """
+    """The problem in a row of a data set."""
     if one.row is None:
         raise InputError(one.problem)
     problem = read_problem(one.row, data_set, columns)

@@ -150,10 +150,6 @@ def _lines(value: Any) -> str:
 
 
 def _value(text: str) -> Any:
-    """
-    Raises:
-        ValueError: it is neither JSON nor Python.
-    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

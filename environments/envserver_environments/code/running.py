@@ -190,11 +190,7 @@ Answers = Mapping[int, tuple[Any, str | None]]
 
 
 def _read_answers(result: ExecResult, asked: set[int]) -> Answers | str:
-    """Value or error by number of the call; a text: why the program could not be loaded.
-
-    Raises:
-        BadValue: something else than the harness wrote this.
-    """
+    """Value or error by number of the call; a text: why the program could not be loaded."""
     # Text after the last newline was cut off with the program.
     lines = result.stdout.split(b"\n")[:-1]
     if not lines:

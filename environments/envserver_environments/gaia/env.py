@@ -315,11 +315,7 @@ class Gaia(Environment):
 
 
 def _task(item: GaiaQuestion, most_bytes: int) -> Task:
-    """The task of an item.
-
-    Raises:
-        InputError: its file is too large or cannot be read.
-    """
+    """The task of an item."""
     files = []
     if item.attachment is not None:
         suffix = item.attachment.suffix.lower()

@@ -151,11 +151,7 @@ def read_documents(path: Path) -> list[dict[str, str]]:
 
 
 def checked_documents(found: Any, where: str) -> list[dict[str, str]]:
-    """`found` as documents.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """`found` as documents."""
     if not isinstance(found, list) or not all(_is_document(one) for one in found):
         hint = 'A list is needed of {"title": ..., "text": ...}.'
         raise InputError(f"{where} holds no documents.", hint=hint)

@@ -145,20 +145,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def check_schema(value: Any, validator: Draft202012Validator) -> None:
-    """
-    Raises:
-        PlanError: `value` is not as the schema has it.
-    """
+    """Raises PlanError: `value` is not as the schema has it."""
     broken = _first_error(value, validator)
     if broken is not None:
         raise PlanError("schema", broken)
 
 
 def check_tool(step: Step) -> None:
-    """
-    Raises:
-        PlanError: the agent has no such tool, or the arguments are not the tool's.
-    """
+    """Raises PlanError: the agent has no such tool, or the arguments are not the tool's."""
     validator = _ARGUMENTS.get((step.agent, step.tool))
     if validator is None:
         tools = ", ".join(TOOLS[step.agent])

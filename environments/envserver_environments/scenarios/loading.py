@@ -207,11 +207,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _inner(name: str, path: Path) -> str:
-    """`name` as a path below the workspace.
-
-    Raises:
-        InputError: it leads out of it.
-    """
+    """`name` as a path below the workspace."""
     parts = Path(name).parts
     if not parts or name.startswith("/") or ".." in parts or ".git" in parts:
         raise InputError(f"{path}: the file {name!r} is not below the workspace.", place=str(path))

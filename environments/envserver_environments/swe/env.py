@@ -239,10 +239,6 @@ class Swe(Environment):
         return await grade(tree, patch, tests, self.sandboxes, limits, container)
 
     def _task(self, row: dict[str, Any], task_id: str) -> Task:
-        """
-        Raises:
-            InputError, SandboxError: the row cannot be run here.
-        """
         elsewhere = self.config.mirror is not None or row.get("repo_archive")
         image = "" if elsewhere else image_of(row, self.config.image_name)
         files = self._files_now(image)
@@ -285,11 +281,7 @@ class Swe(Environment):
         return made(rows, task)
 
     def _usable(self, row: Row, task_id: str) -> Task:
-        """The task of a row; with `check_gold`, one whose gold patch passes its tests.
-
-        Raises:
-            InputError: the row cannot be run here.
-        """
+        """The task of a row; with `check_gold`, one whose gold patch passes its tests."""
         task: Task | None = None
         try:
             task = given = self._task(row, task_id)

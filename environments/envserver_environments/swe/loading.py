@@ -120,10 +120,6 @@ def _from_image(row: dict[str, Any], task_id: str, image: str, tree: Tree) -> Ta
 
 
 def _need(row: Row, *roles: str) -> None:
-    """
-    Raises:
-        InputError: the row lacks one of them.
-    """
     if lacking := [role for role in roles if not row.get(role)]:
         raise missing(row, lacking[:1])
 

@@ -113,11 +113,7 @@ def sample_tasks() -> tuple[SampleTask, ...]:
 
 
 def read_sample_task(path: Path) -> SampleTask:
-    """The task in one file.
-
-    Raises:
-        ValueError: the file does not keep to the form.
-    """
+    """The task in one file."""
     files: dict[str, str] = {}
     hidden: dict[str, str] = {}
     changes: dict[str, str] = {}

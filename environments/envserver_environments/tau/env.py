@@ -14,12 +14,12 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from envserver_environments.rows import id_of
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts, mixed
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from envserver import (
     AgentRole,
@@ -51,8 +51,6 @@ from .tasks import TauTask, read_task
 from .texting import as_texts
 from .users import USER, UserKind
 
-JUDGE = "judge"
-"""The agent whose settings were the judge's before there was `--judge.*`."""
 MINI = "mini_"
 """Name prefix of the built-in domains that have the tools of a tau2-bench domain."""
 
@@ -65,7 +63,6 @@ class Tau(Environment):
     class Config(Environment.Config):
         """Selects the tasks, the customer, and the scoring."""
 
-        judge_agent = JUDGE
         domain: str | list[str] = list(OWN)
         """Domains (repeat the flag, or separate with commas): built-in ones (mini_...), or
         tau2-bench's: mock, retail, airline, telecom, telecom-workflow."""
@@ -115,12 +112,6 @@ class Tau(Environment):
                 raise ValueError(f"must be of {', '.join([*OWN, *KINDS])}")
             return value
 
-        @model_validator(mode="after")
-        def _has_judge(self) -> Self:
-            if self.nl_assertions != "judge" and JUDGE in self.agents:
-                raise ValueError("agents.judge is for --env.nl_assertions judge")
-            return self
-
     class Question(Environment.Question):
         """A customer's question to the assistant of a domain."""
 
@@ -134,10 +125,7 @@ class Tau(Environment):
         self.rows = RowCounts()
 
     def agents(self) -> Mapping[str, AgentRole]:
-        roles = {AGENT: AgentRole(), USER: AgentRole(trained=False)}
-        if JUDGE in self.config.agents:  # the old name of --judge.*
-            roles[JUDGE] = AgentRole(trained=False)
-        return roles
+        return {AGENT: AgentRole(), USER: AgentRole(trained=False)}
 
     async def setup(self) -> None:
         for name in self._domains:
@@ -303,11 +291,7 @@ class Tau(Environment):
         return task.model_copy(update={"evaluation_criteria": changed})
 
     def _verdicts(self, task: Task, known: TauTask, episode: Episode) -> Sequence[bool] | None:
-        """Returns the judge's verdicts; None where nothing is to be judged.
-
-        Raises:
-            JudgeError: the judge gave none.
-        """
+        """Returns the judge's verdicts; None where nothing is to be judged."""
         criteria = known.evaluation_criteria
         if not task.public["judged"] or criteria is None or episode.ending not in COMPLETE:
             return None

@@ -91,10 +91,7 @@ class ModelCustomer(ModelSpeaker):
     """A customer who is a model: that it says nothing is not the assistant's doing."""
 
     async def speak(self) -> Utterance:
-        """
-        Raises:
-            ServiceError: his model gives nothing usable, again and again.
-        """
+        """Raises ServiceError: his model gives nothing usable, again and again."""
         for _ in range(MAX_EMPTY_ANSWERS):
             reply = await self._asked()
             utterance = utterance_of(reply)

@@ -235,9 +235,6 @@ def option_place(
     Args:
         means: what an answer is that may be either.
         first: number of the first option.
-
-    Raises:
-        InputError: the answer means several of them.
     """
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]

@@ -251,12 +251,7 @@ class Video(Environment):
         return None
 
     def _folder(self) -> Path | None:
-        """Returns the folder of video files; None if no frames are shown.
-
-        Raises:
-            ConfigError: it is not known.
-            NotFoundError: it does not exist.
-        """
+        """Returns the folder of video files; None if no frames are shown."""
         config = self.config
         if config.frames == "off" or config.blind:
             return None

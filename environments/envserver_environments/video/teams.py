@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from envserver_records.cancelling import cancel_and_wait
 from envserver_tools.calling import Tool, ToolError, cut, function_tool, toolbox
 
 from envserver import PublicTask, Rollout
@@ -289,9 +290,7 @@ async def together(asked: list[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
 
 
 def _schema(options: list[str]) -> dict[str, Any]:

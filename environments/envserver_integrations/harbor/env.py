@@ -174,10 +174,6 @@ class Harbor(Environment):
         ]
 
     def _task(self, one: HarborTask) -> Task:
-        """
-        Raises:
-            InputError: the task cannot be run here.
-        """
         image = one.image or self.config.image_name.format(name=one.name)
         if not self.config.images:
             if one.needs_image:
@@ -219,9 +215,6 @@ def harbor_environment(folder: Path) -> type[Environment]:
 async def _base(public: dict[str, Any], open_sandbox: Open) -> Tree:
     """Returns the files that the workspace begins with; those of an image are read in a container
     in which nothing of an agent has run.
-
-    Raises:
-        InputError: the image has no such directory, or it is too large.
     """
     if not public["image"]:
         return _unpacked(public["files"])

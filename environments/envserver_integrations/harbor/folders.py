@@ -65,10 +65,7 @@ def task_folders(folder: Path) -> list[Path]:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """
-    Raises:
-        InputError: the folder is not a task that can be run here.
-    """
+    """Raises InputError: the folder is not a task that can be run here."""
     try:
         facts = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         instruction = (folder / "instruction.md").read_text(encoding="utf-8")
@@ -190,10 +187,6 @@ def _copied(tree: Tree, folder: Path, workdir: str, rest: str) -> str:
 
 
 def _check_links(folder: Path) -> None:
-    """
-    Raises:
-        InputError: a link leads out of the folder: what is there would be shown to the model.
-    """
     top = folder.resolve()
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(top):
@@ -201,11 +194,7 @@ def _check_links(folder: Path) -> None:
 
 
 def _files(folder: Path) -> Tree:
-    """Returns the regular files below `folder`, which may be missing.
-
-    Raises:
-        InputError: they are too large.
-    """
+    """Returns the regular files below `folder`, which may be missing."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     if sum(path.stat().st_size for path in paths) > MOST_BYTES:
         raise InputError(f"{folder} is larger than {MOST_BYTES >> 20} MB.")

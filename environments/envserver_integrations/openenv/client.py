@@ -43,10 +43,6 @@ class StepResult:
     """The answer to a reset or a step."""
 
     def __init__(self, data: Any) -> None:
-        """
-        Raises:
-            ServiceError: it is not what the protocol says.
-        """
         found = data if isinstance(data, dict) else {}
         observation, reward = found.get("observation"), found.get("reward")
         if not isinstance(observation, dict):

@@ -43,11 +43,7 @@ async def started(address: str) -> AsyncIterator[str]:
 
 
 async def _healthy(program: str, container: str) -> str:
-    """Waits until the container's server answers; returns its address.
-
-    Raises:
-        ConfigError: it does not within two minutes, or the container ends before.
-    """
+    """Waits until the container's server answers; returns its address."""
     try:
         async with asyncio.timeout(_START_SECONDS), aiohttp.ClientSession() as http:
             while True:
@@ -66,11 +62,7 @@ async def _healthy(program: str, container: str) -> str:
 
 
 async def _place(program: str, container: str) -> str:
-    """Returns host:port of the container's server.
-
-    Raises:
-        ConfigError: the container has ended.
-    """
+    """Returns host:port of the container's server."""
     code, out, err = await _run(program, "port", container, _PORT)
     await _check_runs(program, container)
     if code != 0:
@@ -79,10 +71,6 @@ async def _place(program: str, container: str) -> str:
 
 
 async def _check_runs(program: str, container: str) -> None:
-    """
-    Raises:
-        ConfigError: the container has ended; the message has its last output.
-    """
     words = ("inspect", "--format", "{{.State.Running}}", container)
     if (await _output(program, *words)).strip() == "true":
         return
@@ -92,10 +80,6 @@ async def _check_runs(program: str, container: str) -> None:
 
 
 async def _output(*words: str) -> str:
-    """
-    Raises:
-        ConfigError: the program fails.
-    """
     code, out, err = await _run(*words)
     if code != 0:
         raise ConfigError(f"{' '.join(words[:2])} failed: {err[-500:]}")

@@ -49,11 +49,7 @@ class _Server:
 
     @asynccontextmanager
     async def play(self, task: Task) -> AsyncIterator[_Play]:
-        """The state of one attempt: a session, in which its episode has begun.
-
-        Raises:
-            ServiceError: the server is full for too long, or fails.
-        """
+        """The state of one attempt: a session, in which its episode has begun."""
         if self._schema is None:
             self._schema = await action_schema(self._http, self._url, self._timeouts)
         async with AsyncExitStack() as stack:

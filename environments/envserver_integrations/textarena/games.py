@@ -166,11 +166,7 @@ def fewest_players(game: str, options: str) -> int:
 
 @functools.cache
 def _pristine(game: str, options: str) -> Any:
-    """Returns the game before its first reset; some take seconds to make.
-
-    Raises:
-        ConfigError: it cannot be made here.
-    """
+    """Returns the game before its first reset; some take seconds to make."""
     import textarena
 
     try:

@@ -196,11 +196,7 @@ def classic_class(name: str) -> type[Environment]:
 
 
 def _loaded(name: str, arguments: dict[str, Any]) -> Any:
-    """Loads the environment.
-
-    Raises:
-        ConfigError: it raises, or would run programs of the model on this machine.
-    """
+    """Loads the environment."""
     try:
         with kept_signals():
             environment = import_env_module(name).load_environment(**arguments)
@@ -242,11 +238,6 @@ def _sampling(environment: Any) -> dict[str, Any]:
 
 
 def _check_end(state: Any) -> None:
-    """
-    Raises:
-        AgentError: the rollout failed, but not because of the model: it reached no limit, and its
-            answers could be read.
-    """
     error = state.get("error")
     if error is None:
         return

@@ -114,10 +114,6 @@ class TasksetEnvironment(VerifiersEnvironment):
             await self.loop.run(self._stop())
 
     async def _start(self) -> None:
-        """
-        Raises:
-            Exception: what it raises when it starts.
-        """
         ready, self._done = asyncio.Event(), asyncio.Event()
         # One task enters and leaves the block.
         self._serving = asyncio.create_task(self._serve(ready, self._done))
@@ -161,10 +157,6 @@ class TasksetEnvironment(VerifiersEnvironment):
         return self._task_kind(self._task_kind.data_type().model_validate(data), config)
 
     def _check_end(self, episode: Any) -> None:
-        """
-        Raises:
-            AgentError: the episode failed, but not because a limit was reached.
-        """
         if self._env.complete(episode):
             return
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

@@ -112,9 +112,7 @@ class Strangers:
 
     def failed(self, address: str) -> None:
         """Counts a failed attempt.
-
-        Raises:
-            TooManyRequests: there were too many from this address.
+        Raises TooManyRequests: there were too many from this address.
         """
         now = self._clock()
         place = _network(address)

@@ -153,9 +153,7 @@ def session_key(tokens_file: Path) -> bytes:
 
     Where no file can be made (a mounted secret), the key is a new one, and logins end with the
     server.
-
-    Raises:
-        ConfigError: the file is open to other users, or is not a key.
+    Raises ConfigError: the file is open to other users, or is not a key.
     """
     path = tokens_file.with_name(f"{tokens_file.name}.session-key")
     try:

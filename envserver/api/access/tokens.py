@@ -122,9 +122,7 @@ def revoke_token(path: Path, name: str) -> Token:
 
 def read_tokens(path: Path) -> list[Token]:
     """Returns the entries of the file.
-
-    Raises:
-        ConfigError: the file does not exist, others may read or write it, or it is malformed.
+    Raises ConfigError: the file does not exist, others may read or write it, or it is malformed.
     """
     try:
         with path.open("rb") as file:

@@ -296,9 +296,7 @@ class AtroposService:
     async def register_environment(self, wanted: EnvironmentRegistration) -> int | None:
         """Registers an environment; returns its number, or None until a trainer has asked for a
         batch.
-
-        Raises:
-            StoreFull: there are already 4096 environments.
+        Raises StoreFull: there are already 4096 environments.
         """
         async with self._lock:
             if not self._state.started:
@@ -333,9 +331,7 @@ class AtroposService:
 
     async def environment_status(self, env_id: int) -> EnvironmentStatus:
         """Returns the numbers by which an environment decides how many groups to make.
-
-        Raises:
-            NotFoundError: the environment is not registered.
+        Raises NotFoundError: the environment is not registered.
         """
         await self._follow_store()
         if not self._state.knows(env_id):

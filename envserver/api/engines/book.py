@@ -45,9 +45,7 @@ class EngineBook:
 
     async def tell_version(self, named: Sequence[str], version: int) -> None:
         """Notes that the engines with these ids or addresses serve `version`.
-
-        Raises:
-            NotFoundError: there is no such engine; then nothing was changed.
+        Raises NotFoundError: there is no such engine; then nothing was changed.
         """
         for replica in [self.fleet.named(one) for one in named]:
             self.fleet.tell_version(replica, version)

@@ -148,9 +148,7 @@ class Feed:
 
     def after(self, number: int) -> tuple[bytes, int]:
         """Returns events after `number`, some 100 KB of them, and the number of the last one.
-
-        Raises:
-            FellBehind: the next one is no longer there.
+        Raises FellBehind: the next one is no longer there.
         """
         if self.number - number > len(self._ring):
             raise FellBehind

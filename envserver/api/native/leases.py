@@ -197,9 +197,7 @@ def add_lease_routes(
 
 async def lease_answer(lease: Lease, encoder: GroupEncoder, headers: Headers) -> Response:
     """Encodes the lease in the format that the client accepts.
-
-    Raises:
-        DamagedBodies: some groups cannot be read.
+    Raises DamagedBodies: some groups cannot be read.
     """
     if GROUPS_MSGPACK in headers.get("accept", ""):
         return PackedAnswer(await encoder.lease(lease), GROUPS_MSGPACK, headers)

@@ -11,7 +11,6 @@ import hashlib
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Self
 
 from envserver_records.errors import ConflictError, InputError, NotFoundError
@@ -40,12 +39,7 @@ class Hangup:
         self._task = asyncio.create_task(self._listen(), name="hang-up")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
@@ -159,9 +153,7 @@ class Leasing:
     ) -> Lease | None:
         """Leases what becomes available within `seconds`; None if nothing does or the client
         disconnects.
-
-        Raises:
-            TooManyRequests: the run has its maximum number of open leases.
+        Raises TooManyRequests: the run has its maximum number of open leases.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -196,9 +188,7 @@ class Leasing:
 
 def lease_id_of(run: str, request: Request) -> str | None:
     """Returns the lease id derived from the request's Idempotency-Key; None without a key.
-
-    Raises:
-        InputError: the key is too long.
+    Raises InputError: the key is too long.
     """
     key = key_of(request)
     if key is None:
@@ -208,9 +198,7 @@ def lease_id_of(run: str, request: Request) -> str | None:
 
 def key_of(request: Request) -> str | None:
     """Returns the request's Idempotency-Key; None if absent.
-
-    Raises:
-        InputError: the key is too long.
+    Raises InputError: the key is too long.
     """
     key = request.headers.get("idempotency-key")
     if key and len(key) > _LONGEST_KEY:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import orjson
 import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EnvserverError, UsageError
 from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -41,9 +42,7 @@ async def converse(websocket: WebSocket, session: Session, idle_seconds: float) 
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        ends = await cancel_and_wait(*tasks)
         await session.close()
         with suppress(RuntimeError, WebSocketDisconnect, TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):

@@ -31,11 +31,7 @@ from .passing import COMPRESSED, PassedOn
 def follower_app(
     leadership: Leadership, link: LeaderLink, settings: ServerConfig, lag: LoopLag
 ) -> ASGIApp:
-    """Builds the application.
-
-    Raises:
-        ConfigError: the tokens file cannot be used.
-    """
+    """Builds the application. Raises ConfigError: the tokens file cannot be used."""
     health = Health(lag)
     health.role = partial(role, leadership)
     health.found("leader", link.probe)

@@ -85,9 +85,7 @@ class LeaderLink:
 
     def leader_for(self, scope: Scope) -> Leader:
         """Returns the leader that a request goes to.
-
-        Raises:
-            NoLeader: none is known, or the request comes from another follower.
+        Raises NoLeader: none is known, or the request comes from another follower.
         """
         leader = self._leadership.leader
         if leader is None or is_passed(scope):

@@ -10,6 +10,7 @@ import asyncio
 from typing import Final
 
 import aiohttp
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EnvserverError
 from starlette.types import Message, Receive, Scope, Send
 
@@ -74,9 +75,7 @@ async def _both_ways(
     try:
         await asyncio.wait({there, back}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (there, back):
-            task.cancel()
-        await asyncio.gather(there, back, return_exceptions=True)
+        await cancel_and_wait(there, back)
     if there.cancelled():
         return socket.close_code if back.exception() is None else _BROKE_OFF
     there.result()

@@ -68,11 +68,7 @@ async def read_batch_async(post: bytes, stream: Stream, most_bytes: int) -> list
 
 
 def read_posted_group(body: bytes, stream: Stream) -> EncodedPut:
-    """Reads the group in `body`, as packed by `records.pack`.
-
-    Raises:
-        InputError: see `validation.check_group`.
-    """
+    """Reads the group in `body`, as packed by `records.pack`."""
     (read,) = _checked([_Body(body)], stream)
     if isinstance(read, InputError):
         raise read
@@ -84,10 +80,6 @@ def read_batch(post: bytes, stream: Stream, most_bytes: int) -> list[ReadGroup]:
 
     Args:
         most_bytes: maximum total size of the groups when decompressed; memory use stays below it.
-
-    Raises:
-        InputError: `post` is not a list of groups.
-        TooLargeError: the groups exceed `most_bytes`.
     """
     try:
         parts = _LIST.decode(post)

@@ -133,9 +133,7 @@ class RunnerTable:
     async def save(self, one: RegisteredRunner) -> None:
         """Stores a registration. Of the runners that have left, those that left long ago or first
         are forgotten; the store still knows their streams by their groups.
-
-        Raises:
-            StoreFull: too many runners are registered and have not left.
+        Raises StoreFull: too many runners are registered and have not left.
         """
         self._gone.pop(one.id, None)
         forgotten = self._forget_gone(one.id)

@@ -24,9 +24,7 @@ answer is known. To find a mistake: --debug, --watch, --interactive."""
 def settings_for(environment: type[Environment]) -> type[RunSettings]:
     """Returns the settings of `run` with the fields of the environment's question, none of them
     required: there may be a task instead.
-
-    Raises:
-        ConfigError: a field has the name of a setting.
+    Raises ConfigError: a field has the name of a setting.
     """
     asked = environment.Question
     if taken := set(asked.model_fields) & set(RunSettings.model_fields):

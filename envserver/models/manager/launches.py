@@ -74,9 +74,7 @@ def find_vllm(python: Path | None) -> Vllm | str:
 
 def launches(spec: EngineSpec, vllm: Vllm | str, port: int) -> list[Launch]:
     """Returns the engines to try, in order; never empty.
-
-    Raises:
-        ConfigError: the requested backend is not installed.
+    Raises ConfigError: the requested backend is not installed.
     """
     local = Launch("local", _local(spec, port), {})
     if spec.backend == "local":

@@ -57,11 +57,7 @@ class RunningEngine:
         self._lost: asyncio.Future[EngineUnavailable] = asyncio.get_running_loop().create_future()
 
     async def until_lost(self) -> None:
-        """Waits until it is given up.
-
-        Raises:
-            EngineUnavailable: it is.
-        """
+        """Waits until it is given up. Raises EngineUnavailable: it is."""
         raise await asyncio.shield(self._lost)
 
     def give_up(self, error: EngineUnavailable) -> None:

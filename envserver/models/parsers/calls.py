@@ -56,9 +56,7 @@ def parameters_of(tools: Tools, name: str) -> dict[str, Any]:
 
 def json_at(text: str, start: int) -> tuple[Any, int]:
     """Returns the JSON value that begins at `start`, and its end.
-
-    Raises:
-        ValueError: there is none.
+    Raises ValueError: there is none.
     """
     try:
         return json.JSONDecoder().raw_decode(text, start)

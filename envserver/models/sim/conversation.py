@@ -47,9 +47,7 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[Message]:
 
 def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Checks and returns the tools of a request.
-
-    Raises:
-        EngineRefused: the list is empty, or a tool is not a function with a name.
+    Raises EngineRefused: the list is empty, or a tool is not a function with a name.
     """
     if tools is not None and not tools:
         raise refusal("`tools` must not be empty; leave it out instead.", param="tools")

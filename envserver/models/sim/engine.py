@@ -65,15 +65,12 @@ class SimEngine:
         return None
 
     async def model_name(self) -> str:
-        """See Engine."""
         return MODEL
 
     async def health(self) -> list[ReplicaHealth]:
-        """See Engine."""
         return self.replicas()
 
     def replicas(self) -> list[ReplicaHealth]:
-        """See Engine."""
         return [ReplicaHealth("sim", healthy=True)]
 
     async def get(self, path: str) -> Json:
@@ -114,7 +111,6 @@ class SimEngine:
         timeout_seconds: float,
         form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[Json]]:
-        """See Engine."""
         deadline = _now() + timeout_seconds
         plan = self.plan(path, {**body, "stream": True}, rollout_id)
         await self._before(plan, deadline)
@@ -122,9 +118,7 @@ class SimEngine:
 
     def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
         """Returns the answer to a POST at once, without waiting.
-
-        Raises:
-            EngineRefused: the request is wrong; `detail` holds `status` and `param`.
+        Raises EngineRefused: the request is wrong; `detail` holds `status` and `param`.
         """
         return self._planner.plan(path, body, rollout_id)
 

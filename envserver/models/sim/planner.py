@@ -64,9 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def chunks(self) -> Iterator[Json | None]:
         """Yields the chunks of the answer; a last None means that the connection breaks.
-
-        Raises:
-            EngineRefused: this endpoint does not stream.
+        Raises EngineRefused: this endpoint does not stream.
         """
         if not isinstance(self.answer, ChatAnswer | CompletionAnswer):
             raise refusal("This endpoint does not stream.", param="stream")
@@ -101,9 +99,7 @@ class Planner:
 
     def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
         """Returns the answer to a POST at once, without waiting.
-
-        Raises:
-            EngineRefused: the request is wrong; `detail` holds `status` and `param`.
+        Raises EngineRefused: the request is wrong; `detail` holds `status` and `param`.
         """
         if not isinstance(body, dict):
             raise refusal("The body must be a JSON object.")

@@ -21,27 +21,32 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = False
 
 
-class Body(msgspec.Struct, kw_only=True):
-    """Fields shared by all sampling endpoints."""
+class Sampled(msgspec.Struct, kw_only=True):
+    """Fields of all sampling endpoints."""
 
-    model: str | None = None
     n: Count | None = 1
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = False
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
     prompt_logprobs: Top | None = None
-    return_token_ids: bool | None = False
-    return_tokens_as_token_ids: bool | None = False
-    echo: bool | None = False
 
     def stops(self) -> list[str]:
         """The stop strings, without empty ones."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [text for text in stop if text]
+
+
+class Body(Sampled, kw_only=True):
+    """Fields of the endpoints for texts."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    echo: bool | None = False
 
 
 class ChatBody(Body, kw_only=True):
@@ -84,9 +89,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 def read(body: Any, kind: type[T]) -> T:
     """Converts `body` to `kind`.
-
-    Raises:
-        EngineRefused: something is missing or of a wrong type; `param` is its place.
+    Raises EngineRefused: something is missing or of a wrong type; `param` is its place.
     """
     try:
         return msgspec.convert(body, kind)
@@ -97,11 +100,7 @@ def read(body: Any, kind: type[T]) -> T:
 
 
 def check_sampling(body: Body) -> None:
-    """Checks rules between fields.
-
-    Raises:
-        EngineRefused: a rule is broken.
-    """
+    """Checks rules between fields. Raises EngineRefused: a rule is broken."""
     if body.stream_options is not None and not body.stream:
         raise refusal("Stream options need `stream`.", param="stream_options")
     if body.temperature == 0 and (body.n or 1) > 1:
@@ -114,9 +113,7 @@ def check_sampling(body: Body) -> None:
 
 def check_chat(body: ChatBody, names: set[str]) -> str:
     """Returns how tools may be used: "none", "auto", "required" or the name of a required tool.
-
-    Raises:
-        EngineRefused: the request contradicts itself or names a tool that it does not have.
+    Raises EngineRefused: the request contradicts itself or names a tool that it does not have.
     """
     check_sampling(body)
     if body.top_logprobs and not body.logprobs:

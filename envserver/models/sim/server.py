@@ -141,9 +141,7 @@ class _CutOff(StreamingResponse):
 
 def listening_socket(host: str, port: int) -> socket.socket:
     """Returns a socket that accepts connections at `host`; port 0 takes a free one.
-
-    Raises:
-        ConfigError: the address cannot be bound.
+    Raises ConfigError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio turns Nagle's algorithm off only where it is: without,

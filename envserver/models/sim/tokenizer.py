@@ -62,9 +62,7 @@ class SimTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`; special tokens in the text become special ids.
-
-        Raises:
-            UnicodeEncodeError: `text` holds unpaired surrogates.
+        Raises UnicodeEncodeError: `text` holds unpaired surrogates.
         """
         text.encode()
         ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
@@ -143,9 +141,7 @@ def shared_tokenizer() -> SimTokenizer:
 
 def canonical_arguments(arguments: Any) -> str:
     """Returns arguments of a call, JSON text or an object, as canonical JSON text.
-
-    Raises:
-        ValueError: they are not JSON, or nested too deep.
+    Raises ValueError: they are not JSON, or nested too deep.
     """
     try:
         text = arguments if isinstance(arguments, str) else _to_json(arguments)

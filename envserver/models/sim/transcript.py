@@ -68,11 +68,7 @@ class Transcript:
 
     @classmethod
     def read(cls, path: Path) -> Transcript:
-        """Reads the file.
-
-        Raises:
-            ConfigError: it cannot be read, or holds no answer.
-        """
+        """Reads the file. Raises ConfigError: it cannot be read, or holds no answer."""
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -87,9 +83,7 @@ class Transcript:
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
         """Returns the recorded text of the next assistant turn.
-
-        Raises:
-            EngineRefused: no recording begins so, or it has no further turn.
+        Raises EngineRefused: no recording begins so, or it has no further turn.
         """
         keys = _keys(conversation.messages)
         opening = next((one for one in keys if one in self._recordings), None)

@@ -52,9 +52,7 @@ class BucketInfo:
 
 def join(info: JoinInfo, rank: int) -> Any:
     """Joins the trainer's group as the engine's rank `rank`.
-
-    Raises:
-        RuntimeError: the trainer did not answer in time.
+    Raises RuntimeError: the trainer did not answer in time.
     """
     limit = timedelta(seconds=info.timeout_seconds)
     address, port = info.master_address, info.master_port

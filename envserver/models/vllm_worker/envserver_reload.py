@@ -2,9 +2,8 @@
 
 In: the path of a folder with safetensors, over `/collective_rpc`. Out: an engine whose every layer
 uses them. vLLM's own `reload_weights` misses one case on a CPU: an embedding that is also the
-output
-layer was packed for its matrix product when it was loaded, and the packed copy stays old. It is
-packed again here.
+output layer was packed for its matrix product when it was loaded, and the packed copy stays old. It
+is packed again here.
 
 This file is alone in its folder, for a Python that has vLLM but not this package:
 

@@ -26,7 +26,6 @@ class ChatDialect:
     table = CHAT
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """See DialectAdapter."""
         messages = chat_messages(body, memory.pop(CHECKED, 0))
         fields, tools = _fields_and_tools(body)
         options = body.get("stream_options")
@@ -50,15 +49,12 @@ class ChatDialect:
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        """See DialectAdapter."""
         return answer
 
     def writer(self, request: ModelRequest, memory: Memory) -> ChatWriter:
-        """See DialectAdapter."""
         return ChatWriter()
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
-        """See DialectAdapter."""
         return error_body(error)
 
 
@@ -77,17 +73,13 @@ class ChatWriter:
     """See EventWriter."""
 
     def begin(self) -> bytes:
-        """See EventWriter."""
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
-        """See EventWriter."""
         return event(chunk)
 
     def end(self) -> bytes:
-        """See EventWriter."""
         return DONE
 
     def fail(self, error: EnvserverError) -> bytes:
-        """See EventWriter."""
         return event(error_body(error))

@@ -65,18 +65,14 @@ def chat_messages(body: dict[str, Any], checked: int = 0) -> list[Message]:
 
 def chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the tools in field `tools`.
-
-    Raises:
-        InputError: a tool is not one of the agent's own functions.
+    Raises InputError: a tool is not one of the agent's own functions.
     """
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(objects(body, "tools"))]
 
 
 def chat_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
     """Returns the value of field `tool_choice`, and the tools that it leaves.
-
-    Raises:
-        InputError: it chooses something other than functions among `tools`.
+    Raises InputError: it chooses something other than functions among `tools`.
     """
     if isinstance(choice, str):
         return choice, tools

@@ -96,9 +96,7 @@ def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> 
     """Returns the fields of `holder` that `checks` names, checked, and leaves out all others.
 
     A field that is null stays null.
-
-    Raises:
-        InputError: a field fails its check.
+    Raises InputError: a field fails its check.
     """
     fields = {}
     for name, value in holder.items():
@@ -111,10 +109,7 @@ def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> 
 
 
 def refuse_others(holder: Mapping[str, Any], known: Collection[str], place: str) -> None:
-    """
-    Raises:
-        InputError: `holder` has a field that is not in `known`.
-    """
+    """Raises InputError: `holder` has a field that is not in `known`."""
     for name in holder:
         if name not in known:
             raise bad(f"{place}.{name[:80]}", "is not supported")

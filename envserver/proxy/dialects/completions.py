@@ -26,7 +26,6 @@ class CompletionsDialect:
     table = COMPLETIONS
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """See DialectAdapter."""
         prompts = _prompts(body.get("prompt"))
         options = body.get("stream_options")
         fields = {name: value for name, value in body.items() if name in COMPLETIONS.engine}
@@ -57,17 +56,14 @@ class CompletionsDialect:
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        """See DialectAdapter."""
         told = {**answer, "object": "text_completion"}
         told["choices"] = [_choice(c, c["message"]) for c in answer["choices"]]
         return told
 
     def writer(self, request: ModelRequest, memory: Memory) -> CompletionsWriter:
-        """See DialectAdapter."""
         return CompletionsWriter()
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
-        """See DialectAdapter."""
         return error_body(error)
 
 
@@ -75,7 +71,6 @@ class CompletionsWriter:
     """See EventWriter."""
 
     def begin(self) -> bytes:
-        """See EventWriter."""
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
@@ -88,11 +83,9 @@ class CompletionsWriter:
         return event(told)
 
     def end(self) -> bytes:
-        """See EventWriter."""
         return DONE
 
     def fail(self, error: EnvserverError) -> bytes:
-        """See EventWriter."""
         return event(error_body(error))
 
 

@@ -35,9 +35,7 @@ def engine_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 def effort_fields(effort: Any, place: str) -> dict[str, Any]:
     """Returns the field for the reasoning effort, if the agent sets one.
-
-    Raises:
-        InputError: `effort`, found at `place`, is not a short string.
+    Raises InputError: `effort`, found at `place`, is not a short string.
     """
     if effort is None:
         return {}
@@ -57,9 +55,7 @@ def function_tool(function: dict[str, Any], place: str) -> dict[str, Any]:
 
 def schema_format(schema: dict[str, Any], place: str) -> dict[str, Any]:
     """Returns the form of an answer that follows `schema`, which is found at `place`.
-
-    Raises:
-        InputError: a field is unknown or has another type.
+    Raises InputError: a field is unknown or has another type.
     """
     refuse_others(schema, _SCHEMA, place)
     return {"type": "json_schema", "json_schema": kept(schema, _SCHEMA, place)}
@@ -67,9 +63,7 @@ def schema_format(schema: dict[str, Any], place: str) -> dict[str, Any]:
 
 def response_format(form: dict[str, Any], place: str) -> dict[str, Any]:
     """Returns the form of an answer as the chat API writes it.
-
-    Raises:
-        InputError: its type is unknown, or a field is unknown or has another type.
+    Raises InputError: its type is unknown, or a field is unknown or has another type.
     """
     match form.get("type"):
         case "text" | "json_object" as kind:

@@ -43,9 +43,7 @@ _FORMAT = re.compile(r"[a-z0-9]{1,16}")
 def media_part(part: dict[str, Any], place: str) -> dict[str, Any] | None:
     """Returns the media part of a chat message with nothing in it that was not checked; None if
     `part` is not one.
-
-    Raises:
-        InputError: its address is not a `data:` address; see `data_url`.
+    Raises InputError: its address is not a `data:` address; see `data_url`.
     """
     kind = part.get("type")
     if kind == "input_audio":
@@ -62,11 +60,7 @@ def media_part(part: dict[str, Any], place: str) -> dict[str, Any] | None:
 
 
 def detail(given: Any, place: str) -> str:
-    """Returns an image's detail.
-
-    Raises:
-        InputError: it is not one of OpenAI's.
-    """
+    """Returns an image's detail. Raises InputError: it is not one of OpenAI's."""
     if given not in ("auto", "low", "high", "original"):
         raise bad(place, "must be auto, low, high or original")
     return str(given)
@@ -109,9 +103,7 @@ def _audio(given: Any, place: str) -> dict[str, str]:
 
 def check_media(messages: list[Message], limits: TokensConfig) -> None:
     """Checks the number and the bytes of all media of a request; each was checked before.
-
-    Raises:
-        InputError: they are too many or too large.
+    Raises InputError: they are too many or too large.
     """
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -129,9 +121,7 @@ def check_media(messages: list[Message], limits: TokensConfig) -> None:
 
 def check_images(images: list[ImageFacts], limits: TokensConfig) -> None:
     """Checks what the images of a request hold.
-
-    Raises:
-        InputError: one is broken, or has too many pixels, or all of them have.
+    Raises InputError: one is broken, or has too many pixels, or all of them have.
     """
     pixels = 0.0
     for number, facts in enumerate(images, 1):

@@ -36,7 +36,6 @@ class MessagesDialect:
     table = MESSAGES
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """See DialectAdapter."""
         refuse_impossible(body)
         wanted_tokens = count(body, "max_tokens")
         if wanted_tokens is None:
@@ -57,13 +56,10 @@ class MessagesDialect:
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        """See DialectAdapter."""
         return message_of(request, answer, Arguments(memory))
 
     def writer(self, request: ModelRequest, memory: Memory) -> MessagesWriter:
-        """See DialectAdapter."""
         return MessagesWriter(request, Arguments(memory))
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
-        """See DialectAdapter."""
         return error_of(error)

@@ -38,7 +38,6 @@ class MessagesWriter:
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
-        """See EventWriter."""
         events = self._beginning(chunk)
         self._ending.take(chunk)
         for part in parts_of(choice_of(chunk).get("delta") or {}):
@@ -46,7 +45,6 @@ class MessagesWriter:
         return events
 
     def end(self) -> bytes:
-        """See EventWriter."""
         events = self._beginning({}) + self._close()
         usage = usage_of(self._ending)
         stop = stop_of(self._ending, called=self._called)
@@ -54,7 +52,6 @@ class MessagesWriter:
         return events + named_event({"type": "message_stop"})
 
     def fail(self, error: EnvserverError) -> bytes:
-        """See EventWriter."""
         return named_event(error_of(error))
 
     def _beginning(self, chunk: dict[str, Any]) -> bytes:

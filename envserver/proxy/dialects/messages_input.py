@@ -23,9 +23,7 @@ _BILLING = "x-anthropic-billing-header"
 
 def messages_of(body: dict[str, Any], arguments: Arguments) -> list[Message]:
     """Returns the messages in fields `system` and `messages`, without an empty turn at the end.
-
-    Raises:
-        InputError: a block is not supported; `place` names it.
+    Raises InputError: a block is not supported; `place` names it.
     """
     conversation = Conversation()
     if body.get("system") is not None:

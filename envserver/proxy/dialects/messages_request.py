@@ -22,10 +22,7 @@ _THINKING = ("enabled", "adaptive", "between_tools")
 
 
 def refuse_impossible(body: dict[str, Any]) -> None:
-    """
-    Raises:
-        InputError: the request asks for something unsupported.
-    """
+    """Raises InputError: the request asks for something unsupported."""
     if body.get("thread"):
         raise InputError(
             "thread is not supported: send the whole conversation.",
@@ -38,18 +35,14 @@ def refuse_impossible(body: dict[str, Any]) -> None:
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the tools in the chat API's format.
-
-    Raises:
-        InputError: a tool is not one that the agent itself describes and runs.
+    Raises InputError: a tool is not one that the agent itself describes and runs.
     """
     return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(body, "tools"))]
 
 
 def wants_thinking(body: dict[str, Any]) -> bool:
     """Returns whether the agent asked to see the reasoning.
-
-    Raises:
-        InputError: `thinking` is malformed.
+    Raises InputError: `thinking` is malformed.
     """
     thinking = mapping(body, "thinking")
     kind = thinking.get("type", "disabled")
@@ -62,9 +55,7 @@ def fields_of(
     body: dict[str, Any], tools: list[dict[str, Any]], messages: list[Message]
 ) -> dict[str, Any]:
     """Returns the engine's fields other than messages and tools.
-
-    Raises:
-        InputError: a field is malformed or not supported.
+    Raises InputError: a field is malformed or not supported.
     """
     fields = engine_fields(body)
     stop = body.get("stop_sequences")

@@ -9,9 +9,7 @@ from envserver_records.errors import InputError
 
 def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[dict[str, Any]]:
     """Returns the list of objects in field `name`, or [].
-
-    Raises:
-        InputError: it is not such a list, or is empty though `needed`.
+    Raises InputError: it is not such a list, or is empty though `needed`.
     """
     values = body.get(name)
     if not needed and not values:
@@ -25,9 +23,7 @@ def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[di
 
 def count(body: dict[str, Any], name: str) -> int | None:
     """Returns the positive integer in field `name`, or None.
-
-    Raises:
-        InputError: it is something else.
+    Raises InputError: it is something else.
     """
     value = body.get(name)
     if value is None:
@@ -44,9 +40,7 @@ def bad(name: str, what: str) -> InputError:
 
 def string(holder: dict[str, Any], name: str, place: str = "") -> str:
     """Returns the string in field `name` of `holder`, which is at `place` in the request.
-
-    Raises:
-        InputError: it is not a string.
+    Raises InputError: it is not a string.
     """
     value = holder.get(name)
     if not isinstance(value, str):
@@ -56,9 +50,7 @@ def string(holder: dict[str, Any], name: str, place: str = "") -> str:
 
 def mapping(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:
     """Returns the object in field `name` of `holder`, which is at `place`, or {}.
-
-    Raises:
-        InputError: it is something else.
+    Raises InputError: it is something else.
     """
     value = holder.get(name)
     if value is None:
@@ -70,9 +62,7 @@ def mapping(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any
 
 def boolean(holder: dict[str, Any], name: str, place: str = "") -> bool | None:
     """Returns the boolean in field `name` of `holder`, which is at `place`, or None.
-
-    Raises:
-        InputError: it is something else.
+    Raises InputError: it is something else.
     """
     value = holder.get(name)
     if value is not None and not isinstance(value, bool):

@@ -39,7 +39,6 @@ class ResponsesDialect:
     table = RESPONSES
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """See DialectAdapter."""
         refuse_impossible(body)
         tools = tools_of(body)
         return ModelRequest(
@@ -60,7 +59,6 @@ class ResponsesDialect:
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        """See DialectAdapter."""
         ending = ending_of(answer)
         response = Head(request, answer).response(
             status_of(ending), output_of(request, answer), ending
@@ -69,11 +67,9 @@ class ResponsesDialect:
         return response
 
     def writer(self, request: ModelRequest, memory: Memory) -> ResponsesWriter:
-        """See DialectAdapter."""
         return ResponsesWriter(request, memory)
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
-        """See DialectAdapter."""
         return error_body(error)
 
 

@@ -148,8 +148,7 @@ def logprobs_of(choice: dict[str, Any]) -> list[Any]:
     """Returns the logprobs of an answer's or chunk's choice.
 
     They cover all sampled tokens, not just the text's, since an engine does not say which tokens
-    became
-    what."""
+    became what."""
     entries = (choice.get("logprobs") or {}).get("content") or []
     return [
         _logprob(entry)

@@ -35,7 +35,6 @@ class ResponsesWriter:
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
-        """See EventWriter."""
         _, events = self._begun(chunk)
         self._ending.take(chunk)
         choice = choice_of(chunk)
@@ -46,7 +45,6 @@ class ResponsesWriter:
         return events
 
     def end(self) -> bytes:
-        """See EventWriter."""
         head, events = self._begun({})
         if self._open is None:
             events += self._opened(OpenText(self._logprobs))
@@ -57,7 +55,6 @@ class ResponsesWriter:
         return events + self._tell({"type": f"response.{status}", "response": response})
 
     def fail(self, error: EnvserverError) -> bytes:
-        """See EventWriter."""
         head, events = self._begun({})
         events += self._closed("incomplete")
         code = "server_error" if error.status >= 500 else "invalid_prompt"

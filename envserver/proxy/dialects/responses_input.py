@@ -27,9 +27,7 @@ Find = Callable[[str], dict[str, Any] | None]
 
 def messages_of(given: Any, find: Find) -> list[Message]:
     """Returns the messages in field `input`.
-
-    Raises:
-        InputError: an item is not supported; `place` names it.
+    Raises InputError: an item is not supported; `place` names it.
     """
     reading = _Reading()
     if isinstance(given, str):

@@ -25,9 +25,7 @@ _WHOLE = "whole"
 
 def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
     """Returns the conversation that `previous_response_id` names, or [].
-
-    Raises:
-        InputError: no such response was stored.
+    Raises InputError: no such response was stored.
     """
     if body.get("previous_response_id") is None:
         return []

@@ -15,10 +15,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def refuse_impossible(body: dict[str, Any]) -> None:
-    """
-    Raises:
-        InputError: the request asks for something unsupported.
-    """
+    """Raises InputError: the request asks for something unsupported."""
     if body.get("truncation") not in (None, "disabled"):
         raise bad("truncation", "must be disabled: it would cut the prompt silently")
     if body.get("n") not in (None, 1):
@@ -33,9 +30,7 @@ def wants_logprobs(body: dict[str, Any]) -> bool:
 
 def fields_of(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the engine's fields other than messages and tools.
-
-    Raises:
-        InputError: a field is malformed or not supported.
+    Raises InputError: a field is malformed or not supported.
     """
     fields = engine_fields(body)
     if wants_logprobs(body):

@@ -20,9 +20,7 @@ _LEFT_OUT = ("web_search", "web_search_preview", "web_search_2025_08_26")
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the tools in the chat API's format; only the allowed ones if the agent limits them.
-
-    Raises:
-        InputError: a tool is not one of the agent's own functions.
+    Raises InputError: a tool is not one of the agent's own functions.
     """
     tools = [function_tool(tool, place) for tool, place in _functions(body)]
     choice = body.get("tool_choice")
@@ -38,9 +36,7 @@ def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def flat_name(holder: dict[str, Any], place: str) -> str:
     """Returns the engine's name for the function that `name` and `namespace` of `holder` name.
-
-    Raises:
-        InputError: one of them is not a text.
+    Raises InputError: one of them is not a text.
     """
     name = string(holder, "name", place)
     if holder.get("namespace") is None:

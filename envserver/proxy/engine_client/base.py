@@ -37,10 +37,8 @@ class EngineClient(Protocol):
     """Samples answers from an engine.
 
     Methods that call the engine raise only EngineError and its subclasses; EngineGarbage says what
-    an
-    answer lacks. All requests for one call go to the replica of `rollout_id`, and together they
-    take at
-    most `timeout_seconds`.
+    an answer lacks. All requests for one call go to the replica of `rollout_id`, and together they
+    take at most `timeout_seconds`.
     """
 
     def can_continue(self, body: ChatBody) -> str | None:
@@ -98,9 +96,7 @@ class EngineSession:
 
     async def post(self, path: str, body: ChatBody, form: type | None = None) -> ChatAnswer:
         """Sends one request and returns its answer; `form`: see the engine's `post`.
-
-        Raises:
-            EngineError: as the engine's `post`.
+        Raises EngineError: as the engine's `post`.
         """
         return await self._engine.post(
             path,
@@ -114,9 +110,7 @@ class EngineSession:
         self, path: str, body: ChatBody, form: type | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
         """Sends one request and streams its answer; `form`: see the engine's `stream`.
-
-        Raises:
-            EngineError: as the engine's `stream`.
+        Raises EngineError: as the engine's `stream`.
         """
         return self._engine.stream(
             path,
@@ -179,9 +173,7 @@ def _is_media(part: Any) -> bool:
 
 def require(holder: Any, name: str, kind: type, where: str) -> Any:
     """Returns `holder[name]`, which must be a `kind`.
-
-    Raises:
-        EngineGarbage: it is not; `where` names the holder in the message.
+    Raises EngineGarbage: it is not; `where` names the holder in the message.
     """
     value = holder.get(name) if isinstance(holder, dict) else None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -191,9 +183,7 @@ def require(holder: Any, name: str, kind: type, where: str) -> Any:
 
 def require_ids(holder: Any, name: str, where: str) -> list[int]:
     """Returns `holder[name]`, which must be a list of token ids: the engine gets them again.
-
-    Raises:
-        EngineGarbage: it is not.
+    Raises EngineGarbage: it is not.
     """
     ids: list[int] = require(holder, name, list, where)
     if (
@@ -206,9 +196,7 @@ def require_ids(holder: Any, name: str, where: str) -> list[int]:
 
 def choices_of(answer: ChatAnswer, count: int, where: str) -> list[dict[str, Any]]:
     """Returns the choices of a whole answer, ordered by index.
-
-    Raises:
-        EngineGarbage: the indices are not 0 to `count` - 1.
+    Raises EngineGarbage: the indices are not 0 to `count` - 1.
     """
     choices = require(answer, "choices", list, where)
     indices = [require(choice, "index", int, f"A choice in {where.lower()}") for choice in choices]
@@ -219,9 +207,7 @@ def choices_of(answer: ChatAnswer, count: int, where: str) -> list[dict[str, Any
 
 def index_of(choice: Any, count: int, where: str) -> int:
     """Returns the index of a chunk's choice.
-
-    Raises:
-        EngineGarbage: it is not one of 0 to `count` - 1.
+    Raises EngineGarbage: it is not one of 0 to `count` - 1.
     """
     index: int = require(choice, "index", int, where)
     if not 0 <= index < count:
@@ -237,9 +223,7 @@ def _index(choice: dict[str, Any]) -> int:
 def check_prompt(answer: ChatAnswer, sent: list[int], where: str) -> None:
     """Checks that the engine saw the prompt that it was sent; puts `sent` itself in its place,
     which is known to be well-formed.
-
-    Raises:
-        EngineGarbage: it echoes no prompt or another one.
+    Raises EngineGarbage: it echoes no prompt or another one.
     """
     if require(answer, "prompt_token_ids", list, where) != sent:
         raise EngineGarbage(f"{where} echoes another prompt than was sent.")
@@ -247,10 +231,7 @@ def check_prompt(answer: ChatAnswer, sent: list[int], where: str) -> None:
 
 
 def check_ended(unfinished: set[int]) -> None:
-    """
-    Raises:
-        EngineGarbage: a stream ended before all its choices did.
-    """
+    """Raises EngineGarbage: a stream ended before all its choices did."""
     if unfinished:
         raise EngineGarbage(f"The engine's stream ended before its choices {sorted(unfinished)}.")
 

@@ -22,7 +22,6 @@ class ChatClient:
         self._engine = engine
 
     def can_continue(self, body: ChatBody) -> str | None:
-        """See EngineClient."""
         return "engine_renders"
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
@@ -38,7 +37,6 @@ class ChatClient:
         timeout_seconds: float,
         bare: bool = False,
     ) -> ChatAnswer:
-        """See EngineClient."""
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
         return await session.post(PATH, not_streamed(body))
 
@@ -52,7 +50,6 @@ class ChatClient:
         timeout_seconds: float,
         bare: bool = False,
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-        """See EngineClient."""
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
         async with session.stream(PATH, streamed(body)) as chunks:
             yield chunks

@@ -121,13 +121,11 @@ class CompletionsClient:
         self._chat = ChatClient(engine)
 
     def can_continue(self, body: ChatBody) -> str | None:
-        """See EngineClient."""
         if has_media(body):
             return "multimodal"
         return _foreign_field(body) or self._reader.trouble(body)
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
-        """See EngineClient."""
         if prompt.ids is None:
             return self._chat.streams(body, prompt)
         return not (has_tools(body) or self._reasons)
@@ -141,7 +139,6 @@ class CompletionsClient:
         timeout_seconds: float,
         bare: bool = False,
     ) -> ChatAnswer:
-        """See EngineClient."""
         if prompt.ids is None:
             answer = await self._chat.whole(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
@@ -163,7 +160,6 @@ class CompletionsClient:
         timeout_seconds: float,
         bare: bool = False,
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-        """See EngineClient."""
         if prompt.ids is None:
             async with self._chat.stream(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds

@@ -101,9 +101,7 @@ class SentPrompt(NamedTuple):
 
     def check(self, answer: ChatAnswer, where: str) -> list[Range]:
         """Returns where the images are in the prompt that `answer` echoes.
-
-        Raises:
-            EngineGarbage: the engine saw another prompt, or other images, than it was sent.
+        Raises EngineGarbage: the engine saw another prompt, or other images, than it was sent.
         """
         echo = answer.get("prompt_token_ids")
         if isinstance(echo, msgspec.Raw):
@@ -136,9 +134,7 @@ class SentPrompt(NamedTuple):
 
 def image_ranges(holder: ChatAnswer, where: str) -> list[Range]:
     """Returns vLLM's `mm_placeholders` of the images of a prompt.
-
-    Raises:
-        EngineGarbage: they are missing or malformed.
+    Raises EngineGarbage: they are missing or malformed.
     """
     told = require(require(holder, "mm_placeholders", dict, where), "image", list, where)
     return [

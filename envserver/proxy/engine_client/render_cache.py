@@ -74,9 +74,7 @@ class RenderedPrompts:
         """Returns the checked rendering of `body`: the cached one, else what `render` returns.
 
         Bodies may differ in their seeds only.
-
-        Raises:
-            Exception: what this call's own `render` raises.
+        Raises Exception: what this call's own `render` raises.
         """
         key = _key(body, _OF_ONE_SAMPLE)
         rendering = self._rendering(key)
@@ -148,10 +146,7 @@ def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: list[int]) -> ChatBod
 
 
 def check_rendered(rendered: ChatAnswer) -> None:
-    """
-    Raises:
-        EngineGarbage: `rendered` is not a request with a prompt.
-    """
+    """Raises EngineGarbage: `rendered` is not a request with a prompt."""
     require_ids(rendered, "token_ids", _WHERE)
     require(rendered, "sampling_params", dict, _WHERE)
 

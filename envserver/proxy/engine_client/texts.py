@@ -34,9 +34,7 @@ async def whole_text(
     engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
 ) -> ChatAnswer:
     """Returns the answer to `body`, a complete request for /v1/completions.
-
-    Raises:
-        EngineError: as the engine's `post`; EngineGarbage where a choice has no text.
+    Raises EngineError: as the engine's `post`; EngineGarbage where a choice has no text.
     """
     session = EngineSession(engine, rollout_id, timeout_seconds)
     answer = await session.post(PATH, not_streamed(body))

@@ -23,9 +23,7 @@ async def tokenized(
     engine: Engine, body: ChatBody, rollout_id: str, timeout_seconds: float
 ) -> int | None:
     """Returns the number of tokens of the prompt of `body`; None: the engine has no such endpoint.
-
-    Raises:
-        EngineError: the engine failed, or refuses the conversation.
+    Raises EngineError: the engine failed, or refuses the conversation.
     """
     session = EngineSession(engine, rollout_id, timeout_seconds)
     request = {name: body[name] for name in _FIELDS if name in body}

@@ -75,7 +75,6 @@ class TokensClient:
         self._grids = Grids()
 
     def can_continue(self, body: ChatBody) -> str | None:
-        """See EngineClient."""
         return self._chat_only(body)
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
@@ -93,7 +92,6 @@ class TokensClient:
         timeout_seconds: float,
         bare: bool = False,
     ) -> ChatAnswer:
-        """See EngineClient."""
         if self._chat_only(body):
             return await self._chat.whole(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
@@ -121,7 +119,6 @@ class TokensClient:
         timeout_seconds: float,
         bare: bool = False,
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-        """See EngineClient."""
         if self._chat_only(body):
             async with self._chat.stream(
                 body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds

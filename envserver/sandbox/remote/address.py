@@ -30,9 +30,7 @@ class RemoteAddress:
     @functools.cache  # noqa: B019 - a process has few addresses
     def tls(self) -> ssl.SSLContext | None:
         """Returns the TLS settings; None: those of this machine.
-
-        Raises:
-            ConfigError: a file cannot be read.
+        Raises ConfigError: a file cannot be read.
         """
         if not self.ca_certs and not self.certfile:
             return None

@@ -52,9 +52,7 @@ class FramedLink:
 
     async def bodies(self) -> AsyncIterator[bytes]:
         """Yields the bodies of the frames that come, until the end of the connection.
-
-        Raises:
-            ValueError: a frame is too large.
+        Raises ValueError: a frame is too large.
         """
         while piece := await self._link.receive():
             for body in self._reader.feed(piece):

@@ -107,10 +107,6 @@ class Machines:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        """
-        Raises:
-            ConfigError: a file for TLS cannot be read.
-        """
         tls = self._address.tls()
         token = self._address.token
         self._session = aiohttp.ClientSession(
@@ -213,11 +209,7 @@ class Machines:
                 machine.failed("it runs another version of envserver")
 
     async def check(self) -> None:
-        """Looks whether there is a machine that answers.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Looks whether there is a machine that answers. Raises ConfigError: there is none."""
         await self.look()
         if all(one.problem for one in self.known):
             told = "; ".join(f"{one.url}: {one.problem}" for one in self.known)

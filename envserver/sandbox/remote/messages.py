@@ -138,9 +138,7 @@ for _kind in (*BODIES.values(), ExecResult, SandboxUsage, Received, Opened, Prob
 
 def framed(number: int, word: str, body: object) -> bytes:
     """Returns one message as a frame.
-
-    Raises:
-        InputError: it is too large, or text in it is not valid Unicode.
+    Raises InputError: it is too large, or text in it is not valid Unicode.
     """
     try:
         packed = msgspec.msgpack.encode((number, word, body))

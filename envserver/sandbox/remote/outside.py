@@ -13,6 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EnvserverError, InputError
 
 from ...proxy.egress import Closable, OnConnection
@@ -128,9 +129,7 @@ class Arrivals:
                 while data := await loop.sock_recv(ours, _PIECE_BYTES):
                     await self._ask("pass", Pass(number=number, data=data), None)
             finally:
-                taking.cancel()
-                serving.cancel()
-                await asyncio.gather(taking, serving, return_exceptions=True)
+                await cancel_and_wait(taking, serving)
                 await self._ask("pass", Pass(number=number, data=b""), None)
 
     async def _take(self, number: int, ours: socket.socket) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EnvserverError, InputError, SandboxLost, SandboxUnavailable
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
@@ -119,7 +120,6 @@ class MachineSandbox:
         return await self._ask("total", None, SandboxUsage)
 
     async def lead_out(self, serve: OnConnection) -> Arrivals | None:
-        """See `maker.TalkingSandbox`."""
         if not await self._ask("lead_out", None, bool):
             return None
         return Arrivals(self._ask, serve)
@@ -128,7 +128,6 @@ class MachineSandbox:
     async def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
     ) -> AsyncIterator[StartedProgram]:
-        """See `maker.TalkingSandbox`."""
         body = StartProgram(argv=list(argv), env=dict(env), wall_seconds=wall_seconds)
         await self._ask("start", body, type(None))
         stdio, ours = socket_pair()
@@ -141,9 +140,7 @@ class MachineSandbox:
             yield program
         finally:
             stdio.close()
-            for pump in pumping:
-                pump.cancel()
-            await asyncio.gather(*pumping, return_exceptions=True)
+            await cancel_and_wait(*pumping)
             ours.close()
             program.result = await self._ask("ended", None, ExecResult)
 
@@ -155,8 +152,7 @@ class MachineSandbox:
             with contextlib.suppress(EnvserverError, TimeoutError):
                 async with asyncio.timeout(_GRACE_SECONDS):
                     await self._asked("close", None, type(None))
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
+        await cancel_and_wait(self._reading)
         await self._websocket.close()
 
     def _check_input(self, stdin: bytes) -> None:

@@ -137,5 +137,5 @@ def _alarm(finding: Finding, since: float) -> Alarm:
         since=since,
         environment=finding.environment,
         link=finding.link,
-        about=finding.about,
+        about=finding.key[1],
     )

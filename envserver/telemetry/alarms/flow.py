@@ -114,7 +114,6 @@ def rollouts_hang(at: Situation) -> Iterator[Finding]:
                 f"No rollout of {environment} has ended for {duration(seconds)}, while "
                 f"{counted(running[-1], 'rollout')} run."
             ),
-            about=environment,
             environment=environment,
             link="#/workers",
             since=float(curves.times[-1] - seconds),
@@ -144,7 +143,6 @@ def rollouts_lost(at: Situation) -> Iterator[Finding]:
                 f"{percent(lost / ended)} of the rollouts of {environment} ({lost:g} of "
                 f"{ended:g} {at.recently()}) were lost{why}{_words(at.facts, kind)}."
             ),
-            about=environment,
             environment=environment,
             link=f"#/failures?environment={environment}",
         )
@@ -182,7 +180,6 @@ def workers_die(at: Situation) -> Iterator[Finding]:
                 f"{counted(deaths, 'worker')} of {environment} died {at.recently()} "
                 f"({kind}){_words(at.facts, kind)}."
             ),
-            about=environment,
             environment=environment,
             link="#/workers",
         )
@@ -215,7 +212,6 @@ def rollouts_cut(at: Situation) -> Iterator[Finding]:
                 f"{ended:g} {at.recently()}) end at a limit, most at "
                 f"{_LIMITS.get(limit, limit)}."
             ),
-            about=environment,
             environment=environment,
             link=of_groups(environment, end=limit),
         )
@@ -359,7 +355,6 @@ def runners_silent(at: Situation) -> Iterator[Finding]:
                 text=f"{counted(silent, 'runner')} of {environment} on another machine is silent."
                 if silent == 1
                 else f"{counted(silent, 'runner')} of {environment} on other machines are silent.",
-                about=environment,
                 environment=environment,
                 link="#/workers",
             )

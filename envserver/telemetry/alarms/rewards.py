@@ -128,7 +128,6 @@ def longer_answers(at: Situation) -> Iterator[Finding]:
                 f"{lengths[-1]:,.0f} tokens a rollout, while its reward does not: "
                 f"{rewards[0]:.2f}, then {rewards[1]:.2f}."
             ),
-            about=environment,
             environment=environment,
             link=of_groups(environment, order="longest"),
         )
@@ -164,7 +163,6 @@ def alike_groups(at: Situation) -> Iterator[Finding]:
                     f"({counted(groups, 'group')} {at.recently()}) all rewards are equal: there "
                     "is nothing to learn."
                 ),
-                about=environment,
                 environment=environment,
                 link=of_groups(environment, order="newest"),
             )
@@ -177,7 +175,6 @@ def alike_groups(at: Situation) -> Iterator[Finding]:
                     f"({counted(groups, 'group')} {at.recently()}) all rollouts say the same: is "
                     "the temperature 0, or has the policy collapsed?"
                 ),
-                about=environment,
                 environment=environment,
                 link=of_groups(environment, order="newest"),
             )
@@ -198,7 +195,6 @@ def _always(at: Situation, environment: str, bound: str, groups: float) -> Findi
             f"The reward of {environment} is always {value:g} "
             f"({counted(groups, 'group')} {at.recently()}): {why}."
         ),
-        about=environment,
         environment=environment,
         link=of_groups(environment, order="newest"),
     )
@@ -228,7 +224,6 @@ def untrained_tokens(at: Situation) -> Iterator[Finding]:
                 f"{percent(share)} of the sampled tokens of {environment} are not trained"
                 f"{f', most because of {most}' if most else ''}."
             ),
-            about=environment,
             environment=environment,
             link=of_groups(environment, **({"flag": most} if most else {})),
         )

@@ -46,7 +46,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         text: a whole sentence.
-        about: an environment or a replica; "": the server.
+        about: a replica, or another part; "": the environment, or the server.
         environment: None: not of one environment.
         since: seconds since 1970, if the numbers tell.
     """
@@ -61,7 +61,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> Key:
-        return (self.name, self.about)
+        return (self.name, self.about or self.environment or "")
 
 
 class Situation(msgspec.Struct, frozen=True):

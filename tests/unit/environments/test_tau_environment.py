@@ -31,9 +31,7 @@ from envserver import (
     ServiceError,
     Task,
 )
-from envserver.judge_config import JudgeConfig
 from envserver.judges.client import ScorerJudge
-from envserver.running.judging import judge_settings
 
 LINE = {"customer_id": "C21", "line_id": "L21"}
 
@@ -267,17 +265,6 @@ async def test_the_judge_is_asked_when_a_conversation_is_scored(tau2: Path, met:
     for other, reward in (({**output, "verdicts": [not met]}, not met), (unfinished, 0)):
         assert environment.score(task, Result(output=other)).reward == float(reward)
     assert set(environment.agents()) == {"agent", "user"}
-
-
-async def test_the_old_name_of_the_judges_settings_still_counts(tau2: Path) -> None:
-    old = {"base_url": "http://localhost:1", "model_name": "big", "api_key": "sk-judge"}
-    config = Tau.Config(nl_assertions="judge", agents={"judge": old})
-    found = judge_settings(JudgeConfig(), config)
-    assert (found.base_url, found.model_name) == ("http://localhost:1", "big")
-    assert found.api_key.get_secret_value() == "sk-judge"
-    new = JudgeConfig(base_url="http://localhost:2")
-    assert judge_settings(new, config) is new
-    assert set(Tau(config).agents()) == {"agent", "user", "judge"}
 
 
 @pytest.mark.parametrize(

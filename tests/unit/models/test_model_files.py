@@ -1,11 +1,9 @@
-"""Where a served model's tokenizer and chat template are found; the local engine's old name."""
+"""Where a served model's tokenizer and chat template are found."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +125,3 @@ def test_why_prompts_are_not_continued_leaves_this_machine_sans_folders(tmp_path
         ("the engine lacks /tokenize", None),
     ):
         assert without_folders(text) == (shown or text)
-
-
-def test_the_old_command_starts_the_local_engine_and_says_its_new_name() -> None:
-    command = [sys.executable, "-m", "envserver.models.local", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: python -m envserver_local [-h] --model MODEL")
-    assert done.stderr.splitlines() == [
-        "envserver.models.local is now envserver_local: python -m envserver_local"
-    ]

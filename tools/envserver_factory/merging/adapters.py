@@ -88,7 +88,6 @@ class Adapted:
         }
 
     def files(self) -> list[Path]:
-        """See `Model`."""
         return [self.folder / _WEIGHTS, *self._below.files()]
 
     def raw(self, name: str, begin: int, end: int) -> bytes:
@@ -96,7 +95,6 @@ class Adapted:
         return self._below.raw(name, begin, end)
 
     def values(self, name: str, begin: int, end: int) -> Floats:
-        """See `Model`."""
         # peft saves an embedding whole beside its factors.
         whole = self._whole.get(name)
         values = _rows(whole, begin, end) if whole else self._below.values(name, begin, end)
@@ -175,11 +173,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Reads adapter_config.json.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Reads adapter_config.json. Raises InputError: it cannot be read."""
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -69,9 +69,7 @@ def check(
     base: Model, others: Sequence[Model], allowed: Allowed
 ) -> tuple[dict[Path, Names], list[str]]:
     """Returns for each other model, by folder, its names of the tensors; and notes.
-
-    Raises:
-        InputError: they cannot be merged; the message has all reasons.
+    Raises InputError: they cannot be merged; the message has all reasons.
     """
     found = _Found()
     _check_alone(base, found)
@@ -91,11 +89,7 @@ def check(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads a model's config.json; empty where there is none (an adapter's folder).
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Reads a model's config.json; empty where there is none (an adapter's folder)."""
     path = folder / "config.json"
     if not path.is_file():
         return {}

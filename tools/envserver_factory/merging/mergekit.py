@@ -94,11 +94,7 @@ def merge_with(
 
 
 def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
-    """Returns mergekit's configuration.
-
-    Raises:
-        ConfigError: the method does not take these models.
-    """
+    """Returns mergekit's configuration."""
     if any(one.minus is not None for one in recipe.vectors) or recipe.alphas != (1.0,):
         raise ConfigError(
             f"--method {method.name} takes models with weights: --add DIR=0.5.",
@@ -130,11 +126,7 @@ def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
 
 
 def find_program() -> str:
-    """Finds the program.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Finds the program."""
     beside = Path(sys.executable).with_name(PROGRAM)
     found = shutil.which(PROGRAM) or (str(beside) if beside.is_file() else None)
     if found is None:

@@ -158,9 +158,7 @@ class Weights:
 
 def read_header(path: Path) -> File:
     """Reads the header of a safetensors file.
-
-    Raises:
-        InputError: the file is of another kind or broken; the message says how.
+    Raises InputError: the file is of another kind or broken; the message says how.
     """
     try:
         size = path.stat().st_size
@@ -229,11 +227,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Reads the index of a sharded model: tensor -> file.
-
-    Raises:
-        InputError: the index is broken.
-    """
+    """Reads the index of a sharded model: tensor -> file."""
     path = folder / INDEX
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]

@@ -29,9 +29,7 @@ _KIND: Final = "task vector"
 
 def open_vector(path: Path) -> Weights:
     """Opens a file that `vector_layout` describes.
-
-    Raises:
-        InputError: it is broken, or not a task vector.
+    Raises InputError: it is broken, or not a task vector.
     """
     weights = Weights(path)
     if weights.parts[0].metadata.get("kind") != _KIND:

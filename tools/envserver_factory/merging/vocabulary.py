@@ -6,13 +6,14 @@ row by row only where row i belongs to the same token in all models.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from envserver_records.errors import InputError
+
+from .card import digest_of
 
 FAST: Final = "tokenizer.json"
 _OTHERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
@@ -22,9 +23,7 @@ _SHOWN: Final = 4
 
 def differences(base: Path, other: Path) -> list[str]:
     """Returns the differences of two tokenizers; none where a folder has no tokenizer.
-
-    Raises:
-        InputError: a tokenizer cannot be read.
+    Raises InputError: a tokenizer cannot be read.
     """
     if (base / FAST).is_file() and (other / FAST).is_file():
         if _same_bytes(base / FAST, other / FAST):
@@ -100,9 +99,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
-    return one.stat().st_size == other.stat().st_size and _digest(one) == _digest(other)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return one.stat().st_size == other.stat().st_size and digest_of(one) == digest_of(other)

@@ -55,9 +55,7 @@ class WeightsWriter:
 
     def close(self) -> str:
         """Syncs the file to disk; returns its sha256.
-
-        Raises:
-            ValueError: there are too few or too many bytes.
+        Raises ValueError: there are too few or too many bytes.
         """
         if self._missing:
             raise ValueError(f"{self.path.name} lacks {self._missing} bytes")

@@ -19,9 +19,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def check_name(name: str) -> None:
     """Checks the name of a data set.
-
-    Raises:
-        ConfigError: `name` is invalid, or huggingface_hub is not installed.
+    Raises ConfigError: `name` is invalid, or huggingface_hub is not installed.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(

@@ -62,9 +62,7 @@ def with_results(text: str, name: str, results: Sequence[Result]) -> str:
 
 def split_card(text: str) -> tuple[dict[str, Any], str]:
     """Returns the header of a card, {} without one, and the text below.
-
-    Raises:
-        InputError: the header is not a YAML mapping.
+    Raises InputError: the header is not a YAML mapping.
     """
     found = _HEADER.match(text)
     if found is None:

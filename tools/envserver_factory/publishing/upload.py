@@ -51,9 +51,7 @@ def upload(
 
 def check_target(target: str) -> None:
     """Checks a target.
-
-    Raises:
-        ConfigError: `target` is invalid, or a library for it is not installed.
+    Raises ConfigError: `target` is invalid, or a library for it is not installed.
     """
     if target.startswith(HUB):
         _data_set(target)

@@ -9,7 +9,6 @@ import json
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
 Json = dict[str, Any]
@@ -27,12 +26,7 @@ class Spool:
     def __enter__(self) -> Spool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def __len__(self) -> int:

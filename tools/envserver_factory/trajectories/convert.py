@@ -109,9 +109,7 @@ class Converter:
 
     def trajectories(self, document: Document) -> list[Json]:
         """Returns the trajectories in `document`, all valid, with ids not used before.
-
-        Raises:
-            ValueError, InputError: it holds none, or one that is invalid.
+        Raises ValueError, InputError: it holds none, or one that is invalid.
         """
         if document.problem is not None:
             raise ValueError(document.problem)

@@ -30,9 +30,7 @@ _ABOUT_A_FOLDER = ("MANIFEST.json", "SUMMARY.json", "summary.json")
 
 def files_of(sources: Sequence[str]) -> list[Path]:
     """Returns the files that `sources` name, each once, sorted by path.
-
-    Raises:
-        NotFoundError: a source names no file.
+    Raises NotFoundError: a source names no file.
     """
     found: dict[str, Path] = {}
     for source in sources:

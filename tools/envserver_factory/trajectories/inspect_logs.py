@@ -44,9 +44,7 @@ def is_inspect_log(value: Any) -> bool:
 
 def inspect_documents(path: Path) -> Iterator[Document]:
     """Yields a document for each sample of a log.
-
-    Raises:
-        ConfigError: inspect_ai is not installed.
+    Raises ConfigError: inspect_ai is not installed.
     """
     require_inspect()
     size = path.stat().st_size

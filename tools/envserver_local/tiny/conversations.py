@@ -67,9 +67,7 @@ class Conversation:
 
 def read_conversations(path: Path) -> list[Conversation]:
     """Reads all rollouts with a reward from a file of groups, sorted by id.
-
-    Raises:
-        InputError: a line is not a group of `envserver process`, or there is no conversation.
+    Raises InputError: a line is not a group of `envserver process`, or there is no conversation.
     """
     found: list[Conversation] = []
     with path.open(encoding="utf-8") as lines:

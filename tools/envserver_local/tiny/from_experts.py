@@ -118,9 +118,7 @@ async def make_from_experts(
     folder: Path, plan: TinyPlan, view: TinyView, *, overwrite: bool
 ) -> None:
     """Makes the model in `folder`; call `check_folder` first.
-
-    Raises:
-        EnvserverError: the experts failed.
+    Raises EnvserverError: the experts failed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tiny-", dir=folder.parent) as place:

@@ -31,11 +31,7 @@ def names(data: bytes) -> set[str]:
 
 
 def check(data: bytes, limits: Limits) -> zipfile.ZipFile:
-    """Opens the archive.
-
-    Raises:
-        BadArchive: it is broken, or its contents exceed the limits.
-    """
+    """Opens the archive. Raises BadArchive: it is broken, or its contents exceed the limits."""
     archive = _opened(data)
     members = archive.infolist()
     if len(members) > limits.members:
@@ -69,9 +65,7 @@ def listing(data: bytes, limits: Limits) -> str:
 
 def member(data: bytes, name: str, limits: Limits) -> bytes:
     """Reads one member.
-
-    Raises:
-        BadArchive: the member is missing, too large, encrypted or broken.
+    Raises BadArchive: the member is missing, too large, encrypted or broken.
     """
     archive = _opened(data)
     try:

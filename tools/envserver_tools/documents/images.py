@@ -38,11 +38,7 @@ def kind_of(data: bytes) -> str:
 
 
 def facts(data: bytes) -> str:
-    """Returns lines that describe the image.
-
-    Raises:
-        BadImage: it cannot be read.
-    """
+    """Returns lines that describe the image. Raises BadImage: it cannot be read."""
     from PIL import Image
 
     kind = kind_of(data)

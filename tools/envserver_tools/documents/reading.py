@@ -152,9 +152,7 @@ def read_bytes(
     limits: Limits | None = None,
 ) -> Text:
     """Reads a document in this process, with limits on sizes only; library errors propagate.
-
-    Raises:
-        DocumentError: the document cannot be read.
+    Raises DocumentError: the document cannot be read.
     """
     limits = limits or Limits()
     steps = [step for step in member.split(MEMBER_MARK) if step] if member else []

@@ -75,11 +75,7 @@ class PassageIndex:
 
 @functools.cache
 def need_library() -> Any:
-    """Imports bm25s.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Imports bm25s. Raises ConfigError: it is not installed."""
     try:
         library = importlib.import_module("bm25s")
     except ImportError as error:

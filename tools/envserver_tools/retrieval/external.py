@@ -10,7 +10,6 @@ errors are infrastructure failures, never the agent's.
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -57,20 +56,13 @@ class HttpRetriever:
         self._http = aiohttp.ClientSession(timeout=timeout)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._http is not None:
             await self._http.close()
 
     async def search(self, query: str, top_k: int) -> list[Hit]:
         """Returns at most `top_k` hits, in the retriever's order.
-
-        Raises:
-            ServiceError: it does not answer, or its answer holds no hits.
+        Raises ServiceError: it does not answer, or its answer holds no hits.
         """
         body = orjson.dumps({"queries": [query], "topk": top_k, "return_scores": True})
         async with self._places:

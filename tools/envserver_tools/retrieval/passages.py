@@ -44,9 +44,7 @@ class Passage:
         """Reads a passage with `title`, and `sentences` or `text` (or `contents`).
 
         Without a title, the first of several lines is the title (Search-R1's corpora).
-
-        Raises:
-            InputError: the data has another form.
+        Raises InputError: the data has another form.
         """
         if isinstance(data, str):
             data = {"contents": data}

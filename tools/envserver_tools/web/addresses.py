@@ -30,9 +30,7 @@ class PrivateAddress(OSError):
 
 def normal_url(url: str) -> str:
     """The one way in which `url` is written: no fragment, no default port, no tracking words.
-
-    Raises:
-        BadAddress: it is not an address of a web page.
+    Raises BadAddress: it is not an address of a web page.
     """
     url = url.strip()
     if len(url) > MOST_URL_CHARACTERS:
@@ -79,9 +77,7 @@ def _without_dots(path: str) -> str:
 
 def check_literal(host: str) -> None:
     """Refuses a host that is a number of a private network, or a number in disguise.
-
-    Raises:
-        PrivateAddress: it is one.
+    Raises PrivateAddress: it is one.
     """
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])

@@ -120,9 +120,7 @@ class Fetcher:
         tries: int = 3,
     ) -> Raw:
         """Asks a provider, again after a while where that may help.
-
-        Raises:
-            ProviderFailed: it does not answer; without any key in its words.
+        Raises ProviderFailed: it does not answer; without any key in its words.
         """
         wait, said = 1.0, ""
         for left in reversed(range(tries)):

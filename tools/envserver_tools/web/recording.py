@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.files import replace_file, replacing
 
 from .answers import Raw
@@ -164,9 +165,7 @@ class Recorder:
     async def aclose(self) -> None:
         """Cancels open requests."""
         flights = list(self._flights.values())
-        for flight in flights:
-            flight.cancel()
-        await asyncio.gather(*flights, return_exceptions=True)
+        await cancel_and_wait(*flights)
 
     def _landed(self, place: str, group: str, flight: asyncio.Task[Raw]) -> None:
         del self._flights[place]
@@ -303,9 +302,7 @@ class Store:
 
     def take_in(self, path: Path) -> int:
         """Adds the new answers of an `export` archive; returns their number.
-
-        Raises:
-            ValueError: it has other content, or a damaged body; earlier answers were added.
+        Raises ValueError: it has other content, or a damaged body; earlier answers were added.
         """
         count = 0
         with tarfile.open(path, "r:") as archive:

@@ -77,11 +77,7 @@ async def solve(
 
 @cache
 def _smol_run() -> type[SmolRun]:
-    """Imports smolagents, once.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Imports smolagents, once."""
     if importlib.util.find_spec("smolagents") is None:
         raise ConfigError(
             "smolagents is not installed.",

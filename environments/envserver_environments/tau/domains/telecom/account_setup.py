@@ -30,9 +30,6 @@ class AccountSetup(Accounts):
 
         Args:
             contract_ended: its contract has also run out.
-
-        Raises:
-            ValueError: the line is not active, or not that customer's.
         """
         line = self.line_of(customer_id, line_id)
         if line["status"] != "Active":
