@@ -73,7 +73,7 @@ FLAGS: dict[str, Flag] = {
     "think_stripped": Flag("train", "the chat template dropped earlier reasoning"),
     "think_kept": Flag("train", "earlier reasoning was kept that the template would drop"),
     "ambiguous_parent": Flag("train", "several recorded answers match; the latest was continued"),
-    "render_mismatch": Flag("train", "our rendering of the prompt differs from the engine's"),
+    "render_mismatch": Flag("train", "not continued: the engine renders the rollout otherwise"),
     "suffix_refused": Flag("train", "the conversation could not be continued exactly"),
     "multimodal_unstitched": Flag("train", "images or audio: the engine rendered the prompt"),
     "images_unplaced": Flag("mask", "which tokens of the prompt stand for its images is unknown"),
