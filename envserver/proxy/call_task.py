@@ -32,6 +32,8 @@ from ..tokens.prompts import PromptPlan
 from .attempts import ProxyAttempt, TokenReservation
 from .body import EngineBody, engine_body
 from .constraints import without_strict
+from .dialects.answers import TextPart, ToolCall, parts_of
+from .dialects.messages_arguments import is_object
 from .endpoint import VERSION_PLACEHOLDER, EngineEndpoint, ReadyEngine
 from .engine_answer import EngineAnswer, SampledChoice, parse_answer
 from .engine_client.base import EXPERTS_START
@@ -186,6 +188,11 @@ class CallTask:
     def is_waited_for(self) -> bool:
         """Whether a request waits for the answer."""
         return self._waiting > 0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the answer has text or calls, all of them, which a client can read."""
+        return any(map(_is_usable, self.calls))
 
     # Whole answers
 
@@ -447,3 +454,13 @@ class CallTask:
     @property
     def _seconds_left(self) -> float:
         return max(0.0, self._attempt.seconds_left)
+
+
+def _is_usable(call: Call) -> bool:
+    is_cut = not {"truncated_length", "finish_abort"}.isdisjoint(call.flags)
+    parts = [*parts_of(call.message)]
+    calls = [one for one in parts if isinstance(one, ToolCall)]
+    says = any(
+        isinstance(one, TextPart) and one.kind == "text" and one.text.strip() for one in parts
+    )
+    return not is_cut and (says or bool(calls)) and all(is_object(one.arguments) for one in calls)
