@@ -2,7 +2,8 @@
 
 The run alone decides the distribution that tokens are sampled from: its temperature and top_p are
 sent whatever the agent asks for, and every other sampler setting is sent switched off, so no
-model's default changes it. What the agent's protocol needs (stop, tools, seed, formats) is kept.
+model's default changes it. What the agent's protocol needs (stop, tools, seed, formats) is kept,
+except for `parallel_tool_calls`: vLLM would mask what is sampled after the first call.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def engine_body(
     if exact:
         body.update(_SAMPLERS_OFF)
         body["return_token_ids"] = True
+        body.pop("parallel_tool_calls", None)
     for name in ("temperature", "top_p"):
         if name in sampling:
             body[name] = sampling[name]
@@ -127,6 +129,8 @@ def _flags(request: ModelRequest, body: dict[str, Any]) -> list[str]:
         flags.append("strict_dropped")
     if request.unchecked:
         flags.append("unchecked_fields")
+    if request.ignored:
+        flags.append("fields_ignored")
     return flags
 
 

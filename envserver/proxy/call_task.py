@@ -257,6 +257,8 @@ class CallTask:
                 timeout_seconds=self._seconds_left,
             )
             engine_answer = parse_answer(answer)
+            if self._sent.fields.get("parallel_tool_calls") is False:
+                engine_answer.leave_one_call()
             note_answer(span, engine_answer)
         if self._wants_experts:
             start, sent = self._experts_start, self._prompt.ids
@@ -385,6 +387,7 @@ class CallTask:
 
     def _context(self, engine_answer: EngineAnswer) -> CallContext:
         request = self._sent
+        ignored = request.ignored
         searched = bool(self._images) and engine_answer.images is None
         first_version, last_version = self._versions()
         return CallContext(
@@ -395,7 +398,7 @@ class CallTask:
             digest=self._digest,
             messages=request.messages,
             tools=request.tools,
-            sampling=self._body.sampling(),
+            sampling=self._body.sampling() | ({"ignored": ignored} if ignored else {}),
             logprobs_kind=self._ready.logprobs_kind,
             streamed=request.stream,
             started_at=self._started_at,

@@ -299,11 +299,9 @@ class FakeVllm:
         choice = {**sampled, "message": self.message(body, sampled["text"]), "logprobs": None}
         del choice["text"], choice["token_ids"]
         calls = None if self.tool_calls else choice["message"].get("tool_calls")
-        if calls:
-            if body.get("parallel_tool_calls") is False:
-                del calls[1:]
-            if body.get("tool_choice", "auto") == "auto" or choice["finish_reason"] == "stop":
-                choice["finish_reason"] = "tool_calls"
+        ends = body.get("tool_choice", "auto") == "auto" or choice["finish_reason"] == "stop"
+        if calls and ends:
+            choice["finish_reason"] = "tool_calls"
         if "ids" in self.can and body.get("logprobs"):
             choice["logprobs"] = self.scored(ids, body, body.get("top_logprobs", 0))
         if "ids" in self.can and body.get("return_token_ids"):
