@@ -43,7 +43,7 @@ from .hooks import Hooks
 from .missing_version import MissingVersion
 from .model_request import ModelRequest
 from .recording import CallContext, calls_of, mark_delivered, mark_replayed, names_version
-from .streaming import Collector, clean_answer, clean_chunk, is_last
+from .streaming import Collector, clean_answer, clean_chunk, is_last, leave_one_call
 from .tracing import model_call, note_answer, note_tools
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
@@ -226,6 +226,8 @@ class CallTask:
             answer, engine_answer = await self._sampled()
             reservation.spent = engine_answer.tokens()
             clean_answer(answer, self.request)
+            if self._sent.fields.get("parallel_tool_calls") is False:
+                leave_one_call(answer, engine_answer)
             refused = None
             if self._hooks is not None and self._hooks.on_answer is not None:
                 refused = await self._hooks.answers(
@@ -257,8 +259,6 @@ class CallTask:
                 timeout_seconds=self._seconds_left,
             )
             engine_answer = parse_answer(answer)
-            if self._sent.fields.get("parallel_tool_calls") is False:
-                engine_answer.leave_one_call()
             note_answer(span, engine_answer)
         if self._wants_experts:
             start, sent = self._experts_start, self._prompt.ids

@@ -21,8 +21,8 @@ class SampledChoice(msgspec.Struct, kw_only=True):
         prompt_ids: of this choice alone, if a request held several prompts.
         weight_versions: vLLM's spans of `ids`, each {"version", "start", "end"}.
         told_experts: as the engine tells them; `experts`: read (`CallTask`).
-        calls_dropped: whether it had further calls, see `EngineAnswer.leave_one_call`.
-        returned: the message that the agent gets instead, if a hook changed it.
+        calls_dropped: whether the agent gets the first of its calls only.
+        returned: the message that the agent gets instead, if it is another.
         hooked: what a hook did to it.
     """
 
@@ -54,14 +54,6 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     prompt_tokens: int | None = None
     model: str = ""
     images: list[Any] | None = None
-
-    def leave_one_call(self) -> None:
-        """Removes all tool calls but the first, for an agent that takes one at a time."""
-        for choice in self.choices:
-            calls = choice.message.get("tool_calls") or []
-            if len(calls) > 1:
-                choice.message["tool_calls"] = calls[:1]
-                choice.calls_dropped = True
 
     def tokens(self) -> int:
         """Returns the number of completion tokens: the engine's count, or else the number of

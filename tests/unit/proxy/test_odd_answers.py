@@ -507,3 +507,20 @@ async def test_a_prompt_that_the_engine_renders_otherwise_splits_its_own_rollout
     assert [(call.planned_parent, call.flags) for call in other.calls] == [(None, []), (0, [])]
     told = "messages[0], role user, content: str (rollout a)"
     assert proxy.engine_described()["differs_at"] == told
+
+
+async def test_a_call_that_the_agent_was_not_shown_is_not_in_its_next_prompt() -> None:
+    engine, endpoint = before_an_engine("tokens", of("", lambda answer: None), CALL * 2)
+    proxy = Proxy(engine, endpoint=endpoint)
+    attempt = proxy.open(attempt_spec())
+    body = {**HI, "tools": REQUESTS["v1/chat/completions"]["tools"], "parallel_tool_calls": False}
+    _, text = await asgi_answer(proxy, attempt.key, body, path="v1/chat/completions")
+    said = json.loads(text)["choices"][0]["message"]
+    (shown,) = said["tool_calls"]
+    result = {"role": "tool", "tool_call_id": shown["id"], "content": "1"}
+    body["messages"] = [*HI["messages"], said, result]
+    await asgi_answer(proxy, attempt.key, body, path="v1/chat/completions")
+    first, second = attempt.calls
+    assert "parallel_calls_dropped" in first.flags
+    assert first.sampled_message is not None and len(first.sampled_message["tool_calls"]) == 2
+    assert (second.planned_parent, second.refusal) == (None, "assistant_edited")
