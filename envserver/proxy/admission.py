@@ -15,7 +15,7 @@ from envserver_records.records import Message
 from ..tokens.images import facts_of_all, urls_of
 from ..tokens_config import TokensConfig
 from .bounds import InFlight
-from .constraints import RAW, check_constraints, not_allowed
+from .constraints import RAW, check_constraints, check_references, not_allowed
 from .dialects import DialectAdapter, Memory
 from .dialects.media import check_images, check_media
 from .dialects.reading import bad
@@ -60,6 +60,7 @@ def read_request(
     request.unchecked = not fields.passed.keys() <= RAW.keys()
     request.ignored = fields.ignored[:_MOST_NOTED]
     check_media(request.messages, tokens)
+    check_references(request.fields, request.tools)
     check_constraints(request.fields, request.tools, tokens.constraints)
     for name in _READ:
         fields.known.pop(name, None)  # a retry's answer needs the rest only
