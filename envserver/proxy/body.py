@@ -3,7 +3,7 @@
 The run alone decides the distribution that tokens are sampled from: its temperature and top_p are
 sent whatever the agent asks for, and every other sampler setting is sent switched off, so no
 model's default changes it. What the agent's protocol needs (stop, tools, seed, formats) is kept,
-except for `parallel_tool_calls`: vLLM would mask what is sampled after the first call.
+except for `parallel_tool_calls` of free calls: vLLM would mask what is sampled.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ def engine_body(
     if exact:
         body.update(_SAMPLERS_OFF)
         body["return_token_ids"] = True
-        body.pop("parallel_tool_calls", None)
     for name in ("temperature", "top_p"):
         if name in sampling:
             body[name] = sampling[name]
@@ -110,6 +109,8 @@ def engine_body(
         if exact:
             body.setdefault("logprobs", 0)
     flags = _flags(request, body)
+    if exact and "structured_output_masked" not in flags:
+        body.pop("parallel_tool_calls", None)
     if banned:
         body["logit_bias"] = {**(body.get("logit_bias") or {}), **_never(banned)}
     return EngineBody(body=body, tokens_field=request.tokens_field, flags=flags)

@@ -197,7 +197,9 @@ async def test_calls_that_the_agent_wants_one_at_a_time_are_sampled_freely_and_f
         shown = [len(answer.message.tool_calls or []) for answer in (free, single)]
         assert shown == [2, 1]
         assert [call.flags for call in attempt.calls] == [[], ["parallel_calls_dropped"]]
-        assert "parallel_tool_calls" not in home.fake.requests[1]
+        await chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+        sent = [request.get("parallel_tool_calls") for request in home.fake.requests]
+        assert sent == [None, None, False]
 
 
 async def test_a_field_without_effect_is_flagged(home: House) -> None:
