@@ -31,6 +31,8 @@ class AlarmsConfig(Section):
     """Share of groups that are dropped as stale."""
     cut_share: float = Field(default=0.25, gt=0, le=1)
     """Share of rollouts that a limit ends or cuts."""
+    split_share: float = Field(default=0.1, gt=0, le=1)
+    """Share of rollouts whose conversations are not continued: each of their calls is a row."""
     equal_share: float = Field(default=0.8, gt=0, le=1)
     """Share of groups whose rewards are all equal."""
     same_share: float = Field(default=0.5, gt=0, le=1)

@@ -73,7 +73,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
         versions: partition of [0, C).
         exact: ids and logprobs are complete; only exact calls become training tokens.
         message: the assistant message as returned to the agent.
-        sampled_message: that of the engine, if a hook changed it; None: the same.
+        sampled_message: that of the engine, if the agent got another; None: the same.
         messages, tools: the agent's request in OpenAI's chat format, whatever the dialect, as the
             engine got it.
         sampling: the sampling fields that were sent to the engine.

@@ -96,11 +96,23 @@ class Connections:
 
     async def check(self, replica: Replica, response: Response) -> None:
         """Returns if the status of `response` is 2xx.
-        Raises RetryableError: a retry may succeed. EngineRefused: no retry will.
+
+        Raises:
+            RetryableError: a retry may succeed.
+            EngineRefused: no retry will.
+            EngineUnavailable: it is a redirect.
         """
         status = response.status
         if 200 <= status < 300:
             return
+        if 300 <= status < 400:
+            where = self._decoder.words(response.headers.get("location", "").encode())
+            raise EngineUnavailable(
+                f"The engine's address {replica.url} redirects (HTTP {status}) to {where}.",
+                hint="Set openai.base_url to the engine's own address: no redirect is followed.",
+                status=status,
+                base_url=replica.url,
+            )
         data = await _beginning(response)
         if is_refusal(status):
             raise self._decoder.refused(status, data)

@@ -126,7 +126,7 @@ def _of_form(data: bytes, form: type) -> dict[str, Any] | None:
 
 def is_refusal(status: int) -> bool:
     """Returns whether the request is at fault, so that every replica would refuse it."""
-    return 300 <= status < 500 and status not in (408, 429)
+    return 400 <= status < 500 and status not in (408, 429)
 
 
 def retry_after(headers: Mapping[str, str]) -> float:

@@ -139,7 +139,7 @@ class OpenAIEngine:
         async def once(request: ReplicaRequest) -> Json:
             try:
                 async with self._sent(request, path, payload) as response:
-                    answer = self._decoder.decode(await whole(response), form)
+                    answer = await self._answer(response, form)
             except EngineRefused as error:
                 await self._name_models(request.replica, body, error)
                 raise
@@ -168,7 +168,7 @@ class OpenAIEngine:
                 async with AsyncExitStack() as stack:
                     response = await stack.enter_async_context(self._sent(request, path, payload))
                     if "text/event-stream" not in response.headers.get("content-type", "").lower():
-                        self._decoder.decode(await whole(response))
+                        await self._answer(response)
                         raise EngineGarbage(
                             "The engine returned a non-streaming response to a streaming request."
                         )
@@ -285,12 +285,30 @@ class OpenAIEngine:
                 versions.first = versions.last = replica.version
             try:
                 async with opened as response:
-                    await self._connections.check(replica, response)
+                    await self._check(replica, response)
                     yield response
             finally:
                 # A version published during the call counts as a change, even the first.
                 if versions is not None and replica.version is not None:
                     versions.last = replica.version
+
+    async def _check(self, replica: Replica, response: Response) -> None:
+        """See `Connections.check`. Behind a redirect there may soon be an engine again."""
+        try:
+            await self._connections.check(replica, response)
+        except EngineUnavailable as redirect:
+            raise RetryableError(redirect) from None
+
+    async def _answer(self, response: Response, form: type | None = None) -> Json:
+        """Reads a whole answer. What is not an object at all comes from something else in the
+        engine's place, such as a load balancer: a retry may succeed."""
+        data = await whole(response)
+        try:
+            return self._decoder.decode(data, form)
+        except EngineGarbage as error:
+            if data.lstrip().startswith(b"{"):
+                raise
+            raise RetryableError(error) from None
 
     async def _name_models(self, replica: Replica, body: Json, error: EngineRefused) -> None:
         """Adds the names of the engine's models to its HTTP 404 for the model of `body`."""
@@ -310,6 +328,9 @@ class OpenAIEngine:
     async def _get(self, replica: Replica, path: str) -> Json:
         # Health checks and the like do not wait for a slot.
         async with self._connections.open(replica, "GET", path) as response:
+            if path == "/v1/models":  # every engine has them; others may be missing in any way
+                await self._check(replica, response)
+                return await self._answer(response)
             await self._connections.check(replica, response)
             return self._decoder.decode(await whole(response))
 

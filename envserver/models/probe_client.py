@@ -208,7 +208,8 @@ class ProbeClient:
 
 def _raise_if_down(error: EngineError) -> None:
     """Raises errors that say nothing about the engine's abilities."""
-    unknown = error.detail.get("status") == HTTPStatus.NOT_IMPLEMENTED
+    status = error.detail.get("status", 0)
+    unknown = status == HTTPStatus.NOT_IMPLEMENTED or 300 <= status < 400
     if isinstance(error, EngineTimeout | EngineUnavailable) and not unknown:
         raise error
 

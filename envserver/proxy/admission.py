@@ -1,13 +1,13 @@
 """Reads an agent's request, and refuses what no agent may ask of the engine.
 
-Only fields of the API's table go on (`dialects/tables.py`). The run may pass on more
-(`tokens.extra_fields`), and decides how agents may constrain what is sampled
-(`tokens.constraints`).
+Only fields of the API's table go on (`dialects/tables.py`); others are ignored, and the calls say
+so, or refused. The run may pass on more (`tokens.extra_fields`), and decides how agents may
+constrain what is sampled (`tokens.constraints`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from envserver_records.errors import InputError
 from envserver_records.records import Message
@@ -15,15 +15,26 @@ from envserver_records.records import Message
 from ..tokens.images import facts_of_all, urls_of
 from ..tokens_config import TokensConfig
 from .bounds import InFlight
-from .constraints import RAW, check_constraints, not_allowed
+from .constraints import RAW, check_constraints, check_references, not_allowed
 from .dialects import DialectAdapter, Memory
 from .dialects.media import check_images, check_media
 from .dialects.reading import bad
-from .dialects.tables import FieldTable
+from .dialects.tables import FieldTable, is_ignored, is_off
 from .model_request import ModelRequest
 
 _DEFAULT = TokensConfig()
 _READ = ("messages", "input", "prompt", "system")
+_MOST_NOTED = 16
+_EMPTY: tuple[Any, ...] = ("", [], {})
+
+
+class _Fields(NamedTuple):
+    """A request's fields: those for the dialect, those for the engine as they are, and the names of
+    those that are ignored."""
+
+    known: dict[str, Any]
+    passed: dict[str, Any]
+    ignored: list[str]
 
 
 def read_request(
@@ -40,18 +51,19 @@ def read_request(
     Raises:
         InputError: a field is missing, malformed, too large or not allowed; `place` names it.
     """
-    known: dict[str, Any] = {}
-    passed: dict[str, Any] = {}
+    fields = _Fields({}, {}, [])
     for name, value in body.items():
         if value is not None:
-            _sort(dialect.table, name, value, known, passed, tokens)
-    request = dialect.read(known, memory)
-    request.fields |= passed
-    request.unchecked = not passed.keys() <= RAW.keys()
+            _sort(dialect.table, name, value, fields, tokens)
+    request = dialect.read(fields.known, memory)
+    request.fields |= fields.passed
+    request.unchecked = not fields.passed.keys() <= RAW.keys()
+    request.ignored = fields.ignored[:_MOST_NOTED]
     check_media(request.messages, tokens)
+    check_references(request.fields, request.tools)
     check_constraints(request.fields, request.tools, tokens.constraints)
     for name in _READ:
-        known.pop(name, None)  # a retry's answer needs the rest only
+        fields.known.pop(name, None)  # a retry's answer needs the rest only
     return request
 
 
@@ -60,32 +72,29 @@ async def admit_images(messages: list[Message], tokens: TokensConfig, in_flight:
     check_images(await facts_of_all(urls_of(messages), in_flight.reading), tokens)
 
 
-def _sort(
-    table: FieldTable,
-    name: str,
-    value: Any,
-    known: dict[str, Any],
-    passed: dict[str, Any],
-    tokens: TokensConfig,
-) -> None:
-    """Checks one field, and puts it into `known` (for the dialect), `passed` (for the engine
-    as it is) or neither."""
+def _sort(table: FieldTable, name: str, value: Any, fields: _Fields, tokens: TokensConfig) -> None:
+    """Checks one field and puts it where it belongs; one that switches nothing on is left out."""
     check = table.read.get(name) or table.engine.get(name)
     if check is not None:
         check(value, name)
-        known[name] = value
+        if name in table.read or value not in _EMPTY:
+            fields.known[name] = value
     elif name in table.dropped and name not in tokens.extra_fields:
         return
     elif name in table.refused:
-        if value:
+        if not is_off(name, value):
             raise bad(name, f"is not supported: {table.refused[name]}")
     elif name in RAW:
+        if is_off(name, value):
+            return
         if tokens.constraints != "all":
             raise not_allowed(name, "all")
         RAW[name](value, name)
-        passed[name] = value
+        fields.passed[name] = value
     elif name in tokens.extra_fields:
-        passed[name] = value
+        fields.passed[name] = value
+    elif is_ignored(name):
+        fields.ignored.append(name[:80])
     else:
         raise _unknown(name[:80])
 

@@ -2,7 +2,8 @@
 
 The run alone decides the distribution that tokens are sampled from: its temperature and top_p are
 sent whatever the agent asks for, and every other sampler setting is sent switched off, so no
-model's default changes it. What the agent's protocol needs (stop, tools, seed, formats) is kept.
+model's default changes it. What the agent's protocol needs (stop, tools, seed, formats) is kept,
+except for `parallel_tool_calls` of free calls: vLLM would mask what is sampled.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def engine_body(
         if exact:
             body.setdefault("logprobs", 0)
     flags = _flags(request, body)
+    if exact and "structured_output_masked" not in flags:
+        body.pop("parallel_tool_calls", None)
     if banned:
         body["logit_bias"] = {**(body.get("logit_bias") or {}), **_never(banned)}
     return EngineBody(body=body, tokens_field=request.tokens_field, flags=flags)
@@ -127,6 +130,8 @@ def _flags(request: ModelRequest, body: dict[str, Any]) -> list[str]:
         flags.append("strict_dropped")
     if request.unchecked:
         flags.append("unchecked_fields")
+    if request.ignored:
+        flags.append("fields_ignored")
     return flags
 
 

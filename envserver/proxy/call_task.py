@@ -32,6 +32,8 @@ from ..tokens.prompts import PromptPlan
 from .attempts import ProxyAttempt, TokenReservation
 from .body import EngineBody, engine_body
 from .constraints import without_strict
+from .dialects.answers import TextPart, ToolCall, parts_of
+from .dialects.messages_arguments import is_object
 from .endpoint import VERSION_PLACEHOLDER, EngineEndpoint, ReadyEngine
 from .engine_answer import EngineAnswer, SampledChoice, parse_answer
 from .engine_client.base import EXPERTS_START
@@ -41,7 +43,7 @@ from .hooks import Hooks
 from .missing_version import MissingVersion
 from .model_request import ModelRequest
 from .recording import CallContext, calls_of, mark_delivered, mark_replayed, names_version
-from .streaming import Collector, clean_answer, clean_chunk, is_last
+from .streaming import Collector, clean_answer, clean_chunk, is_last, leave_one_call
 from .tracing import model_call, note_answer, note_tools
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
@@ -185,6 +187,11 @@ class CallTask:
         """Whether a request waits for the answer."""
         return self._waiting > 0
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether the answer has text or calls, all of them, which a client can read."""
+        return any(map(_is_usable, self.calls))
+
     # Whole answers
 
     @property
@@ -217,6 +224,8 @@ class CallTask:
             answer, engine_answer = await self._sampled()
             reservation.spent = engine_answer.tokens()
             clean_answer(answer, self.request)
+            if self._sent.fields.get("parallel_tool_calls") is False:
+                leave_one_call(answer, engine_answer)
             refused = None
             if self._hooks is not None and self._hooks.on_answer is not None:
                 refused = await self._hooks.answers(
@@ -374,6 +383,7 @@ class CallTask:
 
     def _context(self, engine_answer: EngineAnswer) -> CallContext:
         request = self._sent
+        ignored = request.ignored
         searched = bool(self._images) and engine_answer.images is None
         first_version, last_version = self._versions()
         return CallContext(
@@ -384,7 +394,7 @@ class CallTask:
             digest=self._digest,
             messages=request.messages,
             tools=request.tools,
-            sampling=self._body.sampling(),
+            sampling=self._body.sampling() | ({"ignored": ignored} if ignored else {}),
             logprobs_kind=self._ready.logprobs_kind,
             streamed=request.stream,
             started_at=self._started_at,
@@ -443,3 +453,13 @@ class CallTask:
     @property
     def _seconds_left(self) -> float:
         return max(0.0, self._attempt.seconds_left)
+
+
+def _is_usable(call: Call) -> bool:
+    is_cut = not {"truncated_length", "finish_abort"}.isdisjoint(call.flags)
+    parts = [*parts_of(call.message)]
+    calls = [one for one in parts if isinstance(one, ToolCall)]
+    says = any(
+        isinstance(one, TextPart) and one.kind == "text" and one.text.strip() for one in parts
+    )
+    return not is_cut and (says or bool(calls)) and all(is_object(one.arguments) for one in calls)

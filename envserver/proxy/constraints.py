@@ -102,6 +102,31 @@ def without_strict(request: ModelRequest) -> ModelRequest:
     return msgspec.structs.replace(request, tools=tools, strict_dropped=True)
 
 
+def check_references(fields: dict[str, Any], tools: list[dict[str, Any]]) -> None:
+    """Checks the schemas of tools and answers, enforced or not.
+
+    Raises:
+        InputError: a reference names something outside of its schema.
+    """
+    forms = ("response_format", *RAW)
+    places: dict[str, Any] = {name: fields[name] for name in forms if name in fields}
+    places["tools"] = tools
+    written = orjson.dumps(places)  # few schemas have references, and walking takes its time
+    if any(name.encode() in written for name in _REFERENCES):
+        for place, value in places.items():
+            _check_references(value, place)
+
+
+def _check_references(value: Any, place: str) -> None:
+    for name, item in value.items() if isinstance(value, dict) else ():
+        at = f"{place}.{name[:80]}"
+        if name in _REFERENCES and isinstance(item, str) and not item.startswith("#"):
+            raise bad(at, "must begin with #: no schema is loaded from elsewhere")
+        _check_references(item, at)
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        _check_references(item, f"{place}[{index}]")
+
+
 def check_constraints(
     fields: dict[str, Any], tools: list[dict[str, Any]], allowed: Literal["none", "forms", "all"]
 ) -> None:
@@ -156,8 +181,6 @@ def _patterns(schema: Any, place: str) -> Iterator[tuple[str, str]]:
         at = f"{place}.{name[:80]}"
         if name in _COUNTS and isinstance(value, int | float) and value > _LARGEST_COUNT:
             raise bad(at, f"must be at most {_LARGEST_COUNT} where a schema is enforced")
-        if name in _REFERENCES and isinstance(value, str) and not value.startswith("#"):
-            raise bad(at, "must begin with #: the engine loads no schema from elsewhere")
         if name == "pattern" and isinstance(value, str):
             yield value, at
         if name == "patternProperties" and isinstance(value, dict):

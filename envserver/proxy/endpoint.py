@@ -61,6 +61,8 @@ class ReadyEngine:
         self._engine = engine
         self._format = capabilities.format if capabilities and tokens.stitch else None
         self._tokens = tokens
+        self._differs_at = ""
+        """The first message that the engine rendered otherwise than we do."""
         self._planning = asyncio.Lock()
         """One long plan at a time: threads would only compete for the interpreter."""
         self._client: EngineClient = (
@@ -81,18 +83,16 @@ class ReadyEngine:
         record."""
         if self.capabilities is None:
             return {"mode": "chat" if self.exact else "opaque", "continues": False}
-        why_not = self.capabilities.why_not
-        if self._format is not None:
-            why_not = self._format.distrusted or ""
         told: dict[str, Any] = {
             "server": self.capabilities.probe_result.server,
             "mode": self.capabilities.probe_result.mode,
-            "continues": not why_not,
+            "continues": not self.capabilities.why_not,
         }
-        if why_not or self._format is None:
-            return {**told, "why_not": without_folders(why_not)}
+        if self.capabilities.why_not or self._format is None:
+            return {**told, "why_not": without_folders(self.capabilities.why_not)}
         return {
             **told,
+            **({"differs_at": self._differs_at} if self._differs_at else {}),
             "think": self._tokens.think,
             **({"template_kwargs": self._format.defaults} if self._format.defaults else {}),
             "template": self._format.template_digest,
@@ -148,12 +148,7 @@ class ReadyEngine:
         plan = await self.plan(attempt, request, body, agent)
         if plan.ids is not None and not plan.images:
             return len(plan.ids)
-        if (
-            plan.text is not None
-            and not plan.images
-            and self._format is not None
-            and self._format.trusted
-        ):
+        if plan.text is not None and not plan.images and self._format is not None:
             async with attempt.planning:
                 await attempt.in_flight.may_read()
                 return await asyncio.to_thread(_counted, self._format, plan.text, attempt.in_flight)
@@ -206,10 +201,10 @@ class ReadyEngine:
                 same = await asyncio.to_thread(
                     same_prompt, self._format, prompt, call.prompt_ids, call.images
                 )
-            was_trusted = self._format.trusted
             history.add(call, prompt, same=same)
-            if was_trusted and not self._format.trusted:
-                _log.warning("render_mismatch", reason=self._format.distrusted)
+        if history.differs_at and not self._differs_at:
+            self._differs_at = f"{history.differs_at} (rollout {attempt.spec.rollout_id})"
+            _log.warning("render_mismatch", differs_at=self._differs_at)
 
     def streams(self, request: ModelRequest, body: dict[str, Any], prompt: PromptPlan) -> bool:
         """Returns whether a true stream is possible and equals the whole answer."""

@@ -21,7 +21,8 @@ class SampledChoice(msgspec.Struct, kw_only=True):
         prompt_ids: of this choice alone, if a request held several prompts.
         weight_versions: vLLM's spans of `ids`, each {"version", "start", "end"}.
         told_experts: as the engine tells them; `experts`: read (`CallTask`).
-        returned: the message that the agent gets instead, if a hook changed it.
+        calls_dropped: whether the agent gets the first of its calls only.
+        returned: the message that the agent gets instead, if it is another.
         hooked: what a hook did to it.
     """
 
@@ -35,6 +36,7 @@ class SampledChoice(msgspec.Struct, kw_only=True):
     experts: RoutedExperts | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    calls_dropped: bool = False
     returned: Message | None = None
     hooked: HookEvent | None = None
 

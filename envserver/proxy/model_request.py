@@ -26,6 +26,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
         tokens_field: the name of that limit in the engine's request.
         stream: whether the agent wants a stream.
         unchecked: whether `fields` hold some that the run passes on unchecked.
+        ignored: names of the agent's fields that have no effect here.
         strict_dropped: whether `tools` were strict (see `constraints.without_strict`).
         may_be_side: see `side_calls`.
         wants_*: the agent's options on what its answer shows.
@@ -46,5 +47,6 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     wants_token_ids: bool = False
     wants_reasoning: bool = True
     unchecked: bool = False
+    ignored: list[str] = msgspec.field(default_factory=list)
     strict_dropped: bool = False
     may_be_side: bool = False

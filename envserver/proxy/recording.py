@@ -125,6 +125,7 @@ def _call(
         *_token_flags(prompt_ids, ids, logprobs, broken),
         *(["extreme_logprob"] if logprobs is not None and _is_extreme(logprobs) else []),
         *_finish_flags(finish, choice, context),
+        *(["parallel_calls_dropped"] if choice.calls_dropped else []),
         *_version_flags(versions, context, told is not None),
         *_hook_flags(choice.hooked),
     ]

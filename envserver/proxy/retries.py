@@ -3,8 +3,9 @@
 A client that lost an answer sends the same request again. If it says so (`Idempotency-Key`, or
 `x-stainless-retry-count` as the official SDKs send it), it joins the first request's call, running
 or done. So does an equal request without a mark whose predecessor's answer reached nobody, or that
-a coding program sends right after an answer (`programs`). A true stream is not repeated but sampled
-again. Other equal requests are new samples: that is what an agent wants that asks twice.
+a coding program sends right after an answer that it could use (`programs`): one that was empty, cut
+off or malformed is sampled again. A true stream is not repeated but sampled again. Other equal
+requests are new samples: that is what an agent wants that asks twice.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Answering(Protocol):
     @property
     def is_waited_for(self) -> bool:
         """Whether a request waits for its answer."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether its answer has text or calls, all of them, which a client can read."""
 
 
 TaskT = TypeVar("TaskT", bound=Answering)
@@ -81,13 +86,14 @@ class Retries(Generic[TaskT]):
         )
 
     def _unmarked(self, marks: RetryMarks) -> TaskT | None:
-        """Returns the call whose answer was lost, or that a coding program did not accept."""
+        """Returns the call whose answer was lost, or that a coding program asks for again."""
         same = [call_task for known, call_task in self._latest if known.digest == marks.digest]
         lost = next((call_task for call_task in same if call_task.is_lost), None)
         if lost is not None or not (same and marks.of_program):
             return lost
         latest = self._latest[-1][1]
-        return latest if latest is same[-1] and not latest.is_waited_for else None
+        is_again = latest is same[-1] and not latest.is_waited_for
+        return latest if is_again and latest.is_usable else None
 
     def begin(self, marks: RetryMarks, call_task: TaskT) -> None:
         """Remembers that `call_task` answers this request."""

@@ -127,6 +127,16 @@ def clean_answer(answer: dict[str, Any], request: ModelRequest) -> None:
             _drop_reasoning(choice["message"])
 
 
+def leave_one_call(answer: dict[str, Any], engine_answer: EngineAnswer) -> None:
+    """Removes all tool calls but the first from an answer, for an agent that wants one at a time;
+    the record keeps the engine's message."""
+    for choice, sampled in zip(answer["choices"], engine_answer.choices, strict=True):
+        calls = sampled.message.get("tool_calls") or []
+        if len(calls) > 1:
+            choice["message"] = sampled.returned = {**sampled.message, "tool_calls": calls[:1]}
+            sampled.calls_dropped = True
+
+
 def clean_chunk(chunk: dict[str, Any], request: ModelRequest) -> bool:
     """Removes from a chunk what only the proxy asked for; returns False if nothing is left to
     send."""

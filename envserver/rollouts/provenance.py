@@ -179,6 +179,7 @@ def kept_config(config: EnvironmentConfig) -> dict[str, Any]:
 def rendering_of(proxy: Proxy, routes: dict[str, AgentRoute]) -> dict[str, Any]:
     """Returns how prompts were made, for each agent that has a route."""
     described = proxy.engine_described()
+    described.pop("differs_at", None)  # says something of another rollout
     if not routes:
         return described
     own = described.pop("agents", {})

@@ -20,10 +20,12 @@ def alarm_facts(server: BootstrapServer, host: Hosted, store: str) -> AlarmFacts
     """Returns the facts of a server with environments."""
     ranges = {one.environment.name: one.scorer.rules.range for one in host.parts}
     audit = host.auditor.report()
+    described = [one.proxy.engine_described() for one in host.parts]
     return msgspec.structs.replace(
         delivery_facts(server, host.demand, store),
         reward_ranges={name: (one.low, one.high) for name, one in ranges.items()},
         last_words=dict(host.tally.last_words),
+        differs_at=next((one["differs_at"] for one in described if "differs_at" in one), ""),
         audited=audit["rows"],
         differing=audit["rows_over_tolerance"],
     )

@@ -1,7 +1,7 @@
 """A model's chat format: its chat template and its vocabulary, messages <-> ids.
 
 Everything here is pure: the same conversation gives the same text, unless the template uses the
-time. Callers that find a difference from the engine's rendering call `distrust`.
+time.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ class ChatFormat:
         self.image_token = image_token
         self.banned = banned
         self.processor = processor
-        self.distrusted: str | None = None
-        """Why prompts must not be rendered here, None while they may be."""
         self.shapes: dict[bytes, str] = {}
         """Results of the checks in `shape`, by the shape of a conversation."""
         self._sources = dict(templates)
@@ -105,15 +103,6 @@ class ChatFormat:
         read = {name for template in self._templates.values() for name in template.names}
         given = {*RESERVED, *self.vocabulary.variables, "documents", "add_generation_prompt"}
         return sorted(read - given)
-
-    @property
-    def trusted(self) -> bool:
-        """Whether the engine's prompts have been equal to ours so far."""
-        return self.distrusted is None
-
-    def distrust(self, why: str) -> None:
-        """Leaves rendering to the engine from now on; the first reason is kept."""
-        self.distrusted = self.distrusted or why
 
     def remember(self, shape: bytes, found: str) -> None:
         """Adds to `shapes`, and clears it when it is full."""

@@ -38,6 +38,9 @@ FLAGS: dict[str, Flag] = {
     "truncated_in_tool_call": Flag("train", "cut off in the middle of a tool call"),
     "extreme_logprob": Flag("mask", "a sampled token has a logprob below -1000"),
     "stop_string_tail": Flag("train", "ended by a stop string: the tokens say more than the text"),
+    "parallel_calls_dropped": Flag(
+        "train", "several calls sampled, one shown: the agent wants one"
+    ),
     "experts_missing": Flag("train", "the routed experts of some of its tokens are unknown"),
     "client_retry_replayed": Flag("train", "sent again to a retry of the same request"),
     "call_after_seal": Flag("train", "the agent sent calls after its rollout had ended"),
@@ -62,6 +65,7 @@ FLAGS: dict[str, Flag] = {
     # The recorded logprobs are not those of the distribution that was sampled from.
     "structured_output_masked": Flag("mask", "a grammar or bias masked the distribution"),
     "strict_dropped": Flag("train", "sampled without the grammar of the agent's strict tools"),
+    "fields_ignored": Flag("train", "the agent sent fields that have no effect here"),
     "unchecked_fields": Flag("train", "the run passed fields on that may bend the distribution"),
     "top_p_active": Flag("train", "top_p cut the distribution that was sampled from"),
     # In rows of older versions; now each row says its temperature and which logprobs it has.
@@ -73,7 +77,7 @@ FLAGS: dict[str, Flag] = {
     "think_stripped": Flag("train", "the chat template dropped earlier reasoning"),
     "think_kept": Flag("train", "earlier reasoning was kept that the template would drop"),
     "ambiguous_parent": Flag("train", "several recorded answers match; the latest was continued"),
-    "render_mismatch": Flag("train", "our rendering of the prompt differs from the engine's"),
+    "render_mismatch": Flag("train", "not continued: the engine renders the rollout otherwise"),
     "suffix_refused": Flag("train", "the conversation could not be continued exactly"),
     "multimodal_unstitched": Flag("train", "images or audio: the engine rendered the prompt"),
     "images_unplaced": Flag("mask", "which tokens of the prompt stand for its images is unknown"),

@@ -53,6 +53,9 @@ class History:
         self._parents = Parents()
         self._hashes = RequestHashes()
         self._prepared = KeptMessages()
+        self.differs_at = ""
+        """The first message whose rendering differs from the engine's; "": none. From then on the
+        engine renders all prompts of the attempt: what is appended to a call is never compared."""
 
     def plan(
         self,
@@ -70,17 +73,16 @@ class History:
             kwargs: of the chat template, see `prepare.template_kwargs`.
             model, agent: calls of another model or agent are never continued.
         """
-        if not self._format.trusted:
-            return PromptPlan()
+        if self.differs_at:
+            return _left_to_the_engine("render_mismatch")
         try:
             chain = self._hashes.of(messages, tools, kwargs=kwargs, model=model, agent=agent)
             text = self._format.prompt_text(messages, tools, kwargs, self._prepared)
             text.encode()
         except Refused as refused:
-            flags = ["multimodal_unstitched"] if refused.reason == "multimodal" else []
-            return PromptPlan(flags=flags)
-        except (TemplateRefused, UnicodeEncodeError, RecursionError):  # the engine will report it
-            return PromptPlan()
+            return _left_to_the_engine(refused.reason)
+        except (TemplateRefused, UnicodeEncodeError, RecursionError):
+            return _left_to_the_engine("template_refused")  # as the engine does, as a rule
         urls = urls_of(messages)
         request = _Request(messages, tools, dict(kwargs), chain, text, [*map(digest_of, urls)])
         return _Search(self._format, self._parents, self._edits, self._think, request).plan()
@@ -88,8 +90,8 @@ class History:
     def add(self, call: Call, plan: PromptPlan, *, same: bool | None = None) -> None:
         """Adds a committed call, so that later calls may continue it.
 
-        A call whose prompt differs from the plan is flagged and never continued. If that prompt was
-        a root, calls of this format are no longer continued at all.
+        A call whose prompt differs from the plan is flagged and never continued. If the engine
+        rendered that prompt, no call of this attempt is continued any more.
 
         Args:
             call: as committed; flags are added to it.
@@ -117,7 +119,38 @@ class History:
             _flag(call, "prompt_mismatch")
             return
         _flag(call, "render_mismatch")
-        self._format.distrust("The engine's prompt is not what its chat template gives here.")
+        self.differs_at = self._first_difference(call, plan)
+
+    def _first_difference(self, call: Call, plan: PromptPlan) -> str:
+        """Describes the first message of `call` that the engine renders otherwise than we do."""
+        ours, engines = plan.text or "", self._format.decode(call.prompt_ids.tolist())
+        pairs = enumerate(zip(ours, engines, strict=False))
+        same = next((at for at, (one, other) in pairs if one != other), len(ours) - 1)
+        for at, message in enumerate(call.messages[:-1]):
+            try:
+                text = self._format.render(
+                    call.messages[: at + 1], call.tools, plan.kwargs, generation_prompt=False
+                )
+            except (Refused, TemplateRefused):  # no conversation ends there
+                continue
+            if len(text) > same:  # the first character that differs is in it
+                return _described(at, message)
+        return _described(len(call.messages) - 1, call.messages[-1])
+
+
+def _left_to_the_engine(reason: str) -> PromptPlan:
+    flag = {"multimodal": "multimodal_unstitched"}.get(reason, reason)
+    return PromptPlan(refusal=reason, flags=[flag if flag in FLAGS else "suffix_refused"])
+
+
+def _described(index: int, message: Message) -> str:
+    """Returns the place and the form of a message, without its texts."""
+    content = message.get("content")
+    form = type(content).__name__
+    if isinstance(content, list):
+        form = f"parts {', '.join(str(part.get('type')) for part in content)}"
+    calls = " with tool calls" if message.get("tool_calls") else ""
+    return f"messages[{index}], role {message['role']}, content: {form}{calls}"
 
 
 def _oddities(segment: Segment) -> Iterator[str]:

@@ -66,12 +66,8 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_defaults(defaults: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `defaults` with a request's variables over them, merged as vLLM does: a null and
-    "auto" leave the default."""
-    own = {
-        name: value
-        for name, value in kwargs.items()
-        if name not in defaults or (value is not None and value != "auto")
-    }
+    "auto" count as not sent."""
+    own = {name: value for name, value in kwargs.items() if value is not None and value != "auto"}
     return {**defaults, **own}
 
 
@@ -204,7 +200,8 @@ def _content(
         return read
     if any(map(is_image, read)):
         raise Refused("multimodal")
-    return "\n".join(part["text"] for part in read)
+    # vLLM drops empty parts before it joins the others, but not of a tool where it reads parts.
+    return "\n".join(part["text"] for part in read if parts or part["text"])
 
 
 def _part(part: Any, role: str, images: Images) -> dict[str, Any] | None:

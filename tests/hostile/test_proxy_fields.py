@@ -405,6 +405,26 @@ def test_a_schema_that_is_hard_for_the_engine_is_refused(schema: Json) -> None:
         assert send(path, body, constraints="all")[0] == (400 if "enum" in schema else 200)
 
 
+@pytest.mark.parametrize("name", ["$ref", "$dynamicRef", "$recursiveRef"])
+@pytest.mark.parametrize("url", [METADATA, "file:///etc/passwd", "other.json", "//host/a#/b", ""])
+def test_no_schema_refers_to_one_elsewhere(name: str, url: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"anyOf": [{name: url}]}}}
+    tools: dict[str, Json] = {
+        CHAT: function(parameters=schema),
+        RESPONSES: {"type": "function", "name": "a", "parameters": schema},
+        MESSAGES: {"name": "a", "input_schema": schema},
+    }
+    asked = [(path, {**PLAIN[path], "tools": [tool]}) for path, tool in tools.items()]
+    space = {"type": "namespace", "name": "a", "tools": [tools[RESPONSES]]}
+    asked.append((RESPONSES, {**PLAIN[RESPONSES], "tools": [space]}))
+    for path, body in [*asked, *enforced(schema)]:
+        for allowed in ("none", "forms", "all"):
+            refused(path, body, "anyOf[0]." + name, constraints=allowed)
+    refused(TEXT, {**PLAIN[TEXT], "guided_json": schema}, name, constraints="all")
+    named = {"properties": {name: {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "string"}}}
+    assert send(CHAT, {**PLAIN[CHAT], "tools": [function(parameters=named)]})[0] == 200
+
+
 def test_an_ordinary_pattern_passes_and_any_schema_that_nothing_enforces() -> None:
     for pattern in CASES["patterns"]:
         for path, body in enforced({"type": "string", "pattern": pattern}):

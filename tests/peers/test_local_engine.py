@@ -16,6 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 from support.commands import Running, envserver, running
 from support.foreign_trainers import random_model
+from support.odd_prompts import assert_renders_as_we_do
 from support.waiting import PATIENCE
 
 from envserver import OpenAIConfig
@@ -71,6 +72,10 @@ def engine(learn_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 async def http(engine: Local) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=engine.root_url, timeout=PATIENCE) as client:
         yield client
+
+
+def test_it_renders_any_conversation_as_we_do(engine: Local) -> None:
+    assert_renders_as_we_do(engine.root_url, "tiny", engine.model_folder)
 
 
 async def test_no_page_in_a_browser_asks_the_engine(http: httpx.AsyncClient) -> None:

@@ -13,6 +13,7 @@ import pytest
 from support.fleets import attributed, fleet_house, versioned_vllm
 from support.foreign_trainers import told
 from support.learning import variables
+from support.odd_prompts import assert_renders_as_we_do
 from support.sdk_house import vllm_house
 from support.sim import EXACT, TOOLS, ask, engine, logprobs_of, tool, user
 from support.vllm_server import VllmServer
@@ -43,6 +44,11 @@ def test_ids_and_logprobs_come_and_tools_are_in_the_prompt(vllm_server: VllmServ
     assert all(entry["logprob"] <= 0 for entry in choice["logprobs"]["content"])
     told = answered(max_tokens=1, tools=[tool("calculate")])
     assert told["usage"]["prompt_tokens"] > reply["usage"]["prompt_tokens"]
+
+
+def test_it_renders_any_conversation_as_we_do(vllm_server: VllmServer) -> None:
+    server = vllm_server
+    assert_renders_as_we_do(server.root_url, server.model, server.model_folder)
 
 
 # Constraints: logprobs are those after the grammar's mask

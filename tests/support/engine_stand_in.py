@@ -153,9 +153,9 @@ class FakeVllm:
         reasons: it tells reasoning from content.
         spoil: changes an answer before it is given; gets the path and the answer or chunk.
         faults: one for each of the next chat requests: an HTTP status, a status with a message, or
-            "garbage", "close", "error_body", "html_stream", "half" (breaks off within a
-            whole answer, before the first chunk of a stream), or for streams "cut" (no `[DONE]`),
-            "error_chunk", "reset".
+            "garbage", "null", "nothing", "close", "error_body", "html_stream", "half" (breaks off
+            within a whole answer, before the first chunk of a stream), or for streams "cut" (no
+            `[DONE]`), "error_chunk", "reset".
         omit: fields that are left out of every chat answer.
         held: while set and not `held.is_set()`, answers wait (a stream after its first chunk).
         served: the model that it says it is; None: the one that was asked for.
@@ -299,11 +299,9 @@ class FakeVllm:
         choice = {**sampled, "message": self.message(body, sampled["text"]), "logprobs": None}
         del choice["text"], choice["token_ids"]
         calls = None if self.tool_calls else choice["message"].get("tool_calls")
-        if calls:
-            if body.get("parallel_tool_calls") is False:
-                del calls[1:]
-            if body.get("tool_choice", "auto") == "auto" or choice["finish_reason"] == "stop":
-                choice["finish_reason"] = "tool_calls"
+        ends = body.get("tool_choice", "auto") == "auto" or choice["finish_reason"] == "stop"
+        if calls and ends:
+            choice["finish_reason"] = "tool_calls"
         if "ids" in self.can and body.get("logprobs"):
             choice["logprobs"] = self.scored(ids, body, body.get("top_logprobs", 0))
         if "ids" in self.can and body.get("return_token_ids"):
@@ -515,7 +513,8 @@ class FakeVllm:
         if isinstance(fault, int | tuple):
             told = f"told {request.headers.get('authorization')}"
             status, message = (fault, told) if isinstance(fault, int) else fault
-            headers = {"retry-after": self.retry_after} if self.retry_after else None
+            headers = {"retry-after": self.retry_after} if self.retry_after else {}
+            headers |= {"location": "http://else.where/v1?key=k"} if status == 307 else {}
             error = {"message": message, "code": status}
             return web.json_response({"error": error}, status=status, headers=headers)
         if fault == "close":
@@ -527,7 +526,7 @@ class FakeVllm:
             await response.write(b": soon\n\n" if body.get("stream") else b'{"id": ')
             request.transport.abort()
             return response
-        others = {"garbage": "<html>not JSON</html>"}
+        others = {"garbage": "<html>not JSON</html>", "null": "null", "nothing": ""}
         others |= {"error_body": '{"error": {"message": "CUDA out of memory", "code": 500}}'}
         if fault not in others:
             return None

@@ -78,6 +78,8 @@ class ChatBody(Body, kw_only=True):
     continue_final_message: bool | None = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class CompletionBody(Body, kw_only=True):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
+
 from . import answers
 from .bodies import ChatBody
 from .bodies import check as check_body
@@ -32,12 +34,9 @@ class Chat:
         """Returns the ids of the rendered conversation.
         Raises EngineRefused: the template does not accept it.
         """
-        kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        kwargs["add_generation_prompt"] = body.add_generation_prompt
-        if body.continue_final_message:
-            kwargs["continue_final_message"] = True
-        tools = None if body.tool_choice == "none" else body.tools
-        return self._text.encode(self._text.prompt_text(body.messages, tools, kwargs))
+        return self._text.encode(
+            self._text.prompt_text(body.messages, body.tools, msgspec.structs.asdict(body))
+        )
 
     def rows(self, body: ChatBody) -> list[Row]:
         """Returns one row for each requested choice.

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
 from envserver_records.errors import EngineRefused
 
 from envserver.models.sim.requests import DetokenizeBody, read
@@ -159,9 +160,8 @@ class Tokens:
     def tokenize(self, body: TokenizeBody) -> Json:
         """Returns the ids of a text or of a conversation."""
         if body.messages is not None:
-            kwargs = {**(body.chat_template_kwargs or {})}
-            kwargs["add_generation_prompt"] = body.add_generation_prompt
-            text = self._text.prompt_text(body.messages, body.tools, kwargs)
+            fields = msgspec.structs.asdict(body)
+            text = self._text.prompt_text(body.messages, body.tools, fields)
             ids = self._text.encode(text)
         elif body.prompt is not None:
             ids = self._text.encode(body.prompt, special=body.add_special_tokens)

@@ -5,15 +5,20 @@ It also finds where an answer's text ends.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envserver_records.errors import EngineRefused
-from transformers import PreTrainedTokenizerBase
 
-from .rows import Row
+from envserver.tokens.prepare import prepare, prepare_tools, template_kwargs, with_defaults
+from envserver.tokens.refusal import Refused
+from envserver.tokens.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .rows import Row
 
 _TAIL_TOKENS = 16
 """Tokens at the end of an answer, besides the stop string's length, searched for a stop string."""
@@ -48,22 +53,34 @@ class Text:
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
-        kwargs: dict[str, Any],
+        fields: Mapping[str, Any],
     ) -> str:
-        """Renders a conversation with the model's template.
-        Raises EngineRefused: there is no template, or it does not accept the conversation.
+        """Renders a conversation with the model's template, prepared as in vLLM.
+
+        Args:
+            fields: of the chat request.
+
+        Raises:
+            EngineRefused: there is no template, or it does not accept the conversation.
         """
-        # As in vLLM, a null or "auto" leaves the default.
-        own = {name: value for name, value in kwargs.items() if value not in (None, "auto")}
         try:
+            template = ChatTemplate(self._tokenizer.get_chat_template(tools=tools or None), {})
             text = self._tokenizer.apply_chat_template(
-                [_plain(message) for message in messages],
-                tools=tools or None,
+                prepare(messages, parts=template.parts, developer=template.developer),
+                tools=prepare_tools(tools),
                 tokenize=False,
-                **{**self._defaults, **own},
+                continue_final_message=bool(fields.get("continue_final_message")),
+                **with_defaults(
+                    self._defaults, template_kwargs({**fields, "continue_final_message": False})
+                ),
             )
-        except EngineRefused:
-            raise
+        except Refused as refused:
+            raise EngineRefused(
+                "The local engine takes only text, in the form of the chat API"
+                f" ({refused.reason.replace('_', ' ')}).",
+                status=400,
+                param="messages",
+            ) from None
         except Exception as error:  # a template can raise any Python exception
             raise EngineRefused(
                 f"The model's chat template does not take this: {error}", status=400
@@ -175,37 +192,3 @@ def _held(text: str, stops: Sequence[str]) -> int:
                 most = size
                 break
     return most
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message as templates expect it: contents as text, arguments of calls as objects."""
-    if not isinstance(message.get("role"), str):
-        raise EngineRefused("A message has no role.", status=400, param="messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        message = {**message, "content": "\n".join(map(_part, content))}
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        message = {**message, "tool_calls": [_call(call) for call in calls]}
-    return message
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict):
-        for name in ("text", "refusal"):
-            if isinstance(part.get(name), str):
-                return str(part[name])
-    raise EngineRefused("The local engine takes messages of text only.", status=400)
-
-
-def _call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
-        raise EngineRefused(f"Arguments of a call are not JSON: {error}.", status=400) from error
-    return {**call, "function": {**function, "arguments": arguments}}

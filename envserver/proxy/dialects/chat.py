@@ -12,7 +12,7 @@ from ..model_request import ModelRequest
 from .base import Memory
 from .chat_messages import chat_messages, chat_tool_choice, chat_tools
 from .fields import response_format
-from .reading import count
+from .reading import bad, count
 from .tables import CHAT
 
 CHECKED = "checked"
@@ -64,6 +64,10 @@ def _fields_and_tools(body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[s
     tools = chat_tools(body)
     if "tool_choice" in fields:
         fields["tool_choice"], tools = chat_tool_choice(fields["tool_choice"], tools)
+    if not tools:
+        fields.pop("parallel_tool_calls", None)
+        if fields.pop("tool_choice", "auto") not in ("auto", "none"):
+            raise bad("tool_choice", "needs tools")
     if "response_format" in fields:
         fields["response_format"] = response_format(fields["response_format"], "response_format")
     return fields, tools

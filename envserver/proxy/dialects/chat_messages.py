@@ -18,7 +18,7 @@ from .checks import (
     one_of,
     text,
 )
-from .fields import function_tool
+from .fields import function_tool, own_tools
 from .media import media_part
 from .reading import bad, mapping, objects, string
 
@@ -67,7 +67,7 @@ def chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the tools in field `tools`.
     Raises InputError: a tool is not one of the agent's own functions.
     """
-    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(objects(body, "tools"))]
+    return [_tool(tool, place) for tool, place in own_tools(body)]
 
 
 def chat_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:

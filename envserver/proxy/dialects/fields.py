@@ -5,10 +5,11 @@ Nothing goes on that is not named here: each object is built anew from its known
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from .checks import EFFORT, LONG_TEXT, NAME, Check, an_object, flag, kept, refuse_others
-from .reading import bad, mapping, string
+from .reading import bad, mapping, objects, string
 
 _PASSED = ("seed", "chat_template_kwargs")
 """An engine's own fields that agents may add in every dialect."""
@@ -41,6 +42,18 @@ def effort_fields(effort: Any, place: str) -> dict[str, Any]:
         return {}
     EFFORT(effort, place)
     return {"reasoning_effort": effort}
+
+
+def own_tools(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields the tools in field `tools` with their places, without a provider's own web search,
+    which clients offer by default: nothing here could run it.
+
+    Raises:
+        InputError: the field is not a list of objects.
+    """
+    for index, tool in enumerate(objects(body, "tools")):
+        if not str(tool.get("type")).startswith("web_search"):
+            yield tool, f"tools[{index}]"
 
 
 def function_tool(function: dict[str, Any], place: str) -> dict[str, Any]:

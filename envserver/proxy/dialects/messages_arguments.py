@@ -46,9 +46,15 @@ def as_object(arguments: str) -> dict[str, Any]:
 
 def as_json(arguments: str) -> str:
     """Returns `as_object` as text, which is the model's own if that is an object."""
-    value = as_object(arguments)
-    wrapped = value == {_NOT_AN_OBJECT: arguments}
-    return orjson.dumps(value).decode() if wrapped or not arguments.strip() else arguments
+    if arguments.strip() and is_object(arguments):
+        return arguments
+    return orjson.dumps(as_object(arguments)).decode()
+
+
+def is_object(arguments: str) -> bool:
+    """Returns whether arguments are an object as JSON, or nothing, which stands for an empty
+    one."""
+    return as_object(arguments) != {_NOT_AN_OBJECT: arguments}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 from envserver_records.errors import InputError
 from envserver_records.records import Message
 
-from .fields import effort_fields, engine_fields, function_tool
-from .reading import bad, boolean, mapping, objects, string
+from .fields import effort_fields, engine_fields, function_tool, own_tools
+from .reading import bad, boolean, mapping, string
 
 _NO_THREADS = "thread_unsupported_request"
 """The error code on which Anthropic's client sends the whole conversation instead of a thread."""
@@ -37,7 +37,7 @@ def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the tools in the chat API's format.
     Raises InputError: a tool is not one that the agent itself describes and runs.
     """
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(body, "tools"))]
+    return [_tool(tool, place) for tool, place in own_tools(body)]
 
 
 def wants_thinking(body: dict[str, Any]) -> bool:

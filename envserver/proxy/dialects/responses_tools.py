@@ -1,8 +1,7 @@
 """Tools of OpenAI's responses API as tools of the chat API, and the names of their calls. Pure.
 
 A chat has no namespaces: the tool `save` of the namespace `mcp__env` is `mcp__env__save` to the
-engine, and its calls have both names again in the agent's answer. A provider's own web search is
-left out, since nothing here could run it.
+engine, and its calls have both names again in the agent's answer.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .fields import function_tool
+from .fields import function_tool, own_tools
 from .reading import bad, objects, string
 
 _JOINT = "__"
-_LEFT_OUT = ("web_search", "web_search_preview", "web_search_2025_08_26")
-"""Types of tools that clients offer by default, for the provider to run."""
 
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,8 +58,7 @@ def names_of(body: dict[str, Any], flat: str) -> dict[str, str]:
 def _functions(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields the fields of each function, with its place."""
     taken: set[str] = set()
-    for index, tool in enumerate(objects(body, "tools")):
-        place = f"tools[{index}]"
+    for tool, place in own_tools(body):
         match tool.get("type"):
             case "function":
                 functions = [(tool, place)]
@@ -70,8 +66,6 @@ def _functions(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
                 string(tool, "name", place)
                 inner = enumerate(objects(tool, "tools", needed=True))
                 functions = [(one, f"{place}.tools[{number}]") for number, one in inner]
-            case kind if kind in _LEFT_OUT:
-                continue
             case kind:
                 raise _not_own(kind, place)
         for function, at in functions:

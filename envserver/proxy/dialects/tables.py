@@ -1,13 +1,14 @@
 """The fields of each API: what an agent may send, with type and bounds, and what becomes of it.
 
-A field that is in no table is refused by name, unless the run passes it on (`tokens.extra_fields`).
-A field that is null counts as not sent.
+What is in no table of an API is treated alike in all of them (`is_ignored`): it is ignored, and the
+calls say so, or it is refused by name unless the run passes it on (`tokens.extra_fields`). A field
+that is null counts as not sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .checks import (
     CHOICES,
@@ -40,7 +41,7 @@ class FieldTable(NamedTuple):
         engine: sent to the engine under their own names.
         read: read here: they are translated, or shape the answer that the agent gets.
         dropped: of no effect. Clients send them by themselves; samplers are the run's.
-        refused: with the reason; allowed where they are off (false, 0 or empty).
+        refused: with the reason; allowed where they are off (`is_off`).
     """
 
     engine: Mapping[str, Check]
@@ -123,13 +124,12 @@ CHAT = FieldTable(
         "return_token_ids": flag,
         "modalities": items(1, one_of("text")),
     },
-    dropped=frozenset((*_SAMPLERS, *_ACCOUNTS, "prediction", "verbosity")),
+    dropped=frozenset((*_SAMPLERS, *_ACCOUNTS, "prediction", "verbosity", "web_search_options")),
     refused={
         **_INEXACT,
         "functions": "send tools",
         "function_call": "send tool_choice",
         "audio": "answers are text",
-        "web_search_options": "there are no tools but the agent's own",
     },
 )
 
@@ -226,3 +226,36 @@ MESSAGES = FieldTable(
         "compaction": "there are no summaries but the agent's own",
     },
 )
+
+_STEERING = frozenset(
+    (
+        *("cache_salt", "chat_template", "documents", "ec_transfer_params", "kv_transfer_params"),
+        *("logits_processors", "logprob_token_ids", "lora_request", "media_io_kwargs"),
+        *("mm_payload", "mm_processor_kwargs", "previous_input_messages", "priority"),
+        *("prompt_embeds", "prompt_logprobs", "repetition_detection", "request_id"),
+        *("routed_experts_prompt_start", "truncation_side", "vllm_xargs"),
+        *("custom_logit_processor", "ebnf", "input_ids", "lora_path", "regex", "rid"),
+    )
+)
+"""Fields by which a request steers vLLM or SGLang."""
+_MEANINGLESS = ("thinking", "reasoning")
+"""Fields of one API that programs also send to the others."""
+_OFF: dict[str, tuple[Any, ...]] = {
+    "best_of": (False, 1),
+    "function_call": ("none",),
+    "thinking_token_budget": (-1,),
+}
+"""Values by which a field switches nothing on; of others false, 0 and what is empty."""
+
+
+def is_ignored(name: str) -> bool:
+    """Returns whether a field that is in no table of its API is ignored: it steers no engine, and
+    nothing would be lost that it says in another API."""
+    tables = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+    known = (name in (*one.engine, *one.read, *one.refused) for one in tables)
+    return name in _MEANINGLESS or not (name in _STEERING or any(known))
+
+
+def is_off(name: str, value: Any) -> bool:
+    """Returns whether a field switches nothing on."""
+    return value in _OFF[name] if name in _OFF else not value

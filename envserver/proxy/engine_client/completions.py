@@ -77,7 +77,6 @@ _READ_HERE = frozenset(
     {
         "messages",
         "tools",
-        "parallel_tool_calls",
         "tool_choice",
         "response_format",
         "max_tokens",
@@ -269,7 +268,7 @@ def _foreign_field(body: ChatBody) -> str | None:
     """Returns why `body` cannot be expressed as a completion request, or None if it can."""
     if has_tools(body) and not calls_are_free(body) and body.get("tool_choice") != "none":
         return "forced_tool"
-    if has_tools(body) and _calls_by_grammar(body):
+    if any(map(is_strict, body.get("tools") or [])):
         return "grammar"
     form = body.get("response_format")
     if isinstance(form, dict) and form.get("type") not in (None, "text"):
@@ -277,12 +276,6 @@ def _foreign_field(body: ChatBody) -> str | None:
     known = _SHARED | _READ_HERE
     foreign = (name for name in body if name not in known and body[name] not in (None, False))
     return next((f"field_{name}" for name in foreign), None)
-
-
-def _calls_by_grammar(body: ChatBody) -> bool:
-    """Returns whether a grammar constrains optional calls: to a single one, or to a schema."""
-    strict = any(map(is_strict, body.get("tools") or []))
-    return strict or body.get("parallel_tool_calls") is False
 
 
 def _id(answer: ChatAnswer) -> str:

@@ -1,8 +1,8 @@
 """Parses sampled tokens with the engine's own parsers, by /v1/chat/completions/derender.
 
 That endpoint decodes the ids it is given. A chat answer's text ends before its end token and before
-its stop string, so these are removed first. Two rules of chat answers are applied here, since the
-endpoint leaves them out: tool calls set the finish reason, and parallel calls may be switched off.
+its stop string, so these are removed first. Tool calls set the finish reason here, as in a chat
+answer; the endpoint leaves that out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def derendered(
             },
         )
         for place, choice in zip(asked, choices_of(answer, len(asked), _WHERE), strict=True):
-            messages[place] = _message(body, require(choice, "message", dict, _WHERE))
+            messages[place] = _message(require(choice, "message", dict, _WHERE))
     for choice, message in zip(choices, messages, strict=True):
         choice["finish_reason"] = _finish_reason(body, choice, message)
     return messages
@@ -88,12 +88,10 @@ async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, An
     return require_ids(await session.post(TOKENIZE, asked), "tokens", _CUT)
 
 
-def _message(body: ChatBody, message: Message) -> Message:
+def _message(message: Message) -> Message:
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise EngineGarbage(f"{_WHERE} holds tool_calls that are not a list.")
-    if calls and body.get("parallel_tool_calls") is False:
-        return {**message, "tool_calls": calls[:1]}
     return message
 
 

@@ -38,6 +38,8 @@ _LIMITS: Final = {
     "record": "the limit of the record (workers.max_recorded_mb)",
     "crash": "a crash that the model caused",
 }
+_SPLIT: Final = ("render_mismatch", "suffix_refused")
+"""Flags of conversations that are not continued because their rendering is not known."""
 _WHOSE: Final = {
     "engine": "the engine",
     "worker": "the workers",
@@ -229,6 +231,26 @@ def rollouts_cut(at: Situation) -> Iterator[Finding]:
             about="answers",
             link="#/groups?flag=truncated_length",
         )
+
+
+def conversations_split(at: Situation) -> Iterator[Finding]:
+    """Many conversations are not continued by tokens: each of their calls is a row."""
+    ended = at.grown("envserver_rollouts_total")
+    split, flag = max((at.grown("envserver_flags_total", flag=flag), flag) for flag in _SPLIT)
+    bound = at.bound("conversations_split", "", at.config.split_share)
+    if ended < at.config.fewest or split < bound * ended:
+        return
+    first = at.facts.differs_at
+    yield Finding(
+        name="conversations_split",
+        severity="warning",
+        text=(
+            f"{percent(split / ended)} of the rollouts ({split:g} of {ended:g} {at.recently()}) "
+            f"have a row for each call ({flag})"
+            f"{f'; the engine first rendered otherwise at {short(first)}' if first else ''}."
+        ),
+        link=f"#/groups?flag={flag}",
+    )
 
 
 def stale_groups(at: Situation) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ RULES: Final = (
     Rule("rollouts_hang", "rollouts run, and none ends", flow.rollouts_hang),
     Rule("rollouts_lost", "rollouts are lost, not by the model's fault", flow.rollouts_lost),
     Rule("rollouts_cut", "rollouts end at a limit, or answers are cut", flow.rollouts_cut),
+    Rule("conversations_split", "conversations become a row a call", flow.conversations_split),
     Rule("stale_groups", "groups are dropped as stale", flow.stale_groups),
     Rule("workers_die", "worker processes die", flow.workers_die),
     Rule("runners_silent", "runners on other machines are silent", flow.runners_silent),

@@ -29,6 +29,7 @@ class AlarmFacts(msgspec.Struct, frozen=True, kw_only=True):
         broken: the parts that are down or limited, and why; see `api.health`.
         groups_wanted: groups that the least demanding trainer takes at a time; 0: no trainer.
         disk_free_bytes: left on the disk of the store; None: unknown.
+        differs_at: the first message that the engine rendered otherwise than we do; "": none.
         audited, differing: rows whose logprobs were computed again; those that differ.
     """
 
@@ -37,6 +38,7 @@ class AlarmFacts(msgspec.Struct, frozen=True, kw_only=True):
     broken: Mapping[str, str] = {}
     groups_wanted: int = 0
     disk_free_bytes: int | None = None
+    differs_at: str = ""
     audited: int = 0
     differing: int = 0
 

@@ -169,6 +169,21 @@ async def test_what_needs_facts_is_told() -> None:
     )
 
 
+async def test_conversations_that_are_not_continued_are_told_with_the_first_message() -> None:
+    first = "messages[0], role user, content: parts text, text (rollout a/0)"
+    run = Run(AlarmFacts(differs_at=first))
+    await run.step()
+    for split in (0, 0, 1, 3, 3, 3):
+        run.group([1.0, 0.0] * 5)
+        run.add("flags_total", split, flag="render_mismatch")
+        sentences = await run.step()
+    said = "10 of 60 in the last 1 minute) have a row for each call (render_mismatch)"
+    assert sentences == {
+        "conversations_split": f"17 % of the rollouts ({said}; the engine first rendered otherwise "
+        f"at {first}."
+    }
+
+
 async def test_engines_that_get_no_calls_are_told_of() -> None:
     run = Run()
     run.set("engines", 1, standing="used")

@@ -182,7 +182,7 @@ async def test_what_is_set_is_not_asked_for_and_credentials_in_an_address_are_no
 
 async def test_passing_failures_are_repeated_and_any_is_asked_for_elsewhere() -> None:
     async with alone() as (fake, opened):
-        for fault in (500, 502, 503, 429, 408, "close"):
+        for fault in (500, 502, 503, 429, 408, "close", 307, "garbage", "null", "nothing"):
             fake.requests.clear()
             fake.faults.extend([fault, fault])
             assert (await ask(opened))["choices"]
@@ -194,6 +194,14 @@ async def test_passing_failures_are_repeated_and_any_is_asked_for_elsewhere() ->
             home = await homed(opened, one)
             one.faults = deque([fault, fault])
             await both(opened, home)
+
+
+async def test_a_redirect_is_not_followed_and_is_named() -> None:
+    async with alone(*[307] * 9, how={"api_key": "key=k"}) as (_, opened):
+        said = r"redirects \(HTTP 307\) to http://else.where/v1\?\*\*\*"
+        with pytest.raises(EngineUnavailable, match=said) as caught:
+            await ask(opened)
+        assert "openai.base_url" in caught.value.hint
 
 
 async def test_a_refusal_is_not_repeated_and_tells_the_engines_words_without_the_key() -> None:

@@ -400,6 +400,20 @@ def test_what_is_not_possible_is_refused_by_name(path: str, request_: Json, comp
 
 
 @ALL
+def test_what_is_off_is_harmless_and_what_means_nothing_here_is_ignored(api: Api) -> None:
+    plain, nothing = api.read(), CASES["ignored"]
+    off = api.read(**CASES["switched_off"])
+    assert (off.fields, off.ignored) == (plain.fields, [])
+    both = {"thinking": {"type": "enabled"}, "reasoning": {"effort": "low"}}
+    more = {name: value for name, value in both.items() if name not in api.adapter.table.read}
+    ignoring = api.read(**nothing, **more)
+    assert (ignoring.fields, ignoring.ignored) == (plain.fields, [*nothing, *more])
+    for name in ("priority", "regex", "lora_path"):
+        with pytest.raises(InputError, match=f"{name} is not among the fields"):
+            api.read(**{name: 0})
+
+
+@ALL
 @settings(deadline=None, max_examples=examples(240))
 @given(data=st.data())
 def test_whatever_is_sent_is_read_or_refused(api: Api, data: st.DataObject) -> None:

@@ -270,6 +270,11 @@ async def by_endpoints(
     mode: EngineMode, spoil: Spoil, *requests: Json, texts: tuple[str, ...] = ("Hello.",)
 ) -> tuple[Heard, ProxyAttempt]:
     """As `asked`, of an engine that is asked in `mode`, and whose answers `spoil` changes."""
+    engine, endpoint = before_an_engine(mode, spoil, *texts)
+    return await asked(engine, "v1/chat/completions", *requests, endpoint=endpoint)
+
+
+def before_an_engine(mode: EngineMode, spoil: Spoil, *texts: str) -> tuple[Any, EngineEndpoint]:
     format = chat_format(OWN["chatml"])
     engine = ScaleOut(format, *texts, spoil=spoil)
     probe_result = ProbeResult(mode=mode, model="tiny", tools=True)
@@ -277,8 +282,7 @@ async def by_endpoints(
     async def find() -> Capabilities:
         return Capabilities(probe_result=probe_result, format=format)
 
-    endpoint = EngineEndpoint(engine, find=find)
-    return await asked(engine, "v1/chat/completions", *requests, endpoint=endpoint)
+    return engine, EngineEndpoint(engine, find=find)
 
 
 def ask(engine: Scripted, path: str, request: Json) -> tuple[Heard, ProxyAttempt]:
@@ -478,3 +482,45 @@ async def test_choices_end_once_with_a_reason(place: int | None, finish: str, fa
     else:
         _, attempt = await by_endpoints("tokens", of(GENERATE, change), request)
         assert attempt.calls[0].exact
+
+
+async def test_a_prompt_that_the_engine_renders_otherwise_splits_its_own_rollout_only() -> None:
+    odd = True
+
+    def spoil(path: str, answer: Json) -> None:
+        if odd and path.endswith("/render"):
+            answer["token_ids"] += answer["token_ids"][-1:]
+
+    engine, endpoint = before_an_engine("tokens", spoil, "Hello.")
+    proxy = Proxy(engine, endpoint=endpoint)
+    split, other = (proxy.open(attempt_spec(rollout_id=name)) for name in ("a", "b"))
+    for attempt in (split, other):
+        first = user(f"hi from {attempt.spec.rollout_id}")
+        more = [first, {"role": "assistant", "content": "Hello."}, user("more")]
+        for messages in ([first], more):
+            body = {"model": "m", "messages": messages}
+            await asgi_answer(proxy, attempt.key, body, path="v1/chat/completions")
+            odd = False
+    assert [(call.planned_parent, call.flags) for call in split.calls] == [
+        (None, ["render_mismatch"])
+    ] * 2
+    assert [(call.planned_parent, call.flags) for call in other.calls] == [(None, []), (0, [])]
+    told = "messages[0], role user, content: str (rollout a)"
+    assert proxy.engine_described()["differs_at"] == told
+
+
+async def test_a_call_that_the_agent_was_not_shown_is_not_in_its_next_prompt() -> None:
+    engine, endpoint = before_an_engine("tokens", of("", lambda answer: None), CALL * 2)
+    proxy = Proxy(engine, endpoint=endpoint)
+    attempt = proxy.open(attempt_spec())
+    body = {**HI, "tools": REQUESTS["v1/chat/completions"]["tools"], "parallel_tool_calls": False}
+    _, text = await asgi_answer(proxy, attempt.key, body, path="v1/chat/completions")
+    said = json.loads(text)["choices"][0]["message"]
+    (shown,) = said["tool_calls"]
+    result = {"role": "tool", "tool_call_id": shown["id"], "content": "1"}
+    body["messages"] = [*HI["messages"], said, result]
+    await asgi_answer(proxy, attempt.key, body, path="v1/chat/completions")
+    first, second = attempt.calls
+    assert "parallel_calls_dropped" in first.flags
+    assert first.sampled_message is not None and len(first.sampled_message["tool_calls"]) == 2
+    assert (second.planned_parent, second.refusal) == (None, "assistant_edited")

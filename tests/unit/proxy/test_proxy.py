@@ -189,6 +189,27 @@ async def test_sampling_is_the_runs_and_the_protocol_is_the_agents(home: House) 
     assert [(span.temperature, span.altered) for span in row.sampling] == [(0.5, ("top_p",))]
 
 
+async def test_calls_that_the_agent_wants_one_at_a_time_are_sampled_freely_and_flagged() -> None:
+    async with house(tool_calls=TOOL_CALLS) as home:
+        attempt, client = home.open()
+        free = await chat(client, tools=TOOLS)
+        single = await chat(client, tools=TOOLS, parallel_tool_calls=False)
+        shown = [len(answer.message.tool_calls or []) for answer in (free, single)]
+        assert shown == [2, 1]
+        assert [call.flags for call in attempt.calls] == [[], ["parallel_calls_dropped"]]
+        await chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+        sent = [request.get("parallel_tool_calls") for request in home.fake.requests]
+        assert sent == [None, None, False]
+
+
+async def test_a_field_without_effect_is_flagged(home: House) -> None:
+    attempt, client = home.open()
+    await chat(client, extra_body={"usage": {"include": True}, "reasoning": {}})
+    (call,) = attempt.calls
+    assert (call.flags, call.sampling["ignored"]) == (["fields_ignored"], ["usage", "reasoning"])
+    assert not {"usage", "reasoning"} & home.fake.requests[0].keys()
+
+
 STRICT = [{"type": "function", "function": {"name": "add", "strict": True}}]
 
 

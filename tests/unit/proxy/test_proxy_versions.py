@@ -373,6 +373,64 @@ async def test_what_a_coding_program_asks_again_after_its_answer_is_one_sample(
     assert len(attempt.calls) == 3
 
 
+CHAT, RESPONSES, MESSAGES = "v1/chat/completions", "v1/responses", "v1/messages"
+ADD = {"name": "add", "description": "adds"}
+OBJECT = {"type": "object"}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": ASK, "tools": [{"type": "function", "function": ADD}]},
+    RESPONSES: {"input": ASK, "tools": [{"type": "function", **ADD, "parameters": OBJECT}]},
+    MESSAGES: {"messages": ASK, "tools": [ADD | {"input_schema": OBJECT}], "max_tokens": 99},
+}
+PROGRAMS = {
+    "claude-cli/2.1.197 (external, sdk-cli)": MESSAGES,
+    CODEX["user-agent"]: RESPONSES,
+    "opencode/1.18.33 ai-sdk/provider-utils/4.0.40": CHAT,
+    "QwenCode/0.20.0 (linux; x64)": CHAT,
+}
+MALFORMED = [{**TOOL_CALLS[0], "function": {"name": "add", "arguments": '{"a": '}}]
+UNUSABLE: dict[str, dict[str, Any]] = {
+    "empty": {"text": ""},
+    "blank": {"text": " \n"},
+    "reasoning only": {"text": "", "reasoning": "So be it."},
+    "cut": {"finish": "length"},
+    "broken off": {"finish": "abort"},
+    "malformed": {"text": "", "tool_calls": MALFORMED},
+    "a call that is no object": {
+        "tool_calls": [{**TOOL_CALLS[0], "function": {"name": "add", "arguments": "4"}}]
+    },
+    "refused": {"faults": [400]},
+    "no answer": {"faults": [500] * 2},
+    "half an answer": {"faults": ["half"] * 2},
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_program_recovers_from_an_answer_that_it_cannot_use(
+    home: House, program: str, streamed: bool
+) -> None:
+    path = PROGRAMS[program]
+    body = BODIES[path] | {"model": "any", "stream": streamed}
+
+    async def asked(key: str) -> str:
+        url, headers = f"{home.url}/r/{key}/{path}", {"user-agent": program}
+        async with home.http.post(url, json=body, headers=headers) as answer:
+            return await answer.text()
+
+    for name, how in UNUSABLE.items():
+        attempt, _ = home.open()
+        home.fake.faults.extend(how.get("faults", ()))
+        with pytest.MonkeyPatch.context() as patch:
+            for field in how.keys() - {"faults"}:
+                patch.setattr(home.fake, field, how[field])
+            await asked(attempt.key)
+        assert not home.fake.faults, name
+        answers = [await asked(attempt.key) for _ in range(3)]
+        assert all("Hëllo." in answer for answer in answers), name
+        assert sum("client_retry_replayed" in call.flags for call in attempt.calls) == 1, name
+        assert len(attempt.calls) == (1 if "faults" in how else 2), name
+
+
 async def test_what_helpers_of_a_program_ask_at_once_are_own_samples(home: House) -> None:
     home.fake.held = asyncio.Event()
     attempt, _ = home.open()

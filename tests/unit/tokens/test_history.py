@@ -11,17 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from envserver_local.text import Text
+from envserver_records.errors import EngineRefused
 from envserver_records.records import Call, Message, Sequence, pack, unpack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 from support.forests import ACTIONS, calls_of, calm, forests, reference_rows
+from support.odd_prompts import REQUESTS, our_text
 from support.talk import ENDS, Talk, format_of, talk, written
-from support.templates import CHATML, OWN, call, chat_format, tool
+from support.templates import CHATML, OWN, TEMPLATES, call, chat_format, tool
 from support.traps import TRAPS as TEMPLATE_TRAPS
 from support.traps import Trap
 
-from envserver.tokens import Actions, PromptPlan, build, check, classify
+from envserver.tokens import Actions, ChatFormat, PromptPlan, build, check, classify
 from envserver.tokens.builder import all_flags
 from envserver.tokens.chain import RequestHashes, hashes
 from envserver.tokens.prepare import KeptMessages, prepare
@@ -252,20 +255,76 @@ def test_answers_that_nobody_sampled_are_told() -> None:
     assert (compacted.edge, compacted.flags) == ("root", [])
 
 
-def test_another_prompt_than_ours_ends_all_continuing_and_images_are_the_engines() -> None:
+def test_images_are_the_engines() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgoA"}}
     plan = talk("chatml").plan([{"role": "user", "content": [image]}])
     assert (plan.ids, plan.text, plan.flags) == (None, None, ["multimodal_unstitched"])
+
+
+def test_another_prompt_than_ours_ends_the_continuing_of_its_attempt_only() -> None:
     here, messages = talk("chatml"), [USER, said("It is 4."), NEXT]
-    here.ask([USER], "It is 4.")
+    there = Talk(here.format, here.end)
+    for attempt in (here, there):
+        attempt.ask([USER], "It is 4.")
     here.ask(messages, "6", echo=[1, 2, 3])
     assert here.calls[1].flags == ["prompt_mismatch"]
     assert here.plan([*messages, said("6"), NEXT]).edge == "root"
     assert here.plan(messages).parent == 0
-    here.ask([NEXT], "6", echo=here.format.prompt_ids([USER], None, {}))
+    odd: Message = {"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}
+    other: Message = {"role": "user", "content": "2 + 3?"}
+    here.ask([USER, odd, NEXT], "6", echo=here.format.prompt_ids([USER, other, NEXT], None, {}))
     assert here.calls[2].flags == ["render_mismatch"]
-    assert not here.format.trusted
-    assert here.plan(messages).edge == "root"
+    assert here.history.differs_at == "messages[1], role user, content: parts text"
+    plan = here.plan(messages)
+    assert (plan.edge, plan.refusal, plan.flags) == ("root", "render_mismatch", ["render_mismatch"])
+    assert there.plan(messages).parent == 0
+
+
+def test_a_message_that_we_cannot_render_is_told() -> None:
+    called = call({}) | {"type": "custom"}
+    for message in (said(None, tool_calls=[called]), {"role": "user", "content": 4}):
+        plan = talk("chatml").plan([USER, message, NEXT])
+        assert (plan.refusal, plan.flags) == ("unusual_message", ["suffix_refused"])
+
+
+class LocalTokenizer:
+    """What the local engine renders with, instead of transformers."""
+
+    def __init__(self, form: ChatFormat, source: str) -> None:
+        self.source = source
+        self.template = form.template(False)
+
+    def get_chat_template(self, tools: object) -> str:
+        return self.source
+
+    def apply_chat_template(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None,
+        tokenize: bool,
+        continue_final_message: bool,
+        add_generation_prompt: bool,
+        **kwargs: Any,
+    ) -> str:
+        return self.template.render(
+            messages, tools, generation_prompt=add_generation_prompt, kwargs=kwargs
+        )
+
+
+@calm
+@given(st.sampled_from(sorted(TEMPLATES)), REQUESTS)
+def test_the_local_engine_renders_any_conversation_as_we_do(
+    name: str, request: dict[str, Any]
+) -> None:
+    form = chat_format(TEMPLATES[name])
+    engine: Any = LocalTokenizer(form, TEMPLATES[name])
+    messages, ours = request["messages"], our_text(form, request)
+    if ours is None:
+        with pytest.raises(EngineRefused):
+            Text(engine, []).prompt_text(messages, request.get("tools"), request)
+    else:
+        assert Text(engine, []).prompt_text(messages, request.get("tools"), request) == ours
 
 
 TRAPS = {**TEMPLATE_TRAPS}

@@ -51,8 +51,7 @@ class AnswerParser:
                 calls, content = found.calls, found.content if found.content.strip() else None
         message["content"] = content
         if calls:
-            wanted = calls[:1] if body.get("parallel_tool_calls") is False else calls
-            message["tool_calls"] = [call.message() for call in wanted]
+            message["tool_calls"] = [call.message() for call in calls]
         return message
 
     def compare(self, body: ChatBody, answer: ChatAnswer) -> None:
