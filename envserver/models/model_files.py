@@ -137,7 +137,7 @@ def _cache_folder() -> Path:
         return Path(cache).expanduser()
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{user}/huggingface"
-    return Path(home).expanduser() / "hub"
+    return Path(os.path.expanduser(home), "hub")  # noqa: PTH111 - as the hub, also without a home
 
 
 def _fetch(name: str) -> ModelFiles:
