@@ -3,7 +3,7 @@
 In: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, in upper or lower case, and requests. Out: the
 requests, sent through the proxy or directly. What holds: loopback and private addresses, and names
 of the own network, are asked directly; NO_PROXY takes names, addresses and CIDR blocks; an error
-names the proxy.
+names the proxy, and SSL_CERT_FILE where a certificate is not trusted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from urllib.request import getproxies_environment, proxy_bypass_environment
 import httpx
 
 from .errors import ConfigError
+from .urls import TRUST_HINT
 
 T = TypeVar("T", httpx.HTTPTransport, httpx.AsyncHTTPTransport)
 
@@ -146,9 +147,11 @@ def _naming(proxy: str | None) -> Iterator[None]:
     try:
         yield
     except httpx.TransportError as error:
-        if proxy is None:
-            raise
-        why = f"{str(error) or type(error).__name__} (through the proxy {_shown(proxy)})"
+        why = str(error) or type(error).__name__
+        if proxy is not None:
+            why = f"{why} (through the proxy {_shown(proxy)})"
+        if "CERTIFICATE_VERIFY_FAILED" in why:
+            why = f"{why}. {TRUST_HINT}"
         raise type(error)(why) from error
 
 

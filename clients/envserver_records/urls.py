@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from .errors import ConfigError
 
 TOKEN_VARIABLE = "ENVSERVER_TOKEN"
+TRUST_HINT = "Put its authority's certificate into a file, and name that file by SSL_CERT_FILE."
+"""For a server whose certificate is signed by itself or by an authority of your own."""
 Urls = str | Sequence[str]
 """URLs of equal servers; a text separates them with commas."""
 
