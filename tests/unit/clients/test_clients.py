@@ -6,20 +6,26 @@ import asyncio
 import builtins
 import itertools
 import textwrap
+import threading
 from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import envserver_clients.http
 import httpx
 import numpy as np
 import pytest
+from envserver_clients import learn
 from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import EnvClient, NotAllowed, Retries, ServerUnreachable, SyncEnvClient
 from envserver_clients.records import Batch, Row, decode_batch
 from envserver_records import servers
 from envserver_records.proxies import proxy_of
 from envserver_records.servers import AsyncServersClient, ServersClient
+from rich.console import Console
 from support.api import Api, native_group, put_native, wire_group
 from support.commands import free_port
 from support.doors import Door, State, doors
@@ -159,6 +165,38 @@ async def test_a_server_that_fails_is_asked_again() -> None:
     await client.publish_policy_version(1)
     assert next(answers, None) is None
     await client.close()
+
+
+def test_two_commands_that_start_together_make_the_tiny_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    def make(words: list[str], *, check: bool) -> Mock:
+        folder = Path(words[5])
+        if folder.exists():
+            return Mock(returncode=1)
+        made.append(folder)
+        both_are_there.wait()  # the other one waits for the lock, or makes it, too
+        folder.mkdir()
+        (folder / "config.json").touch()
+        return Mock(returncode=0)
+
+    class Ready(Exception):
+        pass
+
+    def learns(name: str) -> None:
+        if name == "two":
+            threading.Timer(0.5, both_are_there.set).start()
+        with pytest.raises(Ready):
+            learn.learn(learn.LearnSettings(output=tmp_path / name), Console(quiet=True))
+
+    both_are_there = threading.Event()
+    monkeypatch.setattr(learn.subprocess, "run", make)
+    monkeypatch.setattr(learn, "Children", Mock(side_effect=Ready))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(learns, ("one", "two")))
+    assert len(made) == 1
 
 
 # Proxies of the environment
