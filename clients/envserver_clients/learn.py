@@ -105,7 +105,7 @@ def learn(settings: LearnSettings, console: Console) -> int:
         try:
             status = children.wait_for("trainer")
             if _evaluate_every(settings) and status == 0:
-                write_held_out(server, settings.output / HELD_OUT, settings.token)
+                write_held_out(server, settings.output / HELD_OUT)
         except KeyboardInterrupt:
             console.print("Stopping; the same command continues from the last checkpoint.")
             status = 130

@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from ipaddress import ip_address, ip_network
 from typing import Any, Final, Generic, TypeVar
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import (  # type: ignore[attr-defined]
+    getproxies_environment,
+    proxy_bypass_environment,
+)
 
 import httpx
 
@@ -84,7 +87,7 @@ class _Transports(Generic[T]):
     """
 
     def __init__(self, kind: type[T], options: dict[str, Any]) -> None:
-        self._kind = kind
+        self._kind: type[T] = kind
         self._options = options
         self.made: dict[str | None, T] = {}
 

@@ -93,7 +93,8 @@ def read_dotenv_values(path: Path, names: Collection[str]) -> dict[str, str]:
     return {
         binding.key: binding.value
         for binding in parse_stream(_dotenv(path))
-        if binding.key in names and binding.value is not None and "\0" not in binding.value
+        if binding.key is not None and binding.key in names
+        if binding.value is not None and "\0" not in binding.value
     }
 
 

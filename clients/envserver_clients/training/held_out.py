@@ -24,17 +24,14 @@ HELD_OUT: Final = "held_out.jsonl"
 _TICK_SECONDS: Final = 0.2
 
 
-def write_held_out(server: str, path: Path, token: str = "", *, seconds: float = 300.0) -> None:
+def write_held_out(server: str, path: Path, *, seconds: float = 300.0) -> None:
     """Evaluates the last policy version, waits for its end, and writes all evaluations.
-
-    Args:
-        token: of the server; unset: that of ENVSERVER_TOKEN.
 
     Raises:
         EnvserverError: the last evaluation did not end within `seconds`.
     """
     until = time.monotonic() + seconds
-    with ServersClient(server, timeout=30.0, headers=authorization(token or None)) as client:
+    with ServersClient(server, timeout=30.0, headers=authorization()) as client:
         _wait(client, until)
         client.post("/v1/evaluations").raise_for_status()
         found = _wait(client, until)
