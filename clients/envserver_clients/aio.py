@@ -14,7 +14,7 @@ import httpx
 from envserver_records import ConflictError, EnvserverError, NotFoundError, Split
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.servers import AsyncServersClient
-from envserver_records.urls import Urls
+from envserver_records.urls import Urls, authorization
 from envserver_records.wire import GroupSummary
 
 from .compression import HAS_ZSTD, LeaseStreamReader, decompress
@@ -30,7 +30,6 @@ from .protocol import (
     Delivery,
     InFlight,
     Retries,
-    authorization,
     batch_of,
     checked,
     object_of,

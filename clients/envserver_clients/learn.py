@@ -12,6 +12,7 @@ continues from its checkpoint; so does the same command with the same --output.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import re
 import signal
@@ -113,12 +114,15 @@ def learn(settings: LearnSettings, console: Console) -> int:
 def _tiny_model(settings: LearnSettings, console: Console) -> Path:
     kind = "many" if _has_many(settings) else "sums"
     folder = settings.output.parent / ("tiny-many" if kind == "many" else "tiny")
-    if not (folder / "config.json").exists():
-        console.print(f"Making a tiny model in {folder}: two minutes or less, once.")
-        words = [sys.executable, "-m", "envserver", "models", "tiny", str(folder)]
-        words += ["--tasks", kind]
-        if subprocess.run(words, check=False).returncode:
-            raise EnvserverError("The tiny model could not be made.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another command may be making it
+        if not (folder / "config.json").exists():
+            console.print(f"Making a tiny model in {folder}: two minutes or less, once.")
+            words = [sys.executable, "-m", "envserver", "models", "tiny", str(folder)]
+            words += ["--tasks", kind]
+            if subprocess.run(words, check=False).returncode:
+                raise EnvserverError("The tiny model could not be made.")
     return folder
 
 

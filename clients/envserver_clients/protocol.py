@@ -5,7 +5,6 @@ In: what a trainer asks for. Out: `Call`s to send; batches and typed errors from
 
 from __future__ import annotations
 
-import os
 import random
 import uuid
 import warnings
@@ -21,8 +20,6 @@ from envserver_records.urls import Urls, server_urls
 from envserver_records.wire import GROUP_MSGPACK, GROUPS_MSGPACK, LEASE_STREAM
 
 from .records import Batch, decode_batch
-
-TOKEN_VARIABLE: Final = "ENVSERVER_TOKEN"
 
 InFlight = Literal["drain", "keep", "abort"]
 Delivery = Literal["shared", "broadcast"]
@@ -238,12 +235,6 @@ class Calls:
 def new_key() -> dict[str, str]:
     """Returns a header that tells the copies of one request from other requests."""
     return {"idempotency-key": uuid.uuid4().hex}
-
-
-def authorization(token: str | None) -> dict[str, str]:
-    """Returns the authorization header for `token`. Default: the environment variable's token."""
-    known = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
-    return {"authorization": f"Bearer {known}"} if known else {}
 
 
 def pause_before_next(retries: Retries, tried: int, problem: Exception | Answer) -> float | None:

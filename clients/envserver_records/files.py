@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from .errors import StoreError, StoreFull
+from .errors import ConfigError, StoreError, StoreFull
 
 PARTIAL_FILES: Final = ".*.partial"
 """Pattern of the files that killed processes leave behind."""
@@ -106,6 +106,21 @@ def sync_tree(folder: Path) -> None:
     """Waits until `folder` and all that is below it are on disk. Raises OSError."""
     for path in (*folder.rglob("*"), folder):
         sync_path(path)
+
+
+def user_folder(variable: str, below_home: str) -> Path:
+    """Returns the folder that an XDG variable names, or one below the user's home.
+
+    Raises:
+        ConfigError: the variable is unset, and the user has no home.
+    """
+    if folder := os.environ.get(variable):
+        return Path(folder)
+    try:
+        return Path.home() / below_home
+    except RuntimeError:
+        hint = f"Set HOME or {variable} to a folder that this user can write."
+        raise ConfigError("This user has no home directory.", hint=hint) from None
 
 
 @contextmanager

@@ -1,15 +1,17 @@
 """HTTP clients for several equal servers: what one cannot answer, the next one is asked.
 
 In: requests of an ordinary httpx client, and the servers' URLs. Out: the first answer. What holds:
-with one URL they are httpx's clients; with several, a request goes to each server at most once,
-beginning with the one that answered last, and the caller's own retries begin another round. So each
-request must be harmless when it is repeated, as ours are: by id, by key or by sequence number.
+proxies are those of `proxies`; with one URL they are httpx's clients; with several, a request goes
+to each server at most once, beginning with the one that answered last, and the caller's own retries
+begin another round. So each request must be harmless when it is repeated, as ours are: by id, by
+key or by sequence number.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
@@ -18,6 +20,7 @@ import httpx
 import msgspec
 
 from .cancelling import cancel_and_wait
+from .proxies import AsyncProxyTransport, ProxyTransport
 from .urls import Urls, server_urls
 
 log = logging.getLogger(__name__)
@@ -39,12 +42,22 @@ class ServersClient(httpx.Client):
 
     Args:
         urls: the servers; the first one is asked first.
+        verify: how to verify certificates; True: as SSL_CERT_FILE or the system says.
+        transport: unset: through the proxies of the environment.
         more: as for `httpx.Client`.
     """
 
-    def __init__(self, urls: Urls, **more: Any) -> None:
+    def __init__(
+        self,
+        urls: Urls,
+        *,
+        verify: ssl.SSLContext | bool = True,
+        transport: httpx.BaseTransport | None = None,
+        **more: Any,
+    ) -> None:
         self._servers = _Servers(server_urls(urls))
-        super().__init__(base_url=self._servers.urls[0], **more)
+        transport = transport or ProxyTransport(verify=verify)
+        super().__init__(base_url=self._servers.urls[0], transport=transport, **more)
 
     def send(self, request: httpx.Request, *, stream: bool = False, **how: Any) -> httpx.Response:
         """Sends `request` as `httpx.Client.send` does.
@@ -73,7 +86,7 @@ class AsyncServersClient(httpx.AsyncClient):
     frozen one costs seconds even where the answer may take a minute.
 
     Args:
-        urls: the servers; the first one is asked first.
+        urls, verify, transport: as for `ServersClient`.
         more: as for `httpx.AsyncClient`.
 
     Attributes:
@@ -82,9 +95,17 @@ class AsyncServersClient(httpx.AsyncClient):
 
     quiet_seconds = 3.0
 
-    def __init__(self, urls: Urls, **more: Any) -> None:
+    def __init__(
+        self,
+        urls: Urls,
+        *,
+        verify: ssl.SSLContext | bool = True,
+        transport: httpx.AsyncBaseTransport | None = None,
+        **more: Any,
+    ) -> None:
         self._servers = _Servers(server_urls(urls))
-        super().__init__(base_url=self._servers.urls[0], **more)
+        transport = transport or AsyncProxyTransport(verify=verify)
+        super().__init__(base_url=self._servers.urls[0], transport=transport, **more)
 
     async def send(
         self, request: httpx.Request, *, stream: bool = False, **how: Any

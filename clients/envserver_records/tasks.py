@@ -27,12 +27,18 @@ class PublicTask(msgspec.Struct, frozen=True):
     id: str
     public: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        if isinstance(self.id, str) and not self.id.isprintable():
+            # UTF-8 cannot hold half of a surrogate pair, and PostgreSQL no NUL character.
+            told = self.id.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
+            msgspec.structs.force_setattr(self, "id", told)
+
 
 class Task(PublicTask, frozen=True):
     """A task to solve.
 
     Args:
-        id: unique and stable within its environment and split.
+        id: unique and stable within its environment and split; any text.
         public: JSON-like; sent to the worker (the model sees only what the agent sends it).
         hidden: JSON-like (answers, tests); never leaves the server and the scorer.
     """

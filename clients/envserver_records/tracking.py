@@ -134,7 +134,7 @@ class WandbTracker:
 def _has_logged_in() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
-    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    netrc = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # noqa: PTH111 - no home
     return netrc.is_file() and "wandb" in netrc.read_text(encoding="utf-8", errors="replace")
 
 

@@ -1,11 +1,15 @@
-"""URLs of several equal servers, as users give them."""
+"""URLs of several equal servers, as users give them, and the access token for them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from .errors import ConfigError
 
+TOKEN_VARIABLE = "ENVSERVER_TOKEN"
+TRUST_HINT = "Put its authority's certificate into a file, and name that file by SSL_CERT_FILE."
+"""For a server whose certificate is signed by itself or by an authority of your own."""
 Urls = str | Sequence[str]
 """URLs of equal servers; a text separates them with commas."""
 
@@ -17,3 +21,9 @@ def server_urls(urls: Urls) -> tuple[str, ...]:
     if not found:
         raise ConfigError("Which server?", hint="Give its URL, such as http://host:8000.")
     return found
+
+
+def authorization(token: str | None = None) -> dict[str, str]:
+    """Returns the authorization header for `token`. Default: the environment variable's token."""
+    known = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+    return {"authorization": f"Bearer {known}"} if known else {}

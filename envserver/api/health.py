@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 import structlog
-from envserver_records.errors import EnvserverError
+from envserver_records.errors import EnvserverError, StoreFull
 from fastapi import APIRouter
 from starlette.responses import Response
 
@@ -155,10 +155,16 @@ class Health:
 
 
 def store_probe(store: GroupStore) -> Probe:
-    """Returns a probe that makes a small query to the store."""
+    """Returns a probe that writes to the store. A full disk is told by `disk_probe`."""
 
     async def probe() -> str:
-        await store.get_value("policy_version")
+        try:
+            async with asyncio.timeout(PROBE_SECONDS * 0.9):
+                await store.touch()
+        except TimeoutError:
+            return "it cannot be written: another program locks it, or its disk does not answer"
+        except StoreFull as error:
+            return "" if store.disk_problem else error.message
         return ""
 
     return probe

@@ -277,6 +277,9 @@ def _explain(error: Exception) -> int:
     if isinstance(error, EnvserverError):
         _complain(error.message, error.hint)
         return 2 if isinstance(error, UsageError) else 1
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # pathlib's, for ~
+        _complain("This user has no home directory.", "Set HOME, or give paths without ~.")
+        return 2
     _complain(f"Internal error: {type(error).__name__}: {error}", "--debug shows the traceback.")
     return 1
 

@@ -7,7 +7,7 @@ import sys
 from envserver_records.errors import UsageError
 
 from ..harnesses import HARNESSES, harness_of
-from ..harnesses.installing import agents_folder, install, version_in
+from ..harnesses.installing import install, installed_version
 from .console import show_rows
 from .specs.agents_command import INSTALL, LIST
 
@@ -27,12 +27,11 @@ def run_install(argv: list[str]) -> int:
 def run_list(argv: list[str]) -> int:
     """Prints a table of the programs, installed or not."""
     settings = LIST.read(argv)
-    folder = agents_folder(settings.folder)
     rows = [("AGENT", "INSTALLED", "TESTED", "PACKAGE")]
     for harness in HARNESSES.values():
         package = harness.package
         assert package is not None
-        installed = version_in(folder / harness.name) or "-"
+        installed = installed_version(harness.name, settings.folder) or "-"
         origin = f"{package.registry}:{package.name}"
         rows.append((harness.name, installed, package.version, origin))
     show_rows(rows)

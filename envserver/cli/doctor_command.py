@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..config import SandboxConfig
 from ..harnesses import HARNESSES
-from ..harnesses.installing import agents_folder, version_in
+from ..harnesses.installing import installed_version
 from ..sandbox.probe import WEAKNESSES, ProbeReport
 from ..sandbox.selection import ORDER
 from ..sandbox.service import probe
@@ -89,8 +89,7 @@ def machine_facts() -> list[Fact]:
 
 def _agents() -> str:
     """Returns the installed programs that may play agents."""
-    folder = agents_folder()
-    versions = {name: version_in(folder / name) for name in HARNESSES}
+    versions = {name: installed_version(name) for name in HARNESSES}
     return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from envserver_records.urls import TOKEN_VARIABLE
+
 from ..config import NO_ENGINE
 from ..telemetry.redaction import redacted
 from .renamed import current_path
@@ -24,7 +26,7 @@ PATHS = {
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_MODEL = "gpt-4o-mini"
 """Model that is asked at OpenAI's address where none is named."""
-_READ_ELSEWHERE = ("HF_TOKEN", "TAVILY_API_KEY")
+_READ_ELSEWHERE = ("HF_TOKEN", "TAVILY_API_KEY", TOKEN_VARIABLE)
 
 
 def engine_variables(
@@ -88,8 +90,8 @@ def engine_variables(
 def export_dotenv(
     folder: Path, environ: MutableMapping[str, str], tell: Callable[[str], None]
 ) -> None:
-    """Sets the tokens of other services that `.env` holds and the environment lacks: libraries
-    look for them there."""
+    """Sets the tokens of services that `.env` holds and the environment lacks: their clients look
+    for them there."""
     values = read_dotenv_values(folder / ".env", _READ_ELSEWHERE)
     new = {name: value for name, value in values.items() if value and name not in environ}
     environ.update(new)

@@ -9,8 +9,16 @@ from typing import Any
 from envserver_records.errors import UsageError
 from rich.table import Table
 
+from ..registry import find
 from ..running.debugging import debuggable
-from ..running.replaying import Record, Replayed, read_record, recorded_settings, replay
+from ..running.replaying import (
+    Record,
+    Replayed,
+    read_record,
+    recorded_environment,
+    recorded_settings,
+    replay,
+)
 from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
@@ -24,8 +32,9 @@ _SHOWN = 70
 
 def run(argv: list[str]) -> int:
     record = _named_record(COMMAND.flags(argv))
-    environment = COMMAND.named_environment(argv) or str(record.facts["env"])
-    line = read_run_spec(COMMAND, argv, defaults=recorded_settings(record), environment=environment)
+    environment = COMMAND.named_environment(argv) or recorded_environment(record)
+    recorded = recorded_settings(record, find(environment).Config)
+    line = read_run_spec(COMMAND, argv, defaults=recorded, environment=environment)
     settings = line.settings
     configure_logs("warning" if settings.debug else settings.log_level, settings.log_format)
     played = (debuggable(line) if settings.debug else line).make_environment()

@@ -237,18 +237,18 @@ def _choose(
                 problems.add(f"{given.where} is not supported. {REFUSED[path]}")
         elif path in IGNORED:
             warn(f"{given.where} has no effect here: {IGNORED[path]}.")
-        elif given.kind == "flag" or not _is_for_another(path, elsewhere, settings_class):
+        elif given.kind == "flag" or not _is_for_another(path, settings_class):
             problems.add(_unknown(given, path, options, elsewhere))
     return chosen
 
 
-def _is_for_another(
-    path: str, elsewhere: Mapping[str, Option], settings_class: type[BaseModel]
-) -> bool:
+def _is_for_another(path: str, settings_class: type[BaseModel]) -> bool:
     """Returns whether a path in a shared file or variable is another command's setting."""
+    from ..running.run_settings import JoinSettings  # only for a name that this command lacks
+
     if path.startswith("env.") and "env" not in settings_class.model_fields:
         return True
-    return path in elsewhere
+    return path in options_of(JoinSettings)
 
 
 def _unknown(

@@ -69,7 +69,7 @@ def read_dotenv(path: Path) -> list[Given]:
     from dotenv.parser import parse_stream
 
     given = []
-    for binding in parse_stream(io.StringIO(read_text(path))):
+    for binding in parse_stream(_dotenv(path)):
         origin = f"{path.name}:{binding.original.line}"
         if binding.error and VARIABLE_PREFIX in binding.original.string.upper():
             raise ConfigError(f"{origin}: cannot be read.", hint=_DOTENV_HINT)
@@ -90,9 +90,15 @@ def read_dotenv_values(path: Path, names: Collection[str]) -> dict[str, str]:
 
     return {
         binding.key: binding.value
-        for binding in parse_stream(io.StringIO(read_text(path)))
-        if binding.key is not None and binding.key in names and binding.value is not None
+        for binding in parse_stream(_dotenv(path))
+        if binding.key is not None and binding.key in names
+        if binding.value is not None and "\0" not in binding.value
     }
+
+
+def _dotenv(path: Path) -> io.StringIO:
+    """Opens a `.env` file, which may hold bytes of other programs in any encoding."""
+    return io.StringIO(read_text(path, errors="surrogateescape"))
 
 
 class ConfigFile:
@@ -121,9 +127,9 @@ def config_file(path: Path | None) -> ConfigFile:
     return YamlFile(path)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, errors: str = "strict") -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors=errors)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
 

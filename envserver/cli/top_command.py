@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 
 import httpx
 from envserver_records.errors import ConflictError, NotFoundError
 from envserver_records.servers import ServersClient
+from envserver_records.urls import authorization
 from rich.live import Live
 
 from ..telemetry.history import Name, Row
@@ -23,10 +23,8 @@ _POINTS = 100
 def run(argv: list[str]) -> int:
     """Shows the tables until Ctrl-C, or once."""
     settings = COMMAND.read(argv)
-    token = os.environ.get("ENVSERVER_TOKEN")
-    headers = {"authorization": f"Bearer {token}"} if token else {}
     console = Console()
-    with ServersClient(settings.url, timeout=_SECONDS, headers=headers) as http:
+    with ServersClient(settings.url, timeout=_SECONDS, headers=authorization()) as http:
         shown = _overview(http, settings.url).tables()
         if settings.once:
             console.print(shown)

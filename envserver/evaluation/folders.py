@@ -112,8 +112,13 @@ def read_run_file(folder: Path) -> RunFile | None:
     if not path.exists():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunFile)
-    except (OSError, msgspec.DecodeError) as error:
+        run = msgspec.json.decode(path.read_bytes(), type=RunFile)
+        baselines = run.evaluated.baselines if run.evaluated is not None else []
+        for name in (*run.parts, *baselines):
+            if name in ("", "..") or Path(name).name != name:
+                raise ValueError(f"{name!r} is not the name of a folder in it")
+        return run
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
 
 

@@ -25,6 +25,7 @@ from envserver_records.images import RowImage, told_images
 from envserver_records.packing import ready
 from envserver_records.records import Logprobs, Mask, Message, Tokens
 from envserver_records.scores import RewardRange, TurnReward, range_from_json
+from envserver_records.splits import Split
 from envserver_records.timings import FailedAttempt, Printed, Timing, timing_from_json
 
 from ..formats.atropos import NOT_TRAINED
@@ -256,7 +257,7 @@ class _Facts(msgspec.Struct):
     task_id: str
     rollouts: list[_Rollout]
     index: int = 0
-    split: str = "train"
+    split: Split = "train"
     seed: int = 0
     model: str = ""
     policy_version: int = -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import quote
@@ -11,6 +10,7 @@ import httpx
 import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
 from envserver_records.servers import ServersClient
+from envserver_records.urls import authorization
 from envserver_records.wire import GROUP_MSGPACK, WireGroup
 
 from .stored_bodies import line_of
@@ -28,9 +28,8 @@ def of_server(url: str) -> Iterator[RawGroup]:
         NotFoundError: no server answers, or it is another kind of server.
         ConflictError: it refuses.
     """
-    token = os.environ.get("ENVSERVER_TOKEN")
-    headers = {"accept-encoding": "identity"}  # httpx fails on zstd in several frames
-    headers |= {"authorization": f"Bearer {token}"} if token else {}
+    # httpx fails on zstd in several frames
+    headers = {"accept-encoding": "identity", **authorization()}
     with ServersClient(url, timeout=_SECONDS, headers=headers) as http:
         after: int | None = 0
         while after is not None:

@@ -21,9 +21,8 @@ def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
     """Returns a function from the ids of `model` to their texts.
 
     Args:
-        tokenizer: folder of the tokenizer, or a model whose tokenizer is in the cache; unset: by
-        the
-            name of the model.
+        tokenizer: folder of the tokenizer, or a model whose tokenizer is in the cache; unset: that
+            of `model` in the cache. A record may name any `model`, so it is no folder.
 
     Raises:
         ConfigError: `tokenizer` is given and missing.
@@ -31,7 +30,8 @@ def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
     from ..models.model_files import tokenizer_here  # servers start without tokenizers
 
     name = tokenizer or model
-    folder = _simulated() if name == _SIMULATED else tokenizer_here(name)
+    folders = [Path(tokenizer)] if tokenizer else []
+    folder = _simulated() if name == _SIMULATED else tokenizer_here(name, *folders)
     if folder is None and tokenizer:
         raise ConfigError(
             f"There is no tokenizer {tokenizer!r} on this machine.",

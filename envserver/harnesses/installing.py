@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from envserver_records.errors import ConfigError, NotFoundError
+from envserver_records.files import storing, user_folder
 
 from .launch import Harness, Package
 
@@ -27,11 +28,22 @@ _SYSTEM: Final = ("/usr/", "/bin/")
 
 
 def agents_folder(folder: Path | None = None) -> Path:
-    """Returns the folder of all installed programs."""
+    """Returns the folder of all installed programs.
+
+    Raises:
+        ConfigError: it is that of the user, who has no home.
+    """
     if folder is not None:
         return folder.resolve()
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share"
-    return Path(data) / "envserver/agents"
+    return user_folder("XDG_DATA_HOME", ".local/share") / "envserver/agents"
+
+
+def installed_version(name: str, folder: Path | None = None) -> str:
+    """Returns the version of an installed program; "" if it is not installed."""
+    try:
+        return version_in(agents_folder(folder) / name)
+    except ConfigError:  # without a home nothing is installed in it
+        return ""
 
 
 def installed_place(harness: Harness, folder: Path | None = None) -> Path:
@@ -62,6 +74,7 @@ def install(harness: Harness, folder: Path | None = None, version: str = "") -> 
     Raises:
         NotFoundError: it is no program that we know.
         ConfigError: something is missing for it, or the installation failed.
+        StoreError: its folder cannot be written.
     """
     package = harness.package
     if package is None:
@@ -71,7 +84,8 @@ def install(harness: Harness, folder: Path | None = None, version: str = "") -> 
     fresh = place.with_name(f".{harness.name}-{os.getpid()}")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        fresh.mkdir(parents=True)
+        with storing(fresh.parent, "--folder DIR names another one."):
+            fresh.mkdir(parents=True)
         if package.registry == "npm":
             _install_npm(package, version, fresh)
         else:

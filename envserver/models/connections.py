@@ -13,11 +13,21 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from envserver_records.errors import EngineError, EngineGarbage, EngineUnavailable
+from envserver_records.urls import TRUST_HINT
 
 from ..telemetry.tracing import current
 from .addresses import EngineAddresses
 from .decoding import MAX_REFUSAL_BYTES, Decoder, is_refusal, retry_after
-from .http_client import HttpError, HttpPool, NoConnection, NotHttp, Response, header, origin_of
+from .http_client import (
+    HttpError,
+    HttpPool,
+    NoConnection,
+    NotHttp,
+    NotTrusted,
+    Response,
+    header,
+    origin_of,
+)
 from .replicas import Replica
 from .resolving import CheckedResolver
 
@@ -178,7 +188,10 @@ def _retryable(replica: Replica, error: HttpError) -> RetryableError:
     at = f"The engine at {replica.url}"
     if isinstance(error, NoConnection):
         message = f"{at} accepts no connection: {error}."
-        return RetryableError(EngineUnavailable(message, base_url=replica.url), "refused")
+        hint = TRUST_HINT if isinstance(error, NotTrusted) else ""
+        return RetryableError(
+            EngineUnavailable(message, hint=hint, base_url=replica.url), "refused"
+        )
     if isinstance(error, NotHttp):
         message = f"{at} does not speak HTTP: {error}."
         return RetryableError(EngineGarbage(message, base_url=replica.url), elsewhere=True)

@@ -50,6 +50,10 @@ class NoConnection(HttpError):
     """The peer accepts no connection."""
 
 
+class NotTrusted(NoConnection):
+    """The certificate of the peer is not trusted."""
+
+
 class BrokenOff(HttpError):
     """The connection ended before the answer did."""
 
@@ -444,6 +448,8 @@ class HttpPool:
                     )
         except TimeoutError:
             raise NoConnection("no connection in time") from None
+        except ssl.SSLCertVerificationError as error:
+            raise NotTrusted(f"its certificate is not trusted ({error.verify_message})") from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NoConnection(reason) from error

@@ -83,7 +83,7 @@ def find_tokenizer(name: str) -> Path:
     """Finds a tokenizer by the user's name for it: a local folder, or a model on the hub.
     Raises ConfigError: there is none.
     """
-    if folder := tokenizer_here(name):
+    if folder := tokenizer_here(name, Path(name)):
         return folder
     fetched = _fetch(name)
     if fetched.folder is None:
@@ -91,10 +91,10 @@ def find_tokenizer(name: str) -> Path:
     return fetched.folder
 
 
-def tokenizer_here(name: str) -> Path | None:
-    """Like `find_tokenizer`, but only on this machine; None if it is not here."""
-    folders = [Path(name), *_cached(name)] if name else []
-    found = (folder for folder in folders if (folder / _TOKENIZER).is_file())
+def tokenizer_here(name: str, *folders: Path) -> Path | None:
+    """Returns the first of `folders` with a tokenizer, else the one of the model in the cache."""
+    places = [*folders, *_cached(name)] if name else []
+    found = (folder for folder in places if (folder / _TOKENIZER).is_file())
     return next((folder.absolute() for folder in found), None)
 
 
@@ -135,7 +135,7 @@ def _cache_folder() -> Path:
         return Path(cache).expanduser()
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{user}/huggingface"
-    return Path(home).expanduser() / "hub"
+    return Path(os.path.expanduser(home), "hub")  # noqa: PTH111 - as the hub, also without a home
 
 
 def _fetch(name: str) -> ModelFiles:

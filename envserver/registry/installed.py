@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import msgspec
 from envserver_records.errors import ConfigError
+from envserver_records.files import user_folder
 
 from .. import __version__
 from .description import Description
@@ -116,14 +116,7 @@ def home() -> Path:
     """The folder of installed packages: `$XDG_DATA_HOME/envserver/environments`.
     Raises ConfigError: the variable is unset, and this user has no home.
     """
-    try:
-        data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    except RuntimeError:
-        raise ConfigError(
-            "Packages of environments have no folder: this user has no home.",
-            hint="Set HOME or XDG_DATA_HOME.",
-        ) from None
-    return Path(data) / "envserver" / "environments"
+    return user_folder("XDG_DATA_HOME", ".local/share") / "envserver" / "environments"
 
 
 def installed() -> list[Installed]:

@@ -19,6 +19,7 @@ import structlog
 from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError
 from envserver_records.packing import pack, unpack
+from envserver_records.servers import AsyncServersClient
 
 from .dealing import MSGPACK, WORK, Dealt, Made, Rules, Take
 
@@ -82,8 +83,8 @@ async def dealt_link(
         tls: how to verify the server's certificate; None: the system's defaults.
     """
     headers = {"authorization": f"Bearer {token}", "content-type": MSGPACK}
-    async with httpx.AsyncClient(
-        base_url=url, timeout=_REQUEST_SECONDS, headers=headers, verify=tls or True
+    async with AsyncServersClient(
+        url, timeout=_REQUEST_SECONDS, headers=headers, verify=tls or True
     ) as http:
         yield DealtLink(http, name)
 

@@ -36,7 +36,7 @@ _SOURCES: Final = frozenset(
 )
 _LARGEST_FILE: Final = 1 << 20
 _MOST_FILES: Final = 2000
-_WHERE_ONLY: Final = {"data_path_to_save_groups", "total_steps"}
+WHERE_ONLY: Final = {"data_path_to_save_groups", "total_steps"}
 """Settings of an environment that say where groups go and how many, not how they are made."""
 _OF_AGENTS: Final = {"api_key", "base_url", "timeout"}
 _SECRET: Final = re.compile("token|key|secret|password").search
@@ -56,7 +56,7 @@ def made_with(
     program that plays the agents, if one does).
     """
     config = environment.config.model_dump(
-        mode="json", exclude={**dict.fromkeys(_WHERE_ONLY, True), "agents": {"__all__": _OF_AGENTS}}
+        mode="json", exclude={**dict.fromkeys(WHERE_ONLY, True), "agents": {"__all__": _OF_AGENTS}}
     )
     settings = {
         "env": config,

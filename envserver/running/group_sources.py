@@ -16,6 +16,7 @@ import httpx
 import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
 from envserver_records.servers import AsyncServersClient
+from envserver_records.urls import authorization
 from envserver_records.wire import GROUP_MSGPACK, WireGroup
 
 from .delivered import Delivery, LineChain, newest_version, read_body, read_line
@@ -87,7 +88,8 @@ class ServerSource:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        headers = {"accept-encoding": "identity"}  # httpx fails on zstd in several frames
+        # httpx fails on zstd in several frames
+        headers = {"accept-encoding": "identity", **authorization()}
         self._http = AsyncServersClient(url, timeout=_SECONDS, headers=headers)
 
     async def __aenter__(self) -> ServerSource:
@@ -139,6 +141,7 @@ class ServerSource:
             )
         if not answer.is_success:
             raise ConflictError(
-                f"{self._url} answered {path} with HTTP {answer.status_code}: {answer.text[:300]}"
+                f"{self._url} answered {path} with HTTP {answer.status_code}: {answer.text[:300]}",
+                hint="ENVSERVER_TOKEN holds the token." if answer.status_code in (401, 403) else "",
             )
         return answer

@@ -26,10 +26,11 @@ from envserver_records.records import Group
 
 from ..evaluation.folders import View
 from ..evaluation.perturbations import askings
+from ..registry import find
 from ..sandbox.places import temporary_folder
 from ..telemetry.log_lines import text_processors
 from . import replaying, rescoring, scoring, verifying
-from .api_settings import AnyEnvironment, Mix, checked_settings, members_of, spec_of
+from .api_settings import AnyEnvironment, Mix, checked_settings, members_of, reference_of, spec_of
 from .evaluating import Choice, Evaluation, evaluate_members
 from .evaluating import Member as EvaluatedMember
 from .group_run import Give, GroupRun
@@ -372,20 +373,18 @@ async def replay(
     Args:
         source: a file of `process`, a folder of them, a store, or the address of a server.
         rollout: id of the rollout.
-        environment: unset: the one that made it, by its name.
-        settings: see `ReplaySettings`; unset ones are as they were then.
+        environment: unset: the installed one that made it, by its name.
+        settings: see `ReplaySettings`; unset ones are as they were then, but for text that could
+            name code, files or addresses.
 
     Raises:
         ConfigError, NotFoundError: a setting is wrong, or there is no such environment or rollout.
     """
     record = replaying.read_record([str(source)], rollout)
     given = {**settings, "source": [str(source)], "rollout": rollout}
-    spec = spec_of(
-        ReplaySettings,
-        environment if environment is not None else str(record.facts["env"]),
-        given,
-        defaults=replaying.recorded_settings(record),
-    )
+    chosen = environment if environment is not None else replaying.recorded_environment(record)
+    recorded = replaying.recorded_settings(record, find(reference_of(chosen)).Config)
+    spec = spec_of(ReplaySettings, chosen, given, defaults=recorded)
     own = spec.settings
     live = own.services == "live" or (own.services == "auto" and not record.kept)
     return await replaying.replay(

@@ -9,24 +9,28 @@ their answers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import orjson
+import structlog
 from envserver_records.errors import InputError, NotFoundError, RolloutError
 from envserver_records.records import Score, ServiceCall, Task
 
 from ..config import Settings
 from ..environment import Environment
+from ..environment_config import EnvironmentConfig
 from ..export.stored import StoredRollout, read_groups
 from ..models.measured import MeasuredEngine
 from ..proxy.attempts import routing_key
 from ..proxy.endpoint import EngineEndpoint
+from ..registry import known_names
 from ..rollouts.attempt import Finished
 from ..rollouts.group import RolloutContext, run_once
 from ..rollouts.kept_calls import calls_in, service_calls_in
+from ..rollouts.provenance import WHERE_ONLY
 from ..rollouts.replaying import (
     Difference,
     Exchange,
@@ -44,6 +48,8 @@ from ..workers.debugging import DebugPool
 from .context import SharedEngine, rollout_context
 from .judging import beside_source, folder_of, judge_of
 from .task_finder import TaskFinder
+
+_log = structlog.get_logger("envserver.replay")
 
 _NAMES_SHOWN = 8
 _ROUNDING = 1e-9
@@ -196,13 +202,67 @@ def _nobody_trained(facts: dict[str, Any]) -> bool:
     return bool(agents) and not any(agent.get("trained", True) for agent in agents.values())
 
 
-def recorded_settings(record: Record) -> dict[str, Any]:
-    """Returns the settings that the rollout was made with, as far as they are recorded."""
-    config = dict(record.facts.get("env_config") or {})
-    config |= {"split": record.facts["split"], "seed": record.facts["seed"]}
+def recorded_environment(record: Record) -> str:
+    """Returns the name of the installed environment that made the rollout.
+
+    Raises:
+        NotFoundError: the record names none; a path or a scheme in a record is never followed.
+    """
+    name, installed = record.rollout.env, known_names()
+    for spelled in (name, name.replace("-", "_")):
+        if spelled in installed:
+            return spelled
+    raise NotFoundError(
+        f"{record.place}: no environment {name!r} is installed here.",
+        hint="Name it by --env: a path in a record is not followed.",
+    )
+
+
+def recorded_settings(record: Record, config: type[EnvironmentConfig]) -> dict[str, Any]:
+    """Returns the recorded settings that can name no code, file or address: numbers, switches, and
+    text that is one of the choices of its field.
+    """
+    fields = config.model_fields
+    taken = {
+        name: value
+        for name, value in _env_config(record).items()
+        if name in fields and _is_plain(value, _choices(fields[name].annotation))
+    }
+    taken |= {"split": record.rollout.split, "seed": record.rollout.seed}
     known = {"temperature", "top_p", "max_tokens"}
     sampling = {key: value for key, value in record.sampling.items() if key in known}
-    return {"env": config, "sampling": sampling}
+    return {"env": taken, "sampling": sampling}
+
+
+def _env_config(record: Record) -> dict[str, Any]:
+    """Returns the environment's settings, which are recorded if calls are kept."""
+    config = record.facts.get("env_config") if record.kept else None
+    return config if isinstance(config, dict) else {}
+
+
+def _choices(annotation: Any) -> Set[Any]:
+    """Returns the values that the Literals in a type list."""
+    parts = get_args(annotation)
+    return set(parts) if get_origin(annotation) is Literal else set().union(*map(_choices, parts))
+
+
+def _is_plain(value: Any, choices: Set[Any]) -> bool:
+    """Returns whether all text in `value` is among `choices`."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        return all(_is_plain(part, choices) for part in value)
+    return not isinstance(value, str) or value in choices
+
+
+def _warn_of_settings(record: Record, environment: Environment) -> None:
+    """Names the settings that are not as recorded."""
+    now = environment.config.model_dump(mode="json", exclude=WHERE_ONLY)
+    then = _env_config(record)
+    unlike = [f"env.{name}" for name in now if name in then and then[name] != now[name]]
+    if unlike:
+        hint = "text in a record is not used; give it on the command line"
+        _log.warning("settings_differ_from_record", settings=unlike, hint=hint)
 
 
 async def replay(
@@ -224,6 +284,7 @@ async def replay(
         NotFoundError: the environment no longer has the task.
         EnvserverError: it cannot be run here.
     """
+    _warn_of_settings(record, environment)
     model = str(record.facts.get("model") or "replay")
     player = Player(record.exchanges, model=model, exact=record.exact)
     if not live_services:

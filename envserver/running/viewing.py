@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -132,7 +131,7 @@ async def _over_server(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
 
     url = looked_at.places[0]
     try:
-        http = client_of(url, os.environ.get("ENVSERVER_TOKEN"))
+        http = client_of(url)
         answer = await (await stack.enter_async_context(http)).get("v1/source")
     except (httpx.TransportError, httpx.InvalidURL) as error:
         why = error or type(error).__name__

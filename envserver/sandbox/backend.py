@@ -264,4 +264,4 @@ class HostBackend:
 
 
 def _limit_processes(most: int) -> None:
-    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    linux.lower_limit(resource.RLIMIT_NPROC, most)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import socket
 import struct
@@ -42,6 +43,20 @@ _python = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, -1)
 _no_capabilities = ctypes.create_string_buffer(24)
 _capability_header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITIES_V3, 0), 8)
+
+
+def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
+    """Limits a resource of this process (`resource.RLIMIT_...`), where the machine's own limit is
+    not lower.
+
+    Args:
+        hard: None: as `soft`.
+    """
+    most = resource.getrlimit(kind)[1]
+    wanted = (soft, soft if hard is None else hard)
+    if most != resource.RLIM_INFINITY:
+        wanted = (min(wanted[0], most), min(wanted[1], most))
+    resource.setrlimit(kind, wanted)
 
 
 def unshare(flags: int) -> None:

@@ -13,6 +13,7 @@ it makes the inner layer. So the kernel counts processes per sandbox, and no san
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 from collections.abc import Callable, Mapping, Sequence
@@ -196,7 +197,8 @@ def _replace_zero() -> None:
     Such memory belongs to no process, so the memory limit would not see it. The file uses no space.
     """
     _write("/box/zero", "")
-    os.truncate("/box/zero", _LARGEST_FILE)
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    os.truncate("/box/zero", _LARGEST_FILE if most < 0 else min(most, _LARGEST_FILE))
     linux.mount("/box/zero", "/dev/zero", flags=MS_BIND)
     read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
     linux.mount("", "/dev/zero", flags=read_only)

@@ -107,7 +107,7 @@ def _set_limits(limits: dict[str, Any]) -> None:
         (resource.RLIMIT_MSGQUEUE, 0, None),
         (resource.RLIMIT_SIGPENDING, 256, None),
     ):
-        resource.setrlimit(name, (soft, hard if hard is not None else soft))
+        linux.lower_limit(name, soft, hard)
 
 
 def _run_code(code: str, argv: list[str]) -> int:

@@ -27,6 +27,11 @@ _UNREACHABLE_SQLSTATES: Final = frozenset(
     {"57P01", "57P02", "57P03", "53300"}
 )  # PostgreSQL: shutting down, crashed, starting, or too many clients
 _FULL_SQLITE: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
+_NOT_WRITABLE: Final = {
+    sqlite3.SQLITE_BUSY: "Another program has locked its file: end that one.",
+    sqlite3.SQLITE_READONLY: "Let this user write the file, or name another one by --store.",
+    sqlite3.SQLITE_CANTOPEN: "Let this user write the file's folder, or name another --store.",
+}
 _SQLITE_PRIMARY: Final = 0xFF
 """The low byte of SQLite's extended error codes is the kind of failure."""
 
@@ -51,6 +56,8 @@ def typed(error: Exception) -> Exception:
         return InputError(f"A value cannot be stored ({cause}).", place="value")
     if isinstance(cause, DamagedBody):
         return StoreError(f"A stored body is damaged ({cause}).")
+    if hint := _NOT_WRITABLE.get(_sqlite_code(cause) & _SQLITE_PRIMARY):
+        return StoreError(f"The store cannot be written ({cause}).", hint=hint)
     if isinstance(error, SQLAlchemyError | sqlite3.Error | OSError):
         return StoreError(f"The store failed ({type(cause).__name__}: {cause}).")
     return error

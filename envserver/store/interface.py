@@ -277,6 +277,9 @@ class ManageRuns(Protocol):
         `set_value`.
         """
 
+    async def touch(self) -> None:
+        """Writes the store's time. Raises StoreError if the store cannot be written."""
+
 
 class ReadGroups(Protocol):
     """Reads groups: all that the routes for inspection need, also of files (`viewing`)."""

@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from envserver_records.errors import StoreFull
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .clock import ForwardClock, SteadyClock
-from .database import open_database
+from .database import Database, open_database
 from .failures import typed_failures
-from .lock import StoreLock, acquire, read_lock
+from .lock import StoreLock, acquire, read_lock, save_time
 from .sql import Store
 from .transaction import Memory, load_memory
 from .writer import Writer
@@ -47,7 +48,7 @@ async def open_store(
         ConfigError: the kind of store is unknown, the database belongs to another program, or a
             newer version wrote it.
         ConflictError: another process has it open.
-        StoreError: it cannot be reached.
+        StoreError: it cannot be reached, or not be written.
         StoreLost: raised later, after the body was cancelled: another process opened the store
             while its database could not be reached, or its file was removed or replaced.
     """
@@ -59,6 +60,7 @@ async def open_store(
             if is_file:
                 async with database.reader.begin() as connection:
                     lock, memory = await _known(read_lock, connection)
+                await _check_writable(database, lock)
             else:
                 lock, memory = await database.writer.transact(partial(_known, acquire))
             now = await database.now()
@@ -67,6 +69,16 @@ async def open_store(
         with ThreadPoolExecutor(_THREADS, "store") as threads:
             async with _running(writer):
                 yield Store(database, writer, threads, time_now)
+
+
+async def _check_writable(database: Database, lock: StoreLock) -> None:
+    """Raises StoreError if nothing can be written. A full disk is no reason: trainers drain it."""
+    try:
+        with typed_failures():
+            await database.writer.transact(partial(save_time, now=lock.last_time))
+    except StoreFull:
+        if database.reserve is not None:
+            database.reserve.full = True
 
 
 async def _known(

@@ -30,6 +30,7 @@ from .database import Database
 from .failures import is_unreachable, typed, typed_failures
 from .groups import EncodedPut, encode_puts
 from .history import put_minute
+from .lock import save_time
 from .lookups import DatabaseLookups
 from .memory_lookups import MemoryLookups
 from .retry import DatabaseUnreachable, RetryGate
@@ -258,6 +259,11 @@ class Store(DatabaseLookups, MemoryLookups):
             for key, value in json_values.items()
         }
         await self._writer.do(partial(runs.set_values, texts=texts))
+
+    async def touch(self) -> None:
+        """Writes the store's time. Raises StoreError if the store cannot be written."""
+        # As what adds: a check must not use up the reserve of a full disk.
+        await self._writer.do(lambda tx: save_time(tx.connection, tx.now), adds=True)
 
     async def put_minute(self, minute: int, numbers: str, keep_from: int) -> None:
         put = partial(put_minute, minute=minute, numbers=numbers, keep_from=keep_from)

@@ -215,6 +215,7 @@ class _Program:
 @asynccontextmanager
 async def _client(server: McpServer, running: RunningProgram | None) -> AsyncIterator[Client]:
     import httpx2
+    from envserver_records.proxies import proxy_of
     from mcp import Client, StdioServerParameters
     from mcp.client.streamable_http import streamable_http_client
 
@@ -230,8 +231,9 @@ async def _client(server: McpServer, running: RunningProgram | None) -> AsyncIte
             yield client
         return
     headers = _filled(server, server.headers)
+    way = httpx2.AsyncHTTPTransport(proxy=proxy_of(server.url))
     async with (
-        httpx2.AsyncClient(headers=headers, timeout=server.timeout_seconds) as http,
+        httpx2.AsyncClient(headers=headers, timeout=server.timeout_seconds, transport=way) as http,
         Client(streamable_http_client(server.url, http_client=http)) as client,
     ):
         yield client

@@ -12,13 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from envserver_records.files import storing, user_folder
+
 APPLICATION: Final = 0x656E7649
 """Marks a SQLite file as an index ("envI")."""
 _SQLITE: Final = b"SQLite format 3\0"
 
 
 def index_path(places: Sequence[str]) -> Path:
-    """Returns where the index of these places is, or is to be made."""
+    """Returns where the index of these places is, or is to be made.
+
+    Raises:
+        ConfigError, StoreError: the user has no cache.
+    """
     path = Path(places[0])
     if len(places) == 1 and (path.is_file() or path.is_dir()):
         beside = path / ".view.index" if path.is_dir() else path.with_name(f"{path.name}.index")
@@ -26,8 +32,9 @@ def index_path(places: Sequence[str]) -> Path:
             return beside
     named = "\n".join(os.path.abspath(one) for one in places)  # noqa: PTH100 - globs, too
     digest = hashlib.blake2b(named.encode(errors="surrogateescape"), digest_size=12).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "envserver" / "view"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = user_folder("XDG_CACHE_HOME", ".cache") / "envserver" / "view"
+    with storing(folder, "XDG_CACHE_HOME names another place."):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder / f"{digest}.index"
 
 

@@ -13,6 +13,7 @@ from typing import Final
 import httpx
 from envserver_records.errors import EnvserverError
 from envserver_records.servers import AsyncServersClient
+from envserver_records.urls import authorization
 from fastapi import APIRouter, FastAPI
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -63,12 +64,11 @@ def create_relay(url: str, http: httpx.AsyncClient) -> FastAPI:
     return app
 
 
-def client_of(url: str, token: str | None) -> httpx.AsyncClient:
+def client_of(url: str) -> httpx.AsyncClient:
     """Returns a client of the server, which follows no redirects: they could take the token
     elsewhere."""
-    headers = {"authorization": f"Bearer {token}"} if token else {}
     timeout = httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
-    return AsyncServersClient(url, headers=headers, timeout=timeout)
+    return AsyncServersClient(url, headers=authorization(), timeout=timeout)
 
 
 def _is_readable(path: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..descriptors import raise_open_files
+from ..sandbox.linux import lower_limit
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -106,11 +107,11 @@ def bound(memory_bytes: int, reserved_bytes: int, file_bytes: int) -> None:
         (resource.RLIMIT_DATA, memory_bytes + memory_bytes // 4 + reserved_bytes),
         (resource.RLIMIT_AS, memory_bytes + _SPARE_ADDRESS_SPACE_BYTES + reserved_bytes),
         (resource.RLIMIT_FSIZE, file_bytes),
-        (resource.RLIMIT_NOFILE, _open_files()),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
-        resource.setrlimit(name, (most, most))
+        lower_limit(name, most)
 
 
 def new_random_numbers() -> None:
@@ -128,11 +129,6 @@ def out_of_memory_kills() -> int:
         return 0
     _, _, count = counters.partition(b"\noom_kill ")
     return int(count.partition(b"\n")[0] or 0)
-
-
-def _open_files() -> int:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
 
 
 def _prctl(option: int, value: int) -> None:

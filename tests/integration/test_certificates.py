@@ -8,14 +8,19 @@ from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
+import httpx
 import pytest
 import trustme
+from envserver_records.errors import EngineUnavailable
+from envserver_records.servers import AsyncServersClient
 from structlog.testing import capture_logs
 from support.api import running_api
 from support.waiting import PATIENCE, until
 
-from envserver import ServerConfig
+from envserver import OpenAIConfig, ServerConfig
 from envserver.api import certificates, create_api, serve_api
+from envserver.models import OpenAIEngine
+from envserver.running.engines import look_at
 
 REFUSED = (OSError, asyncio.IncompleteReadError)  # TLS errors are of the first kind
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -104,3 +109,37 @@ async def test_what_does_not_fit_changes_nothing_and_is_tried_again(house: House
     assert len(problems) >= 3
     assert all(one != following for one, following in pairwise(problems))
     assert all("certificate cannot be used" in one for one in problems)
+
+
+async def test_who_does_not_trust_a_certificate_hears_of_ssl_cert_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, trusted = trustme.CA(), tmp_path / "trusted.pem"
+    authority.cert_pem.write_to_path(trusted)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(context)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = b'{"data": [{"id": "tiny"}]}'
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+    async def hears() -> list[str]:
+        """What the client of engines and the clients of servers say."""
+        config = OpenAIConfig(base_url=f"{url}/v1", model_name="tiny")
+        said = []
+        async with OpenAIEngine(config) as engine, AsyncServersClient(url) as http:
+            for asking in (look_at(engine, must_answer=True), http.get("/v1/models")):
+                try:
+                    said.append(str(await asking))
+                except (EngineUnavailable, httpx.TransportError) as error:
+                    said.append(str(error))
+        return said
+
+    async with await asyncio.start_server(answer, "127.0.0.1", ssl=context) as server:
+        url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
+        for said in await hears():
+            assert "SSL_CERT_FILE" in said and "models start" not in said
+        monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+        assert await hears() == ["True", "<Response [200 OK]>"]

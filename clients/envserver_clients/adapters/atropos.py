@@ -19,12 +19,11 @@ import httpx
 import msgspec
 from envserver_records import ConflictError, InputError
 from envserver_records.servers import ServersClient
-from envserver_records.urls import Urls
+from envserver_records.urls import Urls, authorization
 
 from envserver_clients.protocol import (
     Answer,
     Retries,
-    authorization,
     checked,
     new_key,
     pause_before_next,

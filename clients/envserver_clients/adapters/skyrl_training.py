@@ -24,6 +24,7 @@ from typing import Any
 
 import typing_extensions
 from envserver_records import ConfigError
+from envserver_records.urls import TOKEN_VARIABLE
 
 from .skyrl import EnvserverGenerator
 from .trainers_engines import TrainersEngines
@@ -32,7 +33,6 @@ if sys.version_info < (3, 12):  # else pydantic refuses a type of SkyRL's
     typing.TypedDict = typing_extensions.TypedDict
 
 URL_VARIABLE = "ENVSERVER_URL"
-TOKEN_VARIABLE = "ENVSERVER_TOKEN"
 
 
 def use_server(client: Any, engines: TrainersEngines) -> Any:

@@ -14,6 +14,8 @@ from typing import Any, Final
 import httpx
 from envserver_records import EnvserverError
 from envserver_records.files import replace_file, replacing
+from envserver_records.servers import ServersClient
+from envserver_records.urls import authorization
 
 from .metrics import Line, read_lines
 
@@ -27,7 +29,7 @@ def write_held_out(server: str, path: Path, *, seconds: float = 300.0) -> None:
     Raises EnvserverError: the last evaluation did not end within `seconds`.
     """
     until = time.monotonic() + seconds
-    with httpx.Client(base_url=server, timeout=30.0) as client:
+    with ServersClient(server, timeout=30.0, headers=authorization()) as client:
         _wait(client, until)
         client.post("/v1/evaluations").raise_for_status()
         found = _wait(client, until)

@@ -20,6 +20,7 @@ import httpx
 from envserver_records import ConfigError, EngineRefused, EngineUnavailable
 from envserver_records.backoff import Backoff
 from envserver_records.extras import CLIENTS, install_command
+from envserver_records.servers import ServersClient
 
 TOKEN: Final = "VERTEX_ACCESS_TOKEN"
 """Environment variable with a token, as from `gcloud auth print-access-token`."""
@@ -103,7 +104,7 @@ class TuningJobs:
         self._tokens = tokens
         self._patience = patience or Patience()
         self._say = say
-        self._client = httpx.Client(timeout=_TIMEOUT)
+        self._client = ServersClient(self._base, timeout=_TIMEOUT)
 
     def __enter__(self) -> TuningJobs:
         return self

@@ -22,6 +22,7 @@ from envserver_records import (
     EngineTimeout,
     EngineUnavailable,
 )
+from envserver_records.servers import ServersClient
 
 from .check import PromptCheck
 
@@ -80,7 +81,7 @@ class EngineControl:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeouts = timeouts
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers)
+        self._http = ServersClient(self.url, headers=headers)
 
     def close(self) -> None:
         """Closes the connections."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
-from envserver_records.sampling import LEAST_LOGPROB
+from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...formats.atropos import NOT_TRAINED
@@ -186,8 +186,8 @@ def _extreme_logprobs(group: ScoredData) -> Iterator[dict[str, Any]]:
     for row, (tokens, labels, logprobs) in enumerate(rows):
         untrained = NOT_TRAINED if tokens == labels or not {0, 1}.issuperset(labels) else 0
         for index, (label, logprob) in enumerate(zip(labels, logprobs, strict=False)):
-            if logprob < LEAST_LOGPROB and label != untrained:
-                message = f"No sampled token has a logprob below {LEAST_LOGPROB:g}"
+            if label != untrained and not LEAST_LOGPROB <= logprob <= LOGPROB_ROUNDING:
+                message = f"A sampled token has a logprob from {LEAST_LOGPROB:g} to 0"
                 place: list[str | int] = ["inference_logprobs", row, index]
                 yield refusal("extreme_logprob", place, message, logprob)
                 break

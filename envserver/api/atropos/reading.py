@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import orjson
 import simdjson
-from envserver_records.sampling import LEAST_LOGPROB
+from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from msgspec import Raw
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
@@ -301,7 +301,8 @@ def _check_columns(columns: Mapping[str, _Column]) -> None:
         if name in columns:
             are_right.append(np.abs(columns[name].values).max() <= FLOAT32)
     if "inference_logprobs" in columns:
-        are_likely = columns["inference_logprobs"].values >= LEAST_LOGPROB
+        logprobs = columns["inference_logprobs"].values
+        are_likely = (logprobs >= LEAST_LOGPROB) & (logprobs <= LOGPROB_ROUNDING)
         are_right.append(are_likely.all() or (are_likely | untrained).all())
     if not all(are_right):
         raise _Unsure

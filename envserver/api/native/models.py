@@ -30,6 +30,8 @@ VERSION_LIMIT: Final = 2**31 - 1
 
 Seconds = Annotated[float, Field(gt=0, le=_LONGEST_LEASE_SECONDS, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+TaskId = Annotated[str, Field(max_length=16_384, pattern=r"^[^\x00]*$")]
+"""Any text; a longer one fits into no URL."""
 Delivery = Literal["shared", "broadcast"]
 
 

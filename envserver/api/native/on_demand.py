@@ -27,7 +27,7 @@ from ..bodies import read_body, request_body
 from ..leasing import GroupEncoder
 from .answers import answers, json_answer
 from .leases import lease_answer
-from .models import LONGEST_WAIT_SECONDS, MOST_GROUPS, Body, LeaseAnswer, Name
+from .models import LONGEST_WAIT_SECONDS, MOST_GROUPS, Body, LeaseAnswer, Name, TaskId
 from .waiting import Hangup, key_of
 
 _MOST_ROLLOUTS: Final = 16 * MOST_GROUPS
@@ -41,7 +41,7 @@ class RolloutsRequest(Body):
     """Rollouts to make."""
 
     environment: Name
-    task_ids: list[Name] = Field(min_length=1, max_length=MOST_GROUPS)
+    task_ids: list[TaskId] = Field(min_length=1, max_length=MOST_GROUPS)
     """Each entry gets its own group, even if a task is named several times."""
     group_size: int = Field(default=1, ge=1, le=MOST_GROUPS)
     """Rollouts per task."""

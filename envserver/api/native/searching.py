@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...store.listing import GroupQuery, Order
 from ...store.states import GroupState
-from .models import MOST_GROUPS
+from .models import MOST_GROUPS, TaskId
 
 _LIMIT: Final = 2**63 - 1
 _Name = Annotated[str, Field(max_length=1024, pattern=r"^[^\x00]*$")]
@@ -25,7 +25,7 @@ class GroupFilter(BaseModel):
     after: _Count = 0
     """`seq`: only groups that arrived later"""
     environment: _Name = ""
-    task: _Name = ""
+    task: TaskId = ""
     """the task's id"""
     split: _Name = ""
     model: _Name = ""
@@ -44,7 +44,7 @@ class GroupFilter(BaseModel):
     """a rollout of it has this flag"""
     end: _Name = ""
     """a rollout of it ended so: agent (by itself), or the name of a limit"""
-    text: _Name = ""
+    text: TaskId = ""
     """part of its id or of its task's"""
 
     def query(self) -> GroupQuery:

@@ -12,7 +12,7 @@ from ...described import Described
 from ...store.interface import ReadGroups
 from ...store.tasks_seen import TaskOrder
 from .answers import answers, json_answer
-from .models import MOST_GROUPS
+from .models import MOST_GROUPS, TaskId
 
 _PLAIN: Final = r"^[^\x00]*$"
 
@@ -49,9 +49,7 @@ def add_task_routes(router: APIRouter, store: ReadGroups) -> None:
         environment: Annotated[
             str, Query(max_length=1024, pattern=_PLAIN, description="only this environment")
         ] = "",
-        text: Annotated[
-            str, Query(max_length=1024, pattern=_PLAIN, description="part of the task's id")
-        ] = "",
+        text: Annotated[TaskId, Query(description="part of the task's id")] = "",
         order: Annotated[
             TaskOrder,
             Query(description="best, worst: by mean reward; widest: spread; most: groups"),

@@ -395,7 +395,7 @@ def test_damaged_bodies_have_their_usual_effect(rows: list[list[int]], data: st.
 @settings(max_examples=examples(200))
 def test_clients_can_read_what_is_accepted(row: list[tuple[int, int]]) -> None:
     tokens, masks = [token for token, _ in row], [mask for _, mask in row]
-    raw = raw_group([tokens], masks=[masks])
+    raw = raw_group([tokens], masks=[masks], inference_logprobs=[[-0.5] * len(row)])
     assert_like_carefully(raw)
     is_named = all(mask in (token, -100) for token, mask in row)
     is_right = all(0 <= token < 2**31 for token in tokens) and (is_named or set(masks) <= {0, 1})
@@ -411,13 +411,38 @@ def test_clients_can_read_what_is_accepted(row: list[tuple[int, int]]) -> None:
     assert read.mask.tolist() == trained
 
 
+@pytest.mark.parametrize("masks", [[-100, 6, 7], [0, 1, 1]])
+@pytest.mark.parametrize(
+    ("logprobs", "is_right"),
+    [
+        ([1.0, -0.5, 0.5], False),
+        ([1.0, 1.0, -0.5], False),
+        ([1.0, -1000.5, -0.5], False),
+        ([1.0, -999.5, 0.0], True),
+        ([0.5, 1e-7, -0.5], True),
+        ([-9999.0, -0.5, -0.5], True),
+    ],
+)
+def test_a_trained_token_has_a_logprob_that_sampling_gives(
+    masks: list[int], logprobs: list[float], is_right: bool
+) -> None:
+    raw = raw_group([[5, 6, 7]], masks=[masks], inference_logprobs=[logprobs])
+    assert_like_carefully(raw)
+    if is_right:
+        read_group(raw)
+        return
+    with pytest.raises(Refused) as refused:
+        read_group(raw)
+    assert "extreme_logprob" in str(refused.value.errors)
+
+
 @pytest.mark.parametrize(
     ("fields", "is_kept"),
     [
         ({}, True),
         ({"env_id": 0, "messages": [[{"role": "user", "content": "é"}]], "overrides": None}, True),
         ({"scores": [1]}, False),  # trainers get 1.0
-        ({"inference_logprobs": [[1] * 100]}, False),
+        ({"inference_logprobs": [[1] + [0] * 99]}, False),
     ],
 )
 def test_what_trainers_get_unchanged_is_stored_so(fields: dict[str, Any], is_kept: bool) -> None:

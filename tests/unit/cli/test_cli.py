@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from support.commands import ENVSERVER
@@ -16,7 +17,8 @@ from support.waiting import PATIENCE
 
 import envserver
 from envserver import main
-from envserver.cli import COMMANDS
+from envserver.cli import COMMANDS, doctor_command
+from envserver.sandbox.probe import ProbeReport
 
 ADDER = '''
 from envserver import Environment, Score, Task
@@ -141,6 +143,30 @@ def test_mistakes_are_one_clear_line(run: Run) -> None:
     for line, expected in MISTAKES.items():
         told = run(line, status=2)
         assert expected in told and "Traceback" not in told.err
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "says"),
+    [
+        ("doctor --json", 0, ""),
+        ("agents list", 0, ""),
+        ("env list", 0, ""),
+        ("agents install smolagents", 2, "Set HOME or XDG_DATA_HOME"),
+        ("view one.jsonl two.jsonl", 2, "Set HOME or XDG_CACHE_HOME"),
+        ("serve --env math --model sim --store ~/store.db", 2, "Set HOME, or give paths without ~"),
+    ],
+)
+def test_a_user_without_a_home(
+    line: str, status: int, says: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
+    works = ProbeReport(backend="namespace", works=True)
+    monkeypatch.setattr(doctor_command, "probe", AsyncMock(return_value=works))
+    for name in ("one", "two"):
+        Path(f"{name}.jsonl").touch()
+    assert says in run(line, status)
 
 
 def test_bugs_show_a_traceback_if_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_a_key_alone_names_no_engine_of_a_trainer() -> None:
 
 
 def test_tokens_of_other_services_are_found_in_a_dotenv_file() -> None:
-    Path(".env").write_text("HF_TOKEN=hf-1\nTAVILY_API_KEY=tv-1\nPATH=/nowhere\n")
+    Path(".env").write_bytes(b"HF_TOKEN=hf-1\nTAVILY_API_KEY=tv-1\nA=\xe9\nENVSERVER_TOKEN=\0\n")
     environ = {"HF_TOKEN": "stronger"}
     told: list[str] = []
     export_dotenv(Path(), environ, told.append)

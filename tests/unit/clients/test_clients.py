@@ -6,25 +6,32 @@ import asyncio
 import builtins
 import itertools
 import textwrap
+import threading
 from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import envserver_clients.http
 import httpx
 import numpy as np
 import pytest
+from envserver_clients import learn
 from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import EnvClient, NotAllowed, Retries, ServerUnreachable, SyncEnvClient
 from envserver_clients.records import Batch, Row, decode_batch
 from envserver_records import servers
+from envserver_records.proxies import proxy_of
 from envserver_records.servers import AsyncServersClient, ServersClient
+from rich.console import Console
 from support.api import Api, native_group, put_native, wire_group
 from support.commands import free_port
 from support.doors import Door, State, doors
 from support.waiting import until
 
-from envserver import ConflictError, InputError, NotFoundError, StoreError
+from envserver import ConfigError, ConflictError, InputError, NotFoundError, StoreError
 from envserver.export.stored_sources import open_source
 from envserver.proxy import Gate
 from envserver.store import GroupPut
@@ -158,6 +165,125 @@ async def test_a_server_that_fails_is_asked_again() -> None:
     await client.publish_policy_version(1)
     assert next(answers, None) is None
     await client.close()
+
+
+def test_two_commands_that_start_together_make_the_tiny_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    def make(words: list[str], *, check: bool) -> Mock:
+        folder = Path(words[5])
+        if folder.exists():
+            return Mock(returncode=1)
+        made.append(folder)
+        both_are_there.wait()  # the other one waits for the lock, or makes it, too
+        folder.mkdir()
+        (folder / "config.json").touch()
+        return Mock(returncode=0)
+
+    class Ready(Exception):
+        pass
+
+    def learns(name: str) -> None:
+        if name == "two":
+            threading.Timer(0.5, both_are_there.set).start()
+        with pytest.raises(Ready):
+            learn.learn(learn.LearnSettings(output=tmp_path / name), Console(quiet=True))
+
+    both_are_there = threading.Event()
+    monkeypatch.setattr(learn.subprocess, "run", make)
+    monkeypatch.setattr(learn, "Children", Mock(side_effect=Ready))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(learns, ("one", "two")))
+    assert len(made) == 1
+
+
+# Proxies of the environment
+
+OUTSIDE = "http://server.example:8000"
+WAYS: list[tuple[dict[str, str], str, str | None]] = [
+    ({"HTTP_PROXY": "http://p:1"}, OUTSIDE, "http://p:1"),
+    ({"http_proxy": "p:1"}, OUTSIDE, "http://p:1"),
+    ({"HTTPS_PROXY": "http://p:1"}, OUTSIDE, None),
+    ({"HTTPS_PROXY": "http://p:1"}, "https://server.example", "http://p:1"),
+    ({"ALL_PROXY": "http://p:1", "HTTP_PROXY": "http://p:2"}, OUTSIDE, "http://p:2"),
+    ({"ALL_PROXY": "http://p:1"}, "http://8.8.8.8", "http://p:1"),
+    *(
+        ({"ALL_PROXY": "http://p:1"}, f"http://{host}:8000", None)
+        for host in (
+            *("127.0.0.1", "127.8.8.8", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0"),
+            *("10.1.2.3", "172.31.0.1", "192.168.1.1", "169.254.1.1", "[fd00::1]", "[fe80::1]"),
+            *("node-7", "db.internal", "printer.local"),
+        )
+    ),
+    *(
+        ({"ALL_PROXY": "http://p:1", "NO_PROXY": names}, "http://8.8.8.8:80", None)
+        for names in ("8.8.8.8", "9.9.9.9, 8.8.0.0/16", "8.8.8.0/24,x", "*", "8.8.8.8:80")
+    ),
+    ({"ALL_PROXY": "http://p:1", "NO_PROXY": "8.8.4.0/24,/,1/x"}, "http://8.8.8.8", "http://p:1"),
+    ({"ALL_PROXY": "http://p:1", "NO_PROXY": ".example"}, OUTSIDE, None),
+    ({"ALL_PROXY": "http://p:1", "NO_PROXY": "2a00::/16"}, "http://[2a00::7]", None),
+]
+
+
+@pytest.fixture
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for kind in ("http", "https", "all", "no"):
+        for name in (f"{kind}_proxy", f"{kind}_proxy".upper()):
+            monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("variables", "url", "proxy"), WAYS)
+def test_which_requests_take_a_proxy(
+    no_proxy: pytest.MonkeyPatch, variables: dict[str, str], url: str, proxy: str | None
+) -> None:
+    for name, value in variables.items():
+        no_proxy.setenv(name, value)
+    assert proxy_of(url) == proxy
+
+
+@pytest.mark.parametrize("proxy", ["http://u:secret@127.0.0.1:{port}", "socks5://127.0.0.1:{port}"])
+async def test_a_server_of_this_machine_needs_no_proxy(
+    api: Api, no_proxy: pytest.MonkeyPatch, proxy: str
+) -> None:
+    no_proxy.setenv("ALL_PROXY", proxy.format(port=free_port()))
+    async with EnvClient(api.url, run="r", retries=QUICK):
+        pass
+    with pytest.raises((ServerUnreachable, ConfigError), match="proxy") as failed:
+        async with EnvClient(OUTSIDE, run="r", retries=QUICK):
+            pass
+    assert "127.0.0.1" in str(failed.value) and "secret" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        ("200 OK\r\ncontent-type: application/json", "GET http://server.example:8000/v1/x"),
+        ("407 Who\r\ncontent-type: text/html", "HTTP 407 (through the proxy http://127.0.0.1"),
+        ("503 Busy\r\ncontent-type: application/json", "GET http://server.example:8000/v1/x"),
+    ],
+)
+async def test_a_proxy_carries_requests(
+    no_proxy: pytest.MonkeyPatch, head: str, expected: str
+) -> None:
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = (await reader.readuntil(b"\r\n\r\n")).partition(b" HTTP")[0]
+        writer.write(f"HTTP/1.1 {head}\r\ncontent-length: {len(line)}\r\n\r\n".encode() + line)
+        writer.close()
+
+    def ask() -> str:
+        with ServersClient(OUTSIDE) as http:
+            return http.get("/v1/x").text
+
+    async with await asyncio.start_server(carry, "127.0.0.1") as proxy:
+        no_proxy.setenv("HTTP_PROXY", f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+        async with AsyncServersClient(OUTSIDE) as http:
+            asked = (asyncio.to_thread(ask), http.get("/v1/x"))
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            assert expected in (answer.text if isinstance(answer, httpx.Response) else str(answer))
 
 
 async def test_a_group_that_cannot_be_used_is_set_aside_and_the_rest_acknowledged(api: Api) -> None:

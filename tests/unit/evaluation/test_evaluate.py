@@ -270,6 +270,7 @@ def test_what_cannot_be_meant_is_refused(line: str, run: Run) -> None:
     facts = {"split": "test", "group_size": 4, "seed": 0, "simulated": True}
     old = orjson.dumps({"name": "math", "evaluated": settings | facts}).decode()
     texts = {"old": old, "broken": "[]", "other": "{}", "several": '{"parts": ["math", "code"]}'}
+    texts["outside"] = '{"parts": ["../old"]}'
     for name, text in texts.items():
         Path(name).mkdir()
         Path(name, "run.json").write_text(text)

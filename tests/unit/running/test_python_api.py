@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import orjson
 import pytest
@@ -130,6 +131,51 @@ def test_a_server_hands_out_groups_while_its_block_runs(tmp_path: Path) -> None:
             client.ack(batch, checkpoint="step-1")
         served = server.stop()
     assert served.ending == "stopped"
+
+
+PLAIN = ("a/b/../c", "..", "/", "line\nbreak", "\U0001f600", "x" * 5000, "%2F?q=1#f", "<b>'\"")
+IDS = dict(zip(PLAIN, PLAIN, strict=True)) | {"half \ud800": "half \\ud800", "nul \0": "nul \\x00"}
+"""Ids of tasks as an environment gives them, and as they are written everywhere."""
+
+
+class AnyIds(Echo):
+    """Its tasks' ids are any text."""
+
+    def tasks(self, split: str) -> Any:
+        for task_id in IDS:
+            yield Task(task_id, {"word": "word"}, {"word": "word"})
+
+
+def test_the_id_of_a_task_may_be_any_text(run: Run) -> None:
+    settings: dict[str, Any] = {"store": "groups.db", "server": {"port": 0}}
+    env = {"group_size": 1, "ensure_scores_are_not_same": False}
+    ids = list(IDS.values())
+    with (
+        envserver.serve(AnyIds, model="sim", env=env, **settings) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE) as http,
+    ):
+
+        def got(path: str, **parameters: str) -> Any:
+            answer = http.get(path, params=parameters)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        listed = got("/v1/tasks", environment="anyids", limit="99")["tasks"]
+        assert [task["task_id"] for task in listed] == ids
+        order = {"environment": "anyids", "task_ids": ids, "wait_seconds": 60}
+        assert http.post("/v1/rollouts", json=order).status_code == 200
+        for task_id in ids:
+            for group in got("/v1/groups", task=task_id)["groups"]:
+                assert group["task_id"] == task_id
+                assert got(f"/v1/groups/{group['group_id']}/rollouts/0")
+            seen = got("/v1/tasks/seen", text=task_id)["tasks"]
+            assert task_id in [one["task_id"] for one in seen]
+        assert http.get("/metrics").status_code == 200
+    for words in ("html --out html", "traces --out traces", "parquet --out parquet"):
+        run(f"export groups.db --to {words}")
+    run("export groups.db --to atropos --out out.jsonl")
+    assert {group["envserver"]["task_id"] for group in read_jsonl(Path("out.jsonl"))} == set(ids)
+    run(f"rescore out.jsonl --env {__file__}:AnyIds --out again.jsonl --processes 1")
 
 
 @pytest.mark.thorough

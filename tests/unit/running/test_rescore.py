@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -18,8 +22,9 @@ from support.extent import examples
 from support.in_process import Run
 from support.trajectories import sequence
 from support.trajectories import trajectory as rollout
+from support.views import looking_at
 
-from envserver import EngineError, Group, InputError, Score, ServiceError, Trajectory
+from envserver import EngineError, Group, InputError, Score, ServiceError, Trajectory, main
 from envserver.export import group_line, group_of
 from envserver.export.rescored import rescored_line
 from envserver.rollouts.replaying import Player, RecordedServices, recorded_calls, told_calls
@@ -203,6 +208,8 @@ def test_rows_stay_with_their_rollouts(given: list[tuple[int, float | None]]) ->
 
 PAIR = '''
 import contextlib, os
+from pathlib import Path
+from typing import Literal
 from envserver import AgentRole, Environment, InputError, Score, Task
 
 async def clock(arguments, caller):
@@ -217,6 +224,14 @@ class Pair(Environment):
 
     class Config(Environment.Config):
         greeting: str = "Hello"
+        tone: Literal["calm", "loud"] = "calm"
+        times: int = 2
+        data_path: Path | None = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.data_path is not None:
+            config.data_path.read_text()
 
     def agents(self):
         return {"asker": AgentRole(), "helper": AgentRole(trained=False)}
@@ -239,6 +254,7 @@ class Pair(Environment):
         except InputError as error:
             hour = f"{hour} ({error.message})"
         talk = [{"role": "user", "content": f"{self.config.greeting}, it is {hour}."}]
+        talk[0]["content"] += "!" * (self.config.tone == "loud")
         for text in (task.public["question"], "Once more."):
             talk.append({"role": "user", "content": text})
             reply = await run.chat(talk, agent="asker")
@@ -261,7 +277,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pair.py").write_text(PAIR)
     words = (
         "process --env pair.py --model sim --sim.latency_seconds 0 --env.total_steps 1 "
-        "--env.group_size 1 --env.greeting Hi --tokens.keep_calls true --out kept.jsonl"
+        "--env.group_size 1 --env.greeting Hi --env.tone loud "
+        "--tokens.keep_calls true --out kept.jsonl"
     )
     ran = envserver(*words.split(), folder=folder)
     assert ran.returncode == 0, ran.stderr
@@ -279,7 +296,7 @@ def rollout_id(place: Path) -> str:
 @pytest.mark.thorough
 def test_in_the_debugger_all_is_as_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLOCK_BROKEN", "1")
-    words = f"{PLAY} {rollout_id(place)} --debug".split()
+    words = f"{PLAY} {rollout_id(place)} --env.greeting Hi --debug".split()
     ran = envserver(*words, folder=place, input="p task.public\nc\n")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "'question': 'Say" in ran.stdout  # the debugger stood in the agent
@@ -294,6 +311,107 @@ def test_what_else_it_says_is_shown(place: Path, run: Run, monkeypatch: pytest.M
     assert "-Hi, it is 11 (there is no such zone)." in said
     assert "+Good day, it is 11 (there is no such zone)." in said
     assert rollout in run(f"{PLAY} nobody", status=2)
+
+
+# What a record names is data ----------------------------------------------------------------------
+
+TRAPS = {"folder": "./trap", "file": "trap.py", "URL": "http://trap.invalid/v1", "module": "trap"}
+NEEDED_TO_REPLAY = ("group_id", "task_id", "split", "rollout_id", "rollouts", "messages", "agents")
+SPRUNG: list[str] = []
+
+
+def notice(event: str, arguments: tuple[Any, ...]) -> None:
+    looks = ("import", "open", "os.listdir", "os.scandir", "socket.connect", "socket.getaddrinfo")
+    if event in looks and "trap" in (about := repr(arguments)) and "traces" not in about:
+        SPRUNG.append(f"{event} {about}")  # an export's own files in `traces` have the model's name
+
+
+sys.addaudithook(notice)
+
+
+def with_trap(value: Any, trap: str, at: tuple[Any, ...]) -> Any:
+    """`value`, in which the text at `at` is `trap`."""
+    if not at:
+        return trap
+    here = dict(value) if isinstance(value, dict) else list(value)
+    here[at[0]] = with_trap(value[at[0]], trap, at[1:])
+    return here
+
+
+def texts_in(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all texts in `value`."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, part in parts:
+        if isinstance(part, str):
+            yield (*at, key)
+        elif isinstance(part, (dict, list)):
+            yield from texts_in(part, (*at, key))
+
+
+def numbered(line: Any, at: tuple[Any, ...]) -> Any:
+    """`line` as a group of its own."""
+    return with_trap(line, f"g-{'-'.join(map(str, at))}", ("envserver", "group_id"))
+
+
+@pytest.fixture
+def lines_with(place: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Iterator[Any]:
+    """Writes `others.jsonl`; beside it is what a trap names."""
+    folder = Path.cwd()
+    (folder / "pair.py").write_text(PAIR)
+    (folder / "trap").mkdir()
+    for module in ("trap.py", "trap/env.py", "trap/__init__.py"):
+        (folder / module).write_text(PAIR + f"\nPath({str(folder)!r}, 'imported').touch()\n")
+    (folder / "trap" / "tokenizer.json").write_text("{}")
+    monkeypatch.syspath_prepend(folder)
+    (line,) = read_jsonl(place / "kept.jsonl")
+
+    def write(change: Callable[[Any], list[Any]]) -> Any:
+        (folder / "others.jsonl").write_text("\n".join(map(json.dumps, change(line))) + "\n")
+        SPRUNG.clear()
+        return line
+
+    yield write
+    assert SPRUNG == [] and not (folder / "imported").exists()
+
+
+@pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS)
+def test_no_text_of_a_record_is_opened_imported_or_asked(lines_with: Any, trap: str) -> None:
+    lines_with(lambda line: [with_trap(numbered(line, at), trap, at) for at in texts_in(line)])
+    for words in (
+        "export others.jsonl --to html --out pages --skip_bad",
+        "export others.jsonl --to traces --out traces --skip_bad",
+        "verify others.jsonl --model sim",
+        "rescore others.jsonl --env pair.py --out new.jsonl --processes 1 --skip_bad",
+    ):
+        assert main(words.split()) in (0, 1), words
+
+    async def view() -> None:
+        async with looking_at(Path("view.index"), Path("others.jsonl")) as http:
+            page = (await http.get("/v1/groups", params={"limit": 256})).json()
+            for group in page["groups"]:
+                for part in ("", "/rollouts/0", "/rollouts/0/tokens"):
+                    await http.get(f"/v1/groups/{quote(group['group_id'], safe='')}{part}")
+
+    asyncio.run(view())
+
+
+@pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS)
+def test_a_replay_takes_no_text_of_a_record(lines_with: Any, run: Run, trap: str) -> None:
+    def all_but_needed(line: Any) -> list[Any]:
+        changed = line
+        changed["envserver"]["env_config"] |= {"data_path": "", "unknown": [{"": ""}]}
+        for at in texts_in(line):
+            if not set(NEEDED_TO_REPLAY) & set(at) and at[-2:] != ("env_config", "tone"):
+                changed = with_trap(changed, trap, at)
+        return [changed]
+
+    line = lines_with(all_but_needed)
+    rollout = line["envserver"]["rollouts"][0]["rollout_id"]
+    words = f"replay others.jsonl --rollout {rollout}"
+    assert "not followed" in run(words, status=2)
+    again = run(f"{words} --env pair.py --env.greeting Hi")
+    assert "settings_differ_from_record" in again and "env.data_path" in again
+    assert "The same: 3 calls" in again.out  # also the tone, which is one of the choices
 
 
 def call(agent: str | None, text: str, answer: str, **facts: Any) -> Call:

@@ -377,6 +377,15 @@ async def test_a_wall_that_works_holds_all_its_checks(backend: str) -> None:
     assert all(check.tried for check in report.checks)
 
 
+def test_sandboxes_work_within_the_limits_of_a_batch_system() -> None:
+    limits = "ulimit -v 4000000 -n 100 -f 200000 -i 100 -l 64 -d 3000000 -u 4000"
+    told = ran("bash", "-c", f"{limits} && exec {sys.executable} -m envserver doctor --json")
+    (namespace,) = [
+        one for one in orjson.loads(told.stdout)["backends"] if one["backend"] == "namespace"
+    ]
+    assert namespace["works"], namespace
+
+
 async def test_a_wall_with_holes_is_seen_through() -> None:
     async with SandboxService(SandboxConfig(backend="unsafe-local")) as open_service:
         report = await examine(open_service.address, "namespace")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import httpx
 import pytest
 import structlog
 from aiohttp.test_utils import TestServer
-from envserver_records.errors import EngineRefused, EngineUnavailable
+from envserver_records.errors import EngineRefused, EngineUnavailable, StoreError
 from fastapi import FastAPI, Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ from envserver.models import OpenAIEngine
 from envserver.models.measured import MeasuredEngine
 from envserver.running.bootstrap import bootstrap_server
 from envserver.server_config import TelemetryConfig
-from envserver.store import open_store
+from envserver.store import database, open_store
 from envserver.telemetry.genai import MOST_CHARACTERS, inputs, outputs, tool_texts
 from envserver.telemetry.lag import TICK_SECONDS, LoopLag
 from envserver.telemetry.numbers import OTHER, Counts, Labelled
@@ -85,6 +86,42 @@ async def test_ready_means_that_every_part_is(tmp_path: Path) -> None:
         health.drain()
         assert (await parts(503))["server"]["state"] == "draining"
         assert (await http.get("/healthz")).status_code == 200
+
+
+@contextmanager
+def locked(store: Path) -> Iterator[None]:
+    """Another program writes to the store's file."""
+    with closing(sqlite3.connect(store)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+
+
+async def test_a_store_that_cannot_be_written_is_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "_BUSY_TIMEOUT_MS", 100)
+    place = tmp_path / "s.db"
+
+    async def health() -> tuple[int, dict[str, Any]]:
+        answer = await http.get("/readyz")
+        return answer.status_code, answer.json()["parts"]["store"]
+
+    async with (
+        open_store(place) as store,
+        served(create_api(store, settings=ServerConfig())) as http,
+    ):
+        assert (await health())[0] == 200
+        with locked(place):
+            status, part = await health()
+            assert (status, part["state"]) == (503, "down") and "locked" in part["reason"]
+        assert (await health())[0] == 200
+        monkeypatch.setattr(store, "touch", asyncio.Event().wait)
+        monkeypatch.setattr("envserver.api.health.PROBE_SECONDS", 0.05)
+        assert "cannot be written" in (await health())[1]["reason"]
+    with locked(place), pytest.raises(StoreError, match="cannot be written") as refused:
+        async with open_store(place):
+            pass
+    assert "Another program" in refused.value.hint
 
 
 async def test_who_comes_too_early_is_told_so_and_who_waits_at_the_end_is_answered() -> None:

@@ -320,6 +320,29 @@ async def test_a_server_elsewhere_is_read_with_a_token_that_the_browser_never_se
             assert (await http.get("/v1/groups", headers={"host": "x.y"})).status_code == 421
 
 
+async def test_every_command_that_reads_a_server_sends_the_token_of_a_dotenv_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, _ = create_token(tmp_path / "tokens.yaml", "reads", "reader")
+    monkeypatch.delenv("ENVSERVER_TOKEN", raising=False)
+    commands = (
+        "export {url} --to unified --out out",
+        "verify {url} --model sim",
+        "rescore {url} --env math --out new.jsonl --processes 1",
+        "top {url} --once",
+    )
+    server = {"tokens_file": tmp_path / "tokens.yaml"}
+    async with running_api(tmp_path / "store.db", server=server) as api:
+        await put_native(api.store, native_group("g"))
+        for text, says in (("", True), (f"FOREIGN=\xe9\xff\0\nENVSERVER_TOKEN={token}\n", False)):
+            (tmp_path / ".env").write_bytes(text.encode("latin-1"))
+            for command in commands:
+                words = command.format(url=api.url).split()
+                ran = await asyncio.to_thread(envserver, *words, folder=tmp_path)
+                assert ("ENVSERVER_TOKEN holds the token" in ran.stderr) == says, (words, ran)
+                assert "Traceback" not in ran.stderr and token not in ran.stderr
+
+
 # The index of what is on disk: the same lists as a server's, and always that of its files
 
 FILE, INDEX = Path("run.jsonl"), Path("index")
