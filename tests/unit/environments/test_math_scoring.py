@@ -63,6 +63,13 @@ def test_what_differs_is_not_paid(gold: str, answer: str) -> None:
     assert reward(gold, answer) == 0.0
 
 
+def test_a_question_about_percents_needs_no_percent_sign_in_its_gold() -> None:
+    for question, paid in (("What percent is it?", 1.0), ("How many %?", 1.0), ("How many?", 0.0)):
+        row = {"problem": question, "solution": "s", "answer": "7.5"}
+        assert score(row, r"\boxed{7.5\%}").reward == paid
+        assert score(row, r"\boxed{75\%}").reward == 0.0
+
+
 def test_the_answer_is_the_last_visible_box() -> None:
     verdicts = {
         text: score({"problem": "p", "answer": "4"}, text).reward
