@@ -46,6 +46,7 @@ class NumberedRow(NamedTuple):
         row: None where it cannot be read; `problem` says why.
         place: where a person finds it: `train.jsonl:12`.
         part: which of several questions in the row, from 1.
+        id: the id in a row of the sample, "" if it has none or another row had it before.
     """
 
     number: int
@@ -53,13 +54,13 @@ class NumberedRow(NamedTuple):
     place: str
     problem: str = ""
     part: int = 0
+    id: str = ""
 
     def task_id(self, name: str) -> str:
         """The id in a row of the sample, if it has one, else one made of the row's number."""
         if self.part:
             return f"{name}-{self.number}.{self.part}"
-        own = name == "sample" and text_of((self.row or {}).get("id"))
-        return own or f"{name}-{self.number}"
+        return (name == "sample" and self.id) or f"{name}-{self.number}"
 
     def parts(self, split: Callable[[Row], list[Row]]) -> list[NumberedRow]:
         """The row, or those that `split` makes of it."""
@@ -150,10 +151,11 @@ class DataSets:
         """
         division = self.divisions.get(name)
         if path is not None:
-            return file_rows(path, split, seed, division)
+            rows = file_rows(path, split, seed, division)
+            return _with_ids(rows) if name == "sample" else rows
         if name == "sample":
-            rows = Source(str(self.sample)).open(split)
-            return _shuffled(rows, f"sample-{seed}-{split}", split, None)
+            source = Source(str(self.sample)).open(split)
+            return _with_ids(_shuffled(source, f"sample-{seed}-{split}", split, None))
         if name not in self.hubs:
             raise ConfigError(f"The rows of {name!r} come from a file.", hint="Set data_path.")
         return hub_rows(self.hubs[name], split, seed, division)
@@ -192,6 +194,14 @@ def hub_rows(
             f"{hub.path} has no split {split!r}.", hint=f"It has: {', '.join(hub.splits)}."
         )
     return _hub_rows(hub, split, seed, division)
+
+
+def _with_ids(rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
+    seen = {""}
+    for one in rows:
+        own = text_of((one.row or {}).get("id"))
+        yield one._replace(id="" if own in seen else own)
+        seen.add(own)
 
 
 def _hub_rows(

@@ -170,6 +170,16 @@ def test_sample_files_are_read_by_their_environment(
     assert first(environment) and not getattr(environment, "dropped", {})
 
 
+@pytest.mark.parametrize("name", ["mhqa", "router", "video"])
+def test_rows_with_the_same_id_are_different_tasks(name: str, tmp_path: Path) -> None:
+    written = find(name).write_sample(tmp_path)
+    ids = {row["id"] for row in read_jsonl(written["data_path"])}
+    with written["data_path"].open("a") as file:
+        file.write(written["data_path"].read_text())
+    tasks = [task.id for task in made(name, **written).tasks("train")]
+    assert len(set(tasks)) == len(tasks) == 2 * len(ids & {*tasks})
+
+
 @pytest.mark.parametrize("name", first_of("swe", "math", "tau"))
 def test_the_command_that_sample_prints_makes_groups(name: str, tmp_path: Path) -> None:
     wrote = command("sample", name, folder=tmp_path)
