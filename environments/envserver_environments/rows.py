@@ -10,22 +10,28 @@ division.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from envserver_environments.roles import text_of
 
 from envserver import ConfigError, Environment, InputError, Split
-from envserver.row_counts import took
+from envserver.row_counts import took, unreported
 from envserver.rows.sources import Rows, Source, on_the_hub, streamed
 
 Row = dict[str, Any]
+FirstOption = Callable[[], int]
+"""Returns the number of the first option, 0 or 1, where an answer is the number of an option."""
+ROWS_ASKED = 500
+"""Rows of a file that are read to find whether it counts options from 1."""
 
 
 class RowsConfig(Environment.Config):
@@ -37,6 +43,14 @@ class RowsConfig(Environment.Config):
     columns: dict[str, str] = {}
     """Fields of rows by what they are, where their names are unknown: '{"question": "input",
     "answer": "target"}'. A row that lacks something says what."""
+
+
+class OptionRowsConfig(RowsConfig):
+    """Rows whose answers may be options."""
+
+    first_option: Literal[0, 1] | None = None
+    """Number of the first option in rows whose answer is the number of an option; unset: 1 if
+    an answer of the file is the number of its options and none is 0."""
 
 
 class NumberedRow(NamedTuple):
@@ -73,6 +87,46 @@ class NumberedRow(NamedTuple):
 def name_of(data_set: str, path: Path | None) -> str:
     """The name of the rows in use: "rows" where a path is given and no data set is named."""
     return "rows" if path is not None and data_set == "sample" else data_set
+
+
+def first_option(
+    setting: int | None,
+    path: Path | None,
+    split: Split,
+    read: Callable[[Row, FirstOption], object],
+) -> FirstOption:
+    """The number of the first option: as set, else 1 if the file at `path` counts from 1.
+
+    A file counts from 1 if the answer of some row is the number of its options, and that of none
+    is 0. It is looked at when a row needs it.
+
+    Args:
+        read: reads a row; raises InputError where its answer is none of its options.
+    """
+
+    def fits(row: Row, first: int) -> bool:
+        try:
+            read(row, lambda: first)
+        except InputError:
+            return False
+        return True
+
+    @functools.cache
+    def first() -> int:
+        if setting is not None or path is None:
+            return setting or 0
+        rows = Source(str(path)).open(split)
+        ends = False
+        with unreported():
+            for number in random.Random(0).sample(range(rows.count), min(rows.count, ROWS_ASKED)):
+                with suppress(InputError):  # a row that cannot be read is reported elsewhere
+                    row = rows.read(number)
+                    if fits(row, 0) and not fits(row, 1):
+                        return 0
+                    ends = ends or (fits(row, 1) and not fits(row, 0))
+        return int(ends)
+
+    return first
 
 
 def id_of(row: Row) -> str:
