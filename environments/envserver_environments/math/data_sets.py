@@ -26,6 +26,7 @@ from envserver_environments.roles import (
     last_message,
     missing,
     roles_of,
+    table_of,
     value_at,
 )
 from envserver_environments.rows import FirstOption, Row
@@ -38,39 +39,39 @@ from .literals import is_number_literal, plain_number
 Kind = Literal["number", "expression", "letter"]
 
 MAX_ANSWER_CHARACTERS = 300
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "question": (
-        *("extra_info.question", "question.stem", "question", "Question", "problem", "Problem"),
-        *("query", "input", "prompt", "instruction", "problem_statement", "question_text"),
-        *("question_stem", "problem_text", "original_text", "messages", "conversations", "0.value"),
+ROLES = table_of(
+    question=(
+        "extra_info.question, question.stem, question, Question, problem, Problem, query, "
+        "input, prompt, instruction, problem_statement, question_text, question_stem, "
+        "problem_text, original_text, messages, conversations, 0.value"
     ),
-    "setting": ("Body", "body", "context", "passage"),
-    "answer": (
-        *("reward_model.ground_truth.target", "reward_model.ground_truth", "ground_truth"),
-        *("ground_truth_answer", "reference_answer", "gt", "expected_answer", "final_answer"),
-        *("verification_info.ground_truth", "extra_info.ground_truth", "1.ground_truth.value"),
-        *("gold", "golden", "gold_answer", "golden_answer", "correct_answer", "Correct Answer"),
-        *("best_answer", "answer_number", "answer", "Answer", "final_ans", "answerKey", "target"),
-        *("correct_option", "result", "extra_info.answer", "output_answer", "answer_value", "ans"),
+    setting="Body, body, context, passage",
+    answer=(
+        "reward_model.ground_truth.target, reward_model.ground_truth, ground_truth, "
+        "ground_truth_answer, reference_answer, gt, expected_answer, final_answer, "
+        "verification_info.ground_truth, extra_info.ground_truth, 1.ground_truth.value, gold, "
+        "golden, gold_answer, golden_answer, correct_answer, Correct Answer, best_answer, "
+        "answer_number, answer, Answer, final_ans, answerKey, target, correct_option, result, "
+        "extra_info.answer, output_answer, answer_value, ans"
     ),
-    "choice": ("correct", "label", "answer_index", "answer_idx", "answer_letter", "cop"),
-    "solution": (
-        *("solution", "Solution", "generated_solution", "gold_standard_solution", "rationale"),
-        *("gt_cot", "output", "response"),
+    choice="correct, label, answer_index, answer_idx, answer_letter, cop",
+    solution=(
+        "solution, Solution, generated_solution, gold_standard_solution, rationale, gt_cot, "
+        "output, response"
     ),
-    "options": (
-        *("options.text", "options.value", "options.content", "options.option_text", "options"),
-        *("choices.text", "choices.content", "choices.value", "choices", "question.choices.text"),
-        *("answer_option_list.content", "candidates", "mc1_targets.choices"),
+    options=(
+        "options.text, options.value, options.content, options.option_text, options, "
+        "choices.text, choices.content, choices.value, choices, question.choices.text, "
+        "answer_option_list.content, candidates, mc1_targets.choices"
     ),
-    "wrong": ("incorrect_answers", "wrong_answers", "distractors"),
-    "labels": (
-        *("choices.label", "choices.id", "choices.key", "question.choices.label", "options.key"),
-        *("options.label", "options.id", "options.option_label", "answer_option_list.aoVal"),
-        *("mc1_targets.labels", "options.is_correct", "options.correct"),
+    wrong="incorrect_answers, wrong_answers, distractors",
+    labels=(
+        "choices.label, choices.id, choices.key, question.choices.label, options.key, "
+        "options.label, options.id, options.option_label, answer_option_list.aoVal, "
+        "mc1_targets.labels, options.is_correct, options.correct"
     ),
-    "expression": ("expression", "Equation", "equation", "formula"),
-}
+    expression="expression, Equation, equation, formula",
+)
 """Names of each role in published sets: their cards, and the rows of those with open ones.
 
 What is surely the truth comes before `answer`, which may be a model's. A `choice` is the answer of

@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
 from envserver_environments.rows import (
-    FirstOption,
     NumberedRow,
     OptionRowsConfig,
+    Row,
     first_option,
     id_of,
     name_of,
 )
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts, mixed
+from envserver_environments.usable import RowCounts, made, mixed
 from envserver_tools.visible import visible_text
 from pydantic import Field, field_validator
 
@@ -204,23 +204,16 @@ class Math(Environment):
             split,
             lambda row, first: read_problem(row, named, columns, first),
         )
-        read = ((one.place, _task_of(named, columns, one, first)) for one in rows)
-        yield from self.rows.usable(path.name if path else name, read)
 
+        def task(row: Row, one: NumberedRow) -> Task:
+            problem = read_problem(row, named, columns, first)
+            for cause in doubts(problem, row):
+                doubt(cause)
+            if why := why_unusable(problem):
+                raise InputError(why)
+            return _task(one.task_id(named), problem)
 
-def _task_of(
-    name: str, columns: dict[str, str], one: NumberedRow, first: FirstOption
-) -> Task | str:
-    """The task of a row, or why it is of no use."""
-    if one.row is None:
-        return one.problem
-    try:
-        problem = read_problem(one.row, name, columns, first)
-    except InputError as error:
-        return error.message
-    for cause in doubts(problem, one.row):
-        doubt(cause)
-    return why_unusable(problem) or _task(one.task_id(name), problem)
+        yield from self.rows.usable(path.name if path else name, made(rows, task))
 
 
 def _task(task_id: str, problem: Problem) -> Task:
