@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import NamedTuple
 
 from .units import measure
 
@@ -141,14 +142,14 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SOLVED = re.compile(rf"\s*({_VARIABLE})\s*(\([^()]*\))?\s*=(.*)", re.DOTALL)
 _SUM_OF_INDEXED = re.compile(r"\\(sum|prod)\s*_\{\s*([a-z])\s*=.*_\{?\2(?![A-Za-z])")
 _BELOW = re.compile(r"_\{[^{}]*\}")
-_FAMILY = re.compile(
-    rf"(?:\\\{{)?\s*(?P<body>[^<>]+?)\s*(?:[,;(|:]|\\mid(?![A-Za-z])|{_SPACE})+"
-    r"(?:(?:where|for|with|and|any|all|every|some|an?)\s+)*"
-    r"(?:(?P<name>[A-Za-z])\s*(?:\\in\s*(?P<domain>[^,]+?)|(?:is\s+)?(?:an?y?\s+)?integer)"
-    r"|integers?\s+(?P<last>[A-Za-z]))\s*[.)]?\s*(?:\\\})?\s*"
+_CLAUSE = re.compile(
+    r"[ ,;(|:](?:(?:where|for|with|and|any|all|every|some) )*+"
+    r"(?:(?P<name>[A-Za-z]) ?(?:\\in ?(?P<domain>[^,]+?)|(?:is )?(?:an?y? )?integer)"
+    r"|integers? (?P<last>[A-Za-z])) ?[.)]? ?(?:\\\})?\Z"
 )
+_BLANKS = re.compile(rf"(?:{_SPACE}|\\mid(?![A-Za-z]))++")
 _NAMES = re.compile(
-    rf"{_TEXT}\{{[^{{}}]*\}}|{_COMMAND.pattern}|[A-Za-z]{{4,}}|(?:sin|cos|tan|exp|log|lim|min|max|pi|ln)|[A-Za-z]"
+    rf"(?:{_TEXT}|\\operatorname)\{{[^{{}}]*\}}|{_COMMAND.pattern}|[A-Za-z]{{4,}}|(?:sin|cos|tan|exp|log|lim|min|max|pi|ln)|[A-Za-z]"
 )
 _INDEXED = re.compile(r"_\{?\s*i(?![A-Za-z])|\\(?:hat|vec)(?![A-Za-z])")
 _POWER_OF_I = re.compile(r"(?<![\\A-Za-z])i\s*(?:\^|\([^()]*(?<![\\A-Za-z])i(?![A-Za-z]))")
@@ -255,24 +256,38 @@ def same_family(gold: str, answer: str) -> tuple[str, str] | None:
     The clause may be missing from one of them; a gold without it keeps its names. None if the
     parameters have different domains.
     """
-    plain = [re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r" \1 ", text) for text in (gold, answer)]
-    clauses = [_FAMILY.fullmatch(text) for text in plain]
-    if not any(clauses):
-        return gold, answer
-    domains = {
-        re.sub(r"\\[A-Za-z]+|[{}\s]", "", found["domain"] or "Z") for found in clauses if found
-    }
+    found = [_family(text) for text in (gold, answer)]
+    domains = {family.domain for family in found if family}
     if len(domains) > 1:
         return None
     bodies = []
-    for text, found in zip((gold, answer), clauses, strict=True):
-        body = found["body"] if found else text
-        letters = {*"klmnN"} & {*_NAMES.findall(body)}
-        names = {found["name"] or found["last"]} if found else letters
-        if clauses[0] and len(names) == 1:
+    for text, family in zip((gold, answer), found, strict=True):
+        body = family.body if family else text
+        names = {family.name} if family else {*"klmnN"} & {*_NAMES.findall(body)}
+        if found[0] and len(names) == 1:
             body = _renamed(body, names.pop(), "\\kappa ")
         bodies.append(body)
     return bodies[0], bodies[1]
+
+
+class _Family(NamedTuple):
+    body: str
+    name: str
+    domain: str
+
+
+def _family(latex: str) -> _Family | None:
+    r"""Reads `k\pi, k \in \mathbb{Z}`; None if there is no such clause behind a formula."""
+    plain = re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r" \1 ", latex)
+    plain = _BLANKS.sub(" ", plain).strip()
+    if (clause := _CLAUSE.search(plain)) is None:
+        return None
+    body = plain[: clause.start()].rstrip(" ,;(|:")
+    if plain.endswith("\\}"):
+        body = body.removeprefix("\\{")
+    domain = re.sub(r"\\[A-Za-z]+|[{}\s]", "", clause["domain"] or "Z")
+    is_formula = body.strip() and not _ORDER.search(body)
+    return _Family(body, clause["name"] or clause["last"], domain) if is_formula else None
 
 
 def same_words(gold: str, answer: str) -> bool | None:

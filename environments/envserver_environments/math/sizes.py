@@ -39,12 +39,12 @@ class _Size(NamedTuple):
 
     digits: float = 0.0
     terms: int = 0
-    has_names: bool = False
+    names: frozenset[str] = frozenset()
 
     def times(self, other: _Size) -> _Size:
         """The size of the product; its terms are those of polynomials of one name."""
         terms = max(self.terms, other.terms, self.terms + other.terms - 1)
-        return _Size(self.digits + other.digits, terms, self.has_names or other.has_names)
+        return _Size(self.digits + other.digits, terms, self.names | other.names)
 
 
 _ENDLESS = _Size(math.inf, 1)
@@ -72,10 +72,11 @@ class _Reader:
                 products.append(_Size())
             else:
                 products[-1] = products[-1].times(self._part(token, depth))
-        named = sum(size.terms for size in products if size.has_names)
-        numbers = any(size.terms for size in products if not size.has_names)
+        named = sum(size.terms for size in products if size.names)
+        numbers = any(size.terms for size in products if not size.names)
         digits = max(size.digits for size in products) + math.log10(len(products))
-        return _Size(digits, named + numbers, named > 0)
+        names = frozenset[str]().union(*(size.names for size in products))
+        return _Size(digits, named + numbers, names)
 
     def _part(self, token: str, depth: int) -> _Size:
         size = self._atom(token, depth)
@@ -94,10 +95,11 @@ class _Reader:
         if exponent.digits > _MOST_DIGITS_OF_ROOTS or (is_root and _is_long(base)):
             return _ENDLESS
         times = _value(exponent.digits)
-        if base.has_names and base.terms > 1 and not exponent.has_names:
-            if times > _MOST_TERMS or _powers_of(base.terms, int(times)) > _MOST_TERMS:
+        if base.names and base.terms > 1 and not exponent.names:
+            terms = _terms_of_power(base, int(times)) if times <= _MOST_TERMS else math.inf
+            if terms > _MOST_TERMS:
                 return _ENDLESS
-            base = base._replace(terms=_powers_of(base.terms, int(times)))
+            base = base._replace(terms=int(terms))
         return base._replace(digits=base.digits * times if base.digits else 0.0)
 
     def _argument(self, depth: int) -> _Size:
@@ -125,7 +127,11 @@ class _Reader:
             if self._peek() in ("[", "_"):
                 self._argument(depth)
             radicand = self._argument(depth)
-            return _ENDLESS if _is_long(radicand) else radicand._replace(terms=1, has_names=True)
+            return (
+                _ENDLESS
+                if _is_long(radicand)
+                else radicand._replace(terms=1, names=radicand.names | {token})
+            )
         if token == "_":  # an index, or the limits of a sum
             limits = [self._argument(depth)]
             if self._peek() == "^":
@@ -133,7 +139,7 @@ class _Reader:
                 limits.append(self._argument(depth))
             return max(limits)
         is_name = token.isalpha() or (token[0] == "\\" and token not in _OF_NUMBERS)
-        return _Size(terms=int(is_name), has_names=is_name)
+        return _Size(terms=int(is_name), names=frozenset([token] if is_name else []))
 
     def _next(self) -> str:
         self._at += 1
@@ -147,9 +153,10 @@ def _is_long(size: _Size) -> bool:
     return size.digits > _MOST_DIGITS_OF_ROOTS
 
 
-def _powers_of(terms: int, exponent: int) -> int:
-    """The terms of a power of a sum."""
-    return math.comb(exponent + terms - 1, exponent)
+def _terms_of_power(base: _Size, exponent: int) -> int:
+    if len(base.names) == 1:
+        return (base.terms - 1) * exponent + 1
+    return math.comb(exponent + base.terms - 1, exponent)
 
 
 def _factorial(size: _Size) -> _Size:
