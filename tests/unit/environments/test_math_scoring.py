@@ -202,6 +202,8 @@ def test_hostile_answers_are_wrong_in_time(answer: str) -> None:
 @pytest.mark.thorough
 @settings(max_examples=extent.examples(30), deadline=None)
 @example("100000!")
+@example(" " * 298 + "x")
+@example("x, \\ " * 60 + "k")
 @given(HUGE)
 def test_a_short_formula_of_a_huge_number_is_wrong_in_time(answer: str) -> None:
     assert_wrong_within_a_cpu_second(answer)
