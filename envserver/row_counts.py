@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import msgspec
@@ -75,6 +76,16 @@ def doubt(cause: str) -> None:
     """Reports why the answer of the row being read is doubtful."""
     if notes := _row.get():
         notes.doubts.append(cause)
+
+
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Within the block other rows may be read: what they report does not count."""
+    token = _row.set(None)
+    try:
+        yield
+    finally:
+        _row.reset(token)
 
 
 class RowCounts:

@@ -78,7 +78,7 @@ def fields_of(row: Mapping[str, Any]) -> str:
 def value_at(row: Any, path: str) -> Any:
     """The value at a path such as `answer.value`, None where there is none or an empty one.
 
-    Of a list, each object is asked, and the values are listed.
+    Of a list, each object is asked, also those of lists in it, and the values are listed.
     """
     if isinstance(row, Mapping) and path in row:
         value = row[path]
@@ -89,7 +89,8 @@ def value_at(row: Any, path: str) -> Any:
         return None
     inner = decoded(row.get(name)) if isinstance(row, Mapping) else None
     if isinstance(inner, list):
-        values = [value_at(one, rest) for one in inner]
+        parts = [part for one in inner for part in (one if isinstance(one, list) else [one])]
+        values = [value_at(part, rest) for part in parts]
         return values if values and all(value is not None for value in values) else None
     return value_at(inner, rest)
 
@@ -103,6 +104,23 @@ def decoded(value: Any) -> Any:
         with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return parse(text)
     return value
+
+
+def by_label(options: Any) -> Any:
+    """Returns `[{"A": "red"}, ...]` and `[["A", "red"], ...]` as an object; else `options`."""
+    value = decoded(options)
+    pairs = [
+        [*one.items()] if isinstance(one, Mapping) else [one]
+        for one in (value if isinstance(value, list) else ())
+    ]
+    is_labelled = pairs and all(
+        len(pair) == 1
+        and isinstance(pair[0], list | tuple)
+        and len(pair[0]) == 2
+        and re.fullmatch("[A-Za-z]", str(pair[0][0]))
+        for pair in pairs
+    )
+    return dict(pair[0] for pair in pairs) if is_labelled else value
 
 
 def last_message(value: Any, *roles: str) -> Any:

@@ -10,22 +10,28 @@ division.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from envserver_environments.roles import text_of
 
 from envserver import ConfigError, Environment, InputError, Split
-from envserver.row_counts import took
+from envserver.row_counts import took, unreported
 from envserver.rows.sources import Rows, Source, on_the_hub, streamed
 
 Row = dict[str, Any]
+FirstOption = Callable[[], int]
+"""Returns the number of the first option, 0 or 1, where an answer is the number of an option."""
+ROWS_ASKED = 500
+"""Rows of a file that are read to find whether it counts options from 1."""
 
 
 class RowsConfig(Environment.Config):
@@ -39,6 +45,14 @@ class RowsConfig(Environment.Config):
     "answer": "target"}'. A row that lacks something says what."""
 
 
+class OptionRowsConfig(RowsConfig):
+    """Rows whose answers may be options."""
+
+    first_option: Literal[0, 1] | None = None
+    """Number of the first option in rows whose answer is the number of an option; unset: 1 if
+    an answer of the file is the number of its options and none is 0."""
+
+
 class NumberedRow(NamedTuple):
     """A row of a file or data set.
 
@@ -46,6 +60,7 @@ class NumberedRow(NamedTuple):
         row: None where it cannot be read; `problem` says why.
         place: where a person finds it: `train.jsonl:12`.
         part: which of several questions in the row, from 1.
+        id: the id in a row of the sample, "" if it has none or another row had it before.
     """
 
     number: int
@@ -53,13 +68,13 @@ class NumberedRow(NamedTuple):
     place: str
     problem: str = ""
     part: int = 0
+    id: str = ""
 
     def task_id(self, name: str) -> str:
         """The id in a row of the sample, if it has one, else one made of the row's number."""
         if self.part:
             return f"{name}-{self.number}.{self.part}"
-        own = name == "sample" and text_of((self.row or {}).get("id"))
-        return own or f"{name}-{self.number}"
+        return (name == "sample" and self.id) or f"{name}-{self.number}"
 
     def parts(self, split: Callable[[Row], list[Row]]) -> list[NumberedRow]:
         """The row, or those that `split` makes of it."""
@@ -72,6 +87,46 @@ class NumberedRow(NamedTuple):
 def name_of(data_set: str, path: Path | None) -> str:
     """The name of the rows in use: "rows" where a path is given and no data set is named."""
     return "rows" if path is not None and data_set == "sample" else data_set
+
+
+def first_option(
+    setting: int | None,
+    path: Path | None,
+    split: Split,
+    read: Callable[[Row, FirstOption], object],
+) -> FirstOption:
+    """The number of the first option: as set, else 1 if the file at `path` counts from 1.
+
+    A file counts from 1 if the answer of some row is the number of its options, and that of none
+    is 0. It is looked at when a row needs it.
+
+    Args:
+        read: reads a row; raises InputError where its answer is none of its options.
+    """
+
+    def fits(row: Row, first: int) -> bool:
+        try:
+            read(row, lambda: first)
+        except InputError:
+            return False
+        return True
+
+    @functools.cache
+    def first() -> int:
+        if setting is not None or path is None:
+            return setting or 0
+        rows = Source(str(path)).open(split)
+        ends = False
+        with unreported():
+            for number in random.Random(0).sample(range(rows.count), min(rows.count, ROWS_ASKED)):
+                with suppress(InputError):  # a row that cannot be read is reported elsewhere
+                    row = rows.read(number)
+                    if fits(row, 0) and not fits(row, 1):
+                        return 0
+                    ends = ends or (fits(row, 1) and not fits(row, 0))
+        return int(ends)
+
+    return first
 
 
 def id_of(row: Row) -> str:
@@ -150,10 +205,11 @@ class DataSets:
         """
         division = self.divisions.get(name)
         if path is not None:
-            return file_rows(path, split, seed, division)
+            rows = file_rows(path, split, seed, division)
+            return _with_ids(rows) if name == "sample" else rows
         if name == "sample":
-            rows = Source(str(self.sample)).open(split)
-            return _shuffled(rows, f"sample-{seed}-{split}", split, None)
+            source = Source(str(self.sample)).open(split)
+            return _with_ids(_shuffled(source, f"sample-{seed}-{split}", split, None))
         if name not in self.hubs:
             raise ConfigError(f"The rows of {name!r} come from a file.", hint="Set data_path.")
         return hub_rows(self.hubs[name], split, seed, division)
@@ -192,6 +248,14 @@ def hub_rows(
             f"{hub.path} has no split {split!r}.", hint=f"It has: {', '.join(hub.splits)}."
         )
     return _hub_rows(hub, split, seed, division)
+
+
+def _with_ids(rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
+    seen = {""}
+    for one in rows:
+        own = text_of((one.row or {}).get("id"))
+        yield one._replace(id="" if own in seen else own)
+        seen.add(own)
 
 
 def _hub_rows(

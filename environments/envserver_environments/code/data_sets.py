@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from envserver_environments.roles import decoded, last_message, missing, roles_of
+from envserver_environments.roles import decoded, last_message, missing, roles_of, table_of
 from envserver_environments.rows import Row
 
 from envserver import InputError
@@ -24,36 +24,30 @@ from .problem import Problem
 from .row_tests import NAMES, RowTests, kept, read_tests
 from .vocabulary import FUNCTIONS
 
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "instruction": (
-        *("instruction", "question_content", "problem_description", "question", "description"),
-        *("problem", "text", "problem_statement", "extra_info.question", "prompt", "query"),
-        *("input", "messages"),
+ROLES = table_of(
+    instruction=(
+        "instruction, question_content, problem_description, question, description, problem, "
+        "text, problem_statement, extra_info.question, prompt, query, input, messages"
     ),
-    "entry_point": ("entry_point", *NAMES, "test_info.function_name"),
-    "tests": (
-        *("test", "testcase", "official_tests", "input_output", "tests", "test_cases", "testcases"),
-        *("verification_info.test_cases", "private_test_cases", "private_tests", "unit_tests"),
-        *(
-            "hidden_unit_tests",
-            "test_list",
-            "reward_model.ground_truth",
-            "ground_truth",
-            "extra_info.ground_truth",
-        ),
+    entry_point=", ".join(("entry_point", *NAMES, "test_info.function_name")),
+    tests=(
+        "test, testcase, official_tests, input_output, tests, test_cases, testcases, "
+        "verification_info.test_cases, private_test_cases, private_tests, unit_tests, "
+        "hidden_unit_tests, test_list, reward_model.ground_truth, ground_truth, "
+        "extra_info.ground_truth"
     ),
-    "more_tests": ("generated_tests",),
-    "public_tests": ("public_test_cases", "public_tests", "examples"),
-    "starter": ("starter_code",),
-    "code": (
-        *("code", "solution", "canonical_solution", "gold_standard_solution", "solutions"),
-        *("completion", "reference_solution", "extra_info.solution", "output", "response"),
+    more_tests="generated_tests",
+    public_tests="public_test_cases, public_tests, examples",
+    starter="starter_code",
+    code=(
+        "code, solution, canonical_solution, gold_standard_solution, solutions, completion, "
+        "reference_solution, extra_info.solution, output, response"
     ),
-    "input_format": ("input_format", "input_spec"),
-    "output_format": ("output_format", "output_spec"),
-    "time_limit": ("time_limit", "time_limit_seconds"),
-    "checker": ("generated_checker", "checker", "interaction_format", "input_file", "output_file"),
-}
+    input_format="input_format, input_spec",
+    output_format="output_format, output_spec",
+    time_limit="time_limit, time_limit_seconds",
+    checker="generated_checker, checker, interaction_format, input_file, output_file",
+)
 """Names of each role in published sets, after their cards."""
 IMPORTS = """\
 from typing import *

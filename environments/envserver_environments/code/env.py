@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import NumberedRow, RowsConfig, id_of, name_of
+from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of, name_of
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts
+from envserver_environments.usable import RowCounts, made
 from pydantic import Field, field_validator
 
 from envserver import (
@@ -162,20 +162,17 @@ class Code(Environment):
         """The tasks of rows that can be judged and have not been there before, with their places;
         why there is none, for the others."""
         seen: set[bytes] = set()
-        for one in rows:
-            try:
-                problem = _usable(one, self._name, self.config.columns)
-                key = hashlib.blake2b(
-                    normalised(problem.instruction).encode(), digest_size=8
-                ).digest()
-                if key in seen:
-                    raise InputError("The instruction was there before.")
-            except InputError as error:
-                yield one.place, error.message
-                continue
+
+        def task(row: Row, one: NumberedRow) -> Task:
+            problem = _usable(row, self._name, self.config.columns)
+            key = hashlib.blake2b(normalised(problem.instruction).encode(), digest_size=8).digest()
+            if key in seen:
+                raise InputError("The instruction was there before.")
             seen.add(key)
             self.tests_left_out += problem.left_out
-            yield one.place, _task(one.task_id(self._name), problem)
+            return _task(one.task_id(self._name), problem)
+
+        return made(rows, task)
 
     def _with_good_references(self, tasks: Iterator[Task]) -> Iterator[Task]:
         if not hasattr(self, "sandboxes"):
@@ -209,11 +206,13 @@ def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
     return tests
 
 
-def _usable(one: NumberedRow, data_set: str, columns: Mapping[str, str]) -> Problem:
-    """The problem in a row of a data set."""
-    if one.row is None:
-        raise InputError(one.problem)
-    problem = read_problem(one.row, data_set, columns)
+def _usable(row: Row, data_set: str, columns: Mapping[str, str]) -> Problem:
+    """The problem in a row of a data set.
+
+    Raises:
+        InputError: it is of no use for training.
+    """
+    problem = read_problem(row, data_set, columns)
     if len(problem.instruction) > MAX_INSTRUCTION_CHARACTERS:
         raise InputError("The instruction is too long.")
     if len(problem.tests) < 2:

@@ -20,8 +20,16 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
-from envserver_environments.roles import decoded, last_message, missing, roles_of, value_at
-from envserver_environments.rows import Row
+from envserver_environments.roles import (
+    by_label,
+    decoded,
+    last_message,
+    missing,
+    roles_of,
+    table_of,
+    value_at,
+)
+from envserver_environments.rows import FirstOption, Row
 
 from envserver import InputError
 
@@ -31,38 +39,39 @@ from .literals import is_number_literal, plain_number
 Kind = Literal["number", "expression", "letter"]
 
 MAX_ANSWER_CHARACTERS = 300
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "question": (
-        *("extra_info.question", "question.stem", "question", "Question", "problem", "Problem"),
-        *("query", "input", "prompt", "instruction", "problem_statement", "question_text"),
-        *("question_stem", "problem_text", "original_text", "messages", "conversations", "0.value"),
+ROLES = table_of(
+    question=(
+        "extra_info.question, question.stem, question, Question, problem, Problem, query, "
+        "input, prompt, instruction, problem_statement, question_text, question_stem, "
+        "problem_text, original_text, messages, conversations, 0.value"
     ),
-    "setting": ("Body", "body", "context", "passage"),
-    "answer": (
-        *("reward_model.ground_truth.target", "reward_model.ground_truth", "ground_truth"),
-        *("ground_truth_answer", "reference_answer", "gt", "expected_answer", "final_answer"),
-        *("verification_info.ground_truth", "extra_info.ground_truth", "1.ground_truth.value"),
-        *("gold", "golden", "gold_answer", "golden_answer", "correct_answer", "Correct Answer"),
-        *("best_answer", "answer_number", "answer", "Answer", "final_ans", "answerKey", "target"),
-        *("correct_option", "result", "extra_info.answer", "output_answer", "answer_value", "ans"),
+    setting="Body, body, context, passage",
+    answer=(
+        "reward_model.ground_truth.target, reward_model.ground_truth, ground_truth, "
+        "ground_truth_answer, reference_answer, gt, expected_answer, final_answer, "
+        "verification_info.ground_truth, extra_info.ground_truth, 1.ground_truth.value, gold, "
+        "golden, gold_answer, golden_answer, correct_answer, Correct Answer, best_answer, "
+        "answer_number, answer, Answer, final_ans, answerKey, target, correct_option, result, "
+        "extra_info.answer, output_answer, answer_value, ans"
     ),
-    "choice": ("correct", "label", "answer_index", "answer_idx", "answer_letter", "cop"),
-    "solution": (
-        *("solution", "Solution", "generated_solution", "gold_standard_solution", "rationale"),
-        *("gt_cot", "output", "response"),
+    choice="correct, label, answer_index, answer_idx, answer_letter, cop",
+    solution=(
+        "solution, Solution, generated_solution, gold_standard_solution, rationale, gt_cot, "
+        "output, response"
     ),
-    "options": (
-        *("options.text", "options.value", "options.content", "options", "choices.text"),
-        *("choices", "question.choices.text", "candidates"),
-        "mc1_targets.choices",
+    options=(
+        "options.text, options.value, options.content, options.option_text, options, "
+        "choices.text, choices.content, choices.value, choices, question.choices.text, "
+        "answer_option_list.content, candidates, mc1_targets.choices"
     ),
-    "wrong": ("incorrect_answers", "wrong_answers", "distractors"),
-    "labels": (
-        *("choices.label", "question.choices.label", "options.key", "options.label"),
-        *("mc1_targets.labels", "options.is_correct"),
+    wrong="incorrect_answers, wrong_answers, distractors",
+    labels=(
+        "choices.label, choices.id, choices.key, question.choices.label, options.key, "
+        "options.label, options.id, options.option_label, answer_option_list.aoVal, "
+        "mc1_targets.labels, options.is_correct, options.correct"
     ),
-    "expression": ("expression", "Equation", "equation", "formula"),
-}
+    expression="expression, Equation, equation, formula",
+)
 """Names of each role in published sets: their cards, and the rows of those with open ones.
 
 What is surely the truth comes before `answer`, which may be a model's. A `choice` is the answer of
@@ -120,18 +129,24 @@ class Problem:
 
 
 def read_problem(
-    row: Row, data_set: str = "rows", columns: Mapping[str, str] | None = None
+    row: Row,
+    data_set: str = "rows",
+    columns: Mapping[str, str] | None = None,
+    first: FirstOption = lambda: 0,
 ) -> Problem:
     """The problem in `row`.
 
     Args:
         data_set: a name for rows that do not have one.
         columns: the row's fields by role (`ROLES`), where its names are unknown.
+        first: the number of the first option.
 
     Raises:
         InputError: the question or the answer is missing, or is none.
     """
     found = roles_of(row, ROLES, columns or {})
+    if isinstance(row.get("choice"), list):
+        found.setdefault("options", row["choice"])
     question = _question(row, found)
     options = _with_wrong(row, found) or _options(row, found)
     if "options" in found and not options:
@@ -145,7 +160,7 @@ def read_problem(
         raise missing(row, ["answer", "solution"])
     if "answer" not in found and {str(row.get(mark)).lower() for mark in _MARKS} & {"0", "false"}:
         raise InputError("The row's solution is marked as wrong.")
-    answer, kind = _choice(found, options) if options else _gold(row, found)
+    answer, kind = _choice(found, options, first) if options else _gold(row, found)
     if not options and (letter := _LETTER.fullmatch(_TEX.sub(r"\1", answer))):
         asked, inside = _options_inside(question)
         if letter[1] in _LETTERS[: len(inside)]:
@@ -287,7 +302,7 @@ def _expression(row: Row, found: Mapping[str, Any]) -> str | None:
 def _options(row: Row, found: dict[str, Any]) -> list[str]:
     """The texts of the options: a list, or one string with a label before each, or columns such as
     A, B, C, ... or option1, option2, ..., whose labels are noted."""
-    value: Any = decoded(found.get("options"))
+    value: Any = by_label(found.get("options"))
     if isinstance(value, str):
         value = _SPLIT.split(value)
     columns = value if isinstance(value, Mapping) else {}
@@ -351,9 +366,9 @@ def _name(label: re.Match[str]) -> str:
     return (label[1] or label[2]).upper()
 
 
-def _choice(found: Mapping[str, Any], options: list[str]) -> tuple[str, Kind]:
+def _choice(found: Mapping[str, Any], options: list[str], first: FirstOption) -> tuple[str, Kind]:
     answer = found.get("answer", last_boxed(_text(_one(found.get("solution")))))
-    letter = _letter(answer, options)
+    letter = _letter(answer, options, first)
     values, labels = decoded(found.get("options")), found.get("labels")
     if isinstance(labels, list) and len(labels) == len(options):
         known = [_text(label).upper() for label in labels]
@@ -363,18 +378,24 @@ def _choice(found: Mapping[str, Any], options: list[str]) -> tuple[str, Kind]:
         by_value = _LETTERS[values.index(answer)]
         letter = by_value if letter in ("", by_value) else ""
     if not letter:
-        raise InputError(f"The row has no answer: {str(answer)[:40]!r} is no clear option.")
+        raise InputError(
+            f"The row has no answer: {str(answer)[:40]!r} is no clear option. If numbers of options"
+            " begin with 1, set --env.first_option 1."
+        )
     return letter, "letter"
 
 
-def _letter(value: Any, options: list[str]) -> str:
-    """The letter of the right option, from a letter, a text, both, or an index; else ""."""
+def _letter(value: Any, options: list[str], first: FirstOption) -> str:
+    """The letter of the right option, from a letter, a text, both, or a number; else ""."""
+    numbered: dict[str, str] = {}
+    if re.fullmatch(r"\d{1,2}(?:\.0)?", _text(value)):
+        numbered = {str(at): name for at, name in enumerate(_LETTERS[: len(options)], first())}
     if isinstance(value, list):
         value = value[0] if len(value) == 1 else None  # several right ones are not asked for
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):
-        return _LETTERS[value] if 0 <= value < len(options) else ""
+        return numbered.get(str(value), "")
     said = _SAID.search(_text(value))
     text = _TEX.sub(r"\1", _unwrapped(said[1] if said else _text(value))).strip("*")
     letters = _LETTERS[: len(options)]
@@ -387,4 +408,4 @@ def _letter(value: Any, options: list[str]) -> str:
         letter, rest = _name(found), text[found.end() :].strip()
         fits = letter in letters and rest in ("", options[letters.index(letter)])
         return letter if fits else ""
-    return letters[int(text)] if re.fullmatch(r"\d", text) and int(text) < len(options) else ""
+    return numbered.get(text, "")

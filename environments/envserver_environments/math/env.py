@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
-from envserver_environments.rows import NumberedRow, RowsConfig, id_of, name_of
+from envserver_environments.rows import (
+    NumberedRow,
+    OptionRowsConfig,
+    Row,
+    first_option,
+    id_of,
+    name_of,
+)
 from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts, mixed
+from envserver_environments.usable import RowCounts, made, mixed
 from envserver_tools.visible import visible_text
 from pydantic import Field, field_validator
 
@@ -59,7 +66,7 @@ class Math(Environment):
     name = "math"
     checks_rows = True
 
-    class Config(RowsConfig):
+    class Config(OptionRowsConfig):
         """Selects the problems, the way of solving them, and the scoring."""
 
         data_set: DataSetName | list[DataSetName] = "sample"
@@ -148,7 +155,9 @@ class Math(Environment):
     def task_from_row(self, row: dict[str, Any]) -> Task:
         if procedural.is_entry(row):
             return _generated_task(id_of(row), *procedural.entry_from_row(row))
-        return _task(id_of(row), read_problem(row, columns=self.config.columns))
+        first = self.config.first_option or 0
+        problem = read_problem(row, columns=self.config.columns, first=lambda: first)
+        return _task(id_of(row), problem)
 
     def task_from_question(self, asked: Environment.Question) -> Task:
         if not asked.question.strip():
@@ -189,21 +198,22 @@ class Math(Environment):
         path = self.config.data_path
         columns = self.config.columns
         rows, named = DATA.rows(name, path, split, seed), name_of(name, path)
-        read = ((one.place, _task_of(named, columns, one)) for one in rows)
-        yield from self.rows.usable(path.name if path else name, read)
+        first = first_option(
+            self.config.first_option,
+            path,
+            split,
+            lambda row, first: read_problem(row, named, columns, first),
+        )
 
+        def task(row: Row, one: NumberedRow) -> Task:
+            problem = read_problem(row, named, columns, first)
+            for cause in doubts(problem, row):
+                doubt(cause)
+            if why := why_unusable(problem):
+                raise InputError(why)
+            return _task(one.task_id(named), problem)
 
-def _task_of(name: str, columns: dict[str, str], one: NumberedRow) -> Task | str:
-    """The task of a row, or why it is of no use."""
-    if one.row is None:
-        return one.problem
-    try:
-        problem = read_problem(one.row, name, columns)
-    except InputError as error:
-        return error.message
-    for cause in doubts(problem, one.row):
-        doubt(cause)
-    return why_unusable(problem) or _task(one.task_id(name), problem)
+        yield from self.rows.usable(path.name if path else name, made(rows, task))
 
 
 def _task(task_id: str, problem: Problem) -> Task:

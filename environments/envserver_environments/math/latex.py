@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import NamedTuple
 
 from .units import measure
 
@@ -42,7 +43,7 @@ _UNICODE = str.maketrans({
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ",
     "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "°": "^\\circ ",
     "θ": "\\theta ", "±": "\\pm ", "≈": "\\approx ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}",
-    "\u00a0": "\\,", "\u2009": "\\,", "\u202f": "\\,",
+    "′": "'", "″": "''", '"': "''", "\u00a0": "\\,", "\u2009": "\\,", "\u202f": "\\,",
 })  # fmt: skip
 _SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
@@ -63,13 +64,22 @@ _SPELLINGS = [
             rf"{_TEXT}\{{[\s,]*and\s*\}}|\\wedge(?![A-Za-z])|(?<![A-Za-z\\])and{_OUTSIDE}",
             r"\\land ",
         ),
-        (rf"(?<=\d){_SPACE}*(?:{_TEXT}\{{\s*percent\s*\}}|percent\b)", r"\\%"),
+        (
+            rf"(?<=\d){_SPACE}*(?:{_TEXT}\{{\s*(?:per\s?cent|pct\.?)\s*\}}|per\s?cent\b|pct\b)",
+            r"\\%",
+        ),
         (r",\s*(?=\\l(?:or|and)(?![A-Za-z]))", ""),
         (r"_\{\s*(\w)\s*\}", r"_\1"),
         (r"(?<!\\)~", " "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"\\(?:text)?color\s*\{\w+\}", ""),
         (rf"\A\\(?:boldsymbol|bm|mathbf)\s*\{{({_NESTED})\}}\Z", r"\1"),
+        (r"(?:\^\s*\{?\s*)?\\prime(?![A-Za-z])\s*\}?", "'"),
+        (rf"[,\s]*{_TEXT}\{{\s*for all(?: real)?\s*\}}\s*[a-z]\Z", ""),
+        (r"\\(max|min|gcd)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
+        (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
+        (r"\\log\s*_(?:e|\{\s*e\s*\})", r"\\ln "),
+        (r"\\[lr]?vert(?![A-Za-z])", "|"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"\\(?:left|right)(?![A-Za-z])", ""),
@@ -117,6 +127,7 @@ _BUILDER = re.compile(
 _IN = re.compile(rf"\s*({_VARIABLE})\s*\\in(?![A-Za-z])\s*(?=[\[(])")
 _ENDS = re.compile(r"\s*([\[(])([^,()\[\]]*),([^,()\[\]]*)([\])])\s*")
 _EXCEPT = re.compile(rf"\A\s*({_VARIABLE})\s*\\neq?(?![A-Za-z])([^,]*)\Z")
+_BARS = re.compile(rf"\s*\|\s*({_VARIABLE})\s*(?:([-+])\s*([\w.\\{{}}/]+))?\s*\|\s*")
 _UNION = re.compile(r"\\(?:cup|lor)(?![A-Za-z])")
 _LEAST, _MOST = "-\\infty", "\\infty"
 _CLOSED_AT_INFINITY = re.compile(r"\[\s*[-+]?\s*\\infty|\\infty\s*\]")
@@ -128,6 +139,25 @@ _BASE = re.compile(
     rf"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{{2,}})\)?_(?:(\w)|\{{\s*(?:{_TEXT}\{{)?\s*(\w+)\s*\}}?\s*\}})"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
+_SOLVED = re.compile(rf"\s*({_VARIABLE})\s*(\([^()]*\))?\s*=(.*)", re.DOTALL)
+_SUM_OF_INDEXED = re.compile(r"\\(sum|prod)\s*_\{\s*([a-z])\s*=.*_\{?\2(?![A-Za-z])")
+_BELOW = re.compile(r"_\{[^{}]*\}")
+_CLAUSE = re.compile(
+    r"[ ,;(|:](?:(?:where|for|with|and|any|all|every|some) )*+"
+    r"(?:(?P<name>[A-Za-z]) ?(?:\\in ?(?P<domain>[^,]+?)|(?:is )?(?:an?y? )?integer)"
+    r"|integers? (?P<last>[A-Za-z])) ?[.)]? ?(?:\\\})?\Z"
+)
+_BLANKS = re.compile(rf"(?:{_SPACE}|\\mid(?![A-Za-z]))++")
+_NAMES = re.compile(
+    rf"(?:{_TEXT}|\\operatorname)\{{[^{{}}]*\}}|{_COMMAND.pattern}|[A-Za-z]{{4,}}|(?:sin|cos|tan|exp|log|lim|min|max|pi|ln)|[A-Za-z]"
+)
+_INDEXED = re.compile(r"_\{?\s*i(?![A-Za-z])|\\(?:hat|vec)(?![A-Za-z])")
+_POWER_OF_I = re.compile(r"(?<![\\A-Za-z])i\s*(?:\^|\([^()]*(?<![\\A-Za-z])i(?![A-Za-z]))")
+_OTHER_INDEX = re.compile(r"(?<![\\A-Za-z])[jkmnN](?![A-Za-z])")
+_ROTATION = re.compile(r"e\s*\^|\\(?:exp|cos|sin)(?![A-Za-z])")
+_COMMON_LOG = re.compile(r"\\log(?![A-Za-z]|\s*_)")
+_NATURAL_LOG = re.compile(r"\\ln(?![A-Za-z])")
+_CHANGE_OF_BASE = re.compile(r"[/{]\s*\\ln\s*[({]*10\b")
 _ARTICLE = re.compile(r"\A\W*(?:an?|the)\s+(?=\w\w)")
 _PHRASE = re.compile(rf"{_TEXT}\{{[\s('\"]*[A-Za-z][A-Za-z0-9\s.,'()-]*\}}")
 _PLAIN_PHRASE = re.compile(
@@ -207,13 +237,57 @@ def with_braces(latex: str) -> str:
 def as_asked(gold: str, answer: str) -> tuple[str, str] | None:
     r"""Returns both in one form: sets of numbers as intervals, solutions without their names.
 
-    None if they are about different unknowns, such as `x>1` and `y>1`.
+    `i` is the imaginary unit unless the gold has it as a name; `\log` is `\ln` if only the other
+    side has that. None if they are about different unknowns, such as `x>1` and `y>1`.
     """
+    gold, answer = _with_natural_log(gold, answer), _with_natural_log(answer, gold)
+    if not _is_name(gold, answer):
+        gold, answer = (_renamed(text, "i", "\\sqrt{-1}") for text in (gold, answer))
     wanted, given = _region(gold), _region(answer)
     if wanted is None or given is None:
-        return _listed(gold), _listed(answer)
+        return _right_sides(_listed(gold), _listed(answer))
     same = not (wanted[0] and given[0]) or wanted[0] == given[0]
     return (wanted[1], given[1]) if same else None
+
+
+def same_family(gold: str, answer: str) -> tuple[str, str] | None:
+    r"""Returns both without a clause such as `k \in \mathbb{Z}`, their parameters with one name.
+
+    The clause may be missing from one of them; a gold without it keeps its names. None if the
+    parameters have different domains.
+    """
+    found = [_family(text) for text in (gold, answer)]
+    domains = {family.domain for family in found if family}
+    if len(domains) > 1:
+        return None
+    bodies = []
+    for text, family in zip((gold, answer), found, strict=True):
+        body = family.body if family else text
+        names = {family.name} if family else {*"klmnN"} & {*_NAMES.findall(body)}
+        if found[0] and len(names) == 1:
+            body = _renamed(body, names.pop(), "\\kappa ")
+        bodies.append(body)
+    return bodies[0], bodies[1]
+
+
+class _Family(NamedTuple):
+    body: str
+    name: str
+    domain: str
+
+
+def _family(latex: str) -> _Family | None:
+    r"""Reads `k\pi, k \in \mathbb{Z}`; None if there is no such clause behind a formula."""
+    plain = re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r" \1 ", latex)
+    plain = _BLANKS.sub(" ", plain).strip()
+    if (clause := _CLAUSE.search(plain)) is None:
+        return None
+    body = plain[: clause.start()].rstrip(" ,;(|:")
+    if plain.endswith("\\}"):
+        body = body.removeprefix("\\{")
+    domain = re.sub(r"\\[A-Za-z]+|[{}\s]", "", clause["domain"] or "Z")
+    is_formula = body.strip() and not _ORDER.search(body)
+    return _Family(body, clause["name"] or clause["last"], domain) if is_formula else None
 
 
 def same_words(gold: str, answer: str) -> bool | None:
@@ -252,6 +326,9 @@ def forms_differ(gold: str, answer: str) -> bool:
         return True
     if _ORDER.search(gold):
         return not (_ORDER.search(answer) or _INTERVAL.search(answer))
+    if (indexed := _SUM_OF_INDEXED.search(gold)) and f"\\{indexed[1]}" not in answer:
+        return True
+    gold, answer = _BELOW.sub("", gold), _BELOW.sub("", answer)
     equation = _EQUAL.search(gold)
     if equation:
         left, right = gold[: equation.start()], gold[equation.end() :]
@@ -329,7 +406,7 @@ def _listed(latex: str) -> str:
 def _region(latex: str) -> tuple[str, str] | None:
     r"""Returns the name of the unknown, if any, and the intervals of `x<1 \lor x>2` or `[1,2)`."""
     builder = _BUILDER.fullmatch(latex)
-    text = _EXCEPT.sub(r"\1<\2 \\lor \1>\2", builder[1] if builder else latex)
+    text = _EXCEPT.sub(r"\1<\2 \\lor \1>\2", _without_bars(builder[1] if builder else latex))
     if not _ORDER.search(text) and len(_items(text)) > 1:
         return None
     parts = [part for one in _UNION.split(text) for part in _items(one)]
@@ -338,6 +415,58 @@ def _region(latex: str) -> tuple[str, str] | None:
     if not all(found) or len(names) > 1:
         return None
     return "".join(names), "\\cup ".join("".join(one[1:]) for one in found if one)
+
+
+def _without_bars(inequality: str) -> str:
+    r"""Returns `3-2<x<3+2` for `|x-3|<2`, and two inequalities for `|x-3|>2`."""
+    parts, signs = _ORDER.split(inequality), _ORDER.findall(inequality)
+    if len(parts) != 2:
+        return inequality
+    is_less = signs[0] == "<" or signs[0].startswith("\\l")
+    bars, bound = _BARS.fullmatch(parts[0]), parts[1]
+    if bars is None:
+        bars, bound, is_less = _BARS.fullmatch(parts[1]), parts[0], not is_less
+    if bars is None:
+        return inequality
+    name, middle = bars[1], f"{'-' if bars[2] == '+' else ''}{bars[3] or ''}"
+    equal = "" if _DIRECTIONS.get(signs[0]) else "="
+    bound = f"({bound.strip()})" if re.search(r"[-+]", bound) else bound.strip()
+    least, most = f"{middle}-{bound}", f"{middle}+{bound}" if middle else bound
+    less, more = (" \\le ", " \\ge ") if equal else ("<", ">")
+    if is_less:
+        return f"{least}{less}{name}{less}{most}"
+    return f"{name}{less}{least} \\lor {name}{more}{most}"
+
+
+def _is_name(gold: str, answer: str) -> bool:
+    """Returns whether `i` is a name or an index in the gold, and not the imaginary unit."""
+    if _INDEXED.search(gold) or _INDEXED.search(answer):
+        return True
+    if "i" not in _NAMES.findall(gold) or _ROTATION.search(gold):
+        return False
+    return _OTHER_INDEX.search(gold) is not None or _POWER_OF_I.search(gold) is not None
+
+
+def _renamed(latex: str, name: str, new: str) -> str:
+    return _NAMES.sub(lambda token: new if token[0] == name else token[0], latex)
+
+
+def _right_sides(gold: str, answer: str) -> tuple[str, str]:
+    """Returns the right sides of `y(t)=...` and `y=...`: about numbers, or the same function."""
+    wanted, given = _SOLVED.fullmatch(gold), _SOLVED.fullmatch(answer)
+    if (
+        wanted
+        and given
+        and wanted[1] == given[1]
+        and (wanted[2] or given[2]) == (given[2] or wanted[2])
+    ):
+        return wanted[3], given[3]
+    return gold, answer
+
+
+def _with_natural_log(latex: str, other: str) -> str:
+    is_natural = _NATURAL_LOG.search(other) and not _CHANGE_OF_BASE.search(other)
+    return _COMMON_LOG.sub(r"\\ln", latex) if is_natural else latex
 
 
 _Interval = tuple[str, str, str, str, str, str]

@@ -21,6 +21,7 @@ from .data_sets import MAX_ANSWER_CHARACTERS
 from .literals import is_number_literal
 from .verification import Verdict, compare
 
+_PERCENTS = re.compile(r"%|\bper\s?cent", re.IGNORECASE)
 _HASHES = re.compile(r"####\s*\S[^\n]*\s*\Z")
 
 
@@ -121,7 +122,7 @@ def _correctness(
     if literal and not repeated and not is_number_literal(answer):
         metrics["not_literal"] = 1.0
         return 0.0
-    return _verified(task.hidden["answer"], answer, rules, metrics)
+    return _verified(task, answer, rules, metrics)
 
 
 def _chosen(given: ModelAnswer, options: list[str]) -> int | None:
@@ -132,9 +133,10 @@ def _chosen(given: ModelAnswer, options: list[str]) -> int | None:
 
 
 def _verified(
-    gold: str, answer: str, rules: ScoringRules, metrics: dict[str, float]
+    task: Task, answer: str, rules: ScoringRules, metrics: dict[str, float]
 ) -> float | None:
-    verdict = compare(gold, answer, lenient=rules.lenient)
+    in_percent = _PERCENTS.search(task.public.get("question", "")) is not None
+    verdict = compare(task.hidden["answer"], answer, lenient=rules.lenient, in_percent=in_percent)
     if verdict is Verdict.BAD_GOLD:
         metrics["bad_gold"] = 1.0
         return None

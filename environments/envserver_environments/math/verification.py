@@ -38,6 +38,7 @@ from .latex import (
     forms_differ,
     quantity,
     readable,
+    same_family,
     same_in_base,
     same_words,
     without_marks,
@@ -63,6 +64,7 @@ _SMALL, _NEAR = Fraction(1, 10), Fraction(5, 1_000_000)
 """Below the first, rounding to six decimals makes different numbers equal; they may differ by the
 second of themselves, which is what it allows for a number as large as the first."""
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
+_PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%", re.DOTALL)
 _BLANK = re.compile(r"\s+(?!\w)|(?<!\w)\s+")
 """Blanks that do not hold two words or numbers apart."""
 
@@ -91,11 +93,12 @@ class Verdict(enum.StrEnum):
     """The gold does not even equal itself."""
 
 
-def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
+def compare(gold: str, answer: str, *, lenient: bool = False, in_percent: bool = False) -> Verdict:
     r"""Compares `answer` with `gold`, both LaTeX without `\boxed`.
 
     Args:
         lenient: also accept plain expressions, as math-verify does by default.
+        in_percent: the question asks for percents, so `7\%` equals the gold `7`.
 
     Raises:
         ConfigError: math-verify is not installed.
@@ -103,10 +106,14 @@ def compare(gold: str, answer: str, *, lenient: bool = False) -> Verdict:
     decided = _decided(gold, answer)
     if decided is not None:
         return Verdict.EQUAL if decided else Verdict.DIFFERENT
-    wanted, unit = quantity(readable(gold))
-    given, own = quantity(readable(answer), letters=bool(unit) or plain_number(wanted) is not None)
+    family = same_family(readable(gold), readable(answer))
+    if family is None:
+        return Verdict.DIFFERENT
+    wanted, unit = quantity(family[0])
+    given, own = quantity(family[1], letters=bool(unit) or plain_number(wanted) is not None)
+    wanted, given = _percents(wanted, given, in_percent=in_percent)
     ratio = conversion(own, unit)
-    if ratio is None or changes_number(own):
+    if ratio is None or changes_number(own) or wanted.count("'") != given.count("'"):
         return Verdict.DIFFERENT
     asked = as_asked(wanted, given)
     if asked is None or forms_differ(*asked):
@@ -138,6 +145,21 @@ def _decided(gold: str, answer: str) -> bool | None:
     gold, answer = without_marks(gold), without_marks(answer)
     alike = same_words(gold, answer)
     return same_in_base(gold, answer) if alike is None else alike
+
+
+def _percents(gold: str, answer: str, *, in_percent: bool) -> tuple[str, str]:
+    r"""Returns both with the same percent sign: `7\%` equals 7 if the gold or the question has
+    percents, else 0.07."""
+    wanted, given = _PERCENT.fullmatch(gold), _PERCENT.fullmatch(answer)
+    if bool(wanted) == bool(given):
+        return gold, answer
+    number = value_of(wanted[1] if wanted else gold), value_of(given[1] if given else answer)
+    known = None not in number
+    if (wanted or in_percent) and known and not values_differ(*number):
+        return (wanted[1] if wanted else gold), (given[1] if given else answer)
+    if given and (known or not in_percent):
+        answer = f"\\frac{{{given[1]}}}{{100}}"
+    return gold, answer
 
 
 Case = tuple[str, str, bool]

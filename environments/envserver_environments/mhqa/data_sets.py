@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
+from envserver_environments.options import option_place, options_of
 from envserver_environments.roles import (
     decoded,
     last_message,
@@ -25,7 +26,7 @@ from envserver_environments.roles import (
     text_of,
     value_at,
 )
-from envserver_environments.rows import Row
+from envserver_environments.rows import FirstOption, Row
 from envserver_tools.retrieval import Passage
 
 from envserver import InputError
@@ -55,8 +56,9 @@ ROLES = table_of(
         "paragraphs, context, contexts, ctxs, documents, passages, passage, positive_ctxs, "
         "negative_ctxs, hard_negative_ctxs, retrieval_result, entity_pages, search_results, "
         "document.summary.text, metadata.context, metadata.contexts, metadata.paragraphs, "
-        "metadata.passages"
+        "metadata.passages, article, dialogue, sentence"
     ),
+    options="options.text, options, choices.text, choices",
     supporting="supporting_facts, metadata.supporting_facts",
     evidences="evidences, metadata.evidences",
     decomposition="question_decomposition, metadata.question_decomposition",
@@ -125,6 +127,7 @@ def read_item(
     corpus: Mapping[str, Passage] | None = None,
     columns: Mapping[str, str] | None = None,
     aliases: Mapping[str, Sequence[str]] | None = None,
+    first: FirstOption = lambda: 0,
 ) -> MultiHopQuestion:
     """The question in `row`.
 
@@ -132,15 +135,27 @@ def read_item(
         corpus: passages by title, for rows that only name theirs.
         columns: the row's fields by role (`ROLES`), where its names are unknown.
         aliases: further right answers by `answer_id` (2Wiki).
+        first: the number of the first option, where the row has options.
 
     Raises:
         InputError: the question or the answer is missing, or a field has another form.
     """
     columns = columns or {}
     found = roles_of(spelled(row), ROLES, columns)
+    if isinstance(row.get("choice"), list):
+        found.setdefault("options", row["choice"])
     if not (question := text_of(last_message(found.get("question")))):
         raise missing(row, ["question"])
     golds = _golds(row, found, aliases or {})
+    if "options" in found and len(golds) == 1:
+        options, _ = options_of(found["options"])
+        place = option_place(found["answer"], options, first=first)
+        if place is None:
+            raise InputError(
+                "The row's answer is not one of its options. If their numbers begin with 1, set"
+                " --env.first_option 1."
+            )
+        question, golds = f"{question} Options: {'; '.join(options)}", (options[place],)
     if not golds:
         raise missing(row, ["answer"]) if "answer" not in found else InputError("It has no answer.")
     judged = [text for text in objects_of(row.get("paragraphs")) if "is_supporting" in text]

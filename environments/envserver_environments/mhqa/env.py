@@ -21,7 +21,14 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of
+from envserver_environments.rows import (
+    FirstOption,
+    NumberedRow,
+    OptionRowsConfig,
+    Row,
+    first_option,
+    id_of,
+)
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts, made, mixed
 from envserver_tools.retrieval import Passage, RetrieverSettings
@@ -58,7 +65,7 @@ class Mhqa(Environment):
     name = "mhqa"
     checks_rows = True
 
-    class Config(RowsConfig):
+    class Config(OptionRowsConfig):
         """Selects the questions, the search, the agent, and the scoring."""
 
         data_set: DataSet | list[DataSet] = "sample"
@@ -161,7 +168,7 @@ class Mhqa(Environment):
         return known_answers(task, self.config.support_weight)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        item = read_item(row, own_passages(), self.config.columns, self._aliases)
+        item = self._read(row, lambda: self.config.first_option or 0)
         return make_task(id_of(row), item, "question")
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
@@ -215,10 +222,22 @@ class Mhqa(Environment):
         return (one for row in rows for one in row.parts(single_rows))
 
     def _item(self, row: Row) -> MultiHopQuestion:
-        item = read_item(row, own_passages(), self.config.columns, self._aliases)
+        item = self._read(row, self._first_option)
         if why := why_unusable(item):
             raise InputError(why)
         return item
+
+    def _read(self, row: Row, first: FirstOption) -> MultiHopQuestion:
+        return read_item(row, own_passages(), self.config.columns, self._aliases, first)
+
+    @functools.cached_property
+    def _first_option(self) -> FirstOption:
+        def read_parts(row: Row, first: FirstOption) -> None:
+            for part in single_rows(row):
+                self._read(part, first)
+
+        config = self.config
+        return first_option(config.first_option, config.data_path, config.split, read_parts)
 
     @functools.cached_property
     def _aliases(self) -> dict[str, list[str]]:

@@ -8,6 +8,7 @@ the right plan, the ten keys of the profile `coursegpt`, the answer, and the ste
 from __future__ import annotations
 
 import dataclasses
+import json
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Annotated, Any, Literal
 from envserver_environments.code.running import SPEC
 from envserver_environments.roles import missing
 from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of, name_of
-from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts, made
 from pydantic import BeforeValidator, Field
 
@@ -32,12 +32,14 @@ from envserver import (
     Split,
     Task,
 )
+from envserver.rows.sources import every_row
 
 from .agent import ROUTER, final_answer, solve
 from .demonstrations import demonstrate
 from .known import known_answers
 from .loading import (
     DATA,
+    SAMPLE,
     SAMPLE_DOCUMENTS,
     Problem,
     Profile,
@@ -109,16 +111,21 @@ class Router(Environment):
 
     @classmethod
     def write_sample(cls, folder: Path) -> Mapping[str, Any]:
-        return copied(Path(__file__).parent / "data", folder, {"data_path": "sample.jsonl"})
+        documents = read_documents(SAMPLE_DOCUMENTS)
+        rows = [{"documents": documents, **row} for row in every_row(SAMPLE)]
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / SAMPLE.name
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        return {"data_path": path}
 
     def tasks(self, split: Split) -> Iterator[Task]:
         name = self.config.data_set
         if name == "queries":
             profile: Profile = self.config.profile or "coursegpt"
-            path, skip_bad = self.config.data_path, self.config.skip_bad
-            return query_tasks(path, profile, skip_bad=skip_bad)
-        shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" else []
-        rows = DATA.rows(name, self.config.data_path, split, self.config.seed)
+            return query_tasks(self.config.data_path, profile, skip_bad=self.config.skip_bad)
+        path = self.config.data_path
+        shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" and path is None else []
+        rows = DATA.rows(name, path, split, self.config.seed)
 
         def task(row: Row, one: NumberedRow) -> Task:
             problem = read_problem(row, self.config.columns)
@@ -129,7 +136,7 @@ class Router(Environment):
             return self._task(one.task_id(name), problem)
 
         read = made(rows, task)
-        return self.rows.usable(name_of(name, self.config.data_path), read)
+        return self.rows.usable(name_of(name, path), read)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         routers = self._routers()

@@ -56,6 +56,7 @@ ROLES = table_of(
 """Names of each role in published sets, after their cards."""
 
 _ID = re.compile(r"[^:\s]+\.py::\S.*")
+_TEST_FILE = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _SMITH_REPOSITORY = re.compile(r"(?:.*/)?(.+?)\.([0-9a-f]{7,40})")
 _MOST_BYTES = SPEC.limits.disk_mb * 2**20 // 4
@@ -88,6 +89,8 @@ def read_row(
     """
     _need(row, "problem_statement")
     problem = str(row["problem_statement"]).strip()
+    for field in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # before its repository is looked for
+        _names(row, field)
     if row.get(FOLDER):
         mirror = Path(str(row[FOLDER]))
     if in_image is not None:
@@ -246,14 +249,21 @@ def _object(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _ids(row: Row, field: str, tree: Tree) -> list[str]:
+def _names(row: Row, field: str) -> list[str]:
     """Ids of tests, from a list or the text of one."""
     value = decoded(row.get(field) or [])
     if not isinstance(value, list):
         raise InputError(f"{field} is not a list.")
     if not all(isinstance(name, str) and _ID.fullmatch(name) for name in value):
+        files = _TEST_FILE.findall(str(row.get("test_patch")))
+        if files and not any(file.endswith(".py") for file in files):
+            raise InputError("Its tests are not Python; only tests of pytest run here.")
         raise InputError("Its tests have no ids of pytest.")
-    ids = list(dict.fromkeys(value))
+    return list(dict.fromkeys(value))
+
+
+def _ids(row: Row, field: str, tree: Tree) -> list[str]:
+    ids = _names(row, field)
     if any(name.split("::")[0] not in tree for name in ids):
         raise InputError("A file of its tests is not there.")
     if field == "FAIL_TO_PASS" and not ids:

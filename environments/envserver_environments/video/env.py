@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from envserver_environments.answers import doubtful_option
-from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of
+from envserver_environments.rows import (
+    FirstOption,
+    NumberedRow,
+    OptionRowsConfig,
+    Row,
+    first_option,
+    id_of,
+)
 from envserver_environments.sample_files import copied
 from envserver_environments.usable import RowCounts, made
 from pydantic import Field
@@ -73,7 +80,7 @@ class Video(Environment):
     name = "video"
     checks_rows = True
 
-    class Config(RowsConfig):
+    class Config(OptionRowsConfig):
         """Selects the questions, the team, and its tools."""
 
         data_set: DataSetName = "sample"
@@ -181,8 +188,14 @@ class Video(Environment):
         source = DATA_SETS.rows(config.data_set, config.data_path, split, config.seed)
         rows = (one for whole in source for one in whole.parts(single_rows))
 
+        def read_parts(row: Row, first: FirstOption) -> None:
+            for part in single_rows(row):
+                read_item(part, answers, config.columns, first)
+
+        first = first_option(config.first_option, config.data_path, split, read_parts)
+
         def task(row: Row, one: NumberedRow) -> Task:
-            item = read_item(row, answers, config.columns)
+            item = read_item(row, answers, config.columns, first)
             return self._task(one.task_id(config.data_set), item, videos, files)
 
         read = made(rows, task)
@@ -215,7 +228,9 @@ class Video(Environment):
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         # A response can be scored without the question that it answers.
-        item = read_item({"question": "?", **row}, columns=self.config.columns)
+        first = self.config.first_option or 0
+        row = {"question": "?", **row}
+        item = read_item(row, columns=self.config.columns, first=lambda: first)
         context = None if item.context is None else video_context(item.context)
         # The order stays: a response says a letter of it.
         return _task(id_of(row), item, context, list(range(len(item.options))))

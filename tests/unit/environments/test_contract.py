@@ -170,6 +170,75 @@ def test_sample_files_are_read_by_their_environment(
     assert first(environment) and not getattr(environment, "dropped", {})
 
 
+@pytest.mark.parametrize("name", ["mhqa", "router", "video"])
+def test_rows_with_the_same_id_are_different_tasks(name: str, tmp_path: Path) -> None:
+    written = find(name).write_sample(tmp_path)
+    ids = {row["id"] for row in read_jsonl(written["data_path"])}
+    with written["data_path"].open("a") as file:
+        file.write(written["data_path"].read_text())
+    tasks = [task.id for task in made(name, **written).tasks("train")]
+    assert len(set(tasks)) == len(tasks) == 2 * len(ids & {*tasks})
+
+
+THREE = ["red", "green", "blue"]
+LABELLED = [("A", "red"), ("B", "green"), ("C", "blue")]
+OPTIONS: list[dict[str, Any]] = [
+    {"options": THREE, "answer": "green"},
+    {"choice": THREE, "answer": "green"},
+    {"options": dict(LABELLED), "answer": "B"},
+    {"options": [{a: text} for a, text in LABELLED], "answer": "B"},
+    {"options": [[a, text] for a, text in LABELLED], "answer": "B"},
+    {"options": [{"label": a, "text": text} for a, text in LABELLED], "answer": "B"},
+    {"choices": [{"id": a, "text": text} for a, text in LABELLED], "answer": "B"},
+]
+"""Options in the layouts of published sets."""
+NUMBERED = {
+    # Which option each answer is, by the number of the first.
+    "from 0": ([0, 2, 1], ["red", "blue", "green"]),
+    "from 1": ([1, 3, 2], ["red", "blue", "green"]),
+    "not shown": ([1, 2], ["green", "blue"]),
+    "both": ([0, 3, 1], ["red", "green"]),
+}
+
+
+def right_options(name: str, rows: list[dict[str, Any]], path: Path, **settings: Any) -> list[str]:
+    """The right option of each row, in words."""
+    more = {"video": "v", "context": "a text"}
+    rows = [{"question": f"Which is the {n}th?", **more, **row} for n, row in enumerate(rows)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if name == "video":
+        settings |= {"blind": True, "shuffle_options": False}
+    right = {}
+    for task in made(name, data_path=path, **settings).tasks("train"):
+        gold, options = task.hidden.get("answer"), task.public.get("options")
+        place = "ABC".index(gold) if isinstance(gold, str) else gold
+        right[task.public["question"]] = task.hidden["golds"][0] if not options else options[place]
+    return [right[question] for question in sorted(right)]
+
+
+@pytest.mark.parametrize("name", ["math", "mhqa", "video"])
+def test_options_are_read_in_all_layouts_and_counted_as_the_file_counts(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert right_options(name, OPTIONS, path) == ["green"] * len(OPTIONS)
+    for case, (answers, wanted) in NUMBERED.items():
+        rows = [{"options": THREE, "answer": answer} for answer in answers]
+        assert right_options(name, rows, path) == wanted, case
+    rows = [{"options": THREE, "answer": answer} for answer in (1, 2)]
+    assert right_options(name, rows, path, first_option=1) == ["red", "green"]
+
+
+def test_options_may_be_objects_in_lists_of_lists(tmp_path: Path) -> None:
+    for nested in (
+        [[{"aoVal": a, "content": text}] for a, text in LABELLED],
+        [[{"aoVal": a, "content": text} for a, text in LABELLED]],
+    ):
+        rows = [{"problem": "Which?", "answer_option_list": nested, "answer_value": "B"}]
+        for name in ("math", "video"):
+            assert right_options(name, rows, tmp_path / "rows.jsonl") == ["green"]
+
+
 @pytest.mark.parametrize("name", first_of("swe", "math", "tau"))
 def test_the_command_that_sample_prints_makes_groups(name: str, tmp_path: Path) -> None:
     wrote = command("sample", name, folder=tmp_path)

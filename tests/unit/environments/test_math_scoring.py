@@ -63,6 +63,13 @@ def test_what_differs_is_not_paid(gold: str, answer: str) -> None:
     assert reward(gold, answer) == 0.0
 
 
+def test_a_question_about_percents_needs_no_percent_sign_in_its_gold() -> None:
+    for question, paid in (("What percent is it?", 1.0), ("How many %?", 1.0), ("How many?", 0.0)):
+        row = {"problem": question, "solution": "s", "answer": "7.5"}
+        assert score(row, r"\boxed{7.5\%}").reward == paid
+        assert score(row, r"\boxed{75\%}").reward == 0.0
+
+
 def test_the_answer_is_the_last_visible_box() -> None:
     verdicts = {
         text: score({"problem": "p", "answer": "4"}, text).reward
@@ -195,6 +202,8 @@ def test_hostile_answers_are_wrong_in_time(answer: str) -> None:
 @pytest.mark.thorough
 @settings(max_examples=extent.examples(30), deadline=None)
 @example("100000!")
+@example(" " * 298 + "x")
+@example("x, \\ " * 60 + "k")
 @given(HUGE)
 def test_a_short_formula_of_a_huge_number_is_wrong_in_time(answer: str) -> None:
     assert_wrong_within_a_cpu_second(answer)

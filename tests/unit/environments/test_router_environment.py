@@ -105,6 +105,13 @@ def test_rows_of_the_router_data_are_divided_and_bad_ones_dropped(tmp_path: Path
     assert env.demonstration(task)["router"][0]["content"] == json.dumps(task.hidden["plan"])  # type: ignore[index]
 
 
+def test_only_the_sample_has_the_documents_of_the_sample(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[0]))
+    assert all(task.public["documents"] for task in router().tasks("train"))
+    assert [task.public["documents"] for task in router(data_path=path).tasks("train")] == [[]]
+
+
 def test_rows_are_read_in_all_their_shapes() -> None:
     row = course_row(1)
     tuned = {"prompt": "Route it.\nUser query:\nHow far? ", "completion": json.dumps(row)}

@@ -153,6 +153,12 @@ async def test_rows_that_cannot_be_run_are_counted(
         "Its commit is not named by an id.": bench_row(base_commit="--upload-pack=x"),
         "Its gold patch cannot be applied (conflict).": mirror.bench(patch=BREAK),
         "Its tests have no ids of pytest.": mirror.bench(FAIL_TO_PASS='["test_double (t.T)"]'),
+        "Its tests are not Python; only tests of pytest run here.": bench_row(
+            repo="chartjs/Chart.js",
+            image_assets={"problem_statement": ["https://example.org/a.png"]},
+            test_patch=TEST_PATCH.replace(".py", ".spec.js"),
+            FAIL_TO_PASS=["Chart should draw lines"],
+        ),
         "the gold patch does not pass its tests": mirror.bench(
             FAIL_TO_PASS=["tests/test_core.py::test_x"]
         ),

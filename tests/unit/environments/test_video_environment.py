@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_environments.options import option_place
 from envserver_environments.video.context import VideoContext, video_context
-from envserver_environments.video.data_sets import option_place, read_item
+from envserver_environments.video.data_sets import read_item
 from envserver_environments.video.env import Video
 from envserver_environments.video.loading import SAMPLE
 from hypothesis import given
