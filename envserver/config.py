@@ -309,7 +309,8 @@ class RolloutsConfig(DeliveryConfig):
     stale_rollouts: Literal["cancel", "finish"] = "cancel"
     """What to do with staler rollouts when a version is published: cancel or let them finish."""
     stop_after_failed_groups: int = Field(default=8, ge=1)
-    """Consecutive failed groups before `process` stops with an error (`serve` waits instead)."""
+    """Consecutive failed groups before `process` stops with an error (`serve` waits instead); it
+    also stops when that many first groups are all too long."""
     stop_after_dropped_groups: int = Field(default=200, ge=1)
     """Consecutive filtered or failed groups before `process` stops with an error."""
     scorer_processes: int = Field(default=1, ge=1)

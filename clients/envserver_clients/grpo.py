@@ -41,7 +41,7 @@ from envserver_clients.records import Batch
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.curves import draw
 from envserver_clients.training.examples import BatchExamples, examples_of
-from envserver_clients.training.guard import Guard, GuardSettings
+from envserver_clients.training.guard import Guard
 from envserver_clients.training.learner import Learner, Numbers, StepSettings
 from envserver_clients.training.metrics import (
     ConsoleLines,
@@ -97,9 +97,7 @@ def _lead(
         source.resume(saved)
         now = replace(saved, version=publisher.first_version(saved.version))
         publisher.publish(now.version)
-        guard = Guard(
-            GuardSettings(settings.warn_mismatch, settings.most_mismatch, settings.patience)
-        )
+        guard = Guard(settings.guard())
         for batch, timer in _batches_until_limit(settings, now.step, metrics, source):
             learned = _examples(settings, batch, now, learner.policy)
             numbers = learner.step(learned.examples)

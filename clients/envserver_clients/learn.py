@@ -65,6 +65,8 @@ class LearnSettings(BaseModel):
     """Stop after this many steps. Default: no limit."""
     until_reward: float | None = 0.9
     """Stop when the mean reward of the last ten steps is at least this."""
+    waste_patience: int = Field(default=12, ge=1)
+    """Stop with an error after so many batches in a row that teach nothing."""
     evaluate_every: int | None = Field(default=None, ge=0)
     """Evaluate the model on held-out questions every so many steps, and at the end; 0: never.
     Default: 20 for `sort` and `tool`, else 0."""
@@ -172,6 +174,7 @@ def _trainer(settings: LearnSettings, model: Path, engine: str, server: str) -> 
         "minutes": settings.minutes,
         "steps": settings.steps,
         "until-reward": settings.until_reward,
+        "waste-patience": settings.waste_patience,
         "groups": settings.groups,
         "group-size": settings.group_size,
         "learning-rate": settings.learning_rate,

@@ -120,11 +120,10 @@ def show_notes(
         console.say(tally.costs_line())
     for path, groups in files:
         console.say(f"{counted(groups, 'group')} in {path}")
-    for reason, count in sorted(tally.drops.items()):
-        console.say(f"{counted(count, 'group')} not written: {reason}")
-    for kind, count in sorted(tally.failures.items()):
-        words = shorten(tally.last_words[kind], LONGEST_WORDS, placeholder=" ...")
-        console.say(f"{counted(count, 'failed attempt')}: {kind} ({words})")
+    for counts, noun in ((tally.drops, "dropped group"), (tally.failures, "failed attempt")):
+        for kind, count in sorted(counts.items()):
+            words = shorten(tally.last_words[kind], LONGEST_WORDS, placeholder=" ...")
+            console.say(f"{counted(count, noun)}: {kind} ({words})")
     for flag, count in sorted(tally.flags.items()):
         meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
         console.say(

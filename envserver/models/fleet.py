@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from typing import Final, Literal
+from contextvars import Context
+from functools import partial
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,6 +26,7 @@ from envserver_records.errors import (
     ConfigError,
     ConflictError,
     EngineError,
+    EngineRefused,
     EngineUnavailable,
     NotFoundError,
     StoreFull,
@@ -33,7 +36,7 @@ from ..server_config import is_loopback
 from .openai import OpenAIEngine, root_of
 from .replicas import Origin, Registration, Replica, replica_id
 
-Check = Callable[[Replica], Awaitable[None]]
+Check = Callable[[Replica], Coroutine[Any, Any, None]]
 """Checks the engine of a replica.
 
 Raises:
@@ -54,26 +57,31 @@ class Fleet:
 
     Args:
         check: see `Check`.
+        confirm: the same with one request, for an engine that was admitted; default: `check`.
         changed: called after each change that others should know.
     """
 
-    def __init__(self, engine: OpenAIEngine, check: Check) -> None:
+    def __init__(self, engine: OpenAIEngine, check: Check, confirm: Check | None = None) -> None:
         self.addresses = engine.addresses
         self.changed: Callable[[], None] = _ignore
         self._engine = engine
         self._routes = engine.routes
         self._check = check
+        self._confirm = confirm or check
+        self._confirming: dict[Replica, asyncio.Task[None]] = {}
         self._ttls: dict[Replica, float] = {}
         self._checks: dict[Replica, asyncio.Task[None]] = {}
         self._expiry: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Fleet:
         self._expiry = asyncio.create_task(self._expire(), name="engines that expire")
+        self._engine.confirm = self.confirm
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        tasks = [*self._checks.values(), *filter(None, [self._expiry])]
-        await cancel_and_wait(*tasks)
+        self._engine.confirm = None
+        checks = [*self._checks.values(), *self._confirming.values()]
+        await cancel_and_wait(*checks, *filter(None, [self._expiry]))
 
     async def model_name(self) -> str:
         """Returns the name of the model that all engines serve."""
@@ -258,6 +266,38 @@ class Fleet:
             async with asyncio.timeout(seconds):
                 while not (replica.admitted or replica.refusal) and replica in self._routes.all:
                     await self._routes.wait_for_change()
+
+    async def confirm(self, replica: Replica) -> None:
+        """Checks whether an engine that was admitted is still the same; all callers wait for one
+        check. One that is not gets no calls until it is the same again.
+
+        Raises:
+            ConfigError: it is another engine now.
+            EngineError: it does not answer, or refuses.
+        """
+        if replica not in self._confirming:
+            # Not in the context of a call, where what samples is noted.
+            task = asyncio.create_task(self._confirm(replica), context=Context())
+            self._confirming[replica] = task
+            task.add_done_callback(partial(self._confirmed, replica))
+        try:
+            await asyncio.shield(self._confirming[replica])
+        except (ConfigError, EngineRefused) as error:
+            if replica.admitted:
+                replica.admitted = False
+                self._refuse(replica, error)
+                self._look_at(replica)
+            raise
+
+    def _confirmed(self, replica: Replica, task: asyncio.Task[None]) -> None:
+        del self._confirming[replica]
+        if not task.cancelled():
+            task.exception()  # retrieved here because all callers may have been cancelled
+
+    async def confirm_home(self, rollout_id: str) -> None:
+        """Confirms the engine that the calls of a rollout go to; see `confirm`."""
+        if (replica := self._routes.home(rollout_id)) is not None:
+            await self.confirm(replica)
 
     def _add(self, url: str, origin: Origin) -> Replica:
         if origin != "registered":

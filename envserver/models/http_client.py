@@ -14,7 +14,7 @@ import select
 import socket
 import ssl
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -224,6 +224,9 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, pool: HttpPool, origin: Origin) -> None:
         self.origin = origin
+        self.generation = 0
+        """Number of the uninterrupted series of connections to `origin` that it belongs to: after a
+        gap another process may answer."""
         self.idle_since = 0.0
         self._pool = pool
         self._transport: asyncio.Transport
@@ -255,6 +258,8 @@ class _Connection(asyncio.Protocol):
             self.resume()
             self._pool.keep(self)
         else:
+            if response.complete and not self._is_reusable:
+                self._pool.unkept.add(self.origin)
             self.close()
 
     @property
@@ -384,6 +389,9 @@ class HttpPool:
         self._socket_factory = socket_factory
         self._idle: dict[Origin, deque[_Connection]] = {}
         self._open: set[_Connection] = set()
+        self._generations: Counter[Origin] = Counter()
+        self.unkept: set[Origin] = set()
+        """Origins that ended their last connection as announced, behind an answer."""
         self._tls: ssl.SSLContext | None = None
         self._cleaning: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -428,6 +436,8 @@ class HttpPool:
 
     async def _connect(self, origin: Origin) -> _Connection:
         loop = asyncio.get_running_loop()
+        goes_on = origin in self.unkept
+        self.unkept.discard(origin)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 tls = self._tls
@@ -458,6 +468,9 @@ class HttpPool:
         if self._is_closed:
             connection.close()
             raise NoConnection("the connections are closed")
+        if not goes_on and all(one.origin != origin for one in self._open):
+            self._generations[origin] += 1
+        connection.generation = self._generations[origin]
         self._open.add(connection)
         return connection
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any
@@ -82,6 +82,8 @@ class OpenAIEngine:
         key = config.api_key.get_secret_value()
         self._name = None if config.model_name == "default" else config.model_name
         self._name_lock = asyncio.Lock()
+        self.confirm: Callable[[Replica], Awaitable[None]] | None = None
+        """Checks that a replica is still the same engine; raises ConfigError or EngineError."""
         self._timeout_seconds = config.timeout
         self._check_seconds = check_seconds
         roots = list(dict.fromkeys(root_of(address) for address in config.base_urls))
@@ -141,8 +143,9 @@ class OpenAIEngine:
                 async with self._sent(request, path, payload) as response:
                     answer = await self._answer(response, form)
             except EngineRefused as error:
-                await self._name_models(request.replica, body, error)
+                await self._refused(request.replica, body, error)
                 raise
+            await self._confirmed(request.replica, response, body, answer)
             if request.was_lost:
                 raise RetryableError(_restarted(request.replica), "busy")
             return answer
@@ -174,9 +177,10 @@ class OpenAIEngine:
                         )
                     chunks = self._chunks(request.replica, response, deadline, form)
                     first = await anext(chunks, None)
+                    await self._confirmed(request.replica, response, body, first or {})
                     return stack.pop_all(), self._handed_out(request, first, chunks)
             except EngineRefused as error:
-                await self._name_models(request.replica, body, error)
+                await self._refused(request.replica, body, error)
                 raise
 
         stack, chunks = await self._calls.until_answered(once, rollout_id, deadline)
@@ -310,10 +314,47 @@ class OpenAIEngine:
                 raise
             raise RetryableError(error) from None
 
-    async def _name_models(self, replica: Replica, body: Json, error: EngineRefused) -> None:
-        """Adds the names of the engine's models to its HTTP 404 for the model of `body`."""
-        if error.detail.get("status") == HTTPStatus.NOT_FOUND:
-            error.hint = await self._models_hint(replica, body) or error.hint
+    async def _confirmed(
+        self, replica: Replica, response: Response, body: Json, told: Json
+    ) -> None:
+        """Holds an answer back until its engine is known to be the same as before, if the
+        connections were interrupted or it answers as another model.
+
+        Raises:
+            RetryableError: it is another one, or does not answer.
+        """
+        generation = response.connection.generation
+        asked, served = str(body.get("model")), told.get("model")
+        is_same = not served or replica.served.get(asked, served) == served
+        if not is_same or replica.generation != generation:
+            await self._confirm(replica)
+        replica.generation = generation
+        if isinstance(served, str):
+            replica.served[asked] = served
+
+    async def _confirm(self, replica: Replica) -> None:
+        if self.confirm is None:
+            return
+        try:
+            await self.confirm(replica)
+        except (ConfigError, EngineRefused) as error:
+            message = f"The engine at {replica.url} is another one than before: {error.message}"
+            changed = EngineUnavailable(message, hint=error.hint, base_url=replica.url)
+            raise RetryableError(changed, "busy") from None
+        except EngineError as error:
+            raise RetryableError(error) from None
+
+    async def _refused(self, replica: Replica, body: Json, error: EngineRefused) -> None:
+        """Adds the names of the engine's models to its HTTP 404 for the model of `body`.
+
+        Raises:
+            RetryableError: it had that model before, and is another engine now.
+        """
+        if error.detail.get("status") != HTTPStatus.NOT_FOUND:
+            return
+        error.hint = await self._models_hint(replica, body) or error.hint
+        if str(body.get("model")) in replica.served:
+            await self._confirm(replica)
 
     async def _models_hint(self, replica: Replica, body: Json) -> str:
         """Returns what `replica` serves instead of the model of `body`; "" if it does not say."""

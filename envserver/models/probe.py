@@ -74,6 +74,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
         reasons: for each better mode and each missing ability, by field name, why it is missing
             and what to do.
         echoes: conversations with which our rendering can be compared.
+        chat: its answer to the first of them; None: it was not kept.
     """
 
     mode: EngineMode
@@ -92,6 +93,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     metrics: bool = False
     reasons: dict[str, str] = {}
     echoes: list[Echo] = []
+    chat: ProbeAnswer | None = None
 
 
 async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeResult:
@@ -140,6 +142,7 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeRe
         metrics=metrics,
         reasons=reasons,
         echoes=echoes,
+        chat=chat.answer,
     )
 
 

@@ -34,6 +34,8 @@ _TIE = 0.05
 """Two tokens with logprobs this close may swap ranks between requests: a GPU sums in another order
 when other requests run in parallel. Neither can then have a probability above one half."""
 _HALF = math.log(0.5)
+_ROUNDING = 0.1
+"""Mean difference of logprobs from which on two models gave them."""
 
 _log = structlog.get_logger("envserver.engine")
 
@@ -138,6 +140,7 @@ class ProbeAnswer(msgspec.Struct, frozen=True):
 
     choices: list[ProbeChoice]
     prompt_token_ids: list[int] | None = None
+    model: Any = None
 
 
 class ProbeClient:
@@ -257,6 +260,14 @@ def same_tokens(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
         if our != their:
             return abs(one - other) < _TIE and min(one, other) <= _HALF
     return True
+
+
+def same_scores(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
+    """Returns whether one model can have given two greedy answers to one prompt: the same tokens,
+    up to a tie, with logprobs that differ by rounding only."""
+    pairs = zip(ours.scores(), theirs.scores(), strict=False)
+    away = [abs(one - other) for one, other in pairs]
+    return same_tokens(ours, theirs) and sum(away) <= _ROUNDING * len(away)
 
 
 @contextmanager

@@ -72,6 +72,8 @@ class Replica:
         expires_at: when its registration ends, in seconds since 1970; None: never.
         gets_key: whether it gets the engines' key.
         on_lost: called when it accepts no connection.
+        generation: of the connections over which its engine was last confirmed to be the same.
+        served: the model that it answers as, by the requested one.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class Replica:
         self.expires_at: float | None = None
         self.gets_key = True
         self.on_lost: Callable[[], None] | None = None
+        self.generation = 0
+        self.served: dict[str, str] = {}
         self.slots = Slots(max_in_flight)
         self.heard_at = float("-inf")
         self.suspected = asyncio.Event()

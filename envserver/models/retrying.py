@@ -60,7 +60,9 @@ class Retrying:
                 with replica.request() as request:
                     return await _try(once, request, deadline)
             except RetryableError as retryable:
-                if request.given_up and (replica.paused or replica not in self._replicas.all):
+                if not replica.admitted or (
+                    request.given_up and (replica.paused or replica not in self._replicas.all)
+                ):
                     continue  # it was moved, and did not fail
                 tried.append(replica)
                 pause = self._pause(retryable, tried)

@@ -160,13 +160,23 @@ class Replicas:
         try:
             async with asyncio.timeout_at(patience_until):
                 while (found := self.pick(rollout_id, avoid)) is None:
+                    if self._is_hopeless:
+                        break
                     await self._change.wait()
         except TimeoutError:
-            raise EngineUnavailable(
-                self.missing(),
-                hint="Register one with POST /v1/engines, or tell the version that it has.",
-            ) from None
+            found = None
+        if found is None:
+            hint = "Register one with POST /v1/engines, or tell the version that it has."
+            if self._is_hopeless:
+                hint = "Start the engine that the run began with, or begin another run."
+            raise EngineUnavailable(self.missing(), hint=hint)
         return found
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether all engines are of the settings, and others than they were."""
+        changed = [one.is_refused and one.origin == "setting" for one in self.all]
+        return bool(changed) and all(changed)
 
     def missing(self) -> str:
         """Says why no replica can be used."""
@@ -174,7 +184,8 @@ class Replicas:
             return "No engine is known."
         standings = Counter(self.standing(replica)[0] for replica in self.all)
         said = ", ".join(f"{count} {standing}" for standing, count in sorted(standings.items()))
-        return f"No engine can be used: {said}."
+        why = next((f": {one.refusal}" for one in self.all if one.is_refused), ".")
+        return f"No engine can be used: {said}{why}"
 
     def pick(self, rollout_id: str, avoid: Collection[Replica] = ()) -> Replica | None:
         """Picks the replica for `rollout_id`: usable, not in `avoid`, and its home if possible.
@@ -209,6 +220,10 @@ class Replicas:
             home.rollouts -= 1
             if home.draining and not home.rollouts:
                 self.changed()
+
+    def home(self, rollout_id: str) -> Replica | None:
+        """Returns the replica that the calls of a rollout go to, if it has one."""
+        return self._homes.get(rollout_id)
 
     def other_usable(self, avoid: Collection[Replica]) -> bool:
         """Returns whether some usable replica is not among `avoid`."""

@@ -231,8 +231,7 @@ class CallTask:
                 refused = await self._hooks.answers(
                     self._attempt, self._sent, self._agent, answer, engine_answer
                 )
-            self._commit(engine_answer)
-            await self._ready.remember(self._attempt, self.calls, self._prompt)
+            await self._committed(engine_answer)
         if refused is not None:
             raise self._attempt.reached("refused", refused, self._agent)
         return answer
@@ -289,8 +288,7 @@ class CallTask:
                 raise self.failed(error) from None
             finally:
                 reservation.spent = self._collected().tokens()
-            self._commit(engine_answer)
-            await self._ready.remember(self._attempt, self.calls, self._prompt)
+            await self._committed(engine_answer)
         for chunk in ends:
             await emit(chunk)
 
@@ -370,6 +368,23 @@ class CallTask:
                 SampledChoice(index=0, message={"role": "assistant", "content": ""})
             ]
         self._record(calls_of(engine_answer, self._context(engine_answer), how))
+
+    async def _committed(self, engine_answer: EngineAnswer) -> None:
+        """Records the calls, so that later ones can continue them.
+
+        Raises:
+            EnvserverError: the engine renders prompts otherwise than before; the attempt fails.
+        """
+        self._commit(engine_answer)
+        await self._ready.remember(self._attempt, self.calls, self._prompt)
+        if any("render_mismatch" in call.flags for call in self.calls):
+            try:
+                await self._endpoint.confirm(self._routing_key)
+            except (ConfigError, EngineError) as error:
+                for call in self.calls:
+                    call.flags.append("other_model_served")
+                changed = EngineUnavailable(f"The engine has changed: {error.message}")
+                raise self.failed(changed) from None
 
     def _commit(self, engine_answer: EngineAnswer) -> None:
         self._record(calls_of(engine_answer, self._context(engine_answer)))

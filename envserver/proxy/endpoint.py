@@ -271,6 +271,10 @@ def _ignore(routing_key: str) -> None:
     """Does nothing: the engine has no replicas."""
 
 
+async def _accept(routing_key: str) -> None:
+    """Accepts the engine."""
+
+
 class EngineEndpoint:
     """The engine behind a proxy.
 
@@ -295,6 +299,8 @@ class EngineEndpoint:
         self.begun: Callable[[str], None] = _ignore
         self.ended: Callable[[str], None] = _ignore
         """Called with a routing key before the first call with it, and after the last."""
+        self.confirm: Callable[[str], Awaitable[None]] = _accept
+        """Checks that the engine of a routing key is the same as before."""
         self._engine = engine
         self._find = find
         self.tokens = tokens or TokensConfig()

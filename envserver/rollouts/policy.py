@@ -223,7 +223,8 @@ def judge_group(group: Group, rules: GroupRules, version: int) -> Drop | None:
         return drop
     if is_stale(group.policy_version, version, rules.max_staleness):
         behind = f"sampled by version {group.policy_version}, version {version} is published"
-        return Drop("stale", f"The group is stale: {behind}.", False)
+        setting = "--rollouts.max_staleness_at_delivery"
+        return Drop("stale", f"The group is stale: {behind} ({setting}).", False)
     longest = max(
         (len(row.tokens) for trajectory in group.trajectories for row in trajectory.sequences),
         default=0,
@@ -231,11 +232,12 @@ def judge_group(group: Group, rules: GroupRules, version: int) -> Drop | None:
     if longest > rules.max_token_length:
         return Drop(
             "too_long",
-            f"A sequence has {longest} tokens; the maximum is {rules.max_token_length}.",
+            f"A sequence has {longest:,} tokens; the maximum is {rules.max_token_length:,} "
+            "(--env.max_token_length).",
             False,
         )
     if rules.drop_zero_variance and len(group.trajectories) > 1 and all_equal(group.trajectories):
         reward = group.trajectories[0].score.reward
-        message = f"All rewards are equal (mean {reward})."
+        message = f"All rewards are equal (mean {reward}): --env.ensure_scores_are_not_same."
         return Drop("zero_variance", message, False, alike=alike(group))
     return None

@@ -93,7 +93,8 @@ class Scheduler:
         self._delivering: set[asyncio.Task[Any]] = set()
         self._failed_in_a_row = 0
         self._dropped_in_a_row = 0
-        self._causes: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._messages: dict[str, str] = {}
         self._works = False
         self._bug: AllFailed | None = None
         self.delivered = 0
@@ -245,7 +246,7 @@ class Scheduler:
             trace.past("store put", about, began, time.time())
         self._failed_in_a_row = self._dropped_in_a_row = 0
         self._works, self._bug = True, None
-        self._causes.clear()
+        self._reasons.clear()
         self.delivered += 1
         self._context.observer(GroupDelivered(group=made))
         return "delivered"
@@ -278,17 +279,30 @@ class Scheduler:
         self._judge_bug(drop)
         self._dropped_in_a_row += 1
         self._failed_in_a_row = self._failed_in_a_row + 1 if drop.failed else 0
-        self._causes[f"{drop.reason}: {drop.message}"] += 1
-        limits = self._context.rollouts
+        self._reasons[drop.reason] += 1
+        self._messages[drop.reason] = drop.message
+        self._judge_waste()
+
+    def _judge_waste(self) -> None:
+        """Ends a run that only drops groups, and warns of a first few that were all dropped.
+
+        A run whose first groups are all too long ends like one whose first groups all failed.
+        """
+        limits, dropped = self._context.rollouts, self._dropped_in_a_row
+        reason, count = self._reasons.most_common(1)[0]
+        why = f"{reason}: {self._messages[reason]}"
+        none_yet = not self.delivered and dropped == limits.stop_after_failed_groups
         if self._stop_on_failures and (
             self._failed_in_a_row >= limits.stop_after_failed_groups
-            or self._dropped_in_a_row >= limits.stop_after_dropped_groups
+            or dropped >= limits.stop_after_dropped_groups
+            or (none_yet and (reason, count) == ("too_long", dropped))
         ):
             raise AllFailed(
-                f"The last {self._dropped_in_a_row} groups were all dropped, most of them as "
-                f"{self._causes.most_common(1)[0][0]}",
+                f"The last {dropped} groups were all dropped, most of them as {why}",
                 hint="See the failures file for each rollout's cause.",
             )
+        if none_yet:
+            log.warning("groups.all_dropped", groups=dropped, most=why)
 
     def _judge_bug(self, drop: Drop) -> None:
         """Ends a run in which no group works yet: at the first group that lacks a library or a

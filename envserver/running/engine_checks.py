@@ -1,4 +1,5 @@
-"""Checks an engine that comes while a server runs: is it the same engine as the others?
+"""Checks an engine that comes while a server runs, or may have been restarted: is it the same
+engine as the others?
 
 A rollout's calls may move from one engine to another, and its training rows are built from all of
 them. So a new engine must do what the others do, token by token: the same model, the same way of
@@ -8,14 +9,17 @@ being called, the same ids for the same messages, the same kind of logprobs.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 from envserver_records.errors import ConfigError
 
 from ..config import Settings
 from ..models.openai import OpenAIEngine
-from ..models.probe import ProbeResult, probe
+from ..models.probe import probe
+from ..models.probe_client import ProbeAnswer, ProbeClient, same_scores
+from ..models.probe_modes import MESSAGES, ask_chat
 from ..models.replicas import Replica
 from ..proxy.capabilities import Capabilities, capabilities_of
 from ..proxy.endpoint import VERSION_PLACEHOLDER, EngineEndpoint
@@ -37,7 +41,8 @@ class EngineChecks:
 
     Args:
         engine: whose replicas they will be.
-        need_exact: whether engines must return token ids and logprobs.
+        need_exact: whether engines must return token ids and logprobs. Then they are trained, and
+            their weights may change.
     """
 
     def __init__(
@@ -56,14 +61,14 @@ class EngineChecks:
         self._first: Capabilities | None = None
 
     async def __call__(self, replica: Replica) -> None:
-        """Checks one engine, with a dozen tiny requests."""
-        model = await self._engine.model_name()
-        config = self._openai.model_copy(update={"base_url": replica.url})
-        if not replica.gets_key:
-            config = config.model_copy(update={"api_key": type(config.api_key)("")})
-        async with OpenAIEngine(config, tries=2, addresses=self._engine.addresses) as engine:
-            asked = await any_model(engine) if VERSION_PLACEHOLDER in model else model
-            found = await probe(engine, wanted=self._openai.mode, model=asked)
+        """Checks one engine, with a dozen tiny requests.
+
+        Raises:
+            ConfigError: it differs from the others, or is not exact.
+            EngineError: it does not answer, or refuses.
+        """
+        async with self._opened(replica) as (engine, model):
+            found = await probe(engine, wanted=self._openai.mode, model=model)
         capabilities = await asyncio.to_thread(
             capabilities_of, found, self._tokens, self._openai.default_template_kwargs
         )
@@ -73,9 +78,47 @@ class EngineChecks:
         if known is None:
             self._first = capabilities
             return
-        different = list(differences(known, capabilities))
-        if different:
-            raise ConfigError(f"It differs from the other engines: {'; '.join(different)}.")
+        _check([*differences(known, capabilities), *self._changes(known, found.chat)])
+
+    async def confirm(self, replica: Replica) -> None:
+        """Checks by one request that an engine still is what it was.
+
+        Raises:
+            ConfigError: it is another one now.
+            EngineError: it does not answer, or refuses.
+        """
+        known = self._endpoint.capabilities or self._first
+        if known is None or known.probe_result.mode == "opaque":
+            return
+        async with self._opened(replica) as (engine, model):
+            chat = await ask_chat(ProbeClient(engine, model), exact=True)
+        _check(self._changes(known, chat.answer))
+
+    @asynccontextmanager
+    async def _opened(self, replica: Replica) -> AsyncIterator[tuple[OpenAIEngine, str]]:
+        """Opens connections to `replica` alone, and says which model to ask for."""
+        model = await self._engine.model_name()
+        config = self._openai.model_copy(update={"base_url": replica.url})
+        if not replica.gets_key:
+            config = config.model_copy(update={"api_key": type(config.api_key)("")})
+        async with OpenAIEngine(config, tries=2, addresses=self._engine.addresses) as engine:
+            yield engine, await any_model(engine) if VERSION_PLACEHOLDER in model else model
+
+    def _changes(self, known: Capabilities, new: ProbeAnswer | None) -> Iterator[str]:
+        """Yields how an answer differs from that of the known engine to the same messages."""
+        old = known.probe_result.chat
+        if old is None or new is None or known.probe_result.mode == "opaque":
+            return
+        if VERSION_PLACEHOLDER not in self._openai.model_name and old.model != new.model:
+            yield f"it answers as the model {new.model}, they as {old.model}"
+        if old.prompt_token_ids != new.prompt_token_ids and (
+            # A template may have today's date in it.
+            known.format is None
+            or known.format.prompt_ids(MESSAGES, None, {}) != new.prompt_token_ids
+        ):
+            yield "it renders the same messages to other token ids"
+        if not self._need_exact and not same_scores(old.choices[0], new.choices[0]):
+            yield "it samples other tokens, or with other logprobs: its weights are others"
 
 
 def differences(known: Capabilities, other: Capabilities) -> list[str]:
@@ -86,8 +129,8 @@ def differences(known: Capabilities, other: Capabilities) -> list[str]:
         for name, what in _COMPARED.items()
         if getattr(one, name) != getattr(two, name)
     ]
-    if _prompts(one) != _prompts(two):
-        words.append("it renders the same messages to other token ids")
+    if one.echoes[1:] != two.echoes[1:]:
+        words.append("it renders the same tools to other token ids")
     if known.format is not None and other.format is not None:
         if known.format.template_digest != other.format.template_digest:
             words.append("its chat template is another one")
@@ -96,8 +139,9 @@ def differences(known: Capabilities, other: Capabilities) -> list[str]:
     return words
 
 
-def _prompts(found: ProbeResult) -> list[dict[str, Any]]:
-    return [msgspec.to_builtins(echo) for echo in found.echoes]
+def _check(different: Iterable[str]) -> None:
+    if words := "; ".join(different):
+        raise ConfigError(f"It differs from the other engines: {words}.")
 
 
 def _shown(value: Any) -> str:

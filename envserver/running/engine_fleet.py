@@ -28,7 +28,8 @@ async def fleet_of(
     endpoint.begun, endpoint.ended = engine.routes.begun, engine.routes.ended
     checks = EngineChecks(engine, settings, endpoint, need_exact=need_exact)
     async with (
-        Fleet(engine, checks) as fleet,
+        Fleet(engine, checks, checks.confirm) as fleet,
         discovering(fleet, settings.engines),
     ):
+        endpoint.confirm = fleet.confirm_home
         yield fleet

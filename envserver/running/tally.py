@@ -82,7 +82,7 @@ class Tally:
         self.completion_tokens = 0
         self.failures: Counter[str] = Counter()
         self.last_words: dict[str, str] = {}
-        """The latest message of each kind of failure."""
+        """The latest message of each kind of failure, and of each reason to drop a group."""
         self.latest_failure = ""
         self._failed_groups: dict[str, str] = {}
         self.lost = 0
@@ -115,6 +115,7 @@ class Tally:
             self.lost += event.final
         elif isinstance(event, GroupDropped):
             self.drops[event.reason] += 1
+            self.last_words[event.reason] = event.message
         elif isinstance(event, GroupDelivered):
             self._add_group(event.group)
 

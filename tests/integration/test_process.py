@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import resource
 import shlex
@@ -272,6 +273,21 @@ def test_an_agent_that_hides_engine_failures_is_not_scored(process: Process, fol
     more = "--env.broken swallows --sim.error_rate 1 --env.group_size 2 --rollouts.max_attempts 1"
     assert "engine_unavailable" in process(f"{more} --rollouts.stop_after_failed_groups 1", 1)
     assert read_jsonl(folder / "data" / "echo.jsonl") == []
+
+
+@pytest.mark.parametrize("version", ["0.1", "0.2"])
+def test_a_file_of_a_released_version_is_continued_and_exported(
+    tmp_path: Path, version: str
+) -> None:
+    older = Path(__file__).parents[1] / "unit" / "store" / "older"
+    written = gzip.decompress((older / f"groups_of_{version}.jsonl.gz").read_bytes())
+    (tmp_path / "out.jsonl").write_bytes(written)
+    more = "--model sim --env math --env.group_size 2 --env.total_steps 4 --resume"
+    typed(f"process {more} {OUT}", tmp_path)
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(written)
+    assert len(set(group_ids(tmp_path / "out.jsonl"))) == 4
+    typed("export out.jsonl --to unified --out unified.jsonl", tmp_path)
+    assert len(read_jsonl(tmp_path / "unified.jsonl")) == 8
 
 
 @pytest.mark.thorough

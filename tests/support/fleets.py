@@ -78,31 +78,44 @@ class FleetHouse:
 
     async def ask(self, attempt: ProxyAttempt) -> Call:
         """A chat call of the attempt, as it was recorded."""
-        url = f"{self._url}/r/{attempt.key}/v1/chat/completions"
-        async with self._http.post(url, json=CHAT) as answer:
-            assert answer.status == 200, await answer.text()
+        await self.send(attempt)
         return attempt.calls[-1]
+
+    async def send(self, attempt: ProxyAttempt, status: int = 200, **body: Any) -> None:
+        """A chat call of the attempt."""
+        url = f"{self._url}/r/{attempt.key}/v1/chat/completions"
+        async with self._http.post(url, json=CHAT | body) as answer:
+            assert answer.status == status, await answer.text()
+            await answer.read()
 
 
 @asynccontextmanager
 async def fleet_house(
-    store: Path | str, key: str = "", **engines: Any
+    store: Path | str,
+    key: str = "",
+    *,
+    base_url: str = "none",
+    trained: bool = True,
+    tokenizer: Path | None = None,
+    **engines: Any,
 ) -> AsyncIterator[FleetHouse]:
     """A server whose model is called "tiny".
 
     Args:
+        base_url, tokenizer: `--openai.base_url`, `--tokens.tokenizer`.
+        trained: it makes groups for RL.
         key: `--openai.api_key`.
         engines: `--engines.*`.
     """
-    openai = {"base_url": "none", "model_name": "tiny", "api_key": key}
-    settings = Settings(openai=openai, engines=engines)
+    openai = {"base_url": base_url, "model_name": "tiny", "api_key": key}
+    settings = Settings(openai=openai, engines=engines, tokens={"tokenizer": tokenizer})
     live = Live()
     async with AsyncExitStack() as stack:
         engine, _ = make_engine(settings, settings.openai)
         assert isinstance(engine, OpenAIEngine)
         await stack.enter_async_context(engine)
         endpoint = make_endpoint(settings, engine)
-        made = fleet_of(settings, engine, endpoint, need_exact=True)
+        made = fleet_of(settings, engine, endpoint, need_exact=trained)
         fleet = await stack.enter_async_context(made)
         proxy = Proxy(engine, endpoint=endpoint)
         live.engines.append(EngineSource("", engine, "tiny", lambda: proxy.policy_version))

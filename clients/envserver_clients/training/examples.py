@@ -98,7 +98,7 @@ class BatchExamples:
 
     Args:
         numbers: rewards, sizes and staleness for the metrics; `skipped` says why there are no
-            examples, if data were refused.
+            examples.
         group_ids: ids of all groups, in order.
     """
 
@@ -140,9 +140,9 @@ def examples_of(
     counted: list[tuple[Row, RowAdvantage]] = []
     for group in fresh:
         found = group_advantages(group.rows, rules.advantages, shuffle)
-        is_equal = _is_equal(group.rows, found, rules.advantages)
-        equal += is_equal
-        if not (is_equal and rules.skip_equal):
+        teaches_nothing = _is_equal(group.rows, found, rules.advantages)
+        equal += teaches_nothing
+        if not (teaches_nothing and rules.skip_equal):
             counted += zip(group.rows, found, strict=True)
     if rules.advantages.whiten:
         counted = _whitened(counted)
@@ -163,8 +163,10 @@ def examples_of(
         "truncated": _share([not row.learn for row in rows]),
         **_staleness(rows, version),
     }
-    if not examples and (refused or newer):
-        numbers[SKIPPED] = refused.most_common(1)[0][0] if refused else "newer"
+    if not examples:
+        is_equal = bool(rewards) and equal == len(fresh)
+        why = "newer" if newer else "stale" if not fresh else "equal" if is_equal else "cut_off"
+        numbers[SKIPPED] = refused.most_common(1)[0][0] if refused else why
     return BatchExamples(examples, numbers, [group.group_id for group in groups])
 
 

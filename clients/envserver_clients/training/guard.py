@@ -81,7 +81,30 @@ _REASONS: Final = {
         "Another trainer published to this engine or server. Start the engine with this trainer's "
         "weights.",
     ),
+    "no_experts": (
+        "Rows lack the routed experts that --replay-experts needs.",
+        "Let the server record them: --tokens.experts true.",
+    ),
+    "images": ("Rows have images, and this model sees none.", "Train a model with vision."),
+    "bad_images": (
+        "The model's processor makes other tokens of the images than the engine did.",
+        "Use the same model and revision on both sides.",
+    ),
+    "equal": (
+        "All rewards of each group are equal (mean {reward_mean:.2f}).",
+        "Choose tasks that the model sometimes solves, or train it on solutions first.",
+    ),
+    "cut_off": (
+        "All rows that could teach were cut off, or none of their tokens are trained.",
+        "Raise --env.max_completion_tokens of the server, or set --learn-truncated.",
+    ),
+    "stale": (
+        "All groups are too old for this trainer.",
+        "Raise --max-staleness, or lower --rollouts.max_concurrent of the server.",
+    ),
 }
+_WASTE: Final = ("equal", "cut_off", "stale")
+"""Reasons of batches that are right, but teach nothing; a few of them are usual."""
 
 
 def disagree(numbers: Mapping[str, Any], most: float) -> bool:
@@ -111,14 +134,16 @@ class GuardSettings:
     warn_mismatch: float = 0.1
     most_mismatch: float = 0.5
     patience: int = 3
+    waste_patience: int = 12
 
 
 class Guard:
-    """Counts steps in a row that learned nothing because their data were refused."""
+    """Counts steps in a row that learned nothing: their data were refused, or taught nothing."""
 
     def __init__(self, rules: GuardSettings) -> None:
         self._rules = rules
         self._in_a_row = 0
+        self._was_waste = False
 
     def judge(self, line: Mapping[str, Any]) -> None:
         """Judges the metrics of a step whose batch is acknowledged.
@@ -149,7 +174,14 @@ class Guard:
         what, hint = _REASONS[reason]
         message = what.format_map({**line, "most": self._rules.most_mismatch})
         log.warning("step %s learned nothing: %s", step, message)
-        self._in_a_row += 1
-        if self._in_a_row >= self._rules.patience:
+        is_waste = reason in _WASTE
+        self._in_a_row = self._in_a_row + 1 if is_waste == self._was_waste else 1
+        self._was_waste = is_waste
+        if self._in_a_row >= (self._rules.waste_patience if is_waste else self._rules.patience):
             kind = MismatchError if reason == "mismatch" else NothingLearned
-            raise kind(f"{message} So it was {self._in_a_row} times.", hint=hint, reason=reason)
+            setting = "--waste-patience" if is_waste else "--patience"
+            raise kind(
+                f"{message} So it was in {self._in_a_row} batches in a row ({setting}).",
+                hint=hint,
+                reason=reason,
+            )

@@ -26,6 +26,7 @@ from pydantic import (
 from .advantages import AdvantageSettings, Baseline, Scaling
 from .bounds import Correction, KlForm, Level, LossSettings, Surrogate
 from .examples import Denominator, ExampleSettings
+from .guard import GuardSettings
 from .objectives import preset
 from .schedule import Schedule
 
@@ -169,7 +170,10 @@ class TrainerSettings(BaseModel):
     most_mismatch: float = Field(default=0.5, gt=0)
     """Do not learn from a batch if they differ by more than this."""
     patience: int = Field(default=3, ge=1)
-    """Stop with an error after so many batches in a row that cannot be learned from."""
+    """Stop with an error after so many batches in a row whose data are refused."""
+    waste_patience: int = Field(default=12, ge=1)
+    """Stop with an error after so many batches in a row that teach nothing: all rewards of each
+    group are equal, or all rows are cut off or stale."""
     learn_truncated: bool = False
     """Also take a gradient from trajectories that were cut off."""
     shuffle_rewards: bool = False
@@ -295,6 +299,10 @@ class TrainerSettings(BaseModel):
     def loss(self) -> LossSettings:
         """Returns the settings of the loss. Raises ConfigError: they contradict each other."""
         return LossSettings(**{one.name: getattr(self, one.name) for one in fields(LossSettings)})
+
+    def guard(self) -> GuardSettings:
+        """Returns the bounds of a step."""
+        return GuardSettings(**{one.name: getattr(self, one.name) for one in fields(GuardSettings)})
 
     def examples(self, vocabulary: int | None = None) -> ExampleSettings:
         """Returns how rows become examples.

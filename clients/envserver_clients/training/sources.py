@@ -18,8 +18,9 @@ from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import Retries, SyncEnvClient
 from envserver_clients.records import Batch, ClientGroup
 
-from .advantages import AdvantageSettings, group_advantages
+from .advantages import AdvantageSettings, group_advantages, rewards_of
 from .checkpoints import CheckpointInfo
+from .guard import SKIPPED, Guard, GuardSettings
 from .settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class NativeSource:
         client: an open client.
         idle_seconds: end after this time without a batch.
         sampling: replace groups whose advantages by these rules are all 0; None: keep them.
+        guard: how many batches in a row may be replaced as a whole.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class NativeSource:
         *,
         idle_seconds: float,
         sampling: AdvantageSettings | None = None,
+        guard: GuardSettings | None = None,
     ) -> None:
         self._client = client
         self._idle_seconds = idle_seconds
         self._sampling = sampling
+        self._guard = Guard(guard or GuardSettings())
 
     def resume(self, saved: CheckpointInfo) -> None:
         if saved.step == 0:
@@ -87,6 +91,11 @@ class NativeSource:
             log.warning("lease %s is not acknowledged again: %s", saved.lease_id, error)
 
     def batches(self) -> Iterator[Batch]:
+        """See Source.
+
+        Raises:
+            NothingLearned: all groups of too many batches in a row were replaced.
+        """
         last = time.monotonic()
         while time.monotonic() - last < self._idle_seconds:
             # Short waits: a trainer that must stop should not wait long for the answer.
@@ -119,6 +128,10 @@ class NativeSource:
         ]
         if equal:
             self._client.set_aside(batch, equal, reason="equal rewards")
+        rewards = [reward for one in batch.groups for reward in rewards_of(one.rows).values()]
+        is_waste = rewards and len(equal) == len(batch.groups)
+        mean = sum(rewards) / max(1, len(rewards))
+        self._guard.judge({SKIPPED: "equal", "reward_mean": mean} if is_waste else {})
         return bool(equal)
 
     def done(self, batch: Batch, checkpoint: str | None) -> None:
@@ -198,4 +211,7 @@ def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, Sy
     )
     stack.enter_context(client)
     sampling = settings.examples().advantages if settings.dynamic_sampling else None
-    return NativeSource(client, idle_seconds=idle_seconds, sampling=sampling), client
+    source = NativeSource(
+        client, idle_seconds=idle_seconds, sampling=sampling, guard=settings.guard()
+    )
+    return source, client

@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 from envserver_clients.records import Batch, ClientGroup
+from envserver_clients.training.advantages import AdvantageSettings
 from envserver_clients.training.checkpoints import CheckpointInfo
+from envserver_clients.training.guard import NothingLearned
 from envserver_clients.training.settings import TrainerSettings, from_flags
 from envserver_clients.training.sources import NativeSource, open_source
 from support.commands import free_port, running
@@ -33,6 +35,19 @@ def test_the_trainer_sets_unreadable_groups_aside() -> None:
     found = [[group.group_id for group in batch.groups] for batch in islice(source.batches(), 2)]
     assert found == [["b"], ["d"]]
     assert calls == [("one", ["a"]), ("two", ["c"]), "two"]
+
+
+def test_a_trainer_whose_groups_are_all_replaced_ends() -> None:
+    body = b'{"tokens":[[1,2],[1,3]],"masks":[[-100,2],[-100,3]],"scores":[0,0]}'
+    equal = ClientGroup("e", "e", "atropos", -1, memoryview(body))
+    client: Any = SimpleNamespace(
+        lease=lambda **_: Batch("one", 0.0, [equal]),
+        set_aside=lambda *_, **__: None,
+        nack=lambda *_, **__: None,
+    )
+    source = NativeSource(client, idle_seconds=60, sampling=AdvantageSettings())
+    with pytest.raises(NothingLearned, match="--waste-patience"):
+        next(source.batches())
 
 
 def unreadable(group_id: str) -> ClientGroup:

@@ -6,22 +6,25 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from envserver_records.errors import InputError
+from envserver_records.errors import EngineRefused, InputError
 from envserver_records.records import Call
 from support.api import registration
-from support.engine_stand_in import FakeVllm, fake_vllm
+from support.engine_stand_in import Bytes, FakeVllm, Words, fake_vllm
 from support.fleets import FleetHouse, attributed, fleet_house, sampled_by, says, versioned_vllm
 from support.waiting import until
 
 from envserver.models.addresses import EngineAddresses
 from envserver.models.discovery import read_list
 from envserver.models.replicas import Registration as KnownEngine
+from envserver.models.sim.tokenizer import ASSETS
 from envserver.proxy import ProxyAttempt
 from envserver.remote.gate import RunnerGate
 from envserver.remote.link import Link
 from envserver.remote.messages import Registration
+from envserver.tokens import ChatFormat
 
 
 @pytest.fixture
@@ -248,6 +251,88 @@ async def test_engines_come_drain_die_and_return_with_old_weights_in_use(house: 
             await asyncio.gather(*lanes)
     assert all(attributed(call) == [sampled_by(call)] for call in calls)
     assert {sampled_by(call) for call in calls} == {1, 2}
+
+
+class OtherWords(Bytes):
+    """Another tokenizer, or another chat template."""
+
+    def prompt(self, body: dict[str, Any]) -> list[int]:
+        return [7, *super().prompt(body)]
+
+
+class OtherModel(Bytes):
+    def prompt(self, body: dict[str, Any]) -> list[int]:
+        raise EngineRefused("The model `tiny` does not exist.", status=404)
+
+
+# What changes, what is said of it, and whether the answer streams.
+CHANGES: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "name": ({"served": "other"}, "it answers as the model other, they as tiny", True),
+    "words": ({"words": OtherWords()}, "it renders the same messages to other token ids", False),
+    "weights": ({"text": "Other."}, "its weights are others", True),
+    "model": ({"words": OtherModel()}, "does not exist", False),
+}
+
+
+@pytest.mark.parametrize("origin", ["setting", "registered"])
+@pytest.mark.parametrize("what", CHANGES)
+async def test_an_engine_that_changes_in_a_restart_gets_no_call_until_it_is_itself_again(
+    tmp_path: Path, origin: str, what: str
+) -> None:
+    (change, why, streams), is_registered = CHANGES[what], origin == "registered"
+    async with fake_vllm() as one:
+        port, base_url = int(one.url.rpartition(":")[2]), "none" if is_registered else one.url
+        async with fleet_house(tmp_path / "s.db", base_url=base_url, trained=False) as house:
+            if is_registered:
+                await house.register(one.url)
+            attempt = house.open("r")
+            await house.ask(attempt)
+            await one.kill()
+            async with fake_vllm(port) as same:
+                await house.ask(attempt)
+                await same.kill()
+            async with fake_vllm(port, **change) as other:
+                # Another engine may be registered meanwhile; one of the settings is all there is.
+                status = 200 if is_registered else 503
+                asking = asyncio.create_task(house.send(attempt, status, stream=streams))
+                await house.until(one.url, "refused")
+                assert why in (await house.row(one.url))["reason"]
+                assert len(attempt.calls) == 2
+                await other.kill()
+            async with fake_vllm(port):
+                await house.until(one.url, "used")
+                await asking
+                await house.ask(attempt)
+            texts = {call.message["content"] for call in attempt.calls}
+            assert texts == {one.text}
+
+
+class StrangeWords(Words):
+    def prompt(self, body: dict[str, Any]) -> list[int]:
+        return [7, *super().prompt(body)]
+
+
+@pytest.mark.parametrize("what", ["name", "words"])
+async def test_an_engine_that_changes_behind_a_router_is_noticed_by_its_first_answer(
+    tmp_path: Path, what: str
+) -> None:
+    format = ChatFormat.load(ASSETS)
+    store = tmp_path / "s.db"
+    async with (
+        fake_vllm(words=Words(format)) as router,
+        fleet_house(store, base_url=router.url, tokenizer=ASSETS) as house,
+    ):
+        assert not any("render_mismatch" in call.flags for call in await asked(house, 2))
+        if what == "name":
+            router.served = "other"
+        else:
+            router.words = StrangeWords(format)
+        late = house.open("late")
+        await house.send(late, 503)
+        assert await house.standings() == ["refused"]
+        assert late.engine_failures == 1
+        assert all("other_model_served" in call.flags for call in late.calls)
+        await house.send(house.open("later"), 503)
 
 
 async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(

@@ -22,6 +22,7 @@ from envserver_clients.training.advantages import (
     row_advantages,
 )
 from envserver_clients.training.examples import ExampleSettings, examples_of
+from envserver_clients.training.guard import SKIPPED, Guard, NothingLearned
 from envserver_clients.training.settings import TrainerSettings, from_flags
 from envserver_records import ConfigError, errors, extras
 from envserver_records.backoff import Backoff
@@ -251,6 +252,35 @@ def test_equal_groups_may_be_left_out_of_the_denominators() -> None:
         examples = examples_of(groups, 0, rules).examples
         assert {one.weight for one in examples} == {1 / tokens}
         assert len(examples) == (2 if skip else 4)
+
+
+EQUAL = group(row(0, 0.0), row(1, 0.0))
+WASTED = {
+    "equal": ([EQUAL, EQUAL], r"All rewards of each group are equal \(mean 0\.00\)"),
+    "stale": ([group(row(0, 1.0), row(1, 0.0))], "too old"),
+    "cut_off": ([group(row(0, 1.0, learn=False), row(1, 0.0, learn=False))], "were cut off"),
+    "no_experts": ([group(row(0, 1.0), row(1, 0.0))], "Rows lack the routed experts"),
+}
+
+
+@pytest.mark.parametrize("why", WASTED)
+def test_a_trainer_that_learns_nothing_ends_by_a_setting_and_says_why(why: str) -> None:
+    groups, message = WASTED[why]
+    version, replays = 9 if why == "stale" else 0, why == "no_experts"
+    rules = ExampleSettings(max_staleness=4, replay_experts=replays)
+    line = {"step": 1, **examples_of(groups, version, rules).numbers}
+    assert line[SKIPPED] == why
+    chosen = settings_of("--waste-patience", "5")
+    guard, most = Guard(chosen.guard()), chosen.patience if replays else 5
+    for _ in range(2):
+        for _ in range(most - 1):
+            guard.judge(line)
+        guard.judge({"step": 2})  # this one learned
+    with pytest.raises(NothingLearned, match=message) as raised:
+        for _ in range(most):
+            guard.judge(line)
+    assert f"{most} batches in a row" in raised.value.message
+    assert raised.value.hint
 
 
 def test_rows_without_the_experts_to_replay_are_left_out_and_counted() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from envserver_records.errors import (
     AgentError,
+    AllFailed,
     EngineError,
     EngineRefused,
     EngineUnavailable,
@@ -208,6 +210,8 @@ def test_other_reasons_not_to_deliver_a_group() -> None:
     lacking = judge_group(group(lost={"scorer_error": 1}), rules, -1)
     reasons = [drop.reason for drop in (long, equal, lacking) if isinstance(drop, Drop)]
     assert reasons == ["too_long", "zero_variance", "incomplete"]
+    assert long is not None
+    assert "--env.max_token_length" in long.message
 
 
 AWAY, REFUSED = EngineUnavailable("away"), EngineRefused("no such field")
@@ -402,6 +406,49 @@ async def test_a_run_that_ends_by_one_group_stores_those_that_are_made() -> None
     with pytest.raises(TooMuchUntrained):
         await scheduler.run()
     assert (sink.stored, scheduler.delivered) == (["g0"], 1)
+
+
+class Dropping(Maker):
+    """Drops each group for the next reason, and delivers those that have none."""
+
+    rollouts = RolloutsConfig(max_concurrent=1, stop_after_failed_groups=3)
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__()
+        self.dropped.set()
+        self._reasons = reasons
+
+    async def make(self, request: GroupRequest) -> Group | Drop:
+        reason = self._reasons[request.index]
+        said = f"{request.index} tokens"
+        return Drop(reason, said, False) if reason else native_group(request.group_id)
+
+
+class Taking(Sink):
+    async def put(self, group: Group) -> None:
+        self.stored.append(group.group_id)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "ends", "warned"),
+    [
+        (["too_long"] * 6, r"The last 3 groups were all dropped, most .* too_long: 2 tok", False),
+        (["too_long", "too_long", "", *["too_long"] * 3], None, False),
+        (["too_long", "zero_variance", "too_long", "too_long"], None, True),
+        (["zero_variance"] * 6, None, True),
+    ],
+)
+async def test_a_run_whose_first_groups_are_all_dropped_says_so_at_once(
+    reasons: list[str], ends: str | None, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stops in (True, False):  # `process`, `serve`
+        maker = Dropping(reasons)
+        requests = map(requested, range(len(reasons)))
+        run = Scheduler(maker, requests, Taking(maker), wanted=None, stop_on_failures=stops).run()
+        with pytest.raises(AllFailed, match=ends) if ends and stops else nullcontext():
+            await run
+        said = capsys.readouterr().out.count("groups.all_dropped")
+        assert said == (warned or (bool(ends) and not stops))
 
 
 FLAGS = ("structured_output_masked", "undelivered_completion", "truncated_length")

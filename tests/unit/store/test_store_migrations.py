@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gzip
 import json
 import sqlite3
 import subprocess
@@ -129,6 +130,25 @@ async def test_a_store_of_version_1_is_brought_up_to_date(old: Path, tmp_path: P
     async with open_store(tmp_path / "new.db"):
         pass
     assert shape(old) == shape(tmp_path / "new.db")
+
+
+@pytest.mark.parametrize("version", ["0.1", "0.2"])
+async def test_what_a_released_version_stored_is_delivered_as_it_was(
+    tmp_path: Path, version: str
+) -> None:
+    """`older/` has stores that these versions wrote, and what they leased of them."""
+    path, older = tmp_path / "store.db", Path(__file__).with_name("older")
+    path.write_bytes(gzip.decompress((older / f"store_of_{version}.db.gz").read_bytes()))
+    leased = json.loads(gzip.decompress((older / f"leased_from_{version}.json.gz").read_bytes()))
+    (then,) = leased["groups"]
+    async with running_api(path) as api:
+        known = {row["group_id"] for row in (await api.get("/v1/groups"))["groups"]}
+        found = set()
+        while batch := await api.leased("t"):
+            found |= set(batch)
+        assert found | {then["group_id"]} == known  # that lease may still be open
+        now = await api.get(f"/v1/groups/{then['group_id']}")
+        assert {name: now["group"][name] for name in then["group"]} == then["group"]
 
 
 def shape(path: Path) -> dict[str, Any]:
