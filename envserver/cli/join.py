@@ -37,6 +37,7 @@ async def join(line: RunSpec[JoinSettings], console: Console) -> int:
         EnvserverError: see `joined` and `Runner.run`.
     """
     settings = line.settings
+    seconds = settings.server.drain_seconds
     if settings.dealt:
         return await join_dealt(line, console)
     with identity(line) as held:
@@ -48,7 +49,7 @@ async def join(line: RunSpec[JoinSettings], console: Console) -> int:
                 highlight=False,
             )
             ending = await runner.run(
-                SignalStop(console.print), drain_seconds=settings.server.drain_seconds
+                SignalStop(console.print, drain_seconds=seconds), drain_seconds=seconds
             )
         console.print(f"{counted(runner.tally.groups, 'group')} delivered.", highlight=False)
     return 1 if ending == "overdue" else 0
@@ -59,10 +60,11 @@ async def join_dealt(line: RunSpec[JoinSettings], console: Console) -> int:
     from ..running.dealt_joining import dealt_runner
 
     settings = line.settings
+    seconds = settings.server.drain_seconds
     async with dealt_runner(line) as runner:
         console.print(f"Joined {settings.url} as {runner.name}", highlight=False)
         ending = await runner.run(
-            SignalStop(console.print), drain_seconds=settings.server.drain_seconds
+            SignalStop(console.print, drain_seconds=seconds), drain_seconds=seconds
         )
     console.print(f"{counted(runner.delivered, 'group')} delivered.", highlight=False)
     return 1 if ending == "overdue" else 0

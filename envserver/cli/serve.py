@@ -53,7 +53,7 @@ async def serve(members: Members, console: Console) -> int:
             await views.enter_async_context(shown(console, server.numbers, server.alarms))
             if _is_verbose(members):
                 await views.enter_async_context(sampled(console, server.latest_group))
-            served = await server.run(SignalStop(console.print), console.print)
+            served = await server.run(_stop(members, console), console.print)
     return _report(served, members, console)
 
 
@@ -65,8 +65,13 @@ async def serve_on_ray(members: Members, console: Console) -> int:
         _say(console, f"Trainers: {server.url}")
         _say(console, f"Runners on the Ray cluster: {server.runner_url}")
         async with shown(console, server.numbers, server.alarms):
-            served = await server.run(SignalStop(console.print), console.print)
+            served = await server.run(_stop(members, console), console.print)
     return _report(served, members, console)
+
+
+def _stop(members: Members, console: Console) -> SignalStop:
+    seconds = members[0].spec.settings.server.drain_seconds
+    return SignalStop(console.print, drain_seconds=seconds)
 
 
 def _report(served: Served, members: Members, console: Console) -> int:

@@ -291,11 +291,19 @@ class Scheduler:
             self._failed_in_a_row >= limits.stop_after_failed_groups
             or self._dropped_in_a_row >= limits.stop_after_dropped_groups
         ):
-            raise AllFailed(
-                f"The last {self._dropped_in_a_row} groups were all dropped, most of them as "
-                f"{self._causes.most_common(1)[0][0]}",
-                hint="See the failures file for each rollout's cause.",
-            )
+            raise self._all_failed()
+
+    def check(self) -> None:
+        """Raises AllFailed if there were groups and all of them failed."""
+        if self._failed_in_a_row and not self._works:
+            raise self._all_failed()
+
+    def _all_failed(self) -> AllFailed:
+        return AllFailed(
+            f"The last {self._dropped_in_a_row} groups were all dropped, most of them as "
+            f"{self._causes.most_common(1)[0][0]}",
+            hint="See the failures file for each rollout's cause.",
+        )
 
     def _judge_bug(self, drop: Drop) -> None:
         """Ends a run in which no group works yet: at the first group that lacks a library or a

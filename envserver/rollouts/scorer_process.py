@@ -50,6 +50,7 @@ from ..judges.client import JudgeAddress, ScorerJudge
 from ..registry import find
 from ..sandbox.remote.address import SandboxAddress
 from ..sandbox.watched import WatchedSandboxes
+from ..tools.bugs import place_of
 from ..workers import linux
 from ..workers.failures import bug_of
 from .rewards import (
@@ -327,7 +328,7 @@ def _failure_of(error: BaseException) -> Failure:
         kind=ScorerError.kind,
         blame=Blame.ENVIRONMENT,
         outcome=Outcome.RETRY,
-        message=f"The scorer raised {type(error).__name__}: {str(error)[:500]}",
+        message=f"The scorer raised {type(error).__name__}: {str(error)[:500]} {place_of(error)}",
         detail={"traceback": trace, **bug_of(error)},
     )
 

@@ -70,6 +70,11 @@ def kill_group(leader: int) -> None:
         return
 
 
+def descendants(of: int | None = None) -> list[int]:
+    """Returns the pids of the children of a process (default: this one) and of all below."""
+    return [pid for child in children(of) for pid in (child, *descendants(child))]
+
+
 def kill_descendants() -> None:
     """Kills the children until there is none; with `adopt_orphans`, all descendants."""
     until = time.monotonic() + _KILL_SECONDS
