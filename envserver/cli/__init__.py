@@ -245,6 +245,10 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
             spec.show_help(argv, program=_program(environment), with_environment=alone)
             return 0
         module = _imported(f"{__name__}.{command.module}")
+        if command.has_environment:
+            from ..workers.linux import kill_programs_at_end
+
+            kill_programs_at_end()
         return int(getattr(module, command.function)(argv))
     except KeyboardInterrupt as stop:
         return int(getattr(stop, "status", 130))

@@ -7,6 +7,7 @@ import os
 import resource
 import shlex
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from support.commands import group_ids, read_jsonl, rollouts_of, running, typed,
 from envserver.workers.linux import descendants
 
 OWN_ENVIRONMENT = '''
-import os, signal, time
+import os, signal, subprocess, time
 from envserver import Environment, Score, Task
 
 class Echo(Environment):
@@ -28,6 +29,8 @@ class Echo(Environment):
         broken: str = ""
 
     def tasks(self, split):
+        if self.config.broken == "leaves":
+            subprocess.run(["sh", "-c", "setsid sh -c 'sleep 3600; :' $0 &", __file__])
         for n in range(self.config.tasks_in_all):
             yield Task(f"echo-{n}", {"question": f"Say {n}."}, {"answer": str(n)})
 
@@ -248,6 +251,21 @@ def test_a_stop_does_not_wait_for_tasks_that_are_being_loaded(folder: Path, time
             stopped.send(signal.SIGINT)
         assert stopped.end() == 130
     assert len(group_ids(folder / "out.jsonl")) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_programs_that_tasks_start_end_with_it(folder: Path, number: signal.Signals) -> None:
+    def left() -> list[str]:
+        listed = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True).stdout
+        return [line for line in listed.splitlines() if line.endswith(f" {folder}/echo.py")]
+
+    more = f"--env.broken leaves --sim.seconds_per_token 0.1 --env.total_steps 3000 {OUT}"
+    with running(*shlex.split(LINE.format(env="echo", more=more)), folder=folder) as ended:
+        ended.until(lambda: lines_of(folder / "out.jsonl"))
+        assert left()
+        ended.send(number)
+        ended.end()
+    until(lambda: not left(), ended.output)
 
 
 def test_a_third_interrupt_kills_also_what_does_not_answer(folder: Path) -> None:

@@ -320,7 +320,7 @@ async def test_what_a_score_starts_ends_with_it_and_its_cpu_seconds_count(
 
 def left_behind(path: str) -> list[str]:
     """The commands that the environment at `path` started and that run."""
-    listed = subprocess.run(["ps", "-eo", "stat=,args="], capture_output=True, text=True).stdout
+    listed = subprocess.run(["ps", "-wweo", "stat=,args="], capture_output=True, text=True).stdout
     return [line for line in listed.splitlines() if line.endswith(path) and line[0] != "Z"]
 
 
