@@ -273,7 +273,7 @@ async def _entered(made: Any) -> AsyncIterator[Any]:
         yield state
 
 
-def _bug(error: Exception) -> Bug:
+def _bug(error: BaseException) -> Bug:
     return Bug(
         kind=type(error).__name__,
         message=str(error)[:1000],

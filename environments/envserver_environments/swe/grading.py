@@ -104,8 +104,8 @@ class Verdict:
         refused: why the patch was not tried ("" if it was): see PatchError, and "empty", "fraud".
         tampered: what was wrong with the run ("" if nothing): "exit", "sentinels", "seal", "order".
         dropped: changes that do not count.
-        suspicions: kinds of suspicious code in the changes that count, and "replacing": of functions
-        that are not the repository's.
+        suspicions: kinds of suspicious code in the changes that count; "replacing": functions of
+            others that were replaced.
         killed_by: the limit that ended the tests, "" if none.
         plain: the tests were run as they are, with their answers beside the code.
         compared: see HiddenTests; those of the passed tests.
