@@ -14,6 +14,7 @@ count, nor does time in which the processes wait or others run.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import inspect
 import math
@@ -130,9 +131,8 @@ class RowScore(msgspec.Struct, frozen=True):
 _loaded: Environment | Failure | None = None
 _sandboxes: WatchedSandboxes | None = None
 _judge = ScorerJudge(None)
-_most_cpu_seconds = memoryview(mmap.mmap(-1, 8)).cast("d")
-"""CPU seconds, since their start, at which keeper and scorer are killed; shared by both."""
-_most_cpu_seconds[0] = math.inf
+_most_cpu_seconds = ctypes.c_double(math.inf)
+"""CPU seconds of keeper, scorer and all below at which the scorer is killed; shared by both."""
 
 
 def serve(channel: socket.socket, arguments: tuple[Any, ...]) -> None:
@@ -145,6 +145,9 @@ def serve(channel: socket.socket, arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A process that is killed at its CPU limit needs no core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    global _most_cpu_seconds
+    _most_cpu_seconds = ctypes.c_double.from_buffer(mmap.mmap(-1, ctypes.sizeof(_most_cpu_seconds)))
+    _most_cpu_seconds.value = math.inf
     keeper = os.getpid()
     if scorer := os.fork():
         _keep(scorer, channel)
@@ -167,7 +170,7 @@ def _keep(scorer: int, channel: socket.socket) -> NoReturn:
     ends.register(os.pidfd_open(scorer), select.POLLIN)
     ends.register(channel, 0)  # that is, POLLHUP
     while not ends.poll(_LOOK_MILLISECONDS):
-        if linux.cpu_seconds(os.getpid()) > _most_cpu_seconds[0]:
+        if linux.cpu_seconds(os.getpid()) > _most_cpu_seconds.value:
             os.kill(scorer, signal.SIGXCPU)
         for orphan in set(linux.children()) - {scorer}:
             os.waitpid(orphan, os.WNOHANG)
@@ -240,7 +243,7 @@ def declared_by(environment: Environment) -> Declared:
 def task_digests(count: int) -> list[str]:
     """Returns digests of the first `count` tasks, as this process lists them."""
     environment = _environment()
-    _most_cpu_seconds[0] = math.inf  # the limit is for scores
+    _most_cpu_seconds.value = math.inf  # the limit is for scores
     return [digest_of(task) for task in first_tasks(environment, count)]
 
 
@@ -300,11 +303,11 @@ def _limited_cpu() -> Iterator[None]:
     """Ends the process within the block once it and its children have used their CPU seconds."""
     if isinstance(_loaded, Environment):
         used = linux.cpu_seconds(os.getppid())
-        _most_cpu_seconds[0] = used + _loaded.score_cpu_seconds
+        _most_cpu_seconds.value = used + _loaded.score_cpu_seconds
     try:
         yield
     finally:
-        _most_cpu_seconds[0] = math.inf
+        _most_cpu_seconds.value = math.inf
 
 
 def _cpu_seconds() -> float:

@@ -309,9 +309,10 @@ async def test_what_a_score_starts_ends_with_it_and_its_cpu_seconds_count(
         with pytest.raises(ScorerError, match="longer than 3 seconds"):
             await pool.score(TASK, Result(output="leave, hang"))
         assert not left_behind(hasty)
-    async with ScorerPool(moody, {}, 1) as pool:
-        burnt = await pool.score(TASK, Result(output="leave, burn"))
+    async with ScorerPool(moody, {}, 2) as pool:
+        burnt, *others = await rewards_or_errors(pool, ["leave, burn", "right", "right"])
         assert burnt == Score(reward=0.0, metrics={"scorer_killed": 1.0})
+        assert others == [Score(reward=1.0)] * 2
         assert not left_behind(moody)
         assert await pool.score(TASK, Result(output="leave")) == Score(reward=0.0)
         assert left_behind(moody)
