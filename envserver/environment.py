@@ -142,8 +142,8 @@ class Environment(abc.ABC, Generic[TaskT]):
     scores_token_ids: bool = False
     """Whether `score` reads `result.completion_ids`; may be set in `prepare_scoring`."""
     score_cpu_seconds: ClassVar[float] = 30.0
-    """CPU seconds that the scorer process may use for one `score`, rounded up to whole seconds.
-    Processes that `score` starts, waiting, and `prepare_scoring` do not count."""
+    """CPU seconds that one `score` may use, with the processes that it starts, which end with the
+    run. Waiting and `prepare_scoring` do not count."""
     score_timeout_seconds: ClassVar[float] = 300.0
     """Seconds by the clock after which a `score` is killed that waits or hangs. The rollout is
     scored once more, then dropped."""

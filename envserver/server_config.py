@@ -98,7 +98,8 @@ class ServerConfig(Section):
     silent_after_seconds: float = Field(default=30.0, gt=0)
     """Seconds without a heartbeat until a remote runner's share goes to the others."""
     drain_seconds: float = Field(default=60.0, ge=0)
-    """`serve`: seconds for open groups to finish on shutdown; then they are cancelled."""
+    """`serve`: seconds for open groups to finish on shutdown; then they are cancelled, and what has
+    not ended 15 seconds later is killed."""
     openenv_sessions: int = Field(default=64, ge=0)
     """`serve`: maximum OpenEnv episodes in progress, each in the place of a rollout; 0: none."""
     openenv_idle_seconds: float = Field(default=600.0, gt=0)

@@ -240,12 +240,16 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
             spec.show_help(argv, program=_program(environment), with_environment=alone)
             return 0
         module = _imported(f"{__name__}.{command.module}")
+        if command.has_environment:
+            from ..workers.linux import kill_programs_at_end
+
+            kill_programs_at_end()
         return int(getattr(module, command.function)(argv))
     except KeyboardInterrupt as stop:
         return int(getattr(stop, "status", 130))
     except BrokenPipeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if debug and not (command.has_debugger and _is_callers(error)):
             raise
         return _explain(error)
@@ -263,14 +267,14 @@ def _imported(name: str) -> ModuleType:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _is_callers(error: Exception) -> bool:
+def _is_callers(error: BaseException) -> bool:
     """Returns whether the caller made a mistake, of which a traceback says nothing."""
     from envserver_records.errors import UsageError
 
     return isinstance(error, UsageError)
 
 
-def _explain(error: Exception) -> int:
+def _explain(error: BaseException) -> int:
     """Shows an error in one line; returns the exit status."""
     from envserver_records.errors import EnvserverError, UsageError
 
@@ -280,6 +284,11 @@ def _explain(error: Exception) -> int:
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # pathlib's, for ~
         _complain("This user has no home directory.", "Set HOME, or give paths without ~.")
         return 2
+    if isinstance(error, SystemExit):
+        from ..tools.bugs import place_of
+
+        _complain(f"The environment raised SystemExit({error}) {place_of(error)}")
+        return 1
     _complain(f"Internal error: {type(error).__name__}: {error}", "--debug shows the traceback.")
     return 1
 

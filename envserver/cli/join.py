@@ -30,6 +30,7 @@ async def join(line: RunSpec[JoinSettings], console: Console) -> int:
     Raises EnvserverError: see `joined` and `Runner.run`.
     """
     settings = line.settings
+    seconds = settings.server.drain_seconds
     if settings.dealt:
         return await join_dealt(line, console)
     with identity(line) as held:
@@ -41,7 +42,7 @@ async def join(line: RunSpec[JoinSettings], console: Console) -> int:
                 highlight=False,
             )
             ending = await runner.run(
-                SignalStop(console.print), drain_seconds=settings.server.drain_seconds
+                SignalStop(console.print, drain_seconds=seconds), drain_seconds=seconds
             )
         console.print(f"{counted(runner.tally.groups, 'group')} delivered.", highlight=False)
     return 1 if ending == "overdue" else 0
@@ -52,10 +53,11 @@ async def join_dealt(line: RunSpec[JoinSettings], console: Console) -> int:
     from ..running.dealt_joining import dealt_runner
 
     settings = line.settings
+    seconds = settings.server.drain_seconds
     async with dealt_runner(line) as runner:
         console.print(f"Joined {settings.url} as {runner.name}", highlight=False)
         ending = await runner.run(
-            SignalStop(console.print), drain_seconds=settings.server.drain_seconds
+            SignalStop(console.print, drain_seconds=seconds), drain_seconds=seconds
         )
     console.print(f"{counted(runner.delivered, 'group')} delivered.", highlight=False)
     return 1 if ending == "overdue" else 0

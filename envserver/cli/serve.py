@@ -48,7 +48,7 @@ async def serve(members: Members, console: Console) -> int:
             await views.enter_async_context(shown(console, server.numbers, server.alarms))
             if _is_verbose(members):
                 await views.enter_async_context(sampled(console, server.latest_group))
-            served = await server.run(SignalStop(console.print), console.print)
+            served = await server.run(_stop(members, console), console.print)
     return _report(served, members, console)
 
 
@@ -60,8 +60,13 @@ async def serve_on_ray(members: Members, console: Console) -> int:
         console.say(f"Trainers: {server.url}")
         console.say(f"Runners on the Ray cluster: {server.runner_url}")
         async with shown(console, server.numbers, server.alarms):
-            served = await server.run(SignalStop(console.print), console.print)
+            served = await server.run(_stop(members, console), console.print)
     return _report(served, members, console)
+
+
+def _stop(members: Members, console: Console) -> SignalStop:
+    seconds = members[0].spec.settings.server.drain_seconds
+    return SignalStop(console.print, drain_seconds=seconds)
 
 
 def _report(served: Served, members: Members, console: Console) -> int:

@@ -180,7 +180,7 @@ class Hooks:
         except ServiceError as error:
             attempt.service_failed(error)
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if attempt.sealed and isinstance(error, ConflictError):
                 raise  # it ended before the hook began
             raise _bug(attempt, name, error) from error
@@ -191,7 +191,7 @@ class Hooks:
             return await stack.enter_async_context(self._services.caller(attempt))
         except (ServiceError, ConflictError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ServiceError(f"The rollout's state failed: {type(error).__name__}.") from error
 
     def _checked(self, attempt: ProxyAttempt, name: str, make: Callable[[], Any]) -> Any:
@@ -248,7 +248,7 @@ def _event(at: Any, call: ModelCall, agent: str | None) -> HookEvent:
     return HookEvent(at=at, reason=call.reason, changed=sorted(call.changes), agent=agent)
 
 
-def _bug(attempt: ProxyAttempt, name: str, error: Exception) -> HookError:
+def _bug(attempt: ProxyAttempt, name: str, error: BaseException) -> HookError:
     """Records that a hook raised; the agent is told no more than the kind of error."""
     if isinstance(error, HookBug):
         kind, what, text = error.kind, str(error), error.text

@@ -65,7 +65,7 @@ class AttemptState:
                 while not self._sealed or self._users:
                     self._changed.clear()
                     await self._changed.wait()
-        except Exception as error:  # noqa: BLE001 - of the environment's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - of the environment's code
             if self._opened.done():
                 _log.exception("service_state_failed", rollout_id=self._rollout_id)
             else:

@@ -173,7 +173,7 @@ async def _asked(
             body = orjson.dumps(await service(arguments, caller))
     except (UsageError, LimitReached, ServiceError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # The message may hold addresses and keys: it goes to the log only.
         _log.exception("service_failed", rollout_id=attempt.spec.rollout_id, service=name)
         raise ServiceError(f"The service {name!r} failed: {type(error).__name__}.") from error

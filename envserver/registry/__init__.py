@@ -214,7 +214,7 @@ def _checked(environment: type[Environment], reference: str) -> type[Environment
 def _load_entry_point(point: EntryPoint) -> type[Environment]:
     try:
         loaded = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"Entry point {point.name!r} ({point.value}) cannot be imported: {error}"
         ) from error

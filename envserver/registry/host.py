@@ -42,7 +42,7 @@ def start(reference: str, config: dict[str, Any]) -> None:
     try:
         kind = find(reference)
         _made = kind(kind.Config.model_validate(config))
-    except Exception as error:  # noqa: BLE001 - the server shows it
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the server shows it
         _made = failure_of(error)
 
 
@@ -53,7 +53,7 @@ def answer(request: bytes) -> HostAnswer:
     try:
         function, arguments = pickle.loads(request)
         return HostAnswer(value=pickle.dumps(function(*arguments)))
-    except Exception as error:  # noqa: BLE001 - the server shows it
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the server shows it
         return HostAnswer(failure=failure_of(error))
 
 
@@ -91,7 +91,7 @@ def _environment() -> Environment:
     return _made
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """Returns what an environment raised as data."""
     if isinstance(error, EnvserverError):
         return error.failure()

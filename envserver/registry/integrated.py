@@ -71,7 +71,7 @@ def integration(scheme: str) -> Integration:
     point = integration_points()[scheme]
     try:
         loaded = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"The integration {scheme!r} ({point.value}) cannot be imported: {error}"
         ) from error

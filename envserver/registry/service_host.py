@@ -131,7 +131,7 @@ async def _serve(channel: socket.socket, reference: str, config: dict[str, Any])
                 kind = find(reference)
                 environment = kind(kind.Config.model_validate(config))
                 services = await stack.enter_async_context(services_of(environment))
-            except Exception as error:  # noqa: BLE001 - the server shows it
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the server shows it
                 send(writer, Answer(number=0, failure=failure_of(error)))
                 return
             host = _Host(environment, services, writer)
@@ -194,7 +194,7 @@ class _Host:
             answer = self._answer(request.number, value)
         except EnvserverError as error:
             answer = self._answer(request.number, failure=error.failure())
-        except Exception as error:  # noqa: BLE001 - the server tells it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the server tells it
             answer = self._answer(request.number, bug=_bug(error))
         finally:
             del self._running[request.number]
@@ -272,7 +272,7 @@ async def _entered(made: Any) -> AsyncIterator[Any]:
         yield state
 
 
-def _bug(error: Exception) -> Bug:
+def _bug(error: BaseException) -> Bug:
     return Bug(
         kind=type(error).__name__,
         message=str(error)[:1000],

@@ -20,6 +20,7 @@ from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import (
     AgentError,
     ConflictError,
+    EngineRefused,
     Failure,
     HookError,
     InputError,
@@ -66,6 +67,8 @@ from .turn_rewards import answered_calls, resolved
 
 _ERRORS = by_kind(RolloutError)
 
+_REQUESTS_FAULT = (400, 413, 422)
+"""Statuses by which an engine refuses a request for what is in it."""
 _LIMIT = re.compile(r"[a-z_]{1,20}")
 _CUTTING_LIMITS = ("tokens", "time", "context", "crash")
 """Limits that cut an agent off; after the last turn, its answer is still complete."""
@@ -258,19 +261,25 @@ def _is_short(calls: list[Call]) -> bool:
 def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str | None:
     """Returns the limit that ended the attempt; None if the agent ended by itself.
 
-    Code of the model can reach its worker if `isolation` is "sandboxed". If it posted a malformed
-    result, or if the agent failed after it asked the proxy for more than it may, that is a "crash".
-    Raises RolloutError: a failure that is not the model's fault ended it.
+    Code of the model can reach its worker if `isolation` is "sandboxed". If it posted no result or
+    a malformed one, or if the agent failed after it asked the proxy for more than it may, or for
+    what the engine refuses, that is a "crash".
+
+    Raises:
+        RolloutError: a failure that is not the model's fault ended it.
     """
     _raise_bug(attempt)
     failure, unanswered = attempt.failure, attempt.engine_failure
     # Nor is the model to blame for what follows a failed sandbox or service.
     ours = attempt.sandbox_failure or attempt.service_failure
-    may_be_models = isolation == "sandboxed" and attempt.calls and not (unanswered or ours)
-    asked_too_much = may_be_models and OVER_BOUND in attempt.flags
+    models_code = isolation == "sandboxed" and bool(attempt.calls)
+    refused = unanswered is not None and unanswered.detail.get("status") in _REQUESTS_FAULT
+    if models_code and refused:
+        unanswered = None
+    may_be_models = models_code and not (unanswered or ours)
     if failure is None:
         if not (attempt.posted or attempt.limits.ended_agent):
-            if asked_too_much:
+            if may_be_models:
                 return "crash"
             raise WorkerGarbage("The worker said that it is done, but posted no result.")
         if unanswered is not None and unanswered.outcome is Outcome.RETRY:
@@ -289,9 +298,11 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
             return attempt.limit
         if failure.kind == LimitReached.kind:
             return _named_limit(failure)
-    if may_be_models and failure.kind == WorkerGarbage.kind:
-        return "crash"
-    if asked_too_much and failure.kind == AgentError.kind:
+    asked_too_much = refused or OVER_BOUND in attempt.flags
+    if may_be_models and (
+        failure.kind in (WorkerGarbage.kind, EngineRefused.kind)
+        or (asked_too_much and failure.kind == AgentError.kind)
+    ):
         return "crash"
     if failure.kind == ServiceError.kind and attempt.service_failure is not None:
         raise as_error(attempt.service_failure)  # the server knows why

@@ -317,7 +317,7 @@ def _cases(
     for task in tasks:
         try:
             known = list(environment.known_results(task))
-        except Exception as error:  # noqa: BLE001 - the environment's code: what it raises is told
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's code: what it raises is told
             problems.append(
                 f"The known results of task {task.id!r} cannot be made: "
                 f"{type(error).__name__}: {error}"

@@ -55,7 +55,7 @@ def _solution(
     trained = {name: route.trained for name, route in agents.items()}
     try:
         return demonstrated(environment, task, trained)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"Environment {environment.name!r} cannot demonstrate its task {task.id!r}: "
             f"{type(error).__name__}: {error}.",

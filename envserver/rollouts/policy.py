@@ -21,7 +21,6 @@ from envserver_records.errors import (
 from envserver_records.records import Group, Trajectory
 
 from ..tokens.flags import Actions
-from ..workers.deaths import EXIT_CRASHED
 from .equal_rollouts import Alike, alike, all_equal
 from .estimates import Scored
 
@@ -63,9 +62,9 @@ def limit_of_death(
     """Returns the limit that the model exceeded by ending its own worker, or None.
 
     Code of the model can reach its worker only if `isolation` is "sandboxed". There it may end the
-    worker by an exit or a signal ("crash"), or keep it from ending in time ("time"). If such a
-    rollout were retried and dropped, the model would pay nothing for it and the group would be
-    lost.
+    worker, break its protocol or block it ("crash"), or keep it from ending in time ("time"). If
+    such a rollout were retried and dropped, the model would pay nothing for it and the group would
+    be lost.
 
     Args:
         spoke: whether the model had answered; before that, none of its code can have run.
@@ -74,11 +73,11 @@ def limit_of_death(
     if isolation != "sandboxed" or not spoke or error.detail.get("mate"):
         return None
     if isinstance(error, WorkerHung):
-        return "time" if overdue else None
-    if not isinstance(error, WorkerDied) or error.detail.get("out_of_memory"):
-        return None
-    code = error.detail.get("exit_code", EXIT_CRASHED)  # the worker's own failures exit with it
-    return "crash" if "signal" in error.detail or code != EXIT_CRASHED else None
+        return "time" if overdue else "crash"
+    if isinstance(error, WorkerDied):
+        seen = "signal" in error.detail or "exit_code" in error.detail
+        return "crash" if seen and not error.detail.get("out_of_memory") else None
+    return "crash"
 
 
 def retry_delay_seconds(attempts: int, jitter: float) -> float:

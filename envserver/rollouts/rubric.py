@@ -87,7 +87,7 @@ def _made(kind: type[Any], environment: Environment, reference: str) -> Any:
         return kind(environment) if takes_one else kind()
     except EnvserverError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"The rubric {reference} cannot be made: {type(error).__name__}: {error}",
             hint="Its constructor takes the environment, or nothing.",

@@ -290,19 +290,32 @@ class Scheduler:
         """
         limits, dropped = self._context.rollouts, self._dropped_in_a_row
         reason, count = self._reasons.most_common(1)[0]
-        why = f"{reason}: {self._messages[reason]}"
         none_yet = not self.delivered and dropped == limits.stop_after_failed_groups
         if self._stop_on_failures and (
             self._failed_in_a_row >= limits.stop_after_failed_groups
             or dropped >= limits.stop_after_dropped_groups
             or (none_yet and (reason, count) == ("too_long", dropped))
         ):
-            raise AllFailed(
-                f"The last {dropped} groups were all dropped, most of them as {why}",
-                hint="See the failures file for each rollout's cause.",
-            )
+            raise self._all_failed()
         if none_yet:
-            log.warning("groups.all_dropped", groups=dropped, most=why)
+            log.warning("groups.all_dropped", groups=dropped, most=self._cause())
+
+    def check(self) -> None:
+        """Raises AllFailed if there were groups and all of them failed."""
+        if self._failed_in_a_row and not self._works:
+            raise self._all_failed()
+
+    def _all_failed(self) -> AllFailed:
+        return AllFailed(
+            f"The last {self._dropped_in_a_row} groups were all dropped, most of them as "
+            f"{self._cause()}",
+            hint="See the failures file for each rollout's cause.",
+        )
+
+    def _cause(self) -> str:
+        """The commonest reason of the dropped groups, with the message of the last of them."""
+        reason, _ = self._reasons.most_common(1)[0]
+        return f"{reason}: {self._messages[reason]}"
 
     def _judge_bug(self, drop: Drop) -> None:
         """Ends a run in which no group works yet: at the first group that lacks a library or a

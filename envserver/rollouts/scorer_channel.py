@@ -22,8 +22,9 @@ from envserver_records.framing import FrameReader, frame
 
 from . import scorer_process
 
-KILL_GRACE_SECONDS = 0.5
-"""Seconds between SIGTERM and SIGKILL."""
+KILL_GRACE_SECONDS = 5.0
+"""Seconds for the process to end all that it started."""
+_END = signal.SIGTERM, signal.SIGCONT  # it may be stopped
 
 
 class ScorerEnded(Exception):
@@ -57,7 +58,7 @@ class ScorerChannel(asyncio.Protocol):
         self._began = False
         self._garbled = False
         # Also at the end of Python, which else waits for the process as that one for a request.
-        util.Finalize(self, _kill_and_close, (pidfd,), exitpriority=10)
+        util.Finalize(self, _end_and_close, (pidfd,), exitpriority=10)
         self._channel = channel
 
     @classmethod
@@ -121,18 +122,17 @@ class ScorerChannel(asyncio.Protocol):
         """Ends the process, whatever it does."""
         if not self._ends:
             self._ends = True
-            self._signal(signal.SIGTERM)
-            self._loop.call_later(KILL_GRACE_SECONDS, self._signal, signal.SIGKILL)
+            _signal(self._pidfd, *_END)
+            self._loop.call_later(KILL_GRACE_SECONDS, self._kill)
+
+    def _kill(self) -> None:
+        _signal(self._pidfd, signal.SIGKILL)
 
     async def ended(self) -> int | None:
         """Waits until it has ended; returns its exit code, that of a signal negative."""
         await self._lost.wait()
         await asyncio.to_thread(self._process.join)
         return self._process.exitcode
-
-    def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
 
     # asyncio.Protocol
 
@@ -168,7 +168,12 @@ def _start(context: BaseContext, channel: socket.socket, arguments: tuple[Any, .
     return process
 
 
-def _kill_and_close(pidfd: int) -> None:
-    with suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+def _end_and_close(pidfd: int) -> None:
+    _signal(pidfd, *_END)
     os.close(pidfd)
+
+
+def _signal(pidfd: int, *numbers: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        for number in numbers:
+            signal.pidfd_send_signal(pidfd, number)

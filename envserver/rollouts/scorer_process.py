@@ -4,27 +4,32 @@
 failure.
 A score that leaves this module is valid: see `rewards.checked_score`.
 
-The kernel kills the process with SIGXCPU when one call uses more than the environment's
-`score_cpu_seconds`. Loading comes before and does not count, nor does time in which the process
-waits or other processes run.
+The process that the server starts is a keeper: it forks the scorer and ends with it, with the same
+status, or when the server closes its end of the socket. It leaves no process that the scorer
+started, in whatever session. It kills the scorer with SIGXCPU when one call, with all that it
+starts, uses more than the environment's `score_cpu_seconds`. Loading comes before and does not
+count, nor does time in which the processes wait or others run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import inspect
 import math
+import mmap
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from envserver_records.errors import (
@@ -46,6 +51,8 @@ from ..judges.client import JudgeAddress, ScorerJudge
 from ..registry import find
 from ..sandbox.remote.address import SandboxAddress
 from ..sandbox.watched import WatchedSandboxes
+from ..tools.bugs import place_of
+from ..workers import linux
 from ..workers.failures import bug_of
 from .rewards import (
     RewardRules,
@@ -58,13 +65,14 @@ from .rubric import with_rubric
 from .task_digests import digest_of, first_tasks
 
 TRACEBACK_CHARACTERS = 4000
+_LOOK_MILLISECONDS = 100
 NUMBER_BYTES = 8
 """Bytes of a request's number, with which it and its answer begin."""
 
 
 class ScorerAnswer(msgspec.Struct):
     """The result of a call: `value` or `failure`. `seconds` by the clock, `cpu_seconds` of this
-    process."""
+    process and the children that it waited for."""
 
     value: Any = None
     failure: Failure | None = None
@@ -73,7 +81,7 @@ class ScorerAnswer(msgspec.Struct):
 
 
 class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of one score: CPU seconds of the process, and seconds by the clock."""
+    """The limits of one score: CPU seconds of all its processes, and seconds by the clock."""
 
     cpu_seconds: float
     timeout_seconds: float
@@ -123,6 +131,8 @@ class RowScore(msgspec.Struct, frozen=True):
 _loaded: Environment | Failure | None = None
 _sandboxes: WatchedSandboxes | None = None
 _judge = ScorerJudge(None)
+_most_cpu_seconds = ctypes.c_double(math.inf)
+"""CPU seconds of keeper, scorer and all below at which the scorer is killed; shared by both."""
 
 
 def serve(channel: socket.socket, arguments: tuple[Any, ...]) -> None:
@@ -133,6 +143,15 @@ def serve(channel: socket.socket, arguments: tuple[Any, ...]) -> None:
         arguments: of `load`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A process that is killed at its CPU limit needs no core dump.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    global _most_cpu_seconds
+    _most_cpu_seconds = ctypes.c_double.from_buffer(mmap.mmap(-1, ctypes.sizeof(_most_cpu_seconds)))
+    _most_cpu_seconds.value = math.inf
+    keeper = os.getpid()
+    if scorer := os.fork():
+        _keep(scorer, channel)
+    linux.die_with_parent(keeper, signal.SIGKILL)
     process, answered = os.getpid(), bytes(NUMBER_BYTES)
     load(*arguments)
     with channel, suppress(ConnectionError):
@@ -142,6 +161,27 @@ def serve(channel: socket.socket, arguments: tuple[Any, ...]) -> None:
             channel.sendall(frame(answered))
             request = receive_frame(channel)
             answered = request[:NUMBER_BYTES] + answer(request[NUMBER_BYTES:])
+
+
+def _keep(scorer: int, channel: socket.socket) -> NoReturn:
+    linux.adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: linux.kill(scorer))
+    ends = select.poll()
+    ends.register(os.pidfd_open(scorer), select.POLLIN)
+    ends.register(channel, 0)  # that is, POLLHUP
+    while not ends.poll(_LOOK_MILLISECONDS):
+        if linux.cpu_seconds(os.getpid()) > _most_cpu_seconds.value:
+            os.kill(scorer, signal.SIGXCPU)
+        for orphan in set(linux.children()) - {scorer}:
+            os.waitpid(orphan, os.WNOHANG)
+    linux.kill(scorer)
+    status = os.waitstatus_to_exitcode(os.waitpid(scorer, 0)[1])
+    linux.kill_descendants()
+    if status < 0:
+        with suppress(OSError):  # of SIGKILL
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
 
 
 def load(
@@ -161,8 +201,6 @@ def load(
     _judge = ScorerJudge(judge)
     if sandbox_address is not None:
         _sandboxes = WatchedSandboxes(sandbox_address)
-    # A process that is killed at its CPU limit needs no core dump.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     outcome = _guarded(lambda: _make_scorer(env_reference, env_config, rubric))
     _loaded = outcome.failure or outcome.value
 
@@ -175,10 +213,10 @@ def answer(request: bytes) -> bytes:
             function, arguments = pickle.loads(request)
             return function(*arguments)
 
-    began, cpu = time.perf_counter(), time.process_time()
+    began, cpu = time.perf_counter(), _cpu_seconds()
     answered = _guarded(call)
     answered.seconds = time.perf_counter() - began
-    answered.cpu_seconds = time.process_time() - cpu
+    answered.cpu_seconds = _cpu_seconds() - cpu
     try:
         return pickle.dumps(answered)
     except Exception as error:  # noqa: BLE001 - what the environment's code put into a score
@@ -205,8 +243,7 @@ def declared_by(environment: Environment) -> Declared:
 def task_digests(count: int) -> list[str]:
     """Returns digests of the first `count` tasks, as this process lists them."""
     environment = _environment()
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the limit is for scores
+    _most_cpu_seconds.value = math.inf  # the limit is for scores
     return [digest_of(task) for task in first_tasks(environment, count)]
 
 
@@ -263,19 +300,20 @@ def score_row(row: RowToScore) -> Score:
 
 @contextmanager
 def _limited_cpu() -> Iterator[None]:
-    """Ends the process within the block once it has used its CPU seconds."""
-    if not isinstance(_loaded, Environment):
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    limit = math.ceil(time.process_time() + _loaded.score_cpu_seconds)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+    """Ends the process within the block once it and its children have used their CPU seconds."""
+    if isinstance(_loaded, Environment):
+        used = linux.cpu_seconds(os.getppid())
+        _most_cpu_seconds.value = used + _loaded.score_cpu_seconds
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+        _most_cpu_seconds.value = math.inf
+
+
+def _cpu_seconds() -> float:
+    """Returns the CPU seconds of this process and of the children that it waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def _guarded(compute: Callable[[], Any]) -> ScorerAnswer:
@@ -293,7 +331,7 @@ def _failure_of(error: BaseException) -> Failure:
         kind=ScorerError.kind,
         blame=Blame.ENVIRONMENT,
         outcome=Outcome.RETRY,
-        message=f"The scorer raised {type(error).__name__}: {str(error)[:500]}",
+        message=f"The scorer raised {type(error).__name__}: {str(error)[:500]} {place_of(error)}",
         detail={"traceback": trace, **bug_of(error)},
     )
 

@@ -32,7 +32,6 @@ from ..registry.interpreters import (
     start_method_stays,
 )
 from ..sandbox.places import folder_for_sockets
-from ..workers.linux import die_with_parent
 from . import scorer_process
 
 
@@ -67,12 +66,6 @@ class _ScorerProcess(ForkServerProcess):
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> _Popen:  # multiprocessing's name
         return _Popen(process_obj)
-
-    def run(self) -> None:
-        """Serves; ends at once when the server has ended, even killed, whatever it is doing."""
-        _let_the_forkserver_end()
-        die_with_parent(os.getppid(), signal.SIGKILL)
-        super().run()
 
 
 class _ScorerContext(ForkServerContext):
@@ -116,16 +109,6 @@ def _own_forkserver() -> forkserver.ForkServer:
 
 _server = _own_forkserver()
 os.register_at_fork(after_in_child=_forget_forkserver)
-
-
-def _let_the_forkserver_end() -> None:
-    """Gives up this process's end of the pipe by which each process keeps the forkserver alive.
-
-    The server alone keeps it: else a scorer that hangs would outlive a killed server for ever.
-    """
-    nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    os.dup2(nothing, forkserver._forkserver._forkserver_alive_fd, inheritable=False)  # type: ignore[attr-defined]  # not in typeshed
-    os.close(nothing)
 
 
 def _start_forkserver() -> None:

@@ -225,7 +225,7 @@ class ScorerPool:
         """Returns the score; the worst, with the metric SCORER_KILLED, if the text is to blame.
 
         A text is to blame if both hold:
-        - the kernel killed the process for its CPU seconds (SIGXCPU). A full memory and a kill from
+        - the process was killed for its CPU seconds (SIGXCPU). A full memory and a kill from
           outside are other signals, a hanging service is the limit by the clock;
         - the same task without the text is done within the limit. Both calls are alone in their
           process, with the libraries loaded.

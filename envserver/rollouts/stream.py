@@ -15,6 +15,8 @@ from envserver_records.errors import ConfigError, EnvserverError
 from envserver_records.splits import Split
 from envserver_records.tasks import Task
 
+from ..tools.bugs import place_of
+
 if TYPE_CHECKING:
     from ..environment import Environment
 
@@ -129,9 +131,8 @@ def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
             yield task
     except EnvserverError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"Environment {environment.name!r} cannot give its tasks: "
-            f"{type(error).__name__}: {error}.",
-            hint="--debug shows where.",
+            f"{type(error).__name__}: {error} {place_of(error)}"
         ) from error

@@ -193,7 +193,7 @@ async def _context(
 def _is_demonstrated(environment: Environment, task: Task, problems: list[str]) -> bool:
     try:
         return bool(environment.demonstration(task))
-    except Exception as error:  # noqa: BLE001 - the environment's code: what it raises is told
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's code: what it raises is told
         problems.append(
             f"The demonstration of task {task.id!r} cannot be made: {type(error).__name__}: {error}"
         )

@@ -194,7 +194,8 @@ class GroupRun:
         """Makes the groups.
 
         Raises:
-            AllFailed: too many groups of an environment failed in a row; what was written stays.
+            AllFailed: too many groups of an environment failed in a row, or all; what was written
+                stays.
             TooMuchUntrained: flags keep too many tokens from training; the same.
             ConfigError, InputError, StoreError: see `open_sink`; or a file is of another model.
             EngineError: the engine does not answer.
@@ -223,9 +224,13 @@ class GroupRun:
                 self._show(self.tally, self._expected, sum(already.values()))
             )
             makers = await stack.enter_async_context(self._elsewhere())
-            several = Several(await self._schedulers(stack, already, view, makers))
+            schedulers = await self._schedulers(stack, already, view, makers)
+            several = Several(schedulers)
             work = several.run(view.say)
             self.stopped = await run_until_stopped(work, several, self._stop) != "done"
+            if self._for_training and not self.stopped:
+                for one in schedulers.values():
+                    one.check()
 
     def _already(self, part: Part) -> int:
         if part.path is None:

@@ -34,6 +34,7 @@ class RunSpec(Generic[S]):
             ConfigError: its constructor fails, or the settings name agents that it does not have.
         """
         from ..rollouts.roles import roles_of
+        from ..tools.bugs import place_of
 
         try:
             environment = self.environment_class(self.settings.env)
@@ -41,8 +42,8 @@ class RunSpec(Generic[S]):
             return environment
         except EnvserverError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"Environment {self.reference!r} cannot be made: {type(error).__name__}: {error}.",
-                hint="--debug shows where.",
+                f"Environment {self.reference!r} cannot be made: {type(error).__name__}: {error} "
+                f"{place_of(error)}"
             ) from error

@@ -53,7 +53,7 @@ class TaskFinder:
             await asyncio.to_thread(self._read_until, task_id)
         except EnvserverError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(
                 f"The tasks cannot be read: {type(error).__name__}: {error}"
             ) from error

@@ -30,7 +30,7 @@ from ..environment import Environment, tools_of
 from ..harness_interface import HarnessSpec
 from ..tools.calling import TIMED
 from .elsewhere import asked_elsewhere
-from .failures import failure_of, output_of, sendable
+from .failures import ended_by, failure_of, output_of, sendable
 from .frames import MAX_RESULT_BYTES
 from .harness import CallRecord, harness_task, play
 from .http_client import HttpClient, RequestFailed
@@ -164,7 +164,7 @@ class WorkerAttempt:
             returned = await self._in_thread(environment, job, run)
             return await returned if inspect.isawaitable(returned) else returned
         except (SystemExit, KeyboardInterrupt) as error:
-            raise AgentError(f"The agent raised {type(error).__name__}({error}).") from error
+            raise ended_by(error) from error
 
     async def _played(
         self, environment: Environment[Any], job: Job, spec: HarnessSpec, run: AttemptRun

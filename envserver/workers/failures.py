@@ -30,7 +30,7 @@ OUTPUT = "output"
 
 _BUGS = (
     *(ConfigError, RewardError),
-    *(ImportError, NameError, SyntaxError, TypeError, AttributeError),
+    *(ImportError, NameError, SyntaxError, TypeError, AttributeError, SystemExit),
 )
 
 
@@ -50,6 +50,11 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
         "message": sendable(message[:MAX_MESSAGE_CHARACTERS]),
         "detail": {"traceback": _traceback(error, own_file), **bug_of(error)},
     }
+
+
+def ended_by(error: BaseException) -> AgentError:
+    what = f"{type(error).__name__}({error})"
+    return AgentError(f"The environment raised {what}, which ends its process", bug="exit")
 
 
 def output_of(error: BaseException) -> Any:

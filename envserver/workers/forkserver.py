@@ -45,7 +45,6 @@ from .sandboxed import LOOK_SECONDS, Watch, WorkerSandbox, fork_sandboxed, prepa
 from .worker_main import OUTSIDE, WorkerSpec, worker_main
 
 LOOK_ROUND_SECONDS = 1.0
-KILL_ALL_SECONDS = 5.0
 
 
 @dataclass
@@ -363,18 +362,9 @@ class Forkserver:
 
     def _kill_everything(self) -> None:
         self._others.clear()
-        until = time.monotonic() + KILL_ALL_SECONDS
         for pid in self._workers:
             linux.kill_group(pid)
-        while (remaining := linux.children()) and time.monotonic() < until:
-            for pid in remaining:
-                linux.kill(pid)
-            try:
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    continue
-            except ChildProcessError:
-                return
-            time.sleep(0.001)
+        linux.kill_descendants()
 
     def _tell(self, *message: str | float | bool | None) -> None:
         try:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from .. import registry
 from ..environment import Environment
+from .failures import ended_by
 
 
 class Instances:
@@ -54,7 +55,7 @@ class Instances:
                 continue
             try:
                 await task.result().close()
-            except Exception:  # noqa: BLE001 - code of others; this process ends either way
+            except (Exception, SystemExit):  # noqa: BLE001 - code of others; this process ends either way
                 traceback.print_exc(file=sys.stderr)
 
     async def _build(self, reference: str, config: dict[str, Any]) -> Environment:
@@ -64,6 +65,9 @@ class Instances:
                 settings = kind.Config.model_validate(config)
             except ValidationError as error:
                 raise ConfigError(f"The config is not for {reference!r}: {error}") from error
-            environment = kind(settings)
-            await environment.setup()
+            try:
+                environment = kind(settings)
+                await environment.setup()
+            except (SystemExit, KeyboardInterrupt) as error:  # the loop would end with it
+                raise ended_by(error) from error
             return environment

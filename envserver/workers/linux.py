@@ -6,8 +6,11 @@ import ctypes
 import os
 import random
 import resource
+import secrets
+import select
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +24,9 @@ _SPARE_ADDRESS_SPACE_BYTES = 8 * 2**30
 _OPEN_FILES = 512
 """Maximum open files of a sandboxed process: each connection to the proxy also takes one of the
 server's."""
-_CHILDREN = Path("/proc/thread-self/children")
+_KILL_SECONDS = 5.0
+_MARKS = "MARKS_OF_RUNS"
+_ROUNDS, _ROUND_SECONDS = 3, 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,12 +42,21 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def children() -> list[int]:
-    """Returns the pids of the children, zombies included. For single-threaded callers."""
+def children(of: int | None = None) -> list[int]:
+    """Returns the pids of the children of a process (default: this one), zombies included."""
+    tasks = Path(f"/proc/{of or 'self'}/task")
     try:
-        return [int(pid) for pid in _CHILDREN.read_text().split()]
-    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [pid for pid in _processes() if _parent(pid) == os.getpid()]
+        found = [(task / "children").read_text() for task in tasks.iterdir()]
+        return [int(pid) for pid in " ".join(found).split()]
+    except (FileNotFoundError, ProcessLookupError):
+        # A thread has ended, or the kernel has no CONFIG_PROC_CHILDREN.
+        return [pid for pid in _processes() if _stat(pid)[1:2] == [str(of or os.getpid())]]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the CPU seconds of a process and its descendants, also of those that it reaped."""
+    ticks = sum(map(int, _stat(pid)[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children(pid)))
 
 
 def kill(pid: int) -> None:
@@ -61,6 +75,25 @@ def kill_group(leader: int) -> None:
         return
 
 
+def descendants(of: int | None = None) -> list[int]:
+    """Returns the pids of the children of a process (default: this one) and of all below."""
+    return [pid for child in children(of) for pid in (child, *descendants(child))]
+
+
+def kill_descendants() -> None:
+    """Kills the children until there is none; with `adopt_orphans`, all descendants."""
+    until = time.monotonic() + _KILL_SECONDS
+    while (remaining := children()) and time.monotonic() < until:
+        for pid in remaining:
+            kill(pid)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
 def kill_marked(marker: str) -> None:
     """Sends SIGKILL to every process whose initial environment holds `marker` (an unguessable
     path)."""
@@ -72,6 +105,28 @@ def kill_marked(marker: str) -> None:
             continue
         if found and pid != os.getpid():
             kill(pid)
+
+
+def kill_programs_at_end() -> None:
+    """Has every program that this process starts from now on killed, in whatever session, a second
+    after the end of this process, however it ends. Those without its variables are not found."""
+    mark = secrets.token_hex(16)
+    os.environ[_MARKS] = f"{os.environ.get(_MARKS, '')} {mark}"
+    this = os.pidfd_open(os.getpid())
+    if child := os.fork():
+        os.close(this)
+        os.waitpid(child, 0)
+        return
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            close_all_but({this})
+            select.select([this], [], [])
+            for _ in range(_ROUNDS):  # what is killed may be starting another
+                time.sleep(_ROUND_SECONDS)
+                kill_marked(mark)
+    finally:
+        os._exit(0)
 
 
 def open_descriptors() -> set[int]:
@@ -141,12 +196,12 @@ def _processes() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def _parent(pid: int) -> int | None:
+def _stat(pid: int) -> list[str]:
+    """Returns what /proc/PID/stat has after the name of the program; []: the process has ended."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[1])
+        return []
 
 
 def _is_open(fd: int) -> bool:

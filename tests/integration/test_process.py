@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import resource
 import shlex
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import group_ids, read_jsonl, rollouts_of, running, typed
+from support.commands import group_ids, read_jsonl, rollouts_of, running, typed, until
+
+from envserver.workers.linux import descendants
 
 OWN_ENVIRONMENT = '''
-import os, signal, time
+import os, signal, subprocess, time
 from envserver import Environment, Score, Task
 
 class Echo(Environment):
@@ -26,6 +30,8 @@ class Echo(Environment):
         broken: str = ""
 
     def tasks(self, split):
+        if self.config.broken == "leaves":
+            subprocess.run(["sh", "-c", "setsid sh -c 'sleep 3600; :' $0 &", __file__])
         for n in range(self.config.tasks_in_all):
             yield Task(f"echo-{n}", {"question": f"Say {n}."}, {"answer": str(n)})
 
@@ -78,6 +84,45 @@ class Buggy(Environment):
     def score(self, task, result):
         return Score(reward=1.0 if self.config.bug != "scorer" else result.output.reward)
 """
+QUITTING = """
+import sys
+from contextlib import asynccontextmanager
+from envserver import Environment, Score, Task
+
+class Quitting(Environment):
+    class Config(Environment.Config):
+        at: str = ""
+
+    def quit(self, place):
+        if self.config.at == place:
+            sys.exit(0)
+
+    def tasks(self, split):
+        yield from (Task(f"t{n}", {"n": n}) for n in range(2))
+        self.quit("tasks")
+
+    async def setup(self):
+        self.quit("setup")
+
+    async def rollout(self, task, run):
+        await run.chat([{"role": "user", "content": "hello"}])
+        self.quit("rollout")
+
+    async def on_answer(self, call):
+        self.quit("on_answer")
+
+    @asynccontextmanager
+    async def services(self):
+        self.quit("services")
+        yield {}
+
+    def prepare_scoring(self):
+        self.quit("prepare_scoring")
+
+    def score(self, task, result):
+        self.quit("score")
+        return Score(reward=1.0)
+"""
 LINE = "process --env {env}.py --model sim --sim.latency_seconds 0 {more}"
 OUT = "--env.data_path_to_save_groups out.jsonl"
 Process = Callable[..., str]
@@ -85,9 +130,10 @@ Process = Callable[..., str]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with both environments."""
+    """A folder with the environments."""
     (tmp_path / "echo.py").write_text(OWN_ENVIRONMENT)
     (tmp_path / "buggy.py").write_text(BUGGY)
+    (tmp_path / "quitting.py").write_text(QUITTING)
     return tmp_path
 
 
@@ -208,6 +254,37 @@ def test_a_stop_does_not_wait_for_tasks_that_are_being_loaded(folder: Path, time
     assert len(group_ids(folder / "out.jsonl")) == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_programs_that_tasks_start_end_with_it(folder: Path, number: signal.Signals) -> None:
+    def left() -> list[str]:
+        listed = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True).stdout
+        return [line for line in listed.splitlines() if line.endswith(f" {folder}/echo.py")]
+
+    more = f"--env.broken leaves --sim.seconds_per_token 0.1 --env.total_steps 3000 {OUT}"
+    with running(*shlex.split(LINE.format(env="echo", more=more)), folder=folder) as ended:
+        ended.until(lambda: lines_of(folder / "out.jsonl"))
+        assert left()
+        ended.send(number)
+        ended.end()
+    until(lambda: not left(), ended.output)
+
+
+def test_a_third_interrupt_kills_also_what_does_not_answer(folder: Path) -> None:
+    more = f"--sim.seconds_per_token 0.01 --env.total_steps 30 {OUT}"
+    with running(*shlex.split(LINE.format(env="echo", more=more)), folder=folder) as stopped:
+        stopped.until(lambda: lines_of(folder / "out.jsonl"))
+        below = descendants(stopped.pid)
+        for pid in below:
+            os.kill(pid, signal.SIGSTOP)
+        for said in ("again stops at once", "again kills"):
+            stopped.send(signal.SIGINT)
+            stopped.wait_for(said)
+        stopped.send(signal.SIGINT)
+        assert stopped.end() == 1
+    assert len(below) > 2
+    until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in below), stopped.output)
+
+
 @pytest.mark.parametrize(
     ("broken", "kind", "words"),
     [
@@ -255,6 +332,32 @@ def test_a_bug_of_the_environment_ends_each_group_at_its_first_occurrence(
     failed = [line["rollout_id"] for line in failures if line["event"] == "rollout_failed"]
     assert 1 <= len(failed) == len(set(failed))  # none is tried again
     assert len(failed) < 60  # of 80: the run ended early
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("tasks", "setup", "on_answer", "score"),
+        *(
+            pytest.param(one, marks=pytest.mark.thorough)
+            for one in ("rollout", "services", "prepare_scoring")
+        ),
+    ],
+)
+def test_an_environment_that_exits_is_told_so_and_ends_the_run_as_failed(
+    process: Process, place: str
+) -> None:
+    said = process(
+        f"--env.at {place}",
+        status=2 if place in ("tasks", "prepare_scoring") else 1,
+        env="quitting",
+    )
+    assert "SystemExit" in said.splitlines()[-1] and "quitting.py:12" in said.splitlines()[-1]
+
+
+def test_a_run_whose_few_groups_all_failed_ends_as_failed(process: Process) -> None:
+    said = process("--env.broken raises --env.tasks_in_all 2 --rollouts.max_attempts 1", status=1)
+    assert "The last 2 groups were all dropped, most of them as incomplete: " in said
 
 
 def test_what_failed_once_and_a_flaky_engine_cost_no_group(process: Process, folder: Path) -> None:

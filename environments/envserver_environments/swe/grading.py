@@ -10,12 +10,14 @@ Raises SandboxError if the sandbox failed: that says nothing about the patch.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import hmac
 import json
 import secrets
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,8 @@ class Verdict:
         refused: why the patch was not tried ("" if it was): see PatchError, and "empty", "fraud".
         tampered: what was wrong with the run ("" if nothing): "exit", "sentinels", "seal", "order".
         dropped: changes that do not count.
-        suspicions: kinds of suspicious code in the changes that count.
+        suspicions: kinds of suspicious code in the changes that count; "replacing": functions of
+            others that were replaced.
         killed_by: the limit that ended the tests, "" if none.
         plain: the tests were run as they are, with their answers beside the code.
         compared: see HiddenTests; those of the passed tests.
@@ -166,6 +169,38 @@ async def grade(
         return verdict
     run = _Run(tests, tree)
     verdict.plain = run.plain
+    result = await _run_tests(run, patched, sandboxes, limits, container)
+    verdict.killed_by = result.killed_by
+    verdict.seconds = result.usage.wall_seconds
+    verdict.tampered, verdict.passed = run.read(result)
+    verdict.compared = run.compared
+    clean = not (verdict.tampered or result.killed_by or result.truncated)
+    verdict.solved = clean and verdict.passed >= set(tests.ids)
+    if verdict.solved and run.replaced:
+        golds = _Run(tests, tree)
+        golds.read(await _run_tests(golds, _solved(tree, tests), sandboxes, limits, container))
+        if replaced := run.replaced - golds.replaced:
+            verdict.suspicions["replacing"] += len(replaced)
+            verdict.refused, verdict.solved = "fraud", False
+    return verdict
+
+
+def _gold_suspicions(tree: Tree, tests: HiddenTests) -> Counter[str]:
+    return added_suspicions(tree, _solved(tree, tests))
+
+
+def _solved(tree: Tree, tests: HiddenTests) -> Tree:
+    changes = split_protected(read_patch(tests.gold), tests.paths, tests.protected)[0]
+    return apply_changes(tree, changes)
+
+
+async def _run_tests(
+    run: _Run,
+    patched: Tree,
+    sandboxes: Sandboxes,
+    limits: SandboxLimits,
+    container: Container | None,
+) -> ExecResult:
     spec = SandboxSpec(archive=run.archive(patched), preload=GRADING_PRELOAD, limits=limits)
     if container is not None:
         archive = run.archive({**container.built, **patched})
@@ -173,24 +208,6 @@ async def grade(
             structs.replace(spec, archive=archive, preload=()), container.image, for_agent=False
         )
     python = None if container is None else container.python
-    result = await _run_tests(run, spec, python, sandboxes)
-    verdict.killed_by = result.killed_by
-    verdict.seconds = result.usage.wall_seconds
-    verdict.tampered, verdict.passed = run.read(result)
-    verdict.compared = run.compared
-    clean = not (verdict.tampered or result.killed_by or result.truncated)
-    verdict.solved = clean and verdict.passed >= set(tests.ids)
-    return verdict
-
-
-def _gold_suspicions(tree: Tree, tests: HiddenTests) -> Counter[str]:
-    changes = split_protected(read_patch(tests.gold), tests.paths, tests.protected)[0]
-    return added_suspicions(tree, apply_changes(tree, changes))
-
-
-async def _run_tests(
-    run: _Run, spec: SandboxSpec, python: str | None, sandboxes: Sandboxes
-) -> ExecResult:
     request, place = run.request(), "/work/grade"
     async with sandboxes.open(spec) as sandbox:
         if python is None:
@@ -222,6 +239,8 @@ class _Run:
         names = [*(self._veiled.renamed.get(name, name) for name in tests.ids), *self._sentinels]
         order = secrets.SystemRandom().sample(range(len(names)), len(names))
         self._numbers = dict(zip(names, order, strict=True))
+        self.replaced: frozenset[str] = frozenset()
+        """Functions and classes of others, by their full name, that were replaced meanwhile."""
 
     @property
     def compared(self) -> frozenset[int]:
@@ -281,6 +300,7 @@ class _Run:
         confined = "." if self._tests.hoisted else "../repo"
         conftests = ["--noconftest"] if self._tests.hoisted else []
         questions = self._veiled.questions.items()
+        own = _own_packages([*self._tree, *self._sources])
         return json.dumps(
             {
                 "key": self._key.hex(),
@@ -291,7 +311,8 @@ class _Run:
                 "answers": {n: self._encrypted(n, question) for n, question in questions},
                 "numbers": self._numbers,
                 "root": "../repo",
-                "own": sorted(_own_packages([*self._tree, *self._sources])),
+                "own": sorted(own),
+                "imports": _imports([*self._tests.files.values(), *self._sources.values()], own),
                 "files": list(dict.fromkeys(id_.split("::")[0] for id_ in self._tests.ids)),
                 "sentinels": [f"{names[0]}.py", f"{names[-1]}.py"],
                 "plugins": list(self._tests.plugins),
@@ -331,7 +352,8 @@ class _Run:
             if place != expected or ended:
                 wrong = wrong or "order"
             expected += 1
-            ended = ended or status == "end"
+            if status == "end":
+                ended, self.replaced = True, frozenset(json.loads(values))
             name = names.get(number)
             if name is not None:
                 good = status == "passed" and self._accepts(name, values)
@@ -446,6 +468,20 @@ def _value(shape: Any) -> Any:
         return read_value(shape)
     except BadValue:
         return _Unreadable()
+
+
+def _imports(sources: Iterable[str], own: set[str]) -> list[str]:
+    """Returns what test modules import and the repository does not have; some are no modules."""
+    names: set[str] = set()
+    for source in sources:
+        with suppress(SyntaxError, ValueError):  # of data, or it will not run
+            for node in ast.walk(ast.parse(source)):
+                match node:
+                    case ast.Import(names=items):
+                        names |= {item.name for item in items}
+                    case ast.ImportFrom(module=str(module), names=items, level=0):
+                        names |= {module, *(f"{module}.{item.name}" for item in items)}
+    return sorted(name for name in names if name.partition(".")[0] not in own)
 
 
 def _own_packages(paths: Iterable[str]) -> set[str]:

@@ -21,6 +21,7 @@ def main() -> None:
     import _hashlib
     import ast
     import builtins
+    import contextlib
     import functools
     import hashlib
     import importlib.machinery
@@ -148,12 +149,35 @@ def main() -> None:
 
         return functools.wraps(function)(test)
 
+    # Spaces of modules and classes that are not the repository's, and the functions and classes in
+    # them. Those that tests name are looked at after each test, all after the collection and at
+    # the end.
+    foreign: list[Any] = []
+    near: list[Any] = []
+    replaced: set[str] = set()
+
+    def keep_foreign(name: str, space: "Any", asked: bool) -> None:
+        callables = {key: value for key, value in list(space.items()) if callable(value)}
+        foreign.append((name, space, callables))
+        if asked:
+            near.append(foreign[-1])
+        for key, value in callables.items():
+            if isinstance(value, type) and value.__module__ == name:
+                keep_foreign(f"{name}.{key}", vars(value), asked)
+
+    def note_replaced(spaces: "list[Any]") -> None:
+        for name, space, callables in spaces:
+            replaced.update(
+                f"{name}.{key}" for key, value in callables.items() if space.get(key) is not value
+            )
+
     class Watch:
         def pytest_collection_modifyitems(self, items: "list[Any]") -> None:
             items[:] = [item for item in items if number_of(item) is not None]
             for item in items:
                 function = getattr(item, "function", None)
                 codes[item] = getattr(function, "__code__", None)
+            note_replaced(foreign)
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_setup(self, item: "Any") -> "Any":
@@ -181,6 +205,7 @@ def main() -> None:
             if call.excinfo is not None or outcome.outcome != "passed":
                 failed.add(item)
             if call.when == "teardown":
+                note_replaced(near)
                 passed = item in returned and item not in failed
                 told = [*state["outside"], *state["values"]]
                 values = "[" + ",".join(told) + "]" if passed else "[]"
@@ -237,7 +262,17 @@ def main() -> None:
     os.close(nowhere)
     setattr(builtins, request["seen"], veiled if request["veiled"] else seen)
     sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.path[:] = [entry for entry in sys.path if entry not in ("", root)] + roots
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", root)]
+    # Before the repository can change them; the first changes `typing` when it is imported.
+    for name in ["typing_extensions", *request["imports"]]:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType):
+            asked = name == "builtins" or name in request["imports"]
+            keep_foreign(name, vars(module), asked)
+    foreign.append(("sys.modules", sys.modules, dict(sys.modules)))
+    sys.path += roots
     sys.meta_path.insert(0, OwnPackages)
     sys.argv = ["pytest"]
     files = [os.path.join(root, name) for name in request["files"]]
@@ -246,7 +281,8 @@ def main() -> None:
     for name in request["plugins"]:
         arguments[:0] = ["-p", name]
     status = pytest.main(arguments, plugins=[Watch()])
-    report(-1, b"end", b"[]")
+    note_replaced(foreign)
+    report(-1, b"end", dumps(sorted(replaced)).encode())
     raise SystemExit(int(status))
 
 

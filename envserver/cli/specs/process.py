@@ -6,7 +6,8 @@ from ...running.run_settings import ProcessSettings
 from ..command_line import FREQUENT, CommandSpec
 
 SUMMARY = """Runs rollouts of one or more environments and writes each finished group as a line
-of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once. Written groups are
+of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once,
+a third time kills. Written groups are
 never lost."""
 
 

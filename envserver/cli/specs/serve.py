@@ -7,7 +7,8 @@ from ...running.run_settings import ServeSettings
 from ..command_line import FREQUENT, CommandSpec
 
 SUMMARY = """Runs rollouts of one or more environments and serves the groups to trainers. SIGTERM
-or Ctrl-C once finishes the open groups and stops; twice stops at once."""
+or Ctrl-C once finishes the open groups and stops; twice stops at once, a
+third time kills."""
 
 
 COMMAND: CommandSpec[MixSettings] = CommandSpec(

@@ -171,3 +171,55 @@ async def test_ordinary_tests_of_pytest(rooms: Sandboxes) -> None:
 async def test_ordinary_tests_are_not_fooled(rooms: Sandboxes, name: str) -> None:
     source = PYTEST_FILES["pkg/core.py"] + dedent(PROGRAMS[name])
     assert not (await plain(rooms, source, "test_skipped")).solved
+
+
+AREA = "import math\n\ndef area(r):\n    return {} * r * r\n"
+AREA_TESTS = {
+    "tests/test_area.py": """
+import math
+import unittest
+from math import isclose
+from pkg.area import area
+
+def test_area():
+    assert math.isclose(area(2.0), 4 * math.pi)
+
+def test_small():
+    assert isclose(area(1.0), math.pi) and not isclose(area(1.0), 4)
+
+class TestAll(unittest.TestCase):
+    def test_near(self):
+        self.assertAlmostEqual(area(1.0), math.pi)
+"""
+}
+REPLACING = {
+    "attribute": "math.isclose = lambda *a, **k: True",
+    "setattr": "setattr(math, 'is' + 'close', lambda *a, **k: True)",
+    "dictionary": "vars(math).update(isclose=lambda *a, **k: True)",
+    "module": "import sys\nclass Fake: pi, isclose = 4, max\nsys.modules['math'] = Fake",
+    "method": "import importlib as i\nt = i.import_module('unit' + 'test')\n"
+    "t.TestCase.assertAlmostEqual = lambda *a, **k: None",
+    "library": "import numpy\nnumpy.isclose = lambda *a, **k: True",
+    "at the call": "def area(r):\n    math.isclose = max\n    return math.pi * r * r",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("replacing", REPLACING.values(), ids=REPLACING)
+async def test_who_replaces_what_tests_import_is_not_paid_unless_gold_does_it(
+    rooms: Sandboxes, monkeypatch: pytest.MonkeyPatch, replacing: str
+) -> None:
+    monkeypatch.setattr(grading, "FRAUD", frozenset())  # whatever words are found in its source
+    tree = tree_of({"pkg/__init__.py": "", "pkg/area.py": AREA.format("3")})
+    right = AREA.format("math.pi")
+    files = {"tests/test_area.py": AREA_TESTS["tests/test_area.py"] + "\nimport numpy\n"}
+
+    async def graded(source: str, gold: str) -> Verdict:
+        ids = tuple(f"tests/test_area.py::{name}" for name in ("test_area", "TestAll::test_near"))
+        tests = HiddenTests(files, ids, (), edited(tree, pkg__area_py=gold), hoisted=False)
+        return await grade(tree, edited(tree, pkg__area_py=source), tests, rooms, LIMITS)
+
+    assert (await graded(right, right)).solved
+    both = f"{right}\n{replacing}\n"
+    verdict = await graded(both, right)
+    assert not verdict.solved and verdict.refused == "fraud" and verdict.suspicions["replacing"]
+    assert (await graded(both, both)).solved

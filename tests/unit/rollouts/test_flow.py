@@ -214,7 +214,7 @@ def test_other_reasons_not_to_deliver_a_group() -> None:
     assert "--env.max_token_length" in long.message
 
 
-AWAY, REFUSED = EngineUnavailable("away"), EngineRefused("no such field")
+AWAY, REFUSED = EngineUnavailable("away"), EngineRefused("no such field", status=400)
 GONE, NO_ROOM = SandboxLost("it is gone"), SandboxUnavailable("no room")
 RAISED, LIMITED = AgentError("KeyError: 'x'"), LimitReached("no turns are left", limit="turns")
 
@@ -265,25 +265,26 @@ def test_what_is_the_models_is_scored_and_nothing_else(attempt: ProxyAttempt, li
         assert type(error) is limit
 
 
-def over_bound(attempt: ProxyAttempt, *, spoke: bool = True) -> ProxyAttempt:
-    attempt.flags.add("over_bound")
-    attempt.calls += [call(0, [1], [2])] if spoke else []
-    return attempt
-
-
-@pytest.mark.parametrize("posted", [RAISED, WorkerGarbage("?"), None])
-def test_who_asks_too_much_of_the_proxy_pays_for_it(posted: RolloutError | None) -> None:
+@pytest.mark.parametrize("posted", [RAISED, WorkerGarbage("?"), REFUSED, None])
+@pytest.mark.parametrize("engine", [None, REFUSED])
+def test_who_asks_too_much_of_the_proxy_or_the_engine_pays_for_it(
+    posted: RolloutError | None, engine: EngineError | None
+) -> None:
     def one() -> ProxyAttempt:
-        return ended(posted) if posted else ProxyAttempt("key", attempt_spec())
+        attempt = ended(posted, engine) if posted else ProxyAttempt("key", attempt_spec())
+        if engine is None:
+            attempt.flags.add("over_bound")
+        return attempt
 
-    assert ending_limit(over_bound(one()), "sandboxed") == "crash"
-    for attempt, isolation in (
-        (over_bound(one(), spoke=False), "sandboxed"),
-        (over_bound(one()), "dedicated"),
-    ):
-        with pytest.raises((AgentError, WorkerGarbage)):
+    def spoke(attempt: ProxyAttempt) -> ProxyAttempt:
+        attempt.calls.append(call(0, [1], [2]))
+        return attempt
+
+    assert ending_limit(spoke(one()), "sandboxed") == "crash"
+    for attempt, isolation in ((one(), "sandboxed"), (spoke(one()), "dedicated")):
+        with pytest.raises((AgentError, WorkerGarbage, EngineRefused)):
             ending_limit(attempt, isolation)  # type: ignore[arg-type]
-    without_engine = over_bound(one())
+    without_engine = spoke(one())
     without_engine.engine_failed(AWAY, recorded=False)
     with pytest.raises(RolloutError):
         ending_limit(without_engine, "sandboxed")
@@ -340,19 +341,19 @@ HUNG = WorkerHung("It went on after it was cancelled.")
         (KILLED, "crash"),
         (WorkerDied("gone", exit_code=0), "crash"),
         (HUNG, "time"),
-        (WorkerDied("our code raised", exit_code=70), None),
+        (WorkerDied("gone", exit_code=70), "crash"),
         (WorkerDied("the machine had no memory", signal="SIGKILL", out_of_memory=True), None),
         (WorkerDied("another one's", signal="SIGKILL", mate=True), None),
         (WorkerDied("nobody saw it"), None),
-        (WorkerGarbage("?"), None),
+        (WorkerGarbage("?"), "crash"),
     ],
 )
 def test_who_ends_its_worker_is_scored_ours_not(death: WorkerError, limit: str | None) -> None:
     assert limit_of_death(death, "sandboxed", spoke=True, overdue=True) == limit
     assert limit_of_death(death, "sandboxed", spoke=False, overdue=True) is None
     assert limit_of_death(death, "dedicated", spoke=True, overdue=True) is None
-    if death is HUNG:  # a worker that fell silent before its deadline may be ours
-        assert limit_of_death(death, "sandboxed", spoke=True, overdue=False) is None
+    early = limit_of_death(death, "sandboxed", spoke=True, overdue=False)
+    assert early == ("crash" if death is HUNG else limit)
 
 
 def test_only_the_pool_says_that_a_death_was_anothers() -> None:

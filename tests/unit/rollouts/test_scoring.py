@@ -24,7 +24,7 @@ from envserver.rollouts.scoring import ScorerPool
 from envserver.running.scoring import MAX_LINE_BYTES, Summary, run_score
 
 ENVIRONMENT = '''
-import asyncio, math, os, socket, sys, time
+import asyncio, math, os, socket, subprocess, sys, time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from envserver import Environment, Score, ScorerError, Task
@@ -60,6 +60,12 @@ class Moody(Environment):
         while "burn" in task.hidden:
             pass
         match result.output:
+            case "leave" | "leave, hang" | "leave, burn":
+                left = "while :; do :; done" if "burn" in result.output else "sleep 3600; :"
+                subprocess.run(["sh", "-c", 'setsid sh -c "$0" $1 &', left, __file__], env={})
+                Path(__file__).with_name("hanging").touch()
+                if result.output != "leave":
+                    time.sleep(3600)
             case "hang":
                 Path(__file__).with_name("hanging").touch()
                 time.sleep(3600)
@@ -276,7 +282,7 @@ async def main(environment, hanging):
         score = await pool.score(Task("t", {}), Result(output="pid"))
         print(int(score.metrics["pid"]), flush=True)
         asked = asyncio.create_task(pool.score(Task("t", {}), Result(output=sys.argv[2])))
-        while sys.argv[2] == "hang" and not hanging.exists():
+        while "hang" in sys.argv[2] and not hanging.exists():
             await asyncio.sleep(0.01)
         os.kill(os.getpid(), 9)
 
@@ -285,14 +291,38 @@ asyncio.run(main(sys.argv[1], Path(sys.argv[1]).with_name("hanging")))
 
 
 @pytest.mark.usefixtures("hanging")
-@pytest.mark.parametrize("output", ["right", "hang"])
+@pytest.mark.parametrize("output", ["right", "hang", "leave, hang"])
 async def test_scorers_end_with_their_server(moody: str, output: str) -> None:
     command = [sys.executable, "-c", KILLED, moody, output]
     done = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=PATIENCE
     )
     pid = int(done.stdout)
-    await until(lambda: not Path(f"/proc/{pid}").exists())
+    await until(lambda: not Path(f"/proc/{pid}").exists() and not left_behind(moody))
+
+
+async def test_what_a_score_starts_ends_with_it_and_its_cpu_seconds_count(
+    moody: str, hasty: str
+) -> None:
+    """Also a process in a session of its own, whose parent has ended, without any variables."""
+    async with ScorerPool(hasty, {}, 1) as pool:
+        with pytest.raises(ScorerError, match="longer than 3 seconds"):
+            await pool.score(TASK, Result(output="leave, hang"))
+        assert not left_behind(hasty)
+    async with ScorerPool(moody, {}, 2) as pool:
+        burnt, *others = await rewards_or_errors(pool, ["leave, burn", "right", "right"])
+        assert burnt == Score(reward=0.0, metrics={"scorer_killed": 1.0})
+        assert others == [Score(reward=1.0)] * 2
+        assert not left_behind(moody)
+        assert await pool.score(TASK, Result(output="leave")) == Score(reward=0.0)
+        assert left_behind(moody)
+    assert not left_behind(moody)
+
+
+def left_behind(path: str) -> list[str]:
+    """The commands that the environment at `path` started and that run."""
+    listed = subprocess.run(["ps", "-wweo", "stat=,args="], capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if line.endswith(path) and line[0] != "Z"]
 
 
 async def score_lines(
