@@ -170,6 +170,8 @@ def _keep(scorer: int, channel: socket.socket) -> NoReturn:
     ends.register(os.pidfd_open(scorer), select.POLLIN)
     ends.register(channel, 0)  # that is, POLLHUP
     while not ends.poll(_LOOK_MILLISECONDS):
+        if _most_cpu_seconds.value == math.inf:
+            continue  # no score runs: an idle scorer costs next to nothing
         if linux.cpu_seconds(os.getpid()) > _most_cpu_seconds.value:
             os.kill(scorer, signal.SIGXCPU)
         for orphan in set(linux.children()) - {scorer}:
