@@ -8,7 +8,8 @@
 In: git's changes and `tests/gate.toml`, which names for each group of long tests the rooms that it
 depends on. Out: `make test`, then the chosen groups, after the peers that they ask for were
 installed. A change of what all tests share, or of a path that no group and no pattern of gate.toml
-knows, runs everything.
+knows, runs everything. Property tests try as many examples as in `make test`; the nightly jobs
+(`--peer`, `make test-all`) try all.
 
 A passed commit is remembered in a file of the user's cache; those in `.ci/passed` count, too.
 """
@@ -176,9 +177,9 @@ def _make(*words: str) -> None:
         sys.exit(status)
 
 
-def _pytest(files: Iterable[str], marks: str) -> None:
+def _pytest(files: Iterable[str], marks: str, *, whole: bool = False) -> None:
     command = [sys.executable, "-m", "pytest", "-n", "3", "--no-loadscope-reorder", "-m", marks]
-    variables = os.environ | {"TEST_EXTENT": "whole"}
+    variables = os.environ | ({"TEST_EXTENT": "whole"} if whole else {})
     print("+", *command, "--all-peers ...", flush=True)
     done = subprocess.run([*command, "--all-peers", *files], cwd=ROOT, env=variables, check=False)
     if done.returncode not in (0, 5):  # 5: none of them is long
@@ -198,7 +199,7 @@ def _install(files: Iterable[str]) -> None:
 def _run_everything() -> None:
     _make("-j4", "--output-sync=target", "peers")
     _make("size")
-    _make("test-all", "PYTEST_FLAGS=--all-peers")
+    _pytest(["tests"], "not slow")
 
 
 def _run(choice: Choice) -> None:
@@ -228,7 +229,7 @@ def main(argv: list[str]) -> None:
         # The tests of several peers run with the first of them.
         files = [file for file in long_files() if peers_of(file)[:1] == [chosen.peer]]
         _install(files)
-        _pytest(files, "not slow and peer")
+        _pytest(files, "not slow and peer", whole=True)
     else:
         base, source = (chosen.base, "--base") if chosen.base else passed_commit()
         choice = choose(changes_since(base)) if base else Choice(everything="no commit has passed")
