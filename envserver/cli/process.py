@@ -122,8 +122,8 @@ def show_notes(
         console.say(f"{counted(groups, 'group')} in {path}")
     for counts, noun in ((tally.drops, "dropped group"), (tally.failures, "failed attempt")):
         for kind, count in sorted(counts.items()):
-            words = shorten(tally.last_words[kind], LONGEST_WORDS, placeholder=" ...")
-            console.say(f"{counted(count, noun)}: {kind} ({words})")
+            words = shorten(tally.last_words.get(kind, ""), LONGEST_WORDS, placeholder=" ...")
+            console.say(f"{counted(count, noun)}: {kind}{words and f' ({words})'}")
     for flag, count in sorted(tally.flags.items()):
         meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
         console.say(

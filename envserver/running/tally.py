@@ -115,7 +115,8 @@ class Tally:
             self.lost += event.final
         elif isinstance(event, GroupDropped):
             self.drops[event.reason] += 1
-            self.last_words[event.reason] = event.message
+            if not event.failed:  # else its failed attempts say why
+                self.last_words[event.reason] = event.message
         elif isinstance(event, GroupDelivered):
             self._add_group(event.group)
 
