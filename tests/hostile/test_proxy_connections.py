@@ -124,7 +124,17 @@ async def test_connections_that_come_and_go_harm_nobody_else(server: RolloutCont
 
 
 @in_module
-async def test_bodies_are_bounded_together(server: RolloutContext) -> None:
+async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a server that waits for as long as a busy machine needs to send them."""
+    patient = dataclasses.replace(
+        HttpBounds.of(ServerConfig()), header_seconds=PATIENCE, body_idle_seconds=PATIENCE
+    )
+    monkeypatch.setattr("envserver.running.context.serve_proxy", partial(serve_proxy, http=patient))
+    async with house() as server:
+        await bodies_are_bounded_together(server)
+
+
+async def bodies_are_bounded_together(server: RolloutContext) -> None:
     before, most = resident_bytes(), [0]
 
     async def watch() -> None:

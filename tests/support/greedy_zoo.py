@@ -39,6 +39,7 @@ class Greedy(Environment):
     def hold(self, run):
         """Holds 1,000 connections: silent ones, half a head, half a body."""
         starts = (b"", head(run, 10)[:20], head(run, 10) + b"{", head(run, 10))
+        holding, hold = os.pipe()
         for number in range(4):
             if os.fork() == 0:
                 held = []
@@ -46,7 +47,10 @@ class Greedy(Environment):
                     for _ in range(250):
                         held.append(connected(run))
                         held[-1].sendall(starts[number])
+                os.write(hold, b".")
                 time.sleep(3600)
+        for _ in starts:
+            os.read(holding, 1)
         time.sleep(self.config.hold_seconds)
         return "held"
 

@@ -353,7 +353,7 @@ class _Run:
                 wrong = wrong or "order"
             expected += 1
             if status == "end":
-                ended, self.replaced = True, frozenset(json.loads(values))
+                ended, self.replaced = True, frozenset(values.split())
             name = names.get(number)
             if name is not None:
                 good = status == "passed" and self._accepts(name, values)
