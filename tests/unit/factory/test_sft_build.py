@@ -13,10 +13,13 @@ import pytest
 from envserver_factory.sft_building.splits import split_three, split_tools_by_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.extent import examples
 from support.in_process import Run
 
 from envserver.export import problems_of
+
+CASES = cases_of(__file__)
 
 TEMPLATES = Path(__file__).with_name("templates.yaml").read_text()
 Build = Callable[..., dict[str, Any]]
@@ -230,18 +233,7 @@ def test_no_group_is_on_both_sides(groups: dict[str, list[str]], seed: int, rati
 
 # `envserver sft router|math|code`: data sets prepared for fine-tuning, and where they are put
 
-PLAN = {
-    "route_plan": ['/general-search(query="stability, größte", mode=web)', "/math(Derive it.)"],
-    "route_rationale": "Look it up, then derive.",
-    "expected_artifacts": ["- notes.md"],
-    "thinking_outline": ["1. Search", "2. Derive"],
-    "handoff_plan": "/general-search -> /math (verify: the numbers; fallback: search again)",
-    "todo_list": ["- [ ] /general-search: one source", "- [ ] /math: derive"],
-    "difficulty": "intermediate",
-    "tags": ["pde"],
-    "acceptance_criteria": ["- the limit is stated"],
-    "metrics": {"primary": ["error"]},
-}
+PLAN = CASES["plan"]
 ROUTER = "sft router rows.jsonl --out out"
 
 
