@@ -87,13 +87,7 @@ def test_what_is_no_new_package_is_refused(run: Line, tmp_path: Path, home: Path
 
 @pytest.mark.thorough
 def test_what_cannot_be_used_leaves_nothing(run: Line, tmp_path: Path, home: Path) -> None:
-    for how, why in (
-        ({"code": "import no_such_module"}, "no_such_module"),
-        (
-            {"manifest": "name: sums\nreward_range: [0, 1]\n"},
-            "reward_range of 'sums' is [0.0, 1.0], but the package says [-1.0, 1.0]",
-        ),
-    ):
+    for how, why in CASES["unusable"]:
         assert why in run.refused(f"env install {sums(tmp_path, **how)}")
     absent = sums(tmp_path, "no-such-package-anywhere")
     assert "no-such-package-anywhere" in run.refused(f"env install {absent}")

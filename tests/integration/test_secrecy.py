@@ -82,14 +82,7 @@ def test_a_service_knows_the_secret_and_a_sandboxed_worker_never_holds_it(tmp_pa
 
 # In what a server shows, writes or answers: a marker is in each place that is hidden or secret.
 
-SECRETS = {
-    "ENVSERVER_OPENAI__API_KEY": "sk-MARKER-engine-5f2b8c71",
-    "ENVSERVER_ENV__OWN_SECRET": "MARKER-own-secret",
-    "ENVSERVER_ENV__AGENTS__CRITIC__API_KEY": "MARKER-critic-key",
-    "ENVSERVER_SERVER__SSL_KEYFILE_PASSWORD": "MARKER-tls-password",
-    "HF_TOKEN": "hf_MARKERMarkerMarkerMarker",
-    "TAVILY_API_KEY": "tvly-MARKER-0123456789",
-}
+SECRETS = CASES["secrets"]
 DATABASE_PASSWORD = "canary-database-password"
 SERVE = (
     "--env loose.py --env.notes {given} --model sim --sim.latency_seconds 0 --env.group_size 2"

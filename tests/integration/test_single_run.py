@@ -58,11 +58,7 @@ def test_mistakes_are_told_in_the_words_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for more, wanted in (
-        ("", "--question is needed"),
-        ("--question a --anser b", "Did you mean --answer?"),
-        ("--question ' '", "The question is empty"),
-    ):
+    for more, wanted in CASES["refused"]:
         assert main(shlex.split(f"run --env math {SIM} {more}")) == 2
         assert wanted in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

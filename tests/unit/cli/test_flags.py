@@ -172,13 +172,7 @@ def asked(shell: str, script: str, folder: Path, environment: dict[str, str]) ->
 
 @pytest.mark.thorough
 def test_bash_completes(tmp_path: Path, shell_environment: dict[str, str]) -> None:
-    expected = {
-        "pro": ["process"],
-        "models st": ["start"],
-        "process --log_format = js": ["json"],
-        "process --env ma": ["math"],
-        "export some": ["some file.txt", "some.jsonl"],
-    }
+    expected = CASES["completed"]
     script = 'eval "$(envserver completion bash)"\n' + "".join(
         f"""
         COMP_WORDS=(envserver {line}); COMP_CWORD={len(line.split())}

@@ -125,14 +125,7 @@ def test_of_several_answers_the_one_that_the_agent_went_on_with_is_the_turn() ->
     assert answered_calls(both) == {None: [0, 3, 5, 7]}
 
 
-@pytest.mark.parametrize(
-    ("ask", "says"),
-    [
-        ("range", r"a reward of 2.25 for the agent 'one', which is outside of its reward_range"),
-        ("turn", "for turn 2 of 'one', which had 2"),
-        ("nan", r"run\.reward\(nan\): rewards are finite numbers"),
-    ],
-)
+@pytest.mark.parametrize(("ask", "says"), CASES["refused"])
 def test_a_reward_that_cannot_be_ends_the_run_and_is_not_tried_again(
     game: str, tmp_path: Path, ask: str, says: str
 ) -> None:

@@ -139,14 +139,7 @@ async def test_a_worker_has_a_directory_and_leaves_nothing(pool: LocalPool, prox
 
 
 @pytest.mark.parametrize("isolation", LEVELS)
-@pytest.mark.parametrize(
-    ("do", "facts", "output"),
-    [
-        ("os_exit", {"exit_code": 3}, "last words"),
-        ("kill_itself", {"signal": "SIGKILL"}, ""),
-        ("segfault", {"signal": "SIGSEGV"}, "Segmentation fault"),
-    ],
-)
+@pytest.mark.parametrize(("do", "facts", "output"), CASES["deaths"])
 async def test_a_death_says_how(
     pool: LocalPool, proxy: StandIn, isolation: str, do: str, facts: dict[str, Any], output: str
 ) -> None:
