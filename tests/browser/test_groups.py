@@ -30,6 +30,7 @@ from envserver_records.timings import FailedAttempt, Printed, Timing
 from playwright.sync_api import Locator, Page, Route, expect
 from support.api import Api, running_api
 from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
+from support.case_files import cases
 from support.page_house import in_a_thread
 from support.stores import group
 from support.trajectories import trajectory
@@ -45,13 +46,7 @@ HOSTILE = (
     " \x1b[31mred\x1b[0m \u202eevil\u202c \u200bunseen\u200b \x00 \U000e0041"
 )
 LONG = "A line of a very long text, which has no end.\n" * 25_000  # more than a megabyte
-ODD = [
-    {"role": 5, "name": {"a": 1}, "content": [None, 5, {"type": "text", "text": 7}]},
-    {"role": "assistant", "content": {"no": "list"}, "tool_calls": [None, "x", {"function": "f"}]},
-    {"role": "assistant", "content": None, "reasoning": ["r"], "tool_calls": {"function": {}}},
-    {"role": "tool", "tool_call_id": 7, "content": [{"type": "image_url", "image_url": 5}]},
-    {},
-]
+ODD = cases(__file__, "odd_messages.json")
 """Messages that are not as any API has them."""
 LONG_ROW = 30_000
 _ENVIRONMENTS = ("math", "code", "tau", "video")

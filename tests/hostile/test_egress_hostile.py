@@ -12,88 +12,14 @@ from typing import Any
 
 import pytest
 from support.api import requested
+from support.cases import cases_of
 
 from envserver import Settings
 from envserver.registry import find
 from envserver.rollouts.group import make_group
 from envserver.running.context import rollout_context
 
-ENVIRONMENT = '''
-import json
-
-from envserver import Environment, SandboxSpec, Score, Task
-
-FETCH = """
-import json, os, socket, urllib.error, urllib.request
-said = {}
-for name in ("api.test", "127.0.0.2", "127.0.0.1", "169.254.169.254", "other.test"):
-    try:
-        with urllib.request.urlopen(f"http://{name}:PORT/x?secret=1", timeout=20) as answer:
-            said[name] = answer.read().decode()
-    except urllib.error.HTTPError as error:
-        said[name] = error.code
-    except OSError as error:
-        said[name] = type(error).__name__
-try:
-    socket.create_connection(("127.0.0.1", PORT), timeout=5)
-    said["direct"] = "connected"
-except OSError as error:
-    said["direct"] = type(error).__name__
-"""
-
-ASK_FOR_THE_MODEL = """
-proxy = os.environ["HTTP_PROXY"]
-said["proxy"] = proxy.rpartition(":")[0]
-for path in ("/r/KEY/v1/models", "/v1/models"):
-    try:
-        request = urllib.request.Request(proxy + path, headers={"connection": "close"})
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        said[path] = opener.open(request, timeout=20).read().decode()
-    except urllib.error.HTTPError as error:
-        said[path] = error.code
-print(json.dumps(said))
-"""
-
-
-class Outgoing(Environment):
-    """Its agent fetches what the task says."""
-
-    isolation = "sandboxed"
-    egress = ["api.test:PORT", "127.0.0.2:PORT"]
-
-    def tasks(self, split):
-        yield Task("t", {})
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": "done"}]
-
-    def rollout(self, task, run):
-        run.chat_blocking([{"role": "user", "content": "?"}])
-        names = {}
-        exec(FETCH, names)
-        return names["said"]
-
-    def score(self, task, result):
-        return Score(reward=1.0)
-
-
-class Boxed(Outgoing):
-    """A program of its agent does."""
-
-    isolation = "pooled"
-    sandbox = SandboxSpec(env={"LANG": "C.UTF-8"})
-
-    def rollout(self, task, run):
-        run.chat_blocking([{"role": "user", "content": "?"}])
-        with run.open_sandbox_blocking() as sandbox:
-            code = (FETCH + ASK_FOR_THE_MODEL).replace("KEY", run.api_key)
-            result = sandbox.run_python(code)
-            shown = sandbox.exec(["sh", "-c", "env"])
-        if result.exit != 0:
-            return result.stderr.decode()
-        said = json.loads(result.stdout)
-        return said | {"key": run.api_key in shown.stdout.decode() + said["proxy"]}
-'''
+CASES = cases_of(__file__)
 
 
 @pytest.mark.parametrize("kind_name", ["Outgoing", "Boxed"])
@@ -108,7 +34,7 @@ async def test_sandboxed_code_reaches_what_is_listed_only(tmp_path: Path, kind_n
     outside = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = outside.sockets[0].getsockname()[1]
     file = tmp_path / "outgoing.py"
-    file.write_text(ENVIRONMENT.replace("PORT", str(port)))
+    file.write_text(CASES["environment"].replace("PORT", str(port)))
     reference = f"{file}:{kind_name}"
     kind = find(reference)
     settings = Settings.model_validate(

@@ -12,52 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases_of
 from support.commands import read_jsonl, typed
 from support.env_packages import home, wheel
 
 from envserver import ConfigError, registry
 from envserver.cli import main
 
+CASES = cases_of(__file__)
+
 __all__ = ["home"]
 
-CODE = '''
-import itertools
-from envserver import Environment, Score, Task
-{imports}
-
-class Sums(Environment):
-    """Adds numbers."""
-
-    name = "sums"
-    reward_range = (-1.0, 1.0)
-
-    class Config(Environment.Config):
-        largest: int = 9
-        """The largest number."""
-
-    def tasks(self, split):
-        for index in itertools.count():
-            a, b = index % self.config.largest, 2
-            hidden = {{"answer": a + b, "version": {version}}}
-            yield Task(f"sum-{{index}}", {{"question": f"{{a}}+{{b}}?"}}, hidden)
-
-    async def rollout(self, task, run):
-        reply = await run.chat([{{"role": "user", "content": task.public["question"]}}])
-        return {{"text": reply.content, "version": {version}}}
-
-    def score(self, task, result):
-        output = result.output if isinstance(result.output, dict) else {{"text": "", "version": ""}}
-        right = str(task.hidden["answer"]) in output["text"]
-        same = task.hidden["version"] == output["version"] == {version}
-        return Score(reward=float(right), metrics={{"same": float(same), "version": {number}}})
-
-    def score_group(self, task, results, scores):
-        metrics = [{{**one.metrics, "in_group": {number}}} for one in scores]
-        return [Score(reward=one.reward, metrics=more) for one, more in zip(scores, metrics)]
-
-    def demonstration(self, task):
-        return [{{"role": "assistant", "content": str(task.hidden["answer"])}}]
-'''
+CODE = CASES["code"]
 PLAIN = CODE.format(imports="", version='"1"', number="1.0")
 
 
@@ -121,13 +87,7 @@ def test_what_is_no_new_package_is_refused(run: Line, tmp_path: Path, home: Path
 
 @pytest.mark.thorough
 def test_what_cannot_be_used_leaves_nothing(run: Line, tmp_path: Path, home: Path) -> None:
-    for how, why in (
-        ({"code": "import no_such_module"}, "no_such_module"),
-        (
-            {"manifest": "name: sums\nreward_range: [0, 1]\n"},
-            "reward_range of 'sums' is [0.0, 1.0], but the package says [-1.0, 1.0]",
-        ),
-    ):
+    for how, why in CASES["unusable"]:
         assert why in run.refused(f"env install {sums(tmp_path, **how)}")
     absent = sums(tmp_path, "no-such-package-anywhere")
     assert "no-such-package-anywhere" in run.refused(f"env install {absent}")
@@ -146,39 +106,11 @@ def test_a_package_with_conflicting_versions_runs_beside_math(run: Line, tmp_pat
     assert "--env.largest" in run.refused("process --env sums --model sim --env.largest x")
 
 
-SERVED = """
-    async def rollout(self, task, run):
-        print("rollout in", sys.prefix)
-        reply = await run.chat([{"role": "user", "content": "?"}])
-        told = [await run.call_tool("double", {"of": 4}), await run.call_tool("answer", {})]
-        return {"text": reply.content, "told": told, "pid": os.getpid()}
-
-    def score(self, task, result):
-        right = result.output["told"] == [8, str(task.hidden["answer"])]
-        return Score(reward=float(right and result.output["pid"] != os.getpid()))
-
-    @asynccontextmanager
-    async def services(self):
-        async def double(arguments, caller):
-            return 2 * arguments["of"]
-        yield {"double": double}
-
-    @tool(on_server=True)
-    async def answer(self, caller: Caller) -> str:
-        'Returns the answer.'
-        return str(caller.task.hidden["answer"])
-
-    async def on_request(self, call):
-        question = {"role": "user", "content": call.caller.task.public["question"]}
-        call.change("the question", messages=[question])
-"""
-
-
 @pytest.mark.thorough
 def test_services_tools_and_hooks_run_in_an_own_interpreter(run: Line, tmp_path: Path) -> None:
     code = PLAIN.replace("import itertools", "import itertools, os, sys", 1)
     imports = "from contextlib import asynccontextmanager\nfrom envserver import Caller, tool\n"
-    code = code.replace("    def score_group", SERVED + "\n    def score_group", 1)
+    code = code.replace("    def score_group", CASES["served"] + "\n    def score_group", 1)
     run(f"env install {sums(tmp_path, code=imports + code)} --interpreter own")
     flags = "--env.total_steps 2 --env.group_size 2"
     run(f"process --env sums --model sim --out out.jsonl {flags}")
@@ -350,47 +282,6 @@ VERSION = {version}
 def load(name):
     return {{"question": "Which version of " + name + "?", "answer": str(VERSION)}}
 """
-BRIDGE = '''
-from envserver import Backend, Environment, Integration, NotFoundError, Score, Task
-
-
-def environment(name):
-    import little_gym
-
-    if name == "missing":
-        raise NotFoundError("There is no such game.")
-
-    class Played(Environment):
-        """A game of the little gym."""
-
-        def tasks(self, split):
-            loaded = little_gym.load(name)
-            yield Task("t", {"question": loaded["question"]}, {"answer": loaded["answer"]})
-
-        async def rollout(self, task, run):
-            import little_gym
-            await run.chat([{"role": "user", "content": task.public["question"]}])
-            return str(little_gym.VERSION)
-
-        def score(self, task, result):
-            return Score(reward=float(result.output == task.hidden["answer"]))
-
-    Played.name = "gym_" + name
-    return Played
-
-
-def backend(name, packages):
-    return Backend(
-        name="little-gym",
-        requirements=["little-gym==2.0"],
-        prepare="import little_gym as g; open(g.__path__[0] + '/ready', 'w').close()",
-    )
-
-
-INTEGRATION = Integration(
-    what="games of a gym", environment=environment, module="little_gym", backend=backend
-)
-'''
 
 
 @pytest.fixture
@@ -399,7 +290,7 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "site"
     info = place / "gym_bridge-1.0.dist-info"
     info.mkdir(parents=True)
-    (place / "gym_bridge.py").write_text(BRIDGE)
+    (place / "gym_bridge.py").write_text(CASES["bridge"])
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gym-bridge\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[envserver.integrations]\ngym = gym_bridge:INTEGRATION\n"

@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from support.cases import cases_of
 from support.commands import ENVSERVER, environment_variables, read_jsonl, served
 from support.extent import WHOLE, first_of
 from support.waiting import PATIENCE
+
+CASES = cases_of(__file__)
 
 ROOT = Path(__file__).parents[2]
 # The folder that each package lies in, by the project that ships it.
@@ -169,29 +172,7 @@ print(json.dumps(lacks))
 
 @pytest.mark.thorough
 def test_a_trainer_leases_learns_acknowledges_and_publishes(alone: Alone, tmp_path: Path) -> None:
-    trainer = """
-import sys
-from envserver_clients import SyncEnvClient
-from envserver_clients.compression import HAS_ZSTD
-assert not HAS_ZSTD or sys.version_info >= (3, 14)
-url, seen = sys.argv[1], set()
-with SyncEnvClient(url, run="alone", batch_size=2, keep_leases_seconds=60) as client:
-    for step in range(1, 3):  # one lease at a time
-        batch = client.lease(wait_seconds=60)
-        assert not seen & {group.group_id for group in batch.groups}
-        seen |= {group.group_id for group in batch.groups}
-        assert all(row.tokens.size == row.mask.size == row.versions.size for row in batch.rows)
-        assert any(row.mask.any() for row in batch.rows)
-        client.ack(batch, checkpoint=f"step-{step}")
-        client.publish_policy_version(step)
-    for batch in client.stream():  # as they are made
-        assert not seen & {group.group_id for group in batch.groups}
-        if any(group.policy_version == 2 for group in batch.groups):
-            client.nack(batch, reason="done")
-            break
-        client.ack(batch)
-    print(client.status()["policy_version"], len(seen))
-"""
+    trainer = CASES["trainer"]
     line = (
         "--env math --model sim --sim.latency_seconds 0 --env.group_size 2 --store groups.db"
         " --env.ensure_scores_are_not_same false"
@@ -201,24 +182,6 @@ with SyncEnvClient(url, run="alone", batch_size=2, keep_leases_seconds=60) as cl
 
 
 # A folder with packages of common names hides none of ours, and none of ours hides them.
-
-USERS_ENVIRONMENT = """
-from clients import CLIENT
-from envserver import Environment, Score, Task
-from environments import ENVIRONMENT
-from tools import TOOL
-
-
-class Mine(Environment):
-    def tasks(self, split):
-        yield Task("one", {"question": TOOL + ENVIRONMENT + CLIENT}, {})
-
-    async def rollout(self, task, run):
-        return task.public["question"]
-
-    def score(self, task, result):
-        return Score(reward=float(result.output == "my tool, my environment, my client"))
-"""
 
 
 @pytest.fixture
@@ -232,7 +195,7 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(line + "\n")
     for place in ("mine.py", "environments/mine.py"):
-        (tmp_path / place).write_text(USERS_ENVIRONMENT)
+        (tmp_path / place).write_text(CASES["users_environment"])
     return tmp_path
 
 

@@ -14,115 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases_of
 from support.commands import group_ids, read_jsonl, rollouts_of, running, typed, until
 
 from envserver.workers.linux import descendants
 
-OWN_ENVIRONMENT = '''
-import os, signal, subprocess, time
-from envserver import Environment, Score, Task
+CASES = cases_of(__file__)
 
-class Echo(Environment):
-    """Say the number; some tasks break the agent on purpose."""
-
-    class Config(Environment.Config):
-        tasks_in_all: int = 6
-        broken: str = ""
-
-    def tasks(self, split):
-        if self.config.broken == "leaves":
-            subprocess.run(["sh", "-c", "setsid sh -c 'sleep 3600; :' $0 &", __file__])
-        for n in range(self.config.tasks_in_all):
-            yield Task(f"echo-{n}", {"question": f"Say {n}."}, {"answer": str(n)})
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": task.hidden["answer"]}]
-
-    def rollout(self, task, run):
-        if self.config.broken == "raises":
-            raise ValueError("no such tool")
-        if self.config.broken == "hangs":
-            time.sleep(60)
-        if self.config.broken == "kills itself":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.config.broken == "once" and run.attempt == 1:
-            raise RuntimeError("first try")
-        run.log_metric("attempts", run.attempt)
-        try:
-            reply = run.chat_blocking([{"role": "user", "content": task.public["question"]}])
-        except Exception:
-            if self.config.broken == "swallows":
-                return "no idea"
-            raise
-        return reply.content
-
-    def score(self, task, result):
-        if self.config.broken == "unscorable":
-            return Score(reward=None)
-        return Score(reward=float(task.hidden["answer"] in (result.output or "").split()))
-'''
+OWN_ENVIRONMENT = CASES["own_environment"]
 BUG = "A bug in the environment: "
-BUGGY = """
-from envserver import ConfigError, Environment, Score, Task
-
-class Buggy(Environment):
-    class Config(Environment.Config):
-        bug: str = ""
-
-    def tasks(self, split):
-        yield from (Task(f"t{n}", {"n": n}) for n in range(20))
-
-    async def rollout(self, task, run):
-        if self.config.bug == "module":
-            import smolagents_of_nobody
-        if self.config.bug == "setup":
-            raise ConfigError("No key is set.", hint="Set one.")
-        if self.config.bug == "one task" and task.public["n"] == 0:
-            return undefined_name
-        return "" if self.config.bug != "code" else None + 1
-
-    def score(self, task, result):
-        return Score(reward=1.0 if self.config.bug != "scorer" else result.output.reward)
-"""
-QUITTING = """
-import sys
-from contextlib import asynccontextmanager
-from envserver import Environment, Score, Task
-
-class Quitting(Environment):
-    class Config(Environment.Config):
-        at: str = ""
-
-    def quit(self, place):
-        if self.config.at == place:
-            sys.exit(0)
-
-    def tasks(self, split):
-        yield from (Task(f"t{n}", {"n": n}) for n in range(2))
-        self.quit("tasks")
-
-    async def setup(self):
-        self.quit("setup")
-
-    async def rollout(self, task, run):
-        await run.chat([{"role": "user", "content": "hello"}])
-        self.quit("rollout")
-
-    async def on_answer(self, call):
-        self.quit("on_answer")
-
-    @asynccontextmanager
-    async def services(self):
-        self.quit("services")
-        yield {}
-
-    def prepare_scoring(self):
-        self.quit("prepare_scoring")
-
-    def score(self, task, result):
-        self.quit("score")
-        return Score(reward=1.0)
-"""
 LINE = "process --env {env}.py --model sim --sim.latency_seconds 0 {more}"
 OUT = "--env.data_path_to_save_groups out.jsonl"
 Process = Callable[..., str]
@@ -132,8 +32,8 @@ Process = Callable[..., str]
 def folder(tmp_path: Path) -> Path:
     """A folder with the environments."""
     (tmp_path / "echo.py").write_text(OWN_ENVIRONMENT)
-    (tmp_path / "buggy.py").write_text(BUGGY)
-    (tmp_path / "quitting.py").write_text(QUITTING)
+    (tmp_path / "buggy.py").write_text(CASES["buggy"])
+    (tmp_path / "quitting.py").write_text(CASES["quitting"])
     return tmp_path
 
 

@@ -23,6 +23,7 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 from support.api import REGISTRATION
+from support.cases import cases_of
 from support.commands import Running, read_jsonl, served, typed
 from support.installed import ASK, LOOK, ROOT, add_libraries, build_wheels, run
 from support.waiting import PATIENCE
@@ -32,87 +33,12 @@ from envserver.api.access.rules import RULES
 from envserver.sandbox import selection
 from envserver.server_config import Role
 
+CASES = cases_of(__file__)
+
 # In a worker's memory: its own attempt. No answer, no secret, nothing of another rollout.
 
 SECRET = "sk-secret-5f2b8c"
-SPIES = '''
-import hashlib, re
-from contextlib import nullcontext
-from pathlib import Path
-from envserver import Environment, Score, Services, Task
-
-CANARY = re.compile(rb"canary-[0-9a-f]{16}")
-
-def memory():
-    with open("/proc/self/mem", "rb") as memory:
-        for line in open("/proc/self/maps"):
-            found = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line)
-            if found and "[v" not in line:
-                start, end = (int(part, 16) for part in found.groups())
-                memory.seek(start)
-                try:
-                    yield memory.read(end - start)
-                except OSError:
-                    yield b"(unreadable)"
-
-class Nosy(Environment):
-    """Writes down everything that its process can see of itself."""
-
-    class Config(Environment.Config):
-        notes: Path
-
-    def tasks(self, split):
-        for n in range(3):
-            answer = hashlib.sha256(b"answer %d" % n).hexdigest()
-            yield Task(f"nosy-{n}", {"question": f"Question {n}"}, {"answer": answer})
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": "I do not say."}]
-
-    async def rollout(self, task, run):
-        await run.chat([{"role": "user", "content": task.public["question"]}])
-        with open(self.config.notes / f"{run.rollout_id}.memory", "wb") as notes:
-            notes.write(Path("/proc/self/environ").read_bytes())
-            notes.write(Path("/proc/self/cmdline").read_bytes())
-            notes.writelines(memory())
-        return "done"
-
-    def score(self, task, result):
-        return Score(reward=float(bool(task.hidden["answer"])))
-
-class Guesser(Environment):
-    """Asks about a secret that only the server has, and looks for it in all of its own memory."""
-
-    isolation = "sandboxed"
-
-    def tasks(self, split):
-        for n in range(2):
-            secret = hashlib.sha256(b"secret %d" % n).hexdigest()[:16]
-            yield Task(f"guess-{n}", {"question": "Which?"}, {"secret": f"canary-{secret}"})
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": "a"}]
-
-    def services(self):
-        return nullcontext(Services({"has": self.has}, state=lambda task: {"asked": 0}))
-
-    async def has(self, arguments, caller):
-        caller.state["asked"] += 1
-        return {"yes": arguments["text"] in caller.task.hidden["secret"], **caller.state}
-
-    async def rollout(self, task, run):
-        planted = bytearray(b"canary-") + b"0" * 16
-        reply = await run.chat([{"role": "user", "content": task.public["question"]}])
-        texts = ("canary-", reply.content)
-        answers = [await run.call_tool("has", {"text": text}) for text in texts]
-        found = set()
-        for part in memory():
-            found.update(CANARY.findall(part))
-        return {"found": sorted(one.decode() for one in found), "answers": answers}
-
-    def score(self, task, result):
-        return Score(reward=float(result.output["answers"][0]["yes"]))
-'''
+SPIES = CASES["spies"]
 LOOK_AT_MEMORY = (
     "process --env spies.py:{} --model sim --env.group_size {} --workers.heartbeat_seconds 60"
     " --env.data_path_to_save_groups out.jsonl {}"  # reading all memory holds the worker up
@@ -156,80 +82,7 @@ def test_a_service_knows_the_secret_and_a_sandboxed_worker_never_holds_it(tmp_pa
 
 # In what a server shows, writes or answers: a marker is in each place that is hidden or secret.
 
-LOOSE = '''
-from contextlib import nullcontext
-
-from pydantic import SecretStr
-
-from envserver import AgentRole, Environment, SandboxSpec, Score, Services, Task, tool
-
-
-class Loose(Environment):
-    """Knows what must not be seen, stumbles where it can, and says its key wherever it can."""
-
-    class Config(Environment.Config):
-        notes: str
-        own_secret: SecretStr = SecretStr("")
-
-    sandbox = SandboxSpec()
-
-    def agents(self):
-        return {"agent": AgentRole(), "critic": AgentRole(trained=False)}
-
-    def tasks(self, split):
-        for n in range(8):
-            hidden = {
-                "answer": f"MARKER-answer-{n}",
-                "tests": f"def test():\\n    assert f() == 'MARKER-line-{n}'\\n",
-                "nested": [{"deep": f"MARKER-deep-{n}"}],
-            }
-            yield Task(f"loose-{n}", {"question": f"Question {n}"}, hidden)
-
-    def demonstration(self, task):
-        return {"agent": [{"role": "assistant", "content": "I do not say."}]}
-
-    @tool(on_server=True)
-    async def ask(self, caller) -> str:
-        """Ask the server."""
-        return "long" if len(caller.task.hidden["answer"]) > 3 else "short"
-
-    async def rollout(self, task, run):
-        print(f"my key is {run.api_key} at {run.base_url}")
-        run.log("asking", address=run.base_url, key=run.api_key)
-        run.log_action("look", {"key": run.api_key}, "seen")
-        async with run.open_tools([self.ask]) as tools, run.open_sandbox() as sandbox:
-            await tools["ask"].function()
-            await sandbox.exec(["/bin/echo", run.api_key])
-        await run.chat([{"role": "user", "content": task.public["question"]}])
-        with open(f"{self.config.notes}/keys", "a") as notes:
-            notes.write(run.api_key + "\\n")
-        if run.attempt == 1 and run.rollout_id.endswith("r0"):
-            raise RuntimeError(f"401 for {run.base_url}: Bearer {run.api_key}")
-        return {"attempt": run.attempt, "seen": [run.api_key, run.base_url]}
-
-    def score(self, task, result):
-        first = result.output["attempt"] == 1
-        if first and task.id == "loose-1":
-            raise ValueError(f"{task.hidden}")
-        if first and task.id == "loose-2":
-            raise KeyError(task.hidden["tests"])
-        if task.id == "loose-3":
-            return Score(reward=None, error=f"not {task.hidden['nested'][0]['deep']!r}")
-        return Score(reward=float(result.output["attempt"] == 1))
-
-    def score_group(self, task, results, scores):
-        if task.id == "loose-4":
-            raise ValueError(f"{task.hidden['nested']} cannot be compared")
-        return scores
-'''
-SECRETS = {
-    "ENVSERVER_OPENAI__API_KEY": "sk-MARKER-engine-5f2b8c71",
-    "ENVSERVER_ENV__OWN_SECRET": "MARKER-own-secret",
-    "ENVSERVER_ENV__AGENTS__CRITIC__API_KEY": "MARKER-critic-key",
-    "ENVSERVER_SERVER__SSL_KEYFILE_PASSWORD": "MARKER-tls-password",
-    "HF_TOKEN": "hf_MARKERMarkerMarkerMarker",
-    "TAVILY_API_KEY": "tvly-MARKER-0123456789",
-}
+SECRETS = CASES["secrets"]
 DATABASE_PASSWORD = "canary-database-password"
 SERVE = (
     "--env loose.py --env.notes {given} --model sim --sim.latency_seconds 0 --env.group_size 2"
@@ -280,7 +133,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
     work.mkdir()
     for name in ("HF_TOKEN", "TAVILY_API_KEY"):
         monkeypatch.setenv(name, SECRETS[name])
-    (work / "loose.py").write_text(LOOSE)
+    (work / "loose.py").write_text(CASES["loose"])
     (work / ".env").write_text("".join(f"{name}={key}\n" for name, key in SECRETS.items()))
     roles: tuple[Role, ...] = ("admin", "reader", "trainer")
     tokens = {role: create_token(given / "tokens", f"a-{role}", role)[0] for role in roles}

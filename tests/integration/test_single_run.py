@@ -17,6 +17,7 @@ from envserver_environments.swe.asking import asked_task
 from envserver_records.records import Trajectory, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.commands import typed
 from support.engine_stand_in import fake_vllm
 from support.extent import examples
@@ -28,6 +29,8 @@ from envserver import InputError, Score, main
 from envserver.actions import CUT, MAX_FIELD_BYTES, MAX_STEPS, Steps, batch, encode
 from envserver.export import problems_of
 from envserver.export.unified import unified
+
+CASES = cases_of(__file__)
 
 SIM = "--model sim --sim.latency_seconds 0"
 COMMAND = "```bash\nprintf 'new\\n' > note.txt; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
@@ -55,11 +58,7 @@ def test_mistakes_are_told_in_the_words_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for more, wanted in (
-        ("", "--question is needed"),
-        ("--question a --anser b", "Did you mean --answer?"),
-        ("--question ' '", "The question is empty"),
-    ):
+    for more, wanted in CASES["refused"]:
         assert main(shlex.split(f"run --env math {SIM} {more}")) == 2
         assert wanted in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
@@ -99,43 +98,8 @@ def refuse(line: str, folder: Path) -> None:
         assert terminal.process.wait(PATIENCE) == 0
 
 
-SLOW = '''
-import time
-from envserver import Environment, Score, Task
-
-class Slow(Environment):
-    """Says what it does, and does not come to an end."""
-
-    class Config(Environment.Config):
-        worker_timeout: float = 8.0
-
-    class Question(Environment.Question):
-        steps: int = 3
-
-        def settings(self):
-            return {"max_turns": self.steps}
-
-    def tasks(self, split):
-        yield self.task_from_question(self.Question(question="?"))
-
-    def task_from_question(self, asked):
-        return Task("one", {"question": asked.question})
-
-    def rollout(self, task, run):
-        for number in range(run.max_turns):
-            run.log_action("think", {"number": number, "key": run.api_key})
-        run.chat_blocking([{"role": "user", "content": "hi"}])
-        while run.seconds_left:
-            time.sleep(0.01)
-        run.chat_blocking([{"role": "user", "content": "hi"}])
-
-    def score(self, task, result):
-        return Score(reward=len(result.actions) / 10)
-'''
-
-
 def test_what_was_done_before_the_time_was_up_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "slow.py").write_text(CASES["slow"])
     said = typed(f"run --env slow.py {SIM} --question ? --answer ! --steps 4", tmp_path).stderr
     assert "hit its limit: time" in said
     assert "Reward: 0.4" in said

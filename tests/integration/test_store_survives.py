@@ -24,11 +24,14 @@ import pytest
 from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull, StoreLost
 from envserver_records.extras import install_command
 from sqlalchemy import Engine, event
+from support.cases import cases_of
 from support.stores import group, ids, noise
 from support.waiting import PATIENCE, settled, until
 
 from envserver.store import Store, database, open_store
 from envserver.store.clock import SteadyClock
+
+CASES = cases_of(__file__)
 
 # Killed
 
@@ -150,142 +153,11 @@ async def test_a_full_file_refuses_and_goes_on(tmp_path: Path) -> None:
         assert await store.put([group("large", noise(500_000))]) == [True]
 
 
-_FILL = """
-import asyncio, os, sys
-from pathlib import Path
-from envserver_records.errors import StoreFull
-from envserver.store import GroupPut, open_store
-
-def group(name):
-    return GroupPut(group_id=name, env="e", format="group", body=os.urandom(50_000),
-                    size=1, tokens=1, max_length=1)
-
-async def fill(store, accepted):
-    for index in range(1_000):
-        bodies = [group(f"g{index}-{part}") for part in range(4)]
-        results = await asyncio.gather(*[store.put([one]) for one in bodies],
-                                       return_exceptions=True)
-        accepted |= {one.group_id: one.body
-                     for one, result in zip(bodies, results) if result == [True]}
-        wrong = [r for r in results if r != [True] and not isinstance(r, StoreFull)]
-        assert not wrong, wrong
-        if any(isinstance(result, StoreFull) for result in results):
-            return
-    raise AssertionError("the disk never got full")
-
-async def check(store, accepted):
-    names = [row.group_id for row in await store.pending()]
-    assert set(names) == set(accepted), (len(names), len(accepted))
-    assert await store.bodies(names) == [accepted[name] for name in names]
-    assert (await store.counts())["queued"] == len(accepted)
-
-async def main(folder):
-    ballast = folder / "ballast"
-    ballast.write_bytes(bytes(4_000_000))
-    accepted = {}
-    async with open_store(folder / "store.db") as store:
-        await fill(store, accepted)
-        await check(store, accepted)
-        ballast.unlink()
-        later = group("later")
-        assert await store.put([later]) == [True]
-        accepted["later"] = later.body
-    async with open_store(folder / "store.db") as store:
-        await check(store, accepted)
-    print("whole")
-
-asyncio.run(main(Path(sys.argv[1])))
-"""
-_DRAIN = """
-import asyncio, random, sys
-from pathlib import Path
-
-import httpx
-import orjson
-
-from envserver.running.api_serving import api_serving
-from envserver.running.run_settings import RunApiSettings
-
-disk = Path(sys.argv[1])
-settings = RunApiSettings.model_validate(
-    {"store": str(disk / "store.db"), "server": {"port": 0}}
-)
-
-def post():
-    rows = [random.choices(range(10**8, 10**9), k=4_000) for _ in range(4)]
-    return orjson.dumps({"tokens": rows, "masks": rows, "scores": [0, 1, 0, 1]})
-
-async def fill(http):
-    accepted = 0
-    while True:
-        answers = await asyncio.gather(*[http.post("/scored_data", content=post())
-                                         for _ in range(8)])
-        accepted += sum(answer.status_code == 200 for answer in answers)
-        full = [answer for answer in answers if answer.status_code != 200]
-        if full:
-            assert {answer.status_code for answer in full} == {507}, full
-            later = await http.post("/scored_data", content=post())
-            assert later.status_code == 507, later.text
-            assert "leases and acks go on" in later.json()["detail"]
-            return accepted
-
-async def disk_part(http):
-    ready = await http.get("/readyz")
-    assert ready.status_code == 200, ready.text
-    return ready.json()["status"], ready.json()["parts"]["disk"]["state"]
-
-async def lease(http):
-    answer = await http.post("/v1/runs/late/lease", json={"max_groups": 32})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-async def end(http, found, how):
-    body = {"lease_id": found["lease_id"]}
-    answer = await http.post(f"/v1/runs/late/{how}", json=body)
-    assert answer.is_success, answer.text
-
-async def main():
-    drained = 0
-    async with api_serving(settings) as url, httpx.AsyncClient(base_url=url) as http:
-        assert await disk_part(http) == ("ok", "ready")
-        (disk / "ballast").write_bytes(bytes(75_000_000))
-        accepted = await fill(http)
-        assert await disk_part(http) == ("limited", "limited")
-        metrics = (await http.get("/metrics")).text
-        assert 'envserver_part_ready{part="disk"} 0.0' in metrics
-        created = await http.post("/v1/runs", json={"name": "late", "batch_size": 4})
-        assert created.status_code == 201, created.text
-        await end(http, await lease(http), "nack")
-        for _ in range(3):
-            found = await lease(http)
-            drained += len(found["groups"])
-            await end(http, found, "ack")
-    # A restart changes nothing: the disk is still full.
-    async with api_serving(settings) as url, httpx.AsyncClient(base_url=url) as http:
-        accepted += await fill(http)
-        assert (await disk_part(http))[1] == "limited"
-        while drained < accepted / 2:
-            found = await lease(http)
-            drained += len(found["groups"])
-            await end(http, found, "ack")
-        # Retention removes what was acknowledged, and new groups take its place.
-        while (await http.post("/scored_data", content=post())).status_code == 507:
-            await asyncio.sleep(0.2)
-        assert (await disk_part(http))[1] == "limited"
-        (disk / "ballast").unlink()
-        while (await disk_part(http))[1] == "limited":
-            await asyncio.sleep(0.2)
-    print("whole")
-
-asyncio.run(main())
-"""
-
-
 @pytest.mark.parametrize(
     ("program", "megabytes"),
     [
-        pytest.param(_FILL, 16, id="store"),
-        pytest.param(_DRAIN, 128, id="server", marks=pytest.mark.thorough),
+        pytest.param(CASES["fill"], 16, id="store"),
+        pytest.param(CASES["drain"], 128, id="server", marks=pytest.mark.thorough),
     ],
 )
 def test_a_full_disk_refuses_is_drained_and_takes_groups_when_there_is_space(

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 from support.backends import install
+from support.cases import cases_of
 from support.commands import envserver, read_jsonl, rollouts_of
 
 from envserver import ConfigError
+
+CASES = cases_of(__file__)
 
 Json = dict[str, Any]
 
@@ -139,37 +142,8 @@ def test_a_world_of_gymnasium_rewards_each_step(games_python: Path, place: Path)
         assert one["agent_metrics"]["return"] == -8
 
 
-WORLD = """
-import gymnasium
-from gymnasium.spaces import Text
-
-
-class Echo(gymnasium.Env):
-    \"\"\"Say the word that is shown, three times.\"\"\"
-
-    observation_space = action_space = Text(20)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.left = 3
-        return self._next(), {}
-
-    def _next(self):
-        self.word = str(self.np_random.choice(["left", "right"]))
-        return "Say " + self.word
-
-    def step(self, action):
-        reward = float(action == self.word) / 3
-        self.left -= 1
-        return self._next(), reward, self.left == 0, False, {}
-
-
-gymnasium.register("Echo-v0", Echo)
-"""
-
-
 def test_a_text_world_of_the_users_own_file(games_python: Path, place: Path) -> None:
-    (place / "echo_world.py").write_text(WORLD)
+    (place / "echo_world.py").write_text(CASES["world"])
     settings = {"moves": ["left"], "prompt": "{observation}!"}
     groups = played(games_python, f"gymnasium:{place}/echo_world.py:Echo-v0", settings, place, 3)
     # The same file, named as Gymnasium names a module.

@@ -10,58 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases_of
 from support.commands import envserver, read_jsonl
 from support.relay import begins_a_row, relay, sampled, trained
 from support.vllm_server import VllmServer
 
+CASES = cases_of(__file__)
+
 pytestmark = pytest.mark.vllm
 
-HELD = r'''
-from collections import Counter
-
-
-class Held:
-    """A run whose agents say something of the form of their turn."""
-
-    def __init__(self, run, turns):
-        self.run, self.turns, self.asked = run, turns, Counter()
-
-    def __getattr__(self, name):
-        return getattr(self.run, name)
-
-    async def chat(self, messages, *, agent, **how):
-        form = self.turns[agent][self.asked[agent]]
-        self.asked[agent] += 1
-        return await self.run.chat(
-            messages, agent=agent, structured_outputs={"regex": form}, **how
-        )
-
-
-def call(name, arguments=""):
-    head = r'<tool_call>\{"name": "' + name + r'", "arguments": \{'
-    return head + arguments + r"\}\}</tool_call>"
-
-
-from envserver_environments.tau.env import Tau
-
-WORDS = "[a-z]{3,8} [a-z]{3,8}"
-TURNS = {
-    "user": [WORDS, call("check_notifications"), WORDS, "###STOP###"],
-    "agent": [
-        call("get_users"),
-        WORDS,
-        call("update_task_status", r'"task_id": "t1", "status": "(pending|completed)"'),
-        WORDS,
-    ],
-}
-
-
-class HeldTau(Tau):
-    """`tau` with models that obey."""
-
-    async def rollout(self, task, run):
-        return await super().rollout(task, Held(run, TURNS))
-'''
 DONE = {"name": "update_task_status", "arguments": {"task_id": "t1", "status": "completed"}}
 
 
@@ -92,7 +49,7 @@ def test_each_side_of_a_talk_is_one_exact_sequence(
 ) -> None:
     """The customer is played by the model, too."""
     path = tmp_path / "held.py"
-    path.write_text(HELD)
+    path.write_text(CASES["held"])
     with relay(vllm_server.root_url) as (url, echoes):
         ran = envserver(
             "process", "--env", f"{path}:HeldTau", "--env.domain", "mock",

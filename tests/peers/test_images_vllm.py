@@ -19,6 +19,7 @@ import httpx
 import pytest
 from envserver_clients.records import ClientGroup
 from PIL import Image
+from support.cases import cases_of
 from support.films import film
 from support.foreign_trainers import told
 from support.learning import variables
@@ -28,82 +29,9 @@ from support.waiting import PATIENCE
 import envserver
 from envserver import Group, pack
 
+CASES = cases_of(__file__)
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-ENVIRONMENT = """
-import base64, struct, zlib
-
-from envserver import Environment, Score, Task
-
-
-def png(width, height, red, green):
-    rows = b"".join(
-        b"\\0" + bytes(v for x in range(width) for v in (red, (x * 5 + y) % 256, green))
-        for y in range(height)
-    )
-    def chunk(kind, data):
-        end = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + end
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    return b"\\x89PNG\\r\\n\\x1a\\n" + chunks
-
-
-def part(data):
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-class Pictures(Environment):
-    def tasks(self, split):
-        for number in range(2):
-            yield Task(f"p{number}", {"red": 60 * number})
-
-    async def rollout(self, task, run):
-        first = part(png(112, 84, task.public["red"], 10))
-        second = part(png(56, 112, 200, task.public["red"]))
-        said = [{"role": "user", "content": [first, {"type": "text", "text": "What is it?"}]}]
-        reply = await run.chat(said, max_tokens=16)
-        said += [reply.message, {"role": "user", "content": [
-            {"type": "text", "text": "And now?"}, second, first]}]
-        reply = await run.chat(said, max_tokens=16)
-        said += [reply.message, {"role": "user", "content": "Go on."}]
-        reply = await run.chat(said, max_tokens=16)
-        return reply.content
-
-    def score(self, task, result):
-        return Score(reward=0.5)
-"""
-TRANSFORMERS = """
-import io, json, sys
-from pathlib import Path
-import torch
-from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
-
-torch.set_num_threads(1)
-model = AutoModelForImageTextToText.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-processor = AutoProcessor.from_pretrained(sys.argv[1])
-rows = json.loads(Path(sys.argv[2]).read_text())
-found = {"largest": 0.0, "tokens": 0, "grids": True, "blind": 0.0}
-for row in rows:
-    images = [Image.open(io.BytesIO(bytes.fromhex(data))).convert("RGB") for data in row["images"]]
-    made = processor.image_processor(images=images, return_tensors="pt")
-    ids = torch.tensor([row["tokens"]])
-    more = {name: made[name] for name in ("pixel_values", "pixel_attention_mask", "image_grid_thw")
-            if name in made}
-    if "image_grid_thw" in made:
-        found["grids"] &= made["image_grid_thw"].tolist() == row["grids"]
-        more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-    with torch.no_grad():
-        seen = model(input_ids=ids, **more).logits.float().log_softmax(-1)[0]
-        blind = model(input_ids=ids).logits.float().log_softmax(-1)[0]
-    for at, said in row["logprobs"].items():
-        token = row["tokens"][int(at)]
-        found["largest"] = max(found["largest"], abs(float(seen[int(at) - 1, token]) - said))
-        found["blind"] = max(found["blind"], abs(float(blind[int(at) - 1, token]) - said))
-        found["tokens"] += 1
-print(json.dumps(found))
-"""
 
 
 @contextlib.contextmanager
@@ -143,7 +71,7 @@ def test_a_conversation_with_pictures_is_exact(
     server: VllmServer, vllm_python: Path, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     environment = tmp_path / "pictures.py"
-    environment.write_text(ENVIRONMENT)
+    environment.write_text(CASES["environment"])
     out = tmp_path / "out.jsonl"
     groups: list[Group] = list(
         envserver.groups(
@@ -198,7 +126,13 @@ def test_a_conversation_with_pictures_is_exact(
         )
     )
     found = told(
-        vllm_python, "-c", TRANSFORMERS, server.model_folder, held, env=variables(), seconds=None
+        vllm_python,
+        "-c",
+        CASES["transformers"],
+        server.model_folder,
+        held,
+        env=variables(),
+        seconds=None,
     )
     tell(
         f"{server.model_folder.parent.name}: {found['tokens']} sampled tokens after pictures; "
@@ -214,35 +148,6 @@ def test_a_conversation_with_pictures_is_exact(
 # Frames of a video: the rows have the frames that the model saw
 
 
-HELD = r'''
-from envserver_environments.video.env import Video
-
-VIEW = r'TOOL_CALL: \{"tool": "view_frames", "args": \{"t0": [0-3], "t1": [4-6]\}\}'
-TURNS = [VIEW, VIEW, "FINAL: [ABC]"]
-
-
-class Held:
-    """A run whose agent says something of the form of its turn."""
-
-    def __init__(self, run):
-        self.run, self.turn = run, iter(TURNS)
-
-    def __getattr__(self, name):
-        return getattr(self.run, name)
-
-    async def chat(self, messages, **how):
-        how["structured_outputs"] = {"regex": next(self.turn)}
-        return await self.run.chat(messages, **how)
-
-
-class HeldVideo(Video):
-    """`video` with a model that obeys."""
-
-    async def rollout(self, task, run):
-        return await super().rollout(task, Held(run))
-'''
-
-
 def test_a_model_asks_for_frames_by_the_tool(vllm_python: Path, tmp_path: Path) -> None:
     """Two groups of two rollouts about one film of six seconds."""
     pytest.importorskip("av")
@@ -252,7 +157,7 @@ def test_a_model_asks_for_frames_by_the_tool(vllm_python: Path, tmp_path: Path) 
     questions = ("What is first?", "What is last?")
     rows.write_text("".join(json.dumps({**row, "question": one}) + "\n" for one in questions))
     held = tmp_path / "held.py"
-    held.write_text(HELD)
+    held.write_text(CASES["held"])
     with seeing(vllm_python, tmp_path, "qwen2_5_vl") as server:
         groups: list[Group] = list(
             envserver.groups(

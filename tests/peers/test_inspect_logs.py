@@ -15,6 +15,7 @@ from envserver_records.records import Group, Score, Trajectory
 from envserver_records.timings import Timing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.commands import environment_variables, envserver
 from support.extent import examples
 from support.foreign_trainers import ROOT
@@ -22,6 +23,8 @@ from support.trajectories import trajectories, trajectory
 from support.waiting import PATIENCE
 
 from envserver.export.jsonl import group_line
+
+CASES = cases_of(__file__)
 
 # Commands in the Python where inspect-ai is, and what Inspect itself makes of a log
 
@@ -47,20 +50,7 @@ from inspect_ai.log import EvalLog, write_eval_log
 for path in sys.argv[1:]:
     write_eval_log(EvalLog.model_validate_json(sys.stdin.readline()), path)
 """
-MESSAGES = """
-import json, sys
-sys.path[:0], ours = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-sys.path += ours
-from envserver.export.inspect_messages import inspect_message, message_of
-from inspect_ai.model import ChatMessage
-from pydantic import TypeAdapter
-adapter = TypeAdapter(ChatMessage)
-for line in sys.stdin:
-    made = inspect_message(json.loads(line), "m-1")
-    back = message_of(adapter.validate_json(adapter.dump_json(made)))
-    sys.stdout.write(json.dumps(back) + chr(10))
-    sys.stdout.flush()
-"""
+MESSAGES = CASES["messages"]
 """Turns each message into Inspect's JSON and back."""
 
 
@@ -299,21 +289,7 @@ def test_each_message_comes_back(converter: subprocess.Popen[str], message: dict
 
 
 def test_logs_of_others_and_broken_ones(inspect_python: Path, tmp_path: Path) -> None:
-    sample = {
-        "id": "capital-1",
-        "epoch": 1,
-        "input": "The capital of France?",
-        "target": "Paris",
-        "messages": [
-            {"role": "user", "content": "The capital of France?"},
-            {"role": "assistant", "content": "Paris."},
-        ],
-        "output": {
-            "model": "m",
-            "choices": [{"message": {"role": "assistant", "content": "Paris."}}],
-        },
-        "scores": {"match": {"value": "C"}},
-    }
+    sample = CASES["sample"]
     broken = {**sample, "id": "capital-2", "store": {"envserver": {"tokens": []}}}
     spec = {
         "created": "2026-01-01T00:00:00+00:00",

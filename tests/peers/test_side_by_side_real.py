@@ -18,16 +18,7 @@ def blocks(section: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    ("section", "number", "peer"),
-    [
-        ("verifiers", 0, "verifiers_classic_python"),
-        ("verifiers", 1, "verifiers_v1_python"),
-        ("TRL", 0, "learn_python"),
-        ("Atropos", 0, "atropos_python"),
-        ("OpenEnv", 0, "openenv_python"),
-    ],
-)
+@pytest.mark.parametrize(("section", "number", "peer"), CHECKS["blocks"])
 def test_the_block_does_what_it_says(
     section: str, number: int, peer: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from support.cases import cases_of
 from support.fleets import attributed, fleet_house, versioned_vllm
 from support.foreign_trainers import told
 from support.learning import variables
@@ -26,6 +27,8 @@ from envserver.models.probe import probe
 from envserver.proxy.capabilities import Capabilities, capabilities_of
 from envserver.tokens import build
 from envserver.tokens_config import TokensConfig
+
+TABLES = cases_of(__file__)
 
 pytestmark = pytest.mark.vllm
 
@@ -147,48 +150,6 @@ def test_a_conversation_is_one_row_and_a_request_may_switch_back(learning_vllm: 
 
 
 TEMPERATURE = 0.7
-ENVIRONMENT = """
-from envserver import Environment, Score, Task
-
-
-class Babble(Environment):
-    def tasks(self, split):
-        for number in range(2):
-            yield Task(f"b{number}", {"question": f"Say something about {number}."})
-
-    async def rollout(self, task, run):
-        said = [{"role": "user", "content": task.public["question"]}]
-        for _ in range(2):
-            reply = await run.chat(said, max_tokens=24)
-            said += [reply.message, {"role": "user", "content": "Go on."}]
-        return reply.content
-
-    def score(self, task, result):
-        return Score(reward=0.5)
-"""
-TRAINER = """
-import dataclasses, json, sys
-from pathlib import Path
-import numpy as np
-import torch
-from envserver_clients.records import ClientGroup
-from envserver_clients.training.examples import ExampleSettings, examples_of
-from envserver_clients.training.learner import Learner, StepSettings
-from envserver_clients.training.policy import Policy
-
-torch.set_num_threads(1)
-model, *files = sys.argv[1:]
-groups = [
-    ClientGroup(path, "babble", "group", -1, memoryview(Path(path).read_bytes())) for path in files
-]
-made = examples_of(groups, 0, ExampleSettings(keep_zero=True, learn_truncated=True))
-plain = [
-    dataclasses.replace(one, temperatures=np.ones(len(one.tokens), np.float32))
-    for one in made.examples
-]
-steps = [Learner(Policy(model), StepSettings()).step(rows) for rows in (made.examples, plain)]
-print(json.dumps({"batch": made.numbers, "warm": steps[0], "plain": steps[1]}))
-"""
 
 
 def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
@@ -196,7 +157,7 @@ def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
 ) -> None:
     learning_vllm.begin_anew(tmp_path)
     environment = tmp_path / "babble.py"
-    environment.write_text(ENVIRONMENT)
+    environment.write_text(TABLES["environment"])
     groups: list[Group] = list(
         envserver.groups(
             str(environment),
@@ -219,7 +180,7 @@ def test_rows_say_how_they_were_sampled_and_the_trainer_computes_the_same(
     found = told(
         learn_python,
         "-c",
-        TRAINER,
+        TABLES["trainer"],
         learning_vllm.model_folder,
         *files,
         env=variables(),

@@ -24,7 +24,10 @@ from envserver_local.sampling import Settings, chosen, filtered
 from envserver_records.errors import ConfigError, InputError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from support.cases import cases_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+CASES = cases_of(__file__)
 
 # Sums in another order differ by up to 1e-5, by the processor; what is computed wrongly by more.
 TOLERANCE = 5e-5
@@ -171,16 +174,7 @@ def test_logprobs_are_from_before_or_after_temperature_and_filters(
     assert warm.logprobs == pytest.approx(of_ids(logits, warm).tolist(), abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("limits", "kept"),
-    [
-        ({}, [0, 1, 2, 3]),
-        ({"top_k": 2}, [0, 1]),
-        ({"top_p": 0.7}, [0, 1]),
-        ({"min_p": 0.25}, [0, 1, 2]),
-        ({"top_k": 3, "top_p": 0.6}, [0, 1]),
-    ],
-)
+@pytest.mark.parametrize(("limits", "kept"), CASES["filters"])
 def test_filters_keep_what_they_say(limits: dict[str, float], kept: list[int]) -> None:
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None]
     every = {"top_k": 1 << 60, "top_p": 1.0, "min_p": 0.0, **limits}

@@ -10,7 +10,10 @@ import torch
 from envserver_factory import Recipe, Vector, merge
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from support.cases import cases_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+CASES = cases_of(__file__)
 
 
 def model(seed: int) -> LlamaForCausalLM:
@@ -41,17 +44,7 @@ def assert_merged(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"lora_alpha": 16},
-        {"lora_alpha": 16, "use_rslora": True},
-        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.up_proj": 32}},
-        {"modules_to_save": ["lm_head"]},
-        {"target_modules": ["embed_tokens", "q_proj"]},
-    ],
-    ids=["plain", "rslora", "patterns", "saved", "embedding"],
-)
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_an_adapter_is_what_peft_makes_of_it(tmp_path: Path, settings: dict[str, object]) -> None:
     model(0).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -24,6 +24,7 @@ from support.api import (
     running_api,
     wire_group,
 )
+from support.cases import cases_of
 from support.clocks import Clock
 from support.conversations import Conversation, conversations
 from support.extent import examples
@@ -36,6 +37,8 @@ from envserver.api.atropos.models import ScoredData, check_groups
 from envserver.api.atropos.reading import PostedGroup, read_group
 from envserver.api.bodies import Refused, Unreadable, parse_body
 from envserver.store import GroupPut, compression
+
+CASES = cases_of(__file__)
 
 JSON = {"content-type": "application/json"}
 GZIP = JSON | {"content-encoding": "gzip"}
@@ -412,17 +415,7 @@ def test_clients_can_read_what_is_accepted(row: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("masks", [[-100, 6, 7], [0, 1, 1]])
-@pytest.mark.parametrize(
-    ("logprobs", "is_right"),
-    [
-        ([1.0, -0.5, 0.5], False),
-        ([1.0, 1.0, -0.5], False),
-        ([1.0, -1000.5, -0.5], False),
-        ([1.0, -999.5, 0.0], True),
-        ([0.5, 1e-7, -0.5], True),
-        ([-9999.0, -0.5, -0.5], True),
-    ],
-)
+@pytest.mark.parametrize(("logprobs", "is_right"), CASES["logprobs"])
 def test_a_trained_token_has_a_logprob_that_sampling_gives(
     masks: list[int], logprobs: list[float], is_right: bool
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from envserver_records.errors import EngineRefused, InputError
 from envserver_records.records import Call
 from support.api import registration
+from support.cases import cases_of
 from support.engine_stand_in import Bytes, FakeVllm, Words, fake_vllm
 from support.fleets import FleetHouse, attributed, fleet_house, sampled_by, says, versioned_vllm
 from support.waiting import until
@@ -25,6 +26,8 @@ from envserver.remote.gate import RunnerGate
 from envserver.remote.link import Link
 from envserver.remote.messages import Registration
 from envserver.tokens import ChatFormat
+
+CASES = cases_of(__file__)
 
 
 @pytest.fixture
@@ -374,18 +377,7 @@ async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(
 
 
 async def test_an_address_that_may_be_no_engines_is_refused(house: FleetHouse) -> None:
-    refused = {
-        "http://169.254.169.254/latest": "No engine may be registered",
-        "http://[fd00:ec2::254]:80": "No engine may be registered",
-        "http://[::ffff:169.254.1.1]": "No engine may be registered",
-        "http://0.0.0.0:8000": "No engine may be registered",
-        "http://nowhere.invalid:8000": "There is no host",
-        "ftp://gpu7": "must look like",
-        "http://gpu7:8000/?a=b": "must not have a query",
-        "http://me:secret@gpu7:8000": "must not hold credentials",
-        "http://gpu7:8000\\@127.0.0.1:6379": "is no address of an engine",
-        "http://gpu7.é..com:8000": "is no address of an engine",
-    }
+    refused = CASES["refused"]
     for url, words in refused.items():
         assert words in (await house.register(url, status=422))["detail"]
     assert await house.rows() == []

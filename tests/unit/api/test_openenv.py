@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
+from support.cases import cases_of
 from support.commands import Running, free_port, running, until
 from support.conversations import alike, conversations
 from support.openenv import socket
@@ -23,38 +24,9 @@ from envserver.api import create_token
 from envserver.models.played import PlayedEngine
 from envserver.rollouts.episodes import Episodes, EpisodesFull
 
-LENGTHS = '''
-from envserver import Environment, Score, Task, tool
+CASES = cases_of(__file__)
 
-
-class Lengths(Environment):
-    """Say how long a word is."""
-
-    class Config(Environment.Config):
-        max_turns: int = 3
-
-    def tasks(self, split):
-        for word in ("a", "to", "the"):
-            yield Task(word, {"word": word}, {"secret": f"hidden-{len(word)}"})
-
-    @tool
-    def measure(self, word: str) -> str:
-        """Measures a word."""
-        return f"{word} has {len(word)} letters"
-
-    async def rollout(self, task, run):
-        end = await run.loop([{"role": "user", "content": f"How long is {task.public['word']!r}?"}])
-        run.reward(0.25)
-        return end.text
-
-    def score(self, task, result):
-        if result.output == "break":
-            raise RuntimeError(f"the scorer is broken: {task.hidden}")
-        return Score(reward=0.5 * float(f"hidden-{result.output}" == task.hidden["secret"]))
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": task.hidden["secret"].removeprefix("hidden-")}]
-'''
+LENGTHS = CASES["lengths"]
 QUIET = ("--model", "sim", "--workers.processes", 1, "--rollouts.max_queued_groups", 0)
 
 

@@ -15,160 +15,15 @@ from support.commands import envserver
 from envserver import Task
 from envserver.rollouts.checking import task_problems
 
+CASES = cases_of(__file__)
+
 THOROUGH = pytest.mark.thorough
-ENVIRONMENT = '''
-import itertools, random
-from contextlib import nullcontext
-from envserver import AgentRole, Environment, KnownResult, Result, Score, Task
-
-SECRET = "the answer that nobody may see: {}"
-
-
-class Base(Environment):
-    """Say the secret."""
-
-    def tasks(self, split):
-        for number in range(4):
-            hidden = {"answer": SECRET.format(number)}
-            yield Task(f"t{number}", {"question": f"Number {number}?"}, hidden)
-
-    async def rollout(self, task, run):
-        reply = await run.chat([{"role": "user", "content": task.public["question"]}])
-        return {"said": reply.content}
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": task.hidden["answer"]}]
-
-    def score(self, task, result):
-        said = result.output
-        if isinstance(said, dict):
-            said = said.get("said")
-        return Score(reward=float(said == task.hidden["answer"]))
-
-
-class Sound(Base):
-    def known_results(self, task):
-        answer = task.hidden["answer"]
-        yield KnownResult("gold", Result(output={"said": answer}), least=1.0, most=1.0)
-        yield KnownResult("another's answer", Result(output={"said": SECRET.format(9)}))
-
-
-class Endless(Base):
-    """Known by its demonstrations only."""
-
-    def tasks(self, split):
-        for number in itertools.count():
-            yield Task(f"t{number}", {"question": "?"}, {"answer": SECRET.format(number)})
-
-
-class Substring(Sound):
-    """Pays whoever lists every answer, and echoes."""
-
-    def known_results(self, task):
-        yield from super().known_results(task)
-        everything = " ".join(SECRET.format(number) for number in range(4))
-        yield KnownResult("every answer", Result(output={"said": everything}))
-
-    def score(self, task, result):
-        said = str(result.output)
-        return Score(reward=float(task.hidden["answer"] in said or "Number" in said))
-
-
-class Raises(Sound):
-    def score(self, task, result):
-        return Score(reward=float(result.output["said"].strip() == task.hidden["answer"]))
-
-
-class Strict(Sound):
-    """Its gold does not pass."""
-
-    def score(self, task, result):
-        return Score(reward=0.5)
-
-
-class Shows(Sound):
-    def tasks(self, split):
-        for task in super().tasks(split):
-            yield Task(task.id, {"question": f"Is it {task.hidden['answer']}?"}, task.hidden)
-
-
-class Moody(Sound):
-    """Whoever is right is paid what comes to its mind."""
-
-    def score(self, task, result):
-        return Score(reward=super().score(task, result).reward and random.uniform(0.9, 1.0))
-
-    def known_results(self, task):
-        answer = {"said": task.hidden["answer"]}
-        yield KnownResult("gold", Result(output=answer), least=0.9, most=1.0)
-
-
-class Unordered(Sound):
-    def tasks(self, split):
-        for name in {f"t{number}" for number in range(40)}:
-            yield Task(name, {"question": name}, {"answer": SECRET.format(name)})
-
-
-class Pair(Sound):
-    """One agent asks the other; only the second is judged."""
-
-    def agents(self):
-        return {"first": AgentRole(), "second": AgentRole(trained=False)}
-
-    async def rollout(self, task, run):
-        question = [{"role": "user", "content": task.public["question"]}]
-        await run.chat(question, agent="first")
-        reply = await run.chat(question, agent="second")
-        return {"said": reply.content}
-
-    def demonstration(self, task):
-        said = [{"role": "assistant", "content": task.hidden["answer"]}]
-        return {"first": [{"role": "assistant", "content": "Please."}], "second": said}
-
-
-class Faulty(Base):
-    """Its service gives the answer away, its agent fails at silence, its scorer pays for words."""
-
-    def services(self):
-        async def secret(arguments, caller):
-            return caller.task.hidden["answer"]
-
-        return nullcontext({"secret": secret})
-
-    async def rollout(self, task, run):
-        secret = await run.call_tool("secret", {})
-        reply = await run.chat([{"role": "user", "content": f"Say {secret!r}!"}])
-        if not reply.content:
-            raise ValueError("I cannot read this answer")
-        return {"said": reply.content}
-
-    def score(self, task, result):
-        said = result.output.get("said") if isinstance(result.output, dict) else ""
-        return Score(reward=float(isinstance(said, str) and len(said.split()) > 3))
-
-
-class Random(Sound):
-    def tasks(self, split):
-        for number in range(3):
-            hidden = {"answer": SECRET.format(number)}
-            yield Task("the same", {"question": str(random.random())}, hidden)
-
-
-class NoGold(Base):
-    def demonstration(self, task):
-        return None
-
-
-class Broken(Sound):
-    def known_results(self, task):
-        raise KeyError("answer")
-'''
 
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("check") / "zoo.py"
-    path.write_text(ENVIRONMENT)
+    path.write_text(CASES["environment"])
     return path
 
 
@@ -261,9 +116,6 @@ def test_what_was_found_is_told_in_words(zoo: Path) -> None:
     assert "every answer, task t0: reward 1; expected 0" in ran.stdout
     assert "question echoed, task t0" in ran.stdout
     assert "Checks FAILED" in ran.stdout
-
-
-CASES = cases_of(__file__)
 
 
 def rows(folder: Path, name: str, listed: Sequence[Mapping[str, Any]]) -> Path:

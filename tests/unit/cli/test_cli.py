@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from support.cases import cases_of
 from support.commands import ENVSERVER
 from support.in_process import Run
 from support.waiting import PATIENCE
@@ -20,25 +21,7 @@ from envserver import main
 from envserver.cli import COMMANDS, doctor_command
 from envserver.sandbox.probe import ProbeReport
 
-ADDER = '''
-from envserver import Environment, Score, Task
-
-class Adder(Environment):
-    """Adds two numbers."""
-
-    class Config(Environment.Config):
-        digits: int = 3
-        """How many digits."""
-
-    def tasks(self, split):
-        yield Task("1", {})
-
-    def rollout(self, task, run):
-        return ""
-
-    def score(self, task, result):
-        return Score(reward=1.0)
-'''
+CASES = cases_of(__file__)
 
 
 def modules(code: str) -> list[str]:
@@ -54,18 +37,6 @@ ANSWERS = """
 from envserver.cli import main
 for word in ('--help', '--version', 'nonsense'):
     main([word])
-"""
-HELPS = """
-from envserver.cli import COMMANDS, main
-heavy = set('''aiohttp asyncio fastapi httpx numpy rich sqlalchemy structlog tokenizers torch
-    transformers uvicorn uvloop envserver.api envserver.environment envserver.evaluation
-    envserver.export envserver.models envserver.proxy envserver.registry envserver.rollouts
-    envserver.sandbox envserver.store envserver.workers'''.split())
-for name, command in COMMANDS.items():
-    named = [[name]] if command.module and command.spec else []
-    for words in [*named, *([name, word] for word in command.words)]:
-        assert main([*words, '--help']) == 0
-        assert not (found := heavy & set(sys.modules)), (words, found)
 """
 WORKERS = """
 from envserver.workers.forkserver import _preload
@@ -83,7 +54,7 @@ import_command('envserver.cli.run_api')
     ("code", "most", "never"),
     [
         (ANSWERS, 9999, "pydantic numpy msgspec fastapi aiohttp openai rich asyncio"),
-        (HELPS, 9999, ""),
+        (CASES["helps"], 9999, ""),
         ("import envserver.cli.serve", 1490, "aiohttp dotenv sympy yaml envserver.models.openai"),
         ("import envserver.cli.process", 1090, "aiohttp dotenv fastapi sqlalchemy sympy yaml"),
         (
@@ -129,7 +100,7 @@ def test_every_command_has_help_and_is_listed(run: Run, monkeypatch: pytest.Monk
 
 
 def test_help_shows_the_settings_of_the_environment(run: Run) -> None:
-    Path("adder.py").write_text(ADDER)
+    Path("adder.py").write_text(CASES["adder"])
     told = run("process --env adder.py --help all").out
     assert "--env.digits int [3]\n      How many digits." in told
     assert "--env.group_size int [4]" in told
@@ -145,17 +116,7 @@ def test_mistakes_are_one_clear_line(run: Run) -> None:
         assert expected in told and "Traceback" not in told.err
 
 
-@pytest.mark.parametrize(
-    ("line", "status", "says"),
-    [
-        ("doctor --json", 0, ""),
-        ("agents list", 0, ""),
-        ("env list", 0, ""),
-        ("agents install smolagents", 2, "Set HOME or XDG_DATA_HOME"),
-        ("view one.jsonl two.jsonl", 2, "Set HOME or XDG_CACHE_HOME"),
-        ("serve --env math --model sim --store ~/store.db", 2, "Set HOME, or give paths without ~"),
-    ],
-)
+@pytest.mark.parametrize(("line", "status", "says"), CASES["homeless"])
 def test_a_user_without_a_home(
     line: str, status: int, says: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from envserver_records.errors import ConfigError
+from support.cases import cases_of
 from support.waiting import PATIENCE
 
 from envserver import ServerConfig
@@ -18,6 +19,8 @@ from envserver.cli.command_line import CommandSpec
 from envserver.cli.completion import FILES as PATHS
 from envserver.cli.completion import SCRIPTS, candidates
 from envserver.config import Section
+
+CASES = cases_of(__file__)
 
 
 class Settings(Section):
@@ -102,16 +105,7 @@ def test_names_are_short_or_old_and_arguments_in_order(capsys: pytest.CaptureFix
     assert pair == Pair(a=Path("left"), b=Path("right"), resume=True)
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("left", "B is needed (The second)."),
-        ("left right more", "Unexpected argument after B and its value."),
-        ("left right --no-resume=1", "--no-resume takes no value."),
-        ("left right --no-a", "--no-a: there is no such setting."),
-        ("-x right", "Unexpected argument '-x'."),
-    ],
-)
+@pytest.mark.parametrize(("line", "expected"), CASES["mistakes"])
 def test_mistakes(line: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PAIR.read(line.split())
@@ -178,13 +172,7 @@ def asked(shell: str, script: str, folder: Path, environment: dict[str, str]) ->
 
 @pytest.mark.thorough
 def test_bash_completes(tmp_path: Path, shell_environment: dict[str, str]) -> None:
-    expected = {
-        "pro": ["process"],
-        "models st": ["start"],
-        "process --log_format = js": ["json"],
-        "process --env ma": ["math"],
-        "export some": ["some file.txt", "some.jsonl"],
-    }
+    expected = CASES["completed"]
     script = 'eval "$(envserver completion bash)"\n' + "".join(
         f"""
         COMP_WORDS=(envserver {line}); COMP_CWORD={len(line.split())}

@@ -16,6 +16,7 @@ from envserver_records.records import Group, Score
 from msgspec.structs import replace
 from prometheus_client.core import Metric
 from support.api import native_group, running_api
+from support.cases import cases_of
 from support.commands import envserver, running
 from support.in_process import Run
 from support.terminal import Terminal
@@ -29,64 +30,9 @@ from envserver.cli.samples import Samples
 from envserver.telemetry.families import gauge
 from envserver.telemetry.history import Name, Row
 
-ENVIRONMENT = '''
-from envserver import Environment, Score, Task
+CASES = cases_of(__file__)
 
-NOTE = {
-    "type": "object",
-    "properties": {"text": {"type": "string"}},
-    "required": ["text"],
-}
-TOOL = {"type": "function", "function": {"name": "note", "parameters": NOTE}}
-
-
-class Sums(Environment):
-    """Add one."""
-
-    class Config(Environment.Config):
-        stops: bool = False
-        fails: str = ""
-
-    def look(self, place):
-        if self.config.fails == place:
-            raise ZeroDivisionError(f"in {place}")
-
-    def tasks(self, split):
-        self.look("tasks")
-        for number in range(5):
-            if self.config.stops and number == 3:
-                breakpoint()
-            yield Task(f"t{number}", {"question": f"{number} + 1?"}, {"answer": str(number + 1)})
-
-    async def rollout(self, task, run):
-        self.look("rollout")
-        print(f"the agent has {task.id}")
-        messages = [{"role": "user", "content": task.public["question"]}]
-        if self.config.stops:
-            breakpoint()
-        while True:
-            reply = await run.chat(messages, tools=[TOOL])
-            messages.append(reply.message)
-            if not reply.tool_calls:
-                return reply.content
-            for call in reply.tool_calls:
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "noted"})
-
-    def prepare_scoring(self):
-        self.look("prepare_scoring")
-        self.bonus = 0.0
-        if self.config.stops:
-            breakpoint()
-
-    def score(self, task, result):
-        self.look("score")
-        if self.config.stops:
-            breakpoint()
-        return Score(reward=self.bonus + float(result.output.endswith(task.hidden["answer"])))
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": f"It is {task.hidden['answer']}"}]
-'''
+ENVIRONMENT = CASES["environment"]
 TASK = "run --env sums.py --task t3 -o t3.json"
 SIM = "--model sim --sim.solve_probability 1 --sim.openers false"
 

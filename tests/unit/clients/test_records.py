@@ -37,10 +37,13 @@ from envserver_records.scores import TurnReward, with_totals
 from hypothesis import given, settings
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.extent import examples
 from support.rows_to_learn import group
 from support.rows_to_learn import row as row_of
 from support.trajectories import sequence, trajectory
+
+CASES = cases_of(__file__)
 
 many = settings(max_examples=examples(100), deadline=None)
 
@@ -219,23 +222,7 @@ def test_settings_that_are_given_take_precedence_and_names_are_joined() -> None:
     assert found.loss().ratio_level == "sequence"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--objective ppo3", "no objective 'ppo3'"),
-        ("--objective cispo+dual_clip", "not for CISPO"),
-        ("--least-correction 6", "not below most_correction"),
-        ("--objective gspo --kl-weight 0.1 --kl-form k3_ratio", "ratio_level"),
-        ("--baseline none", "needs a baseline"),
-        ("--reward-weights a=1 --turn-discount 1", "not for turn_discount"),
-        ("--reward-weights a=nan", "reward_weights.a: Input should be a finite number"),
-        ("--objective gdpo+tis", "gdpo needs reward_weights"),
-        ("--schedule-steps 9", "constant has no schedule_steps"),
-        ("--schedule cosine", "needs schedule_steps or steps"),
-        ("--dynamic-sampling --wire atropos", "needs the native wire"),
-        ("--engine server", "needs weights gloo or nccl"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), CASES["contradictions"])
 def test_settings_that_contradict_each_other_are_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         settings_of(*flags.split())

@@ -22,9 +22,12 @@ from envserver_clients.finetuning.data import Part, digest_of, parts_of, rows_of
 from envserver_clients.vertex import command
 from envserver_clients.vertex.command import main
 from rich.console import Console
+from support.cases import cases_of
 from support.http_stand_in import standing_in
 
 from envserver import ConfigError
+
+CASES = cases_of(__file__)
 
 BODY = {
     *("baseModel", "supervisedTuningSpec", "tunedModelDisplayName", "labels", "description"),
@@ -263,16 +266,7 @@ def test_a_launch_whose_answer_is_lost_is_not_repeated(service: VertexStandIn, t
     assert [method for method, _ in service.requests[:3]] == ["GET", "POST", "GET"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "more", "status", "why"),
-    [
-        ({"failures": [503, 429]}, [], 0, "the service answers 503"),
-        ({"states": ("FAILED",)}, [], 1, "ended as failed: The dataset is too small."),
-        ({"failures": [403]}, [], 1, "is the API enabled"),
-        ({"token": "another"}, [], 1, "no such token"),
-        ({}, ["--endpoint", "http://127.0.0.1:1", "--patience-minutes", "0.0005"], 1, "not answer"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "more", "status", "why"), CASES["failures"])
 def test_failures_of_a_moment_are_waited_out_and_no_others(
     changes: dict[str, Any],
     more: list[str],
@@ -391,16 +385,7 @@ def test_rows_come_out_of_every_kind_of_file(tmp_path: Path) -> None:
     assert digest_of([plain]) == digest_of([copy]) != digest_of([plain, copy])
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("--data nowhere.jsonl", "neither a file nor a folder"),
-        ("--data rows.jsonl --lora-rank 0", "lora_rank"),
-        ("--data rows.jsonl --preset tools", "Preset tools does not exist"),
-        ("--data rows.jsonl --config wrong.yaml", "rank"),
-        ("--data rows.jsonl --config unknown.yaml", "has trainer"),
-    ],
-)
+@pytest.mark.parametrize(("words", "why"), CASES["mistakes"])
 @pytest.mark.parametrize("command", [sft, dpo])
 def test_what_is_wrong_is_said_with_status_2(
     command, words: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
@@ -429,18 +414,7 @@ PARAMETERS |= {"additionalProperties": False}
 ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 
 
-@pytest.mark.parametrize(
-    ("text", "calls", "valid"),
-    [
-        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', 1, True),
-        ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', 1, True),
-        ('{"type": "function", "name": "add", "parameters": {"a": 1}}<|eom_id|>', 1, True),
-        ('x {"function": {"name": "add", "arguments": "{\\"a\\": 1}"}} y', 1, True),
-        ('{"name": "add", "arguments": {"a": "1"}}', 1, False),
-        ('{"name": "add", "arguments": {"a": 1, "b": 2}}', 1, False),
-        ('{"name": "add", "arguments": {"a": 1}', 0, False),
-    ],
-)
+@pytest.mark.parametrize(("text", "calls", "valid"), CASES["calls"])
 def test_calls_are_found_in_chat_templates_and_checked(text: str, calls: int, valid: bool) -> None:
     found = calls_in(text)
     assert len(found) == calls and are_valid(found, [ADD]) == valid

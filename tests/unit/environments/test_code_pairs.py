@@ -99,10 +99,7 @@ def test_rows_that_are_no_pairs_are_refused_and_packed_tests_run_no_code(tmp_pat
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "never",))
 
-    for change in (
-        "{", [], {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []},
-        {"fn_name": "no name", "inputs": [], "outputs": []},
-    ):  # fmt: skip
+    for change in CASES["no_cases"]:
         with pytest.raises(InputError):
             Code().task_from_row({**ROWS["apps"], "input_output": change})
     with pytest.raises(InputError):

@@ -63,7 +63,8 @@ def first(environment: Environment, split: Split = "train", most: int = 60) -> l
     return list(islice(environment.tasks(split), most))
 
 
-WRONG = cases(__file__, "contract_cases.json")["wrong_settings"]
+CASES = cases(__file__, "contract_cases.json")
+WRONG = CASES["wrong_settings"]
 """Of environments: settings, and what their refusal says."""
 
 
@@ -119,16 +120,7 @@ def test_splits_that_are_divided_never_meet(
     assert all(parts) and len(set(shown)) == len(shown)
 
 
-ABSENT: list[tuple[str, dict[str, Any], Split, str]] = [
-    ("code", {"data_set": "humaneval", "check_references": False}, "train", "test"),
-    ("math", {"data_set": "math500"}, "train", "test"),
-    ("mhqa", {"data_set": "musique"}, "test", "train, validation"),
-    ("tau", {"domain": "mini_mock", "task_split": "small"}, "train", "train, test, base"),
-    ("video", {"data_set": "egoschema", "blind": True}, "train", "test"),
-]
-
-
-@pytest.mark.parametrize(("name", "settings", "split", "there"), ABSENT)
+@pytest.mark.parametrize(("name", "settings", "split", "there"), CASES["absent"])
 def test_a_split_that_is_not_there_names_those_that_are(
     name: str, settings: dict[str, Any], split: Split, there: str
 ) -> None:
@@ -192,13 +184,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"choices": [{"id": a, "text": text} for a, text in LABELLED], "answer": "B"},
 ]
 """Options in the layouts of published sets."""
-NUMBERED = {
-    # Which option each answer is, by the number of the first.
-    "from 0": ([0, 2, 1], ["red", "blue", "green"]),
-    "from 1": ([1, 3, 2], ["red", "blue", "green"]),
-    "not shown": ([1, 2], ["green", "blue"]),
-    "both": ([0, 3, 1], ["red", "green"]),
-}
 
 
 def right_options(name: str, rows: list[dict[str, Any]], path: Path, **settings: Any) -> list[str]:
@@ -222,7 +207,7 @@ def test_options_are_read_in_all_layouts_and_counted_as_the_file_counts(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     assert right_options(name, OPTIONS, path) == ["green"] * len(OPTIONS)
-    for case, (answers, wanted) in NUMBERED.items():
+    for case, (answers, wanted) in CASES["numbered"].items():
         rows = [{"options": THREE, "answer": answer} for answer in answers]
         assert right_options(name, rows, path) == wanted, case
     rows = [{"options": THREE, "answer": answer} for answer in (1, 2)]
@@ -394,10 +379,7 @@ class Scorer:
         return [digest_of(task) for task in first(self.environment, most=count)]
 
 
-CHEATS = {
-    "code": 30, "gaia": 20, "kuhn": 3, "math": 9, "mhqa": 29, "proposer_solver": 5, "router": 25,
-    "swe": 50, "tau": 5, "twenty_questions": 3, "video": 15, "visual_counting": 5,
-}  # fmt: skip
+CHEATS = CASES["cheats"]
 """How many kinds of results each environment knows at least that must not be paid in full."""
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "mhqa": [{}, {"unanswerable": True}, {"scope": "corpus"}, {"support_weight": 0.25}],

@@ -20,10 +20,13 @@ from envserver_environments.gaia.interpreter import process as interpreters
 from envserver_environments.gaia.interpreter.process import Interpreter, Outcome
 from envserver_environments.gaia.trail import Trail, trail_of
 from envserver_tools.calling import Tool, ToolError
+from support.cases import cases_of
 from support.sdk_house import SdkHouse, Seat, sim_house
 from support.sim import call, said
 
 from envserver import PublicTask
+
+CASES = cases_of(__file__)
 
 KINDS = ("code", "tools", "plain")
 QUESTION = PublicTask("one", {"question": "How much is it?", "files": ["prices.txt"]})
@@ -206,38 +209,16 @@ def test_all_that_is_printed_is_seen_by_whomever(interpreter: Interpreter) -> No
     assert long.endswith("9999\n")
 
 
-ERRORS = {
-    "1/0": "ZeroDivisionError",
-    "raise SystemExit(3)": "SystemExit",
-    "def f(): f()\nf()": "RecursionError",
-    "input()": "EOFError",
-    "class E(Exception):\n    def __str__(self): raise ValueError\nraise E": "E",
-    "class V:\n    def __str__(self): raise ValueError('v')\nV()": "ValueError",
-    "'\\ud800' + 1": "TypeError",
-}
-
-
 def test_errors_are_outcomes_without_our_frames(interpreter: Interpreter) -> None:
     interpreter.run("kept = 1")
-    for code, kind in ERRORS.items():
+    for code, kind in CASES["errors"].items():
         outcome = interpreter.run(code)
         assert (outcome.trouble, outcome.kind) == ("exception", kind), code
         assert "inside.py" not in outcome.error
         assert interpreter.run("kept").value == "1"
 
 
-@pytest.mark.parametrize(
-    ("code", "kept"),
-    [
-        ("while True: pass", True),
-        ("import time; print('before'); time.sleep(60)", True),
-        ("import subprocess; subprocess.run(['sleep', '60'])", True),
-        ("import time\nwhile True:\n    try: time.sleep(9)\n    except BaseException: pass", False),
-        ("import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass", False),
-        ("sum(range(10**12))", False),
-        ("while True: print('x' * 1000)", True),
-    ],
-)
+@pytest.mark.parametrize(("code", "kept"), CASES["endless"])
 def test_time_is_kept_from_outside(
     interpreter: Interpreter, code: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,12 +233,7 @@ def test_time_is_kept_from_outside(
 
 
 def test_a_crash_is_an_outcome_and_the_next_step_goes_on(interpreter: Interpreter) -> None:
-    for code, how in (
-        ("import os; print('last words'); os._exit(3)", "exited with 3"),
-        ("import ctypes; print('last words', flush=True); ctypes.string_at(0)", "SIGSEGV"),
-        ("import os; print('last words'); os.kill(os.getpid(), 9)", "SIGKILL"),
-        ("import os; print('last words'); os.closerange(3, 1 << 20)", "Python process"),
-    ):
+    for code, how in CASES["crashes"]:
         outcome = interpreter.run(code)
         assert outcome.trouble == "died"
         assert how in outcome.error

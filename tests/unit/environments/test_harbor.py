@@ -122,19 +122,7 @@ class Written:
         return self._files[path].encode()
 
 
-@pytest.mark.parametrize(
-    ("files", "reward", "parts"),
-    [
-        ({"txt": " 0.25\n"}, 0.25, {}),
-        ({"json": "0.5", "txt": "1"}, 0.5, {}),
-        ({"json": '{"reward": 1, "speed": 3}'}, 1.0, {"speed": 3.0}),
-        ({"json": '{"a": 1, "b": 0}'}, 0.5, {"a": 1.0, "b": 0.0}),
-        ({}, "The tests wrote no reward: test.sh ended with 3 in none. No such tool.", {}),
-        ({"txt": "NaN"}, "reward.txt of the tests is not a finite number", {}),
-        ({"json": "{}", "txt": "1"}, "reward.json of the tests is not a finite number", {}),
-        ({"json": '{"a": true, "b": "x"}'}, "reward.json of the tests", {}),
-    ],
-)
+@pytest.mark.parametrize(("files", "reward", "parts"), CASES["rewards"])
 async def test_rewards_are_read_in_every_form_and_never_guessed(
     files: dict[str, str], reward: float | str, parts: dict[str, float]
 ) -> None:

@@ -28,7 +28,10 @@ from envserver_environments.video.agent import AgentAnswer
 from envserver_environments.video.evidence import cites_evidence
 from envserver_environments.video.reading import option_of, words_of
 from envserver_tools.protocol import parse_message
+from support.cases import cases_of
 from support.extent import WHOLE
+
+CASES = cases_of(__file__)
 
 Reader = Callable[[str], Any]
 
@@ -69,29 +72,13 @@ READERS: dict[str, Reader] = {
     "protocol": parse_message,
 }
 
-REPEATED = (
-    " ", "\n", "\t", "\\", "{", "}", "$", "*", "1+", "a", ":", "the ",
-    "\\boxed{", "\\boxed{A", "\\boxed{}", "\\text{", "~", "`", "~~~\n", "```\n",
-    "```\nx(\n", "```\nx(``` y\n", "answer: ", "final ", "option ", "A, ",
-    "<answer>", "<answer>a</answer>", "<think>", "</think>", "\nFINAL:",
-    '{"', '{"a":', '{"a":[', '{"a":1,', '{"answer":"x",', '{"answer":"B"} ', '[{"a":1},',
-    "\nTOOL_CALL: {", "\nTHOUGHT:", "1. ", "1:23-", "0:00 ", "python -c ", "\u2028",
-)  # fmt: skip
-AROUND = (
-    ("", ""),
-    ("\\boxed{A,", "!}"),
-    ("\\boxed{", "}"),
-    ("```python\n", "\n```\n"),
-    ('{"answer": "', "!"),
-)
-
 
 @pytest.mark.parametrize("name", READERS)
 def test_time_grows_with_the_length(name: str) -> None:
     slow = [
         (before, repeated, after)
-        for before, after in AROUND[: None if WHOLE else 2]
-        for repeated in REPEATED
+        for before, after in CASES["around"][: None if WHOLE else 2]
+        for repeated in CASES["repeated"]
         if not grows_linearly(READERS[name], before, repeated, after)
     ]
     assert not slow

@@ -13,11 +13,14 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from support.cases import cases_of
 from support.judging import judge_engine
 
 import envserver
 from envserver import Environment, KnownResult, Result, Sandboxes, Score
 from envserver.registry import find
+
+CASES = cases_of(__file__)
 
 DOCS = Path(__file__).parents[3] / "docs"
 RECIPES, REBUILT = sorted((DOCS / "recipes").glob("*.py")), DOCS / "rebuilt"
@@ -114,25 +117,7 @@ async def test_known_results_are_paid_as_they_should_be(path: Path, rooms: Sandb
 
 # Rebuilt environments.
 
-ROWS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
-    "reverse_text": (
-        {"prompt": "abcd"},
-        {"<reversed_text>dcba</reversed_text>": 1.0, "dcba": 0.0, "": 0.0},
-    ),
-    "gsm8k": (
-        {"question": "900 + 100?", "answer": "It is 1,000.\n#### 1,000"},
-        {"So\n#### 1000": 1.0, "1000": 0.0, "#### 1001": 0.0, "": 0.0},
-    ),
-    "multiple_choice": (
-        {"prompt": "2 + 2?\nA) 3\nB) 4", "ground_truth": "B", "answer": 1},
-        {
-            "The answer is (B).": 1.0,
-            "<think>The answer is A?</think>The answer is B": 1.0,
-            "The answer is A. The answer is B.": 0.0,
-            "B": 0.0,
-        },
-    ),
-}
+ROWS: dict[str, tuple[dict[str, Any], dict[str, float]]] = CASES["rows"]
 """A row as its data set has it, and rewards of answers."""
 
 

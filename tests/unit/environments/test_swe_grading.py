@@ -15,9 +15,12 @@ from envserver_environments.swe.env import Swe
 from envserver_environments.swe.grading import HiddenTests, Verdict, grade
 from envserver_environments.swe.repositories import limits_of
 from envserver_environments.swe.trees import Entry, Tree, make_patch, tree_of
+from support.cases import cases_of
 from support.swe_scripts import ROMAN, own, swe_of
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxSpec, Task
+
+CASES = cases_of(__file__)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -104,31 +107,6 @@ PYTEST_FILES = {
     "tests/helper.py": "FOUR = 4\n",
     "pytest.ini": "[pytest]\naddopts = --no-such-option\n",
 }
-PYTEST_TESTS = {
-    "tests/test_core.py": """
-import unittest
-import pytest
-from pkg.core import double
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_double(n):
-    assert double(n) == 2 * n
-
-def test_fixture(three):
-    assert double(three) == 6
-
-def test_type():
-    assert isinstance(double(1), int)
-
-class TestAll(unittest.TestCase):
-    def test_zero(self):
-        self.assertEqual(double(0), 0)
-
-@pytest.mark.skip
-def test_skipped():
-    assert True
-"""
-}
 IDS = {name: f"tests/test_core.py::{name}" for name in (
     "test_double[1]", "test_double[2]", "test_fixture", "test_type", "TestAll::test_zero",
     "test_skipped",
@@ -138,7 +116,7 @@ IDS = {name: f"tests/test_core.py::{name}" for name in (
 def plain_tests(*left_out: str) -> HiddenTests:
     ids = [id_ for name, id_ in IDS.items() if name not in (*left_out, "test_type")]
     gold = edited(tree_of(PYTEST_FILES), pkg__core_py=GOLD)
-    return HiddenTests(PYTEST_TESTS, tuple(ids), (IDS["test_type"],), gold, hoisted=False)
+    return HiddenTests(CASES["pytest_tests"], tuple(ids), (IDS["test_type"],), gold, hoisted=False)
 
 
 async def plain(rooms: Sandboxes, source: str, *left_out: str) -> Verdict:
@@ -174,34 +152,7 @@ async def test_ordinary_tests_are_not_fooled(rooms: Sandboxes, name: str) -> Non
 
 
 AREA = "import math\n\ndef area(r):\n    return {} * r * r\n"
-AREA_TESTS = {
-    "tests/test_area.py": """
-import math
-import unittest
-from math import isclose
-from pkg.area import area
-
-def test_area():
-    assert math.isclose(area(2.0), 4 * math.pi)
-
-def test_small():
-    assert isclose(area(1.0), math.pi) and not isclose(area(1.0), 4)
-
-class TestAll(unittest.TestCase):
-    def test_near(self):
-        self.assertAlmostEqual(area(1.0), math.pi)
-"""
-}
-REPLACING = {
-    "attribute": "math.isclose = lambda *a, **k: True",
-    "setattr": "setattr(math, 'is' + 'close', lambda *a, **k: True)",
-    "dictionary": "vars(math).update(isclose=lambda *a, **k: True)",
-    "module": "import sys\nclass Fake: pi, isclose = 4, max\nsys.modules['math'] = Fake",
-    "method": "import importlib as i\nt = i.import_module('unit' + 'test')\n"
-    "t.TestCase.assertAlmostEqual = lambda *a, **k: None",
-    "library": "import numpy\nnumpy.isclose = lambda *a, **k: True",
-    "at the call": "def area(r):\n    math.isclose = max\n    return math.pi * r * r",
-}  # fmt: skip
+REPLACING = CASES["replacing"]
 
 
 @pytest.mark.parametrize("replacing", REPLACING.values(), ids=REPLACING)
@@ -211,7 +162,7 @@ async def test_who_replaces_what_tests_import_is_not_paid_unless_gold_does_it(
     monkeypatch.setattr(grading, "FRAUD", frozenset())  # whatever words are found in its source
     tree = tree_of({"pkg/__init__.py": "", "pkg/area.py": AREA.format("3")})
     right = AREA.format("math.pi")
-    files = {"tests/test_area.py": AREA_TESTS["tests/test_area.py"] + "\nimport numpy\n"}
+    files = {"tests/test_area.py": CASES["area_tests"]["tests/test_area.py"] + "\nimport numpy\n"}
 
     async def graded(source: str, gold: str) -> Verdict:
         ids = tuple(f"tests/test_area.py::{name}" for name in ("test_area", "TestAll::test_near"))

@@ -28,6 +28,8 @@ from support.swe_scripts import swe_of
 
 from envserver import Sandboxes, Task
 
+CASES = cases_of(__file__)
+
 OLD = tree_of({"a.py": "one\ntwo\nthree\n", "pkg/b.py": "x = 1\n", "last": "no newline"})
 
 
@@ -146,13 +148,7 @@ def test_a_link_is_no_way_out() -> None:
 
 
 SOURCE = ["src/a.py", "contest.py", "attest.py", "latest/x.py", "a/testable.py", "README.md"]
-PROTECTED = [
-    "tests/test_a.py", "a/tests/data.json", "test_a.py", "a/a_test.py", "conftest.py",
-    "a/conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "x.pth",
-    "sitecustomize.py", "a/usercustomize.py", ".git/config", "a/.git/hooks/x", ".gitattributes",
-    "A/Tests/x", "Conftest.py", "a/__pycache__/b.cpython-311.pyc", "b.so",
-    "_pytest/x.py", "tests", "test_a.py/x", ".env",
-]  # fmt: skip
+PROTECTED = CASES["protected"]
 
 
 def test_tests_and_configurations_are_protected_and_source_is_not() -> None:
@@ -219,7 +215,6 @@ def test_answers_are_of_exact_types(
     assert [value for value in wrong if answer.accepts(value)] == []
 
 
-CASES = cases_of(__file__)
 FILES, HIDDEN = CASES["files"], CASES["hidden"]
 GOLD = FILES["shop/things.py"].replace("x * STEP + 1", "x * STEP")
 NAMES = [

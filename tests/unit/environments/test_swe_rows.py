@@ -355,11 +355,7 @@ async def test_folders_with_tasks_are_read_and_graded(rooms: Sandboxes, tmp_path
     score = await swe.score(task, result_of(both))
     assert (score.reward, score.metrics["changes_dropped"]) == (1.0, 2.0)
     assert (await swe.score(task, result_of(patch({"notes": "m\n"})))).reward == 0.0
-    changes: list[dict[str, Any]] = [
-        {}, {"python": ">=9.1"}, {"requires": ["no-such-package"]},
-        {"repo_archive": "../a/repo.tar"}, {"hidden_tests": "nothing"},
-        {"FAIL_TO_PASS": "[]"}, {"protected": "notes"},
-    ]  # fmt: skip
+    changes: list[dict[str, Any]] = CASES["changes"]
     for number, change in enumerate(changes):
         write_task(tmp_path / "many" / f"t{number}", **change)
     (tmp_path / "many" / "broken").mkdir()

@@ -30,12 +30,15 @@ from envserver_environments.video.loading import Folder, video_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from support.cases import cases_of
 from support.cpu import cpu_limit
 from support.extent import examples
 from support.films import COLOURS, film
 
 import envserver
 from envserver import ConfigError, InputError, NotFoundError
+
+CASES = cases_of(__file__)
 
 FORMS = ("jpg", "png", "webp")
 SMALL = FrameLimits(count=3, side=32, cpu_seconds=100)
@@ -199,32 +202,13 @@ def test_damaged_videos_give_frames_or_a_reason(
     assert all(picture(url).size[0] <= 32 for _, url in shown.frames)
 
 
-REACHES = """
-import os, socket, sys
-sys.path.append(sys.argv[1])
-from confine import confine, limit
-held = open("/etc/hostname", "rb")
-limit(5, 2048)
-confine()
-for reach in (
-    lambda: open("/etc/hostname"), lambda: socket.socket(), os.fork, lambda: os.kill(1, 0),
-    lambda: os.execv("/bin/true", ["true"]), lambda: os.unlink("/tmp/x"), lambda: os.listdir("/"),
-):
-    try:
-        reach()
-    except OSError as error:
-        print(error.errno)
-    else:
-        print("reached")
-held.read()
-print("held")
-"""
-
-
 def test_a_confined_process_reaches_nothing() -> None:
     place = str(Path(confine.__file__).parent)
     done = subprocess.run(
-        [sys.executable, "-I", "-c", REACHES, place], capture_output=True, text=True, check=False
+        [sys.executable, "-I", "-c", CASES["reaches"], place],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout.split() == [*["1"] * 7, "held"], done.stderr
 
@@ -257,14 +241,7 @@ def test_every_two_seconds_is_every_two_seconds() -> None:
 
 
 def config(folder: Path, **changes: Any) -> dict[str, Any]:
-    rows = [
-        {"video": "film", "question": "Which colour is seen at the end?",
-         "options": ["red", "green", "blue"], "answer": 2, "evidence": [[4, 6]]},
-        {"file": "film.mp4", "question": "Which colour is seen first?", "answer": "red",
-         "context": "a circle"},
-        {"file": "../../etc/passwd", "question": "What?", "answer": "x"},
-        {"video": "nothing", "question": "What?", "answer": "x"},
-    ]  # fmt: skip
+    rows = CASES["rows"]
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"data_set": "captions", "data_path": path, "frame_count": 3, "frame_side": 32,

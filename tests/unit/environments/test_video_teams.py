@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 from envserver_environments.video.env import Video
+from support.cases import cases_of
 from support.scripted_run import ScriptedRun, call, calls, played, says
 
 from envserver import LimitReached, Message, Result
+
+CASES = cases_of(__file__)
 
 CAPTIONS = ["He walks.", "He walks.", "He opens a gate.", "A goose."]
 ROW = {
@@ -77,9 +80,7 @@ async def test_a_single_agent_reads_and_finishes() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [("get_captions", {"t0": -1}), ("get_captions", {"t0": 9, "t1": 3}), ("finish", {}),
-     ("get_captions", {"max_items": 61}), ("open_video", {}), ("finish", "{"),
-     ("route", {"next": "captions", "comment": ""})],
+    CASES["broken_calls"]
 )  # fmt: skip
 async def test_broken_calls_are_answered_and_counted(bad: tuple[str, Any]) -> None:
     _, reward, run = await play(calls(bad), says("Answer: B"))

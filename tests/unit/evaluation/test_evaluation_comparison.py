@@ -18,6 +18,7 @@ import pytest
 from envserver_records.errors import InputError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.commands import read_jsonl
 from support.extent import examples
 from support.in_process import Run
@@ -38,6 +39,8 @@ from envserver.evaluation.steps import Action, Steps, steps_of
 from envserver.evaluation.suite import suite_of
 from envserver.evaluation.tables import markdown_of
 from envserver.running.evaluating import Evaluation, Member
+
+CASES = cases_of(__file__)
 
 thirds = st.integers(-3, 3).map(lambda n: n / 3)
 # Coarse, so that rounding never decides which of two sums goes as far.
@@ -246,25 +249,6 @@ QUESTION = (
     "Anna has 12 apples. Her brother Max takes `some_list[3]` and $x^2 + abcd$ away, "
     'says "Keep This". How many apples remain with Anna at config/file.yaml?'
 )
-BRITTLE = '''
-from envserver import Environment, Score, Task
-
-class Brittle(Environment):
-    """Passes where the question is as it knows it; the third task always, the fourth never."""
-
-    def tasks(self, split):
-        for name in ("one", "two", "always", "never"):
-            yield Task(name, {"question": f"Please answer question {name} now."}, {"name": name})
-
-    async def rollout(self, task, run):
-        await run.chat([{"role": "user", "content": task.public["question"]}])
-        return task.public["question"]
-
-    def score(self, task, result):
-        name = task.hidden["name"]
-        known = "answer" in result.output and result.output.startswith("Please")
-        return Score(reward=float(name == "always" or (name != "never" and known)))
-'''
 
 
 @settings(max_examples=examples(40))
@@ -287,7 +271,7 @@ def test_each_perturbation_does_what_it_says() -> None:
 
 @pytest.mark.thorough
 def test_results_in_other_words_stand_in_the_report(evaluate: Run) -> None:
-    Path("brittle.py").write_text(BRITTLE)
+    Path("brittle.py").write_text(CASES["brittle"])
     paraphrases = (
         ("one", "What of one?"),
         ("two", "Please answer two."),
@@ -322,57 +306,14 @@ def test_chances_are_those_of_all_pairs_of_attempts() -> None:
     assert robustness(original, {"v": {}}, seed=0) is None
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("math --perturb shouting", "no perturbation 'shouting'"),
-        ("math --paraphrases bad.jsonl", "bad.jsonl, line 2 is not a paraphrase"),
-        ("math --paraphrases none.jsonl", "none.jsonl cannot be read"),
-        ("kuhn --perturb typos", "has no question to be perturbed"),
-    ],
-)
+@pytest.mark.parametrize(("words", "why"), CASES["refused"])
 def test_what_cannot_be_asked_is_refused(words: str, why: str, evaluate: Run) -> None:
     Path("bad.jsonl").write_text('{"task_id": "a", "question": "b"}\n{"task_id": 1}\n')
     assert why in evaluate(f"--env {words} --env.total_steps 1 --env.group_size 1 --out run", 2)
 
 
-WANDERING = '''
-from envserver import Environment, Score, Task
-
-class Wandering(Environment):
-    """Searches twice for the same, fails once, and opens a page."""
-
-    class Config(Environment.Config):
-        directly: bool = False
-
-    def baselines(self):
-        return {"directly": {"directly": True}}
-
-    def tasks(self, split):
-        yield Task("solved", {}, {"reward": 1.0})
-        yield Task("failed", {}, {"reward": 0.0})
-        yield Task("silent", {}, {"reward": 1.0})
-
-    async def rollout(self, task, run):
-        await run.chat([{"role": "user", "content": "go"}])
-        if task.id == "silent":
-            return
-        run.log_action("open", {"page": 1}, "the page")
-        if not self.config.directly:
-            run.log_action("search", {"for": "x"}, ["a", "b"])
-            run.log_action("search", {"for": "x"}, ["a", "b"])
-            run.log_action("search", {"for": "x"}, ["c"])
-            run.log_action("open", {"page": 9}, None, error="no such page")
-            run.log_action("reason", None, "")
-        run.log_action("finalize", {}, "done")
-
-    def score(self, task, result):
-        return Score(reward=task.hidden["reward"])
-'''
-
-
 def test_steps_are_measured_against_the_shortest_success(evaluate: Run, run: Run) -> None:
-    Path("wandering.py").write_text(WANDERING)
+    Path("wandering.py").write_text(CASES["wandering"])
     evaluate("--env wandering.py --env.group_size 2 --out run")
     written = Path("run/report.json").read_bytes()
     report = orjson.loads(written)

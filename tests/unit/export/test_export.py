@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from msgspec import to_builtins
 from msgspec.structs import replace
 from support.api import native_group, put_native, running_api, sequence, wire_group
+from support.cases import cases_of
 from support.commands import ENVSERVER, read_jsonl
 from support.delivered import line, write_lines
 from support.extent import examples, first_of
@@ -37,6 +38,8 @@ from envserver.export.stored import group_of
 from envserver.export.stored_group import group_record
 from envserver.export.traces import unified_of_trace
 from envserver.store import GroupPut, open_store
+
+CASES = cases_of(__file__)
 
 SOURCE = Path("in/run.jsonl")
 
@@ -209,15 +212,7 @@ def test_a_torn_last_line_is_passed_over_and_a_bad_one_named(export: Run) -> Non
 
 
 def test_what_cannot_be_is_said_and_leaves_nothing(export: Run) -> None:
-    expressions = {
-        "rewrd > 1": "Did you mean reward?",
-        "reward >": "is not an expression",
-        "reward.real > 1": "attribute",
-        "__import__('os').getpid()": "__import__",
-        "(lambda: 1)()": "lambda",
-        "open('/etc/passwd')": "open",
-        "len(turns) > 1": "math-train-0-000000-r0",
-    }
+    expressions = CASES["wrong_expressions"]
     others = {
         "messages --against nowhere.jsonl": "nowhere.jsonl",
         "papyrus": "papyrus",
@@ -241,15 +236,7 @@ def test_what_is_there_is_not_replaced_unless_it_is_an_export(export: Run) -> No
 
 
 def test_expressions_speak_of_all_that_is_known(export: Run) -> None:
-    for where, kept in {
-        "reward >= 0.8 and turns < 6 and 'lossy_detok' not in flags": 4,
-        "reward < 0.3": 4,
-        "reward is None": 4,
-        "components['right'] == 0.5 and components['style'] is None": 4,
-        "env == 'math' and task_id in ['math-000001', 'math-000002']": 8,
-        "any(message['role'] == 'tool' for message in messages)": 0,
-        "length > 5 and sampled == 6 and not failed": 8,
-    }.items():
+    for where, kept in CASES["expressions"].items():
         export(f'messages --out out.jsonl --overwrite --where "{where}"')
         assert len(read_jsonl(Path("out.jsonl"))) == kept, where
 
@@ -388,37 +375,11 @@ def plain(group: Group) -> Any:
     return to_builtins(replace(group, trajectories=rollouts), enc_hook=str)
 
 
-_AT_ONCE = """
-import sys, threading
-import orjson
-from envserver.export.stored import group_of
-from envserver_records.records import Group, pack, unpack
-
-line = orjson.loads(sys.stdin.read())
-packed = pack(
-    Group(group_id="g", index=0, env="math", task_id="t", split="train", trajectories=[])
-)
-barrier = threading.Barrier(8)
-
-def read():
-    barrier.wait()
-    unpack(packed, Group)
-    group_of(line, "line 1")
-
-sys.setswitchinterval(1e-6)
-threads = [threading.Thread(target=read) for _ in range(8)]
-for one in threads:
-    one.start()
-for one in threads:
-    one.join()
-"""
-
-
 @pytest.mark.parametrize("attempt", first_of(1, 2))
 def test_threads_may_read_the_first_groups_of_a_process_at_once(attempt: int) -> None:
     """msgspec looks at a type when it first decodes one, which ends a process with two threads."""
     read = subprocess.run(
-        [sys.executable, "-c", _AT_ONCE],
+        [sys.executable, "-c", CASES["at_once"]],
         input=orjson.dumps(line(attempt)),
         capture_output=True,
         timeout=PATIENCE,

@@ -21,6 +21,7 @@ import yaml
 from envserver_factory import Recipe, Vector, merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.in_process import Run, Said
 from support.models_on_disk import (
     COLUMNS,
@@ -37,6 +38,8 @@ from support.models_on_disk import (
     write_file,
     write_model,
 )
+
+CASES = cases_of(__file__)
 
 NAMES = ("base", "sft", "rl")
 NORM, MODULE = "model.norm.weight", "model.layers.0.mlp.up_proj"
@@ -266,15 +269,7 @@ def test_an_adapter_is_merged_into_the_base(run: Run) -> None:
     assert same_bits(merged[HEAD][1], before[HEAD][1])
 
 
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"peft_type": "IA3"}, "of the kind IA3"),
-        ({"init_lora_weights": "pissa"}, "changed its base"),
-        ({"r": 3}, "says rank 3"),
-    ],
-)
+@pytest.mark.parametrize(("said", "why"), CASES["other_adapters"])
 def test_other_adapters_are_refused(said: dict[str, Any], why: str, run: Run) -> None:
     pairs = {"lm_head.lora_A.weight": numbers(1, 2, 4), "lm_head.lora_B.weight": numbers(2, 6, 2)}
     write_adapter(pairs, **said)
@@ -346,15 +341,7 @@ def test_a_saved_vector_merges_like_its_models(run: Run, dtype: str) -> None:
 def test_vectors_that_are_refused(three: Callable[..., Said], run: Run, tmp_path: Path) -> None:
     run("merge --base base --add rl --save_vector v.safetensors")
     before = sorted(tmp_path.rglob("*"))
-    for more, why in {
-        "--add sft/model.safetensors --out out": "is not a task vector",
-        "--rl v.safetensors --sft sft --out out": "is a difference already",
-        "--add v.safetensors --save_vector v.safetensors": "Replace it by --overwrite",
-        "--add sft --save_vector base/config.json --overwrite": "another file",
-        "--add sft --alpha 0.5 --save_vector out": "--out DIR is needed",
-        "--add sft": "--out DIR is needed",
-        "--add v.safetensors --method ties --out out": "not the file of a task",
-    }.items():
+    for more, why in CASES["wrong_vectors"].items():
         assert why in run(f"merge --base base {more}", status=2)
         assert sorted(tmp_path.rglob("*")) == before
 

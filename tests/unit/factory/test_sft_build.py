@@ -13,10 +13,13 @@ import pytest
 from envserver_factory.sft_building.splits import split_three, split_tools_by_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.extent import examples
 from support.in_process import Run
 
 from envserver.export import problems_of
+
+CASES = cases_of(__file__)
 
 TEMPLATES = Path(__file__).with_name("templates.yaml").read_text()
 Build = Callable[..., dict[str, Any]]
@@ -185,13 +188,7 @@ def test_a_folder_is_built_again_but_another_is_left_alone(build: Build, run: Ru
 
 
 def test_a_wrong_template_is_named(build: Build, run: Run) -> None:
-    for text, said in {
-        "tools: {bash: {instruction: 'Do {this}'}}": "{this} is not one of",
-        "tools: {bash: {instruction: 'Do {'}}": "written twice",
-        "tools: {bash: {instruction: x, response_from: output}}": "tools.bash.response_from",
-        "tools: {bash: {instruktion: x}}": "tools.bash.instruction",
-        "tools: [": "cannot be read",
-    }.items():
+    for text, said in CASES["wrong_templates"].items():
         Path("wrong.yaml").write_text(text)
         assert said in run("sft build unified --templates wrong.yaml --out sft", status=2)
 
@@ -230,18 +227,7 @@ def test_no_group_is_on_both_sides(groups: dict[str, list[str]], seed: int, rati
 
 # `envserver sft router|math|code`: data sets prepared for fine-tuning, and where they are put
 
-PLAN = {
-    "route_plan": ['/general-search(query="stability, größte", mode=web)', "/math(Derive it.)"],
-    "route_rationale": "Look it up, then derive.",
-    "expected_artifacts": ["- notes.md"],
-    "thinking_outline": ["1. Search", "2. Derive"],
-    "handoff_plan": "/general-search -> /math (verify: the numbers; fallback: search again)",
-    "todo_list": ["- [ ] /general-search: one source", "- [ ] /math: derive"],
-    "difficulty": "intermediate",
-    "tags": ["pde"],
-    "acceptance_criteria": ["- the limit is stated"],
-    "metrics": {"primary": ["error"]},
-}
+PLAN = CASES["plan"]
 ROUTER = "sft router rows.jsonl --out out"
 
 
@@ -280,10 +266,7 @@ def test_plans_become_prompts_and_completions_in_the_original_order(run: Run) ->
 
 def test_rows_whose_plan_is_not_whole_are_dropped_and_counted(run: Run) -> None:
     query = {**PLAN, "user_query": "q"}
-    changes: list[dict[str, Any]] = [
-        {"difficulty": "hard"}, {"route_plan": ["/shell(rm)"]}, {"route_plan": []},
-        {"metrics": ["error"]}, {"user_query": " "},
-    ]  # fmt: skip
+    changes: list[dict[str, Any]] = CASES["not_whole"]
     without = {key: value for key, value in query.items() if key != "tags"}
     _router_rows(4, without, *(query | change for change in changes))
     with Path("rows.jsonl").open("a") as file:
@@ -361,13 +344,7 @@ def test_a_folder_is_put_on_the_hub_in_a_commit(run: Run, monkeypatch: pytest.Mo
 
 def test_a_wrong_wish_is_told_before_any_work(run: Run) -> None:
     _router_rows(20)
-    for words, said in {
-        "--upload hf://me/plans": "is not a data set",
-        "--upload nosuch://bucket": "cannot be used",
-        "--val_ratio 0.6 --test_ratio 0.4": "below 1 together",
-        "--limit 0": "limit",
-        "--thnik outline": "think",
-    }.items():
+    for words, said in CASES["wrong_flags"].items():
         assert said in run(f"{ROUTER} {words}", status=2)
     Path("rows.jsonl").write_text('{"user_query": "q"}\n')
     assert "no route_plan" in run(ROUTER, status=2)

@@ -23,6 +23,7 @@ from envserver_records.costs import JudgeUsage, Prices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
+from support.cases import cases_of
 from support.commands import envserver, read_jsonl
 from support.extent import examples
 from support.in_process import Run
@@ -54,59 +55,11 @@ from envserver.rollouts.scoring import ScorerPool, _Timer
 from envserver.running.judging import JudgeNumbers, judge_line, judge_of
 from envserver.running.prices import rollout_prices
 
+TABLES = cases_of(__file__)
+
 KEY = "sk-judge-7d1f0c"
 
-ENVIRONMENT = '''
-import asyncio, os
-from pathlib import Path
-from envserver import Environment, JudgeError, Score, Task
-
-
-class Judged(Environment):
-    """Scores as its judge says; the answer says how the judge is asked."""
-
-    score_timeout_seconds = 2.0
-
-    def tasks(self, split):
-        for n in range(2):
-            yield Task(f"t{n}", {"question": f"Question {n}"}, {"answer": "yes"})
-
-    def task_from_question(self, asked):
-        return Task("asked", {"question": asked.question}, {"answer": asked.answer})
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": "yes"}]
-
-    async def rollout(self, task, run):
-        reply = await run.chat([{"role": "user", "content": task.public["question"]}])
-        return reply.content
-
-    def score(self, task, result):
-        how, _, text = str(result.output).partition(":")
-        asked = [{"role": "user", "content": text or how}]
-        if how == "blocking":
-            return Score(reward=float(self.judge.chat_blocking(asked).content))
-        if how == "environ":
-            shown = Path("/proc/self/environ").read_text() + str(dict(os.environ))
-            return Score(reward=float("ENVSERVER_" in shown))
-        if how == "swallows":
-            try:
-                self.judge.chat_blocking(asked)
-            except JudgeError:
-                return Score(reward=0.0)
-        return self.later(asked, text)
-
-    async def later(self, asked, text):
-        replies = await asyncio.gather(*(
-            self.judge.chat([{"role": "user", "content": f"{asked[0]['content']} {n}"}])
-            for n in range(4)
-        ))
-        return Score(reward=sum(float(reply.content) for reply in replies) / 4)
-
-    async def score_group(self, task, results, scores):
-        await self.judge.chat([{"role": "user", "content": "group"}])
-        return [Score(reward=1.0 - score.reward) for score in scores]
-'''
+ENVIRONMENT = TABLES["environment"]
 
 TASK = Task("t", {}, {})
 
@@ -320,33 +273,10 @@ async def test_a_judge_may_be_asked_after_its_score_was_given_up() -> None:
 
 # What a rollout took and cost --------------------------------------------------------------------
 
-PRICED = """
-from envserver import Environment, Score, Task
-
-class Priced(Environment):
-    def tasks(self, split):
-        yield Task("t", {"question": "?"}, {})
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": "yes"}]
-
-    async def rollout(self, task, run):
-        return (await run.chat([{"role": "user", "content": "?"}])).content
-
-    async def score(self, task, result):
-        ask = [{"role": "user", "content": "one"}]
-        return Score(reward=float((await self.judge.chat(ask)).content))
-
-    async def score_group(self, task, results, scores):
-        for n in range(3):
-            await self.judge.chat([{"role": "user", "content": str(n)}])
-        return scores
-"""
-
 
 @pytest.mark.thorough
 def test_records_hold_the_cost_of_tokens_and_of_the_judge(run: Run) -> None:
-    Path("priced.py").write_text(PRICED)
+    Path("priced.py").write_text(TABLES["priced"])
     with judge_engine(says_half) as engine:
         prices = "--prices.prompt 1000 --prices.completion 5000"
         words = f"--env priced.py --model sim --env.group_size 2 {priced(engine, 10)} {prices}"
@@ -482,23 +412,8 @@ async def test_a_rubric_gives_each_criterion_its_mark() -> None:
     ]
 
 
-NO_MARKS = """
-4
-The mark is 4.
-{"marks": {"right": {"reason": "", "mark": 5}}}
-{"marks": {"right": {"reason": "", "mark": -1}}}
-{"marks": {"right": {"reason": "", "mark": "4"}}}
-{"marks": {"right": {"reason": "", "mark": 2.5}}}
-{"marks": {"right": {"mark": 4}}}
-{"marks": {}}
-{"marks": {"right": {"reason": "", "mark": 4}, "more": {"reason": "", "mark": 4}}}
-{"marks": {"right": {"reason": "", "mark": 4}}} and so on
-{"marks": {"right": {"reason": "", "mark": 4}}, "note": ""}
-"""
-
-
 async def test_another_form_is_never_a_mark() -> None:
-    for text in NO_MARKS.strip().splitlines():
+    for text in TABLES["no_marks"].strip().splitlines():
         judge = Told(lambda asked, text=text: text)
         with pytest.raises(JudgeError, match="could be read"):
             await rubric_marks(judge, question="q", answer="a", criteria=CRITERIA)

@@ -23,6 +23,7 @@ from envserver_records.records import Task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.beside import beside
+from support.cases import cases_of
 from support.commands import running
 from support.extent import examples
 from support.sim import (
@@ -52,6 +53,8 @@ from envserver.models.sim.faulty_answers import REFUSALS
 from envserver.models.sim.make_tokenizer import build_tokenizer, tokenizer_config
 from envserver.models.sim.spoil import spoiled_answer
 from envserver.running.simulated_server import demonstration_solver, question_text
+
+CASES = cases_of(__file__)
 
 WRONG = json.loads(Path(__file__).with_name("sim_wrong_requests.json").read_text())
 """A path, what makes a request wrong, and the field that is named."""
@@ -352,20 +355,7 @@ def test_a_spoiled_answer_is_never_the_answer(answer: str, seed: int) -> None:
 
 
 async def test_babbled_calls_obey_the_schema() -> None:
-    parameters = {
-        "type": "object",
-        "properties": {
-            "unit": {"enum": ["metre", "mile"]},
-            "count": {"type": "integer", "minimum": 3, "exclusiveMaximum": 6},
-            "share": {"type": "number", "multipleOf": 0.25, "maximum": 1},
-            "note": {"type": ["string", "null"], "minLength": 8, "maxLength": 12},
-            "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "minItems": 2},
-            "either": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-        },
-        "required": ["unit", "count", "share", "note", "tags", "either"],
-        "additionalProperties": False,
-        "$defs": {"tag": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}},
-    }
+    parameters = CASES["measure"]
     measure = {"type": "function", "function": {"name": "measure", "parameters": parameters}}
     sim = engine()
     for choice in await choices(sim, "", tools=[measure], n=60, tool_choice="required"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from envserver_records.records import Conversation, PublicTask, Trajectory, Usage
+from support.cases import cases_of
 from support.commands import read_jsonl
 from support.engine_stand_in import fake_vllm
 from support.proxy_house import ASK, TOOLS, House, chat
@@ -27,44 +28,12 @@ from envserver.rollouts.roles import roles_of
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
 from envserver.tokens import build, chosen
 
-TAU = '''
-from envserver import AgentRole, Environment, Score, Task
-
-class Talk(Environment):
-    """An agent that is trained talks with a user who is not; a critic that is looks on."""
-
-    def agents(self):
-        return {"agent": AgentRole(), "user": AgentRole(trained=False), "critic": AgentRole()}
-
-    def tasks(self, split):
-        for n in range(4):
-            yield Task(f"talk-{n}", {"question": f"Say {n}."}, {"answer": str(n)})
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": task.hidden["answer"]}]
-
-    async def rollout(self, task, run):
-        said = [{"role": "user", "content": task.public["question"]}]
-        for turn in range(run.max_turns):
-            heard = await run.chat([{"role": "system", "content": "You ask."}, *said], agent="user")
-            run.log_action("user", {"turn": turn}, heard.content)
-        reply = await run.chat(said, agent="agent")
-        run.log_action("say", {"secret": run.api_key}, reply.content)
-        await run.client.with_options(base_url=run.base_url_of("critic")).chat.completions.create(
-            model=run.model, messages=[*said, reply.message, {"role": "user", "content": "Well?"}]
-        )
-        return reply.content
-
-    def score(self, task, result):
-        asked = result.messages[0]["content"] == task.public["question"]
-        seen = {"turns": result.turns, "actions": len(result.actions), "asked": float(asked)}
-        return Score(reward=float(task.hidden["answer"] in (result.output or "")), metrics=seen)
-'''
+CASES = cases_of(__file__)
 
 
 async def test_an_untrained_agent_on_a_text_engine_leaves_rows_as_they_are(tmp_path: Path) -> None:
     talk, output = tmp_path / "talk.py", tmp_path / "out.jsonl"
-    talk.write_text(TAU)
+    talk.write_text(CASES["tau"])
     words = f"""--env {talk} --model sim --sim.latency_seconds 0 --env.group_size 2
         --env.total_steps 2 --env.max_turns 3 --env.include_actions --workers.heartbeat_seconds 60
         --env.data_path_to_save_groups {output} --env.agents.user.model_name gpt-user

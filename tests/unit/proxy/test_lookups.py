@@ -9,11 +9,14 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
+from support.cases import cases_of
 from support.commands import envserver, read_jsonl
 from support.proxy_house import ASK, House, house
 
 from envserver.models import ProbeResult
 from envserver.proxy import Capabilities
+
+CASES = cases_of(__file__)
 
 TOO_LONG = "prompt is too long: 4000 tokens > 2048 maximum"
 NO_ROOM = "input length and `max_tokens` exceed context limit: 2000 + 500 > 2048, decrease"
@@ -149,51 +152,9 @@ async def test_each_api_says_in_its_own_words_that_the_context_is_full(home: Hou
         assert (attempt.limit, attempt.engine_failure) == ("context", None), words
 
 
-COUNTING = '''
-import anthropic
-from envserver import Environment, LimitReached, Score, Task
-
-class Counting(Environment):
-    """Counts each prompt before it asks, fills the context, and shortens the conversation."""
-
-    def tasks(self, split):
-        yield Task("one", {}, {})
-
-    async def rollout(self, task, run):
-        client = anthropic.AsyncAnthropic(
-            base_url=run.base_url.removesuffix("/v1"), api_key=run.api_key, max_retries=0
-        )
-        tool = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
-        asked = {"model": run.model, "system": "Be brief.", "tools": [tool]}
-        talk = [{"role": "user", "content": "What is 1 + 1?"}]
-        counts = []
-        for _ in range(2):
-            counted = await client.messages.count_tokens(messages=talk, **asked)
-            answer = await client.messages.create(messages=talk, max_tokens=500, **asked)
-            counts.append((counted.input_tokens, answer.usage.input_tokens))
-            talk += [{"role": "assistant", "content": answer.content}]
-            talk += [{"role": "user", "content": "And 2 + 2?"}]
-        long = [{"role": "user", "content": "a b c d " * 20_000}]
-        counted = await client.messages.count_tokens(messages=long, **asked)
-        try:
-            await client.messages.create(messages=long, max_tokens=500, **asked)
-        except anthropic.BadRequestError as error:
-            message = error.body["error"]["message"]
-        try:
-            await run.chat(long)
-        except LimitReached as error:
-            limit = error.detail
-        await client.messages.create(messages=talk, max_tokens=500, **asked)
-        return {"counts": counts, "long": counted.input_tokens, "message": message, "limit": limit}
-
-    def score(self, task, result):
-        return Score(reward=1.0)
-'''
-
-
 @pytest.mark.thorough
 def test_the_count_is_that_of_the_prompt_and_a_shortened_talk_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "counting.py").write_text(COUNTING)
+    (tmp_path / "counting.py").write_text(CASES["counting"])
     ran = envserver(
         "process", "--env", "counting.py", "--model", "sim", "--sim.latency_seconds", 0,
         "--sim.context_tokens", 32768,

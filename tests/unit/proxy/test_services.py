@@ -22,6 +22,7 @@ import pytest
 from envserver_records.errors import ConflictError
 from envserver_tools.web import WebSettings
 from envserver_tools.web import services_of as web_services
+from support.cases import cases_of
 from support.commands import envserver, read_jsonl
 from support.engine_stand_in import ids_of, prompt_ids
 from support.proxy_house import House, house
@@ -43,6 +44,8 @@ from envserver.rollouts import ending_limit
 from envserver.tools.serving import services_of
 from envserver.workers.http_client import HttpClient
 from envserver.workers.run import AttemptRun, Job
+
+CASES = cases_of(__file__)
 
 ZOO = Path(__file__).parents[2] / "support" / "web_zoo.py"
 
@@ -194,86 +197,6 @@ async def test_walled_agents_of_a_group_see_one_web_and_no_key(tmp_path: Path) -
 
 # States, and environments in another interpreter
 
-CODE = '''
-import asyncio
-import os
-from contextlib import asynccontextmanager
-from pathlib import Path
-
-from envserver import Caller, Environment, InputError, Score, Services, Task, ToolError, tool
-
-
-class Games(Environment):
-    class Config(Environment.Config):
-        log: str = ""
-
-    def tasks(self, split):
-        yield Task("t", {})
-
-    async def rollout(self, task, run):
-        return None
-
-    def score(self, task, result):
-        return Score(reward=0.0)
-
-    def note(self, word):
-        with Path(self.config.log).open("a") as log:
-            log.write(word + "\\n")
-
-    @asynccontextmanager
-    async def state(self, task):
-        self.note(f"open {task.id}")
-        async with asyncio.TaskGroup():  # must be left in the task that entered it
-            yield {"secret": task.hidden["secret"], "guesses": 0}
-        self.note(f"closed {task.id}")
-
-    async def guess(self, arguments, caller):
-        caller.state["guesses"] += 1
-        if arguments["number"] < 0:
-            raise InputError("Guess a positive number.")
-        caller.flag(f"guessed{arguments['number']}")
-        return [arguments["number"] == caller.state["secret"], caller.state["guesses"]]
-
-    async def hangs(self, arguments, caller):
-        self.note("hangs")
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.note("stopped")
-
-    async def breaks(self, arguments, caller):
-        raise KeyError("key=hidden")
-
-    async def pid(self, arguments, caller):
-        return os.getpid()
-
-    @tool(on_server=True)
-    def peek(self, far: bool, caller: Caller) -> str:
-        """Tells the secret, in a thread."""
-        if far:
-            raise ToolError("it is too far.")
-        caller.flag("peeked")
-        return str(caller.task.hidden["secret"])
-
-    @asynccontextmanager
-    async def services(self):
-        self.note("up")
-        names = ("guess", "hangs", "breaks", "pid")
-        served = {name: getattr(self, name) for name in names}
-        yield Services(served, state=self.state, counts=lambda: {"games": 1.0})
-        self.note("down")
-
-    async def on_request(self, call):
-        if call.messages[-1]["content"] == "bug":
-            raise KeyError("k")
-        call.caller.flag("looked")
-        call.change("shorter", messages=call.messages[-1:])
-
-
-class Broken(Games):
-    def services(self):
-        raise ValueError("no index")
-'''
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHON = Interpreter(executable=sys.executable, own_path=[], version=VERSION)
 
@@ -281,7 +204,7 @@ PYTHON = Interpreter(executable=sys.executable, own_path=[], version=VERSION)
 def games(folder: Path, kind: str = "Games") -> tuple[str, dict[str, str]]:
     """An environment's reference and config."""
     file = folder / "games.py"
-    file.write_text(CODE)
+    file.write_text(CASES["code"])
     return f"{file}:{kind}", {"log": str(folder / "log")}
 
 
@@ -417,12 +340,7 @@ async def test_a_state_whose_answer_crosses_its_cancel_is_left() -> None:
 
 SAMPLED = "Hëllo."
 NEW = {"role": "assistant", "content": "Nothing to see."}
-BODIES: dict[str, dict[str, Any]] = {
-    "v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
-    "v1/completions": {"prompt": "hi"},
-    "v1/responses": {"input": "hi"},
-    "v1/messages": {"max_tokens": 99, "messages": [{"role": "user", "content": "hi"}]},
-}
+BODIES: dict[str, dict[str, Any]] = CASES["bodies"]
 
 
 async def test_the_agent_gets_the_changed_answer_and_the_record_keeps_the_sampled() -> None:
@@ -525,42 +443,7 @@ async def test_a_hook_that_waits_ends_with_its_attempt() -> None:
     assert status == 409
 
 
-ENVIRONMENT = """
-from envserver import Environment, LimitReached, Score, Services, Task
-from contextlib import nullcontext
-
-class Hooked(Environment):
-    def tasks(self, split):
-        for n in range(3):
-            yield Task(f"t{n}", {"n": n}, {"secret": "xyzzy"})
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": "xyzzy"}] * 3
-
-    def services(self):
-        return nullcontext(Services({}, state=lambda task: {"requests": 0}))
-
-    def on_request(self, call):
-        call.caller.state["requests"] += 1
-        FAIL
-        if call.caller.state["requests"] > 2:
-            call.refuse("two are enough")
-
-    async def on_answer(self, call):
-        if call.caller.task.hidden["secret"] in call.answer["content"]:
-            call.change("kept secret", answer={**call.answer, "content": "***"})
-
-    async def rollout(self, task, run):
-        replies = []
-        for n in range(3):
-            reply = await run.chat([{"role": "user", "content": f"{n}?"}])
-            replies.append(reply.content)
-            run.log_metric("replies", len(replies))
-        return replies
-
-    def score(self, task, result):
-        return Score(reward=float(result.limit == "refused" and result.turns == 2))
-"""
+ENVIRONMENT = CASES["environment"]
 
 
 def test_records_say_what_hooks_did(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from envserver_records.records import Task, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import join, requested, running_api, wire_group
+from support.cases import cases_of
 from support.commands import envserver, free_port, read_jsonl, running, until
 from support.stores import group
 from support.waiting import PATIENCE
@@ -31,6 +32,8 @@ from envserver.rollouts.events import GroupDropped
 from envserver.rollouts.stream import GroupRequest, again_prefix
 from envserver.rollouts.task_stream import Known, TaskStream
 from envserver.store import GroupPut, GroupStore, open_store
+
+CASES = cases_of(__file__)
 
 DIFFICULTY = CurriculumConfig(sampler="difficulty", explore=0.2)
 REPLAY = CurriculumConfig(sampler="replay", replay_share=0.3)
@@ -195,35 +198,6 @@ def test_a_stream_goes_on_where_it_was_and_remembers_what_was_scored() -> None:
 
 # Commands
 
-HALF_SOLVED = '''
-"""Tasks that are never, half the time, or always solved; whoever tries them."""
-
-import hashlib
-
-from envserver import Environment, Score, Task
-
-CHANCES = (0.0, 0.5, 1.0)
-
-
-class Thirds(Environment):
-    """See the module."""
-
-    class Config(Environment.Config):
-        tasks: int = 30
-
-    def tasks(self, split):
-        for number in range(self.config.tasks):
-            yield Task(f"task-{number}", {"question": f"Number {number}?"}, {"number": number})
-
-    async def rollout(self, task, run):
-        await run.chat([{"role": "user", "content": task.public["question"]}])
-        return run.rollout_id
-
-    def score(self, task, result):
-        luck = hashlib.blake2b(str(result.output).encode(), digest_size=4).digest()
-        chance = CHANCES[task.hidden["number"] % 3]
-        return Score(reward=float(int.from_bytes(luck, "big") / 2**32 < chance))
-'''
 FAST = (
     "--model", "sim", "--sim.latency_seconds", 0, "--workers.processes", 1, "--env.group_size", 4,
     "--rollouts.max_concurrent", 16, "--sampling.max_tokens", 16,
@@ -232,7 +206,7 @@ FAST = (
 
 @pytest.fixture
 def thirds(tmp_path: Path) -> str:
-    (tmp_path / "thirds.py").write_text(HALF_SOLVED)
+    (tmp_path / "thirds.py").write_text(CASES["half_solved"])
     return "thirds.py"
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import commands
 from support.api import native_group, put_native, running_api
+from support.cases import cases_of
 from support.extent import examples
 
 import envserver
@@ -27,71 +28,13 @@ from envserver.rollouts.public_part import MOST_BYTES, bounded_public
 from envserver.rollouts.timings import timings_of
 from envserver.workers.printing import PrintedLines
 
-ENVIRONMENT = '''
-import asyncio, threading
-
-from envserver import Environment, SandboxSpec, Score, Task, tool
-from envserver.tools.calling import call_tool
-
-WISHES = [
-    ("wait", '{"seconds": 0.01}'), ("wait", "no JSON"), ("wait", '{"minutes": 1}'),
-    ("unknown", "{}"), ("on_server", "{}"), ("on_server", "[]"),
-]
-
-
-class Talky(Environment):
-    """Each rollout fails once: its code, or its scorer."""
-
-    sandbox = SandboxSpec()
-
-    @tool
-    async def wait(self, seconds: float) -> str:
-        """Wait.
-
-        Args:
-            seconds: how long.
-        """
-        await asyncio.sleep(seconds)
-        return "done"
-
-    @tool(on_server=True)
-    def on_server(self) -> str:
-        """Ask the server."""
-        return "yes"
-
-    def tasks(self, split):
-        yield Task("t", {"question": "Hm?", "blob": "x" * 20_000}, {"answer": "HIDDEN-ANSWER"})
-
-    async def rollout(self, task, run):
-        print(f"to", run.rollout_id, end=": ")
-        print(f"\\x1b]0;{run.api_key}")
-        await asyncio.to_thread(print, "in a thread")
-        run.log("noted", n=1)
-        async with run.open_sandbox() as sandbox, run.open_tools() as tools:
-            await sandbox.exec(["/bin/true"])
-            for name, arguments in WISHES:
-                call = {"id": "1", "function": {"name": name, "arguments": arguments}}
-                await call_tool(tools, call)
-        first = await run.chat([{"role": "user", "content": "a"}])
-        talk = [{"role": "user", "content": "a"}, first.message, {"role": "user", "content": "b"}]
-        await run.chat(talk)
-        if run.rollout_id.endswith("r2"):
-            raise OSError("never")
-        if run.attempt == 1 and run.rollout_id.endswith("r0"):
-            raise OSError("no luck, password=hunter2hunter2")
-        return run.attempt
-
-    def score(self, task, result):
-        if result.output == 1:
-            raise ValueError(f"expected {task.hidden['answer']}")
-        return Score(reward=1.0 / result.output)
-'''
+CASES = cases_of(__file__)
 
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Group:
     path = tmp_path_factory.mktemp("talky") / "talky.py"
-    path.write_text(ENVIRONMENT)
+    path.write_text(CASES["environment"])
     sizes = {"group_size": 3, "total_steps": 1, "ensure_scores_are_not_same": False}
     rules = {"max_attempts": 2, "min_group_size": 2}
     (made,) = envserver.groups(str(path), model="sim", env=sizes, rollouts=rules)
@@ -262,41 +205,6 @@ def flat(value: Any) -> Any:
         yield value
 
 
-UNEVEN = '''
-import asyncio, os
-from pathlib import Path
-from envserver import Environment, Score, Task
-
-class Uneven(Environment):
-    """One rollout of each group does not end, or raises."""
-
-    class Config(Environment.Config):
-        folder: str = "."
-
-    def tasks(self, split):
-        for name in ("fine", "slow", "broken"):
-            yield Task(name, {"name": name}, {})
-
-    async def rollout(self, task, run):
-        answer = await run.chat([{"role": "user", "content": "hi"}])
-        if task.public["name"] != "fine" and self.first(task.public["name"]):
-            if task.public["name"] == "broken":
-                raise ValueError("no such tool")
-            await asyncio.Event().wait()
-        return answer.content
-
-    def first(self, name):
-        try:
-            os.close(os.open(Path(self.config.folder) / name, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
-
-    def score(self, task, result):
-        return Score(reward=0.5)
-'''
-
-
 def processed(folder: Path, source: str, *words: object) -> tuple[list[dict[str, Any]], str]:
     """The groups that `envserver process` writes for this environment, and what it says."""
     (folder / "made.py").write_text(source)
@@ -311,7 +219,7 @@ def processed(folder: Path, source: str, *words: object) -> tuple[list[dict[str,
 
 def test_a_group_that_lacks_rollouts_says_which_and_why(tmp_path: Path) -> None:
     lines, told = processed(
-        tmp_path, UNEVEN, "--env.folder", tmp_path, "--env.group_size", 4,
+        tmp_path, CASES["uneven"], "--env.folder", tmp_path, "--env.group_size", 4,
         "--rollouts.max_attempts", 1, "--rollouts.min_group_size", 3,
         "--rollouts.straggler_grace_seconds", 5,
     )  # fmt: skip
@@ -324,82 +232,21 @@ def test_a_group_that_lacks_rollouts_says_which_and_why(tmp_path: Path) -> None:
     assert "straggler" in told
 
 
-BURNING = '''
-import os
-from pathlib import Path
-from envserver import Environment, Score, Task
-
-class Burning(Environment):
-    """The text of one rollout keeps its scorer busy for ever."""
-
-    score_cpu_seconds = 1.0
-
-    class Config(Environment.Config):
-        folder: str = "."
-
-    def tasks(self, split):
-        yield Task("one", {}, {})
-
-    async def rollout(self, task, run):
-        answer = await run.chat([{"role": "user", "content": "hi"}])
-        try:
-            os.close(os.open(Path(self.config.folder) / "first", os.O_CREAT | os.O_EXCL))
-            return "burn"
-        except FileExistsError:
-            return answer.content
-
-    def score(self, task, result):
-        while result.output == "burn":
-            pass
-        return Score(reward=0.5)
-'''
-
-
 def test_a_text_that_uses_up_the_scorers_time_scores_zero_with_a_flag(tmp_path: Path) -> None:
-    (line,), _ = processed(tmp_path, BURNING, "--env.folder", tmp_path, "--env.group_size", 4)
+    (line,), _ = processed(
+        tmp_path, CASES["burning"], "--env.folder", tmp_path, "--env.group_size", 4
+    )
     assert sorted(line["scores"]) == [0.0, 0.5, 0.5, 0.5]
     flags = [set(rollout["flags"]) for rollout in line["envserver"]["rollouts"]]
     assert sorted("scorer_killed" in some for some in flags) == [False, False, False, True]
     assert line["envserver"]["lost"] == {}
 
 
-ASKING = '''
-import asyncio
-from envserver import Environment, Score, Task
-
-class Asking(Environment):
-    """One agent retries every error for ever; another is refused thrice at once, and goes on."""
-
-    def tasks(self, split):
-        yield Task("one", {}, {})
-
-    async def rollout(self, task, run):
-        async def ask():
-            try:
-                await run.client.chat.completions.create(
-                    model=run.model, messages=[{"role": "user", "content": "hi"}]
-                )
-            except Exception as error:
-                return error
-
-        if run.rollout_id.endswith("0"):
-            await asyncio.gather(*(ask() for _ in range(4)))
-            await asyncio.sleep(5)
-            return "done"
-        while True:
-            await ask()
-            await asyncio.sleep(0.3)
-
-    def score(self, task, result):
-        return Score(reward=float(result.output == "done" and not result.truncated))
-'''
-
-
 @pytest.mark.thorough
 def test_an_agent_that_keeps_asking_after_its_last_turn_is_ended_and_scored(tmp_path: Path) -> None:
     (line,), told = processed(
-        tmp_path, ASKING, "--env.group_size", 2, "--env.total_steps", 1, "--env.max_turns", 1,
-        "--env.worker_timeout", 3600,
+        tmp_path, CASES["asking"], "--env.group_size", 2, "--env.total_steps", 1,
+        "--env.max_turns", 1, "--env.worker_timeout", 3600,
     )  # fmt: skip
     assert sorted(line["scores"]) == [0.0, 1.0]
     assert [one["limit"] for one in line["envserver"]["rollouts"]] == ["turns", "turns"]

@@ -15,6 +15,7 @@ from envserver_clients.records import ClientGroup
 from envserver_records.scores import outcome, range_as_json, range_from_json, with_totals
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.extent import examples
 from support.forests import call
 
@@ -29,57 +30,13 @@ from envserver.rollouts.rewards import RewardRules, checked_score, with_turn_rew
 from envserver.rollouts.turn_rewards import answered_calls
 from envserver.running.metrics import RolloutNumbers
 
-GAME = '''
-from envserver import AgentRole, Environment, Score, Task, TurnReward
-
-
-class Game(Environment):
-    """Two players and a referee who is not trained; `ask` says what goes wrong."""
-
-    reward_range = (-2.0, 2.0)
-    solved_at = 1.0
-
-    class Config(Environment.Config):
-        ask: str = ""
-
-    def agents(self):
-        return {"one": AgentRole(), "two": AgentRole(), "referee": AgentRole(trained=False)}
-
-    def tasks(self, split):
-        for number in range(8):
-            yield Task(f"g{number}", {"question": f"Game {number}?"})
-
-    async def rollout(self, task, run):
-        for turn in range(2):
-            for agent in ("one", "two", "referee"):
-                await run.chat([{"role": "user", "content": f"{agent} {turn}"}], agent=agent)
-                if agent == "one":
-                    run.reward(0.25)
-        run.reward(-0.5, turn=0, agent="two")
-        if self.config.ask == "turn":
-            run.reward(1.0, turn=2)
-        if self.config.ask == "nan":
-            run.reward(float("nan"))
-        return "played"
-
-    def score(self, task, result):
-        if self.config.ask == "range":
-            return Score(rewards={"one": 1.75, "two": 0.0})
-        turns = [TurnReward(1, 0.125, "two")]
-        return Score(rewards={"one": 1.0, "two": -1.0}, turns=turns, components={"fair": 1.0})
-
-    def score_group(self, task, results, scores):
-        assert all(len(score.turns) == 4 for score in scores)
-        for number, score in enumerate(scores):
-            score.rewards["two"] -= number / 4
-        return scores
-'''
+CASES = cases_of(__file__)
 
 
 @pytest.fixture(scope="module")
 def game(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("game") / "game.py"
-    path.write_text(GAME)
+    path.write_text(CASES["game"])
     return str(path)
 
 
@@ -168,14 +125,7 @@ def test_of_several_answers_the_one_that_the_agent_went_on_with_is_the_turn() ->
     assert answered_calls(both) == {None: [0, 3, 5, 7]}
 
 
-@pytest.mark.parametrize(
-    ("ask", "says"),
-    [
-        ("range", r"a reward of 2.25 for the agent 'one', which is outside of its reward_range"),
-        ("turn", "for turn 2 of 'one', which had 2"),
-        ("nan", r"run\.reward\(nan\): rewards are finite numbers"),
-    ],
-)
+@pytest.mark.parametrize(("ask", "says"), CASES["refused"])
 def test_a_reward_that_cannot_be_ends_the_run_and_is_not_tried_again(
     game: str, tmp_path: Path, ask: str, says: str
 ) -> None:
@@ -192,32 +142,10 @@ def assert_ends_the_run(environment: object, folder: Path, says: str, **settings
     assert failed == {(1, "reward_error", "environment")}
 
 
-SANDBOXED = '''
-from envserver import Environment, Score, Task
-
-
-class Sandboxed(Environment):
-    """Rewards a turn where code of the model could do it, too."""
-
-    isolation = "sandboxed"
-
-    def tasks(self, split):
-        for number in range(8):
-            yield Task(f"s{number}", {})
-
-    async def rollout(self, task, run):
-        await run.chat([{"role": "user", "content": "hi"}])
-        run.reward(1.0)
-
-    def score(self, task, result):
-        return Score(reward=1.0)
-'''
-
-
 @pytest.mark.thorough
 def test_a_reward_in_a_sandboxed_worker_ends_the_run_and_has_no_retry(tmp_path: Path) -> None:
     path = tmp_path / "walled.py"
-    path.write_text(SANDBOXED)
+    path.write_text(CASES["sandboxed"])
     assert_ends_the_run(path, tmp_path, r"run\.reward is not available", group_size=2)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from support.cases import cases_of
 from support.waiting import PATIENCE, until
 
 from envserver import Result, Score, ScorerError, StoreError, Task
@@ -23,117 +24,9 @@ from envserver.cli import main
 from envserver.rollouts.scoring import ScorerPool
 from envserver.running.scoring import MAX_LINE_BYTES, Summary, run_score
 
-ENVIRONMENT = '''
-import asyncio, math, os, socket, subprocess, sys, time
-from collections.abc import AsyncIterator
-from pathlib import Path
-from envserver import Environment, Score, ScorerError, Task
+CASES = cases_of(__file__)
 
-
-class Moody(Environment):
-    """Does what the response says."""
-
-    score_cpu_seconds = 0.2
-    score_timeout_seconds = 600.0
-    prepared = 0
-
-    class Config(Environment.Config):
-        bonus: float = 0.0
-        cpu_seconds_to_load: float = 0.0
-
-    def tasks(self, split):
-        for i in range(3):
-            yield Task(f"t{i}", {"question": i}, {"answer": i})
-
-    async def rollout(self, task, run):
-        return None
-
-    def prepare_scoring(self):
-        Moody.prepared += 1
-        while time.process_time() < self.config.cpu_seconds_to_load:
-            pass
-
-    def task_from_row(self, row):
-        return Task("row", row, row)
-
-    def score(self, task, result):
-        while "burn" in task.hidden:
-            pass
-        match result.output:
-            case "leave" | "leave, hang" | "leave, burn":
-                left = "while :; do :; done" if "burn" in result.output else "sleep 3600; :"
-                subprocess.run(["sh", "-c", 'setsid sh -c "$0" $1 &', left, __file__], env={})
-                Path(__file__).with_name("hanging").touch()
-                if result.output != "leave":
-                    time.sleep(3600)
-            case "hang":
-                Path(__file__).with_name("hanging").touch()
-                time.sleep(3600)
-            case "burn":
-                while True:
-                    pass
-            case "full memory":
-                os.kill(os.getpid(), 9)
-            case "wait":
-                time.sleep(3)
-                return Score(reward=1.0)
-            case "die once":
-                dead = Path(__file__).with_name("dead")
-                if not dead.exists():
-                    dead.touch()
-                    os._exit(7)
-                return Score(reward=1.0)
-            case "prepared":
-                return Score(reward=1.0, metrics={"times": self.prepared})
-            case "die":
-                os._exit(7)
-            case "fork":
-                if (child := os.fork()) == 0:
-                    return Score(reward=0.25)
-                os.waitpid(child, 0)
-                return Score(reward=1.0)
-            case "talk":
-                for number in range(3, 64):
-                    try:
-                        stream = socket.socket(fileno=os.dup(number))
-                    except OSError:
-                        continue
-                    if stream.family == socket.AF_UNIX:
-                        stream.send((5).to_bytes(4, "big") + b"hello")
-                return Score(reward=1.0)
-            case "unreadable":
-                raise ScorerError("no", why=Moody.Config())
-            case "exit":
-                sys.exit(3)
-            case "raise":
-                raise ValueError("no idea")
-            case "nan":
-                return Score(reward=math.nan)
-            case "two":
-                return Score(reward=2.0)
-            case "text":
-                return Score(reward="1")
-            case "metric":
-                return Score(reward=1.0, metrics={"x": math.inf})
-            case "nothing":
-                return None
-            case "judge":
-                return Score(reward=1.0, error="the judge is down")
-            case "unscorable":
-                return Score(reward=None)
-            case "async":
-                return self.later()
-            case "pid":
-                return Score(reward=1.0, metrics={"pid": os.getpid()})
-        return Score(reward=1.0 if result.output == task.hidden.get("answer") else 0.0)
-
-    async def later(self):
-        await asyncio.sleep(0)
-        return Score(reward=0.5 + self.config.bonus)
-
-    def score_group(self, task, results, scores):
-        return [Score(reward=score.reward / len(scores)) for score in scores]
-'''
+ENVIRONMENT = CASES["environment"]
 
 
 of_module = pytest.mark.asyncio(loop_scope="module")
@@ -271,29 +164,10 @@ async def test_no_score_is_that_of_another_rollout(pool: ScorerPool) -> None:
     assert [scores[position].reward for position in (3, 4, 6)] == [1.0, 0.0, 1.0]
 
 
-KILLED = """
-import asyncio, os, sys
-from pathlib import Path
-from envserver import Result, Task
-from envserver.rollouts.scoring import ScorerPool
-
-async def main(environment, hanging):
-    async with ScorerPool(environment, {}, 1) as pool:
-        score = await pool.score(Task("t", {}), Result(output="pid"))
-        print(int(score.metrics["pid"]), flush=True)
-        asked = asyncio.create_task(pool.score(Task("t", {}), Result(output=sys.argv[2])))
-        while "hang" in sys.argv[2] and not hanging.exists():
-            await asyncio.sleep(0.01)
-        os.kill(os.getpid(), 9)
-
-asyncio.run(main(sys.argv[1], Path(sys.argv[1]).with_name("hanging")))
-"""
-
-
 @pytest.mark.usefixtures("hanging")
 @pytest.mark.parametrize("output", ["right", "hang", "leave, hang"])
 async def test_scorers_end_with_their_server(moody: str, output: str) -> None:
-    command = [sys.executable, "-c", KILLED, moody, output]
+    command = [sys.executable, "-c", CASES["killed"], moody, output]
     done = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=PATIENCE
     )

@@ -12,43 +12,15 @@ import httpx
 import orjson
 import pytest
 from envserver_records.errors import ConfigError
+from support.cases import cases_of
 from support.commands import envserver as command
 from support.waiting import PATIENCE, until
 
 import envserver
 
-WAITS = """
-import asyncio
-from pathlib import Path
+CASES = cases_of(__file__)
 
-from envserver import Environment, Score, Task
-
-
-class Waits(Environment):
-    name = "waits"
-
-    class Config(Environment.Config):
-        folder: str = ""
-
-    def tasks(self, split):
-        for number in range(1000 if split == "train" else 2):
-            yield Task(f"{split}-{number}", {"question": "2 + 2?", "split": split})
-
-    async def rollout(self, task, run):
-        messages = [{"role": "user", "content": task.public["question"]}]
-        await run.chat(messages)
-        if task.public["split"] == "test":
-            (Path(self.config.folder) / f"asked-{task.id}").touch()
-            while not (Path(self.config.folder) / "go").exists():
-                await asyncio.sleep(0.01)
-        await run.chat(messages)
-
-    def score(self, task, result):
-        return Score(reward=1.0)
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": "4"}] * 2
-"""
+WAITS = CASES["waits"]
 """Two calls; between them, the rollouts of the split test wait for a file."""
 
 

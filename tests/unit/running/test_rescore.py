@@ -17,6 +17,7 @@ from envserver_records.errors import EngineRefused
 from envserver_records.records import Call, ServiceCall
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.commands import envserver, read_jsonl, running
 from support.extent import examples
 from support.in_process import Run
@@ -30,40 +31,7 @@ from envserver.export.rescored import rescored_line
 from envserver.rollouts.replaying import Player, RecordedServices, recorded_calls, told_calls
 from envserver.running.replaying import read_record
 
-ECHO = '''
-from envserver import Environment, Score, Task
-
-class Echo(Environment):
-    """Say the number."""
-
-    def tasks(self, split):
-        for n in range(3):
-            yield Task(f"{split}-{self.config.seed}-{n}", {}, {"answer": str(n)})
-
-    def rollout(self, task, run):
-        raise AssertionError("nothing is run again")
-
-    def score(self, task, result):
-        return Score(reward=float(result.output == task.hidden["answer"]), metrics={"new": 1.0})
-'''
-
-RUBRIC = '''
-from pathlib import Path
-from envserver import Score
-
-class Shy:
-    """Half of the environment's; nothing for who says nothing; fails at a 2 until it is mended."""
-
-    def __init__(self, environment):
-        self.environment = environment
-
-    async def score(self, task, result):
-        if result.output == "2" and not Path(__file__).with_name("mended").exists():
-            raise RuntimeError("the judge does not answer")
-        if result.output == "":
-            return Score(reward=None)
-        return Score(reward=self.environment.score(task, result).reward / 2)
-'''
+CASES = cases_of(__file__)
 
 
 def trajectory(number: int, output: str, reward: float, rows: int = 1) -> Trajectory:
@@ -89,8 +57,8 @@ RUBRIC_WORDS = "--rubric rubric.py:Shy"
 @pytest.fixture
 def rescore(run: Run) -> Run:
     """Rescores `old.jsonl` to `new.jsonl`."""
-    Path("echo.py").write_text(ECHO)
-    Path("rubric.py").write_text(RUBRIC)
+    Path("echo.py").write_text(CASES["echo"])
+    Path("rubric.py").write_text(CASES["rubric"])
     common = "rescore old.jsonl --env echo.py --out new.jsonl --processes 1"
     return lambda words="", status=0: run(f"{common} {words}", status)
 
@@ -157,26 +125,11 @@ def test_overwrite_keeps_the_old_file_until_a_group_is_scored(rescore: Run) -> N
     assert {path.name for path in Path().iterdir()} <= names
 
 
-KILLER = """
-import os, signal, time
-from pathlib import Path
-from echo import Echo as Base
-
-class Echo(Base):
-    def score(self, task, result):
-        pid = Path(__file__).with_name("pid")
-        while not pid.exists():
-            time.sleep(0.01)
-        os.kill(int(pid.read_text()), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)  # no score is returned, and nothing is left
-"""
-
-
 def test_a_killed_overwrite_leaves_the_old_file(rescore: Run, tmp_path: Path) -> None:
     OLD.write_bytes(WRONG_0)
     rescore()
     before = NEW.read_bytes()
-    Path("killer.py").write_text(KILLER)
+    Path("killer.py").write_text(CASES["killer"])
     words = "rescore old.jsonl --env killer.py --out new.jsonl --overwrite"
     with running(*words.split(), folder=tmp_path) as process:
         Path("pid.new").write_text(str(process.pid))
@@ -206,65 +159,7 @@ def test_rows_stay_with_their_rollouts(given: list[tuple[int, float | None]]) ->
 
 # `envserver replay`: a recorded rollout runs again, and the first difference is told --------------
 
-PAIR = '''
-import contextlib, os
-from pathlib import Path
-from typing import Literal
-from envserver import AgentRole, Environment, InputError, Score, Task
-
-async def clock(arguments, caller):
-    if os.environ.get("CLOCK_BROKEN"):
-        raise RuntimeError("the clock is not asked again")
-    if arguments["zone"] == "mars":
-        raise InputError("there is no such zone")
-    return {"hour": 11}
-
-class Pair(Environment):
-    """Two agents and a clock."""
-
-    class Config(Environment.Config):
-        greeting: str = "Hello"
-        tone: Literal["calm", "loud"] = "calm"
-        times: int = 2
-        data_path: Path | None = None
-
-    def __init__(self, config):
-        super().__init__(config)
-        if config.data_path is not None:
-            config.data_path.read_text()
-
-    def agents(self):
-        return {"asker": AgentRole(), "helper": AgentRole(trained=False)}
-
-    def services(self):
-        return contextlib.nullcontext({"clock": clock})
-
-    def tasks(self, split):
-        for n in range(2):
-            yield Task(f"pair-{n}", {"question": f"Say {n}."}, {"answer": str(n)})
-
-    def demonstration(self, task):
-        said = {"role": "assistant", "content": task.hidden["answer"]}
-        return {"asker": [said, said], "helper": [said]}
-
-    async def rollout(self, task, run):
-        hour = (await run.call_tool("clock", {"zone": "utc"}))["hour"]
-        try:
-            await run.call_tool("clock", {"zone": "mars"})
-        except InputError as error:
-            hour = f"{hour} ({error.message})"
-        talk = [{"role": "user", "content": f"{self.config.greeting}, it is {hour}."}]
-        talk[0]["content"] += "!" * (self.config.tone == "loud")
-        for text in (task.public["question"], "Once more."):
-            talk.append({"role": "user", "content": text})
-            reply = await run.chat(talk, agent="asker")
-            talk.append(reply.message)
-        hint = await run.chat([{"role": "user", "content": reply.content}], agent="helper")
-        return [reply.content, hint.content]
-
-    def score(self, task, result):
-        return Score(reward=float(task.hidden["answer"] in result.output[0]))
-'''
+PAIR = CASES["pair"]
 
 
 PLAY = "replay kept.jsonl --env pair.py --rollout"

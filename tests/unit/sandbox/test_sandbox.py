@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from support.cases import cases_of
 from support.process_tree import alive_with, marked
 from support.sandboxes import archive, sandboxes, sandboxes_elsewhere
 from support.waiting import PATIENCE, settled, until
@@ -23,6 +24,8 @@ from envserver import (
     SandboxLimits,
     SandboxSpec,
 )
+
+CASES = cases_of(__file__)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -92,23 +95,8 @@ raise ValueError("wrong")
     assert (result.exit, result.stdout, result.stderr) == (1, plain.stdout, plain.stderr)
 
 
-EXITS = {
-    "": 0,
-    "raise SystemExit": 0,
-    "import sys; sys.exit(7)": 7,
-    "import sys; sys.exit(256 + 7)": 7,
-    "import sys; sys.exit(-1)": 255,
-    "import sys; sys.exit('why')": 1,
-    "import os; os._exit(9)": 9,
-    "1 / 0": 1,
-    "this is not Python": 1,
-    "raise KeyboardInterrupt": 130,
-    "import atexit; atexit.register(print, 'late'); raise SystemExit(5)": 5,
-}
-
-
 async def test_exit_statuses_are_those_of_python_and_signals_are_told(box: Sandbox) -> None:
-    for code, status in EXITS.items():
+    for code, status in CASES["exits"].items():
         result = await box.run_python(code)
         assert (result.exit, result.signal, result.killed_by) == (status, None, ""), code
     for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT):
@@ -326,18 +314,7 @@ async def test_each_limit_ends_a_program_by_its_name(boxes: Sandboxes, reason: s
 
 
 async def test_what_is_full_stays_full_and_harms_nobody(boxes: Sandboxes) -> None:
-    fill = """
-import itertools
-try:
-    with open("big", "wb") as file:
-        for _ in range(20): file.write(bytes(1 << 20)); file.flush()
-except OSError as error:
-    print(error.errno)
-try:
-    for number in itertools.count(): open(f"{number}", "w").close()
-except OSError as error:
-    print(error.errno, number)
-"""
+    fill = CASES["fill"]
     async with boxes.open(limited(disk_mb=4, inodes=64)) as box:
         result = await box.run_python(fill)
         assert result.killed_by in ("", "disk", "inodes")

@@ -27,6 +27,7 @@ import orjson
 import pytest
 from envserver_records.errors import ConfigError
 from structlog.testing import capture_logs
+from support.cases import cases_of
 from support.forked import failures, forked, words
 from support.sandboxes import sandboxes
 from support.waiting import PATIENCE
@@ -45,6 +46,8 @@ from envserver.sandbox import (
 )
 from envserver.sandbox.probe import ProbeReport, examine, unavailable
 from envserver.sandbox.service import probe
+
+CASES = cases_of(__file__)
 
 PROJECT = Path(__file__).parents[3]
 OURS = hidden.OUR_PACKAGES
@@ -227,37 +230,7 @@ def test_a_machine_without_a_table_is_refused(monkeypatch: pytest.MonkeyPatch) -
         seccomp.program.__wrapped__(inet=True)
 
 
-ORDINARY_WORK = """
-import asyncio, multiprocessing, os, sqlite3, subprocess, tempfile, threading
-import numpy
-from multiprocessing.shared_memory import SharedMemory
-
-os.chdir(tempfile.mkdtemp())
-assert (numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum() == 300**3
-with sqlite3.connect("a.db") as data:
-    data.execute("create table t as select 1")
-with multiprocessing.Pool(2) as pool:
-    assert pool.map(abs, [-1, 2]) == [1, 2]
-shared = SharedMemory(create=True, size=100)
-shared.close(); shared.unlink()
-thread = threading.Thread(target=print, args=("thread",))
-thread.start(); thread.join()
-
-async def talk():
-    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
-    reader, _ = await asyncio.open_connection("localhost", server.sockets[0].getsockname()[1])
-    assert await reader.read() == b""
-    server.close()
-    process = await asyncio.create_subprocess_exec("true")
-    assert await process.wait() == 0
-
-asyncio.run(talk())
-script = '''set -e; git init -q repo; cd repo; mkfifo pipe; rm pipe; echo a > a; cp -a a b
-git -c user.name=a -c user.email=a@b add .; git -c user.name=a -c user.email=a@b commit -qm x
-(sleep 0.01; echo later) & wait; tar cf - a | tar tf -; nice true; timeout 5 true'''
-subprocess.run(["bash", "-c", script], check=True, stdout=subprocess.DEVNULL)
-print("done")
-"""
+ORDINARY_WORK = CASES["ordinary_work"]
 
 
 def test_ordinary_programs_work_under_the_filter() -> None:

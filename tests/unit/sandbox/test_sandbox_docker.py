@@ -20,6 +20,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from envserver_records.errors import SandboxImageMissing, SandboxLost, SandboxUnavailable
 from support import fake_engine
+from support.cases import cases_of
 from support.sandboxes import archive, sandboxes
 from support.waiting import until
 
@@ -31,6 +32,8 @@ from envserver.sandbox.elsewhere import foreign
 from envserver.sandbox.maker import sandboxes_at
 from envserver.sandbox.service import probe
 from envserver.sandbox.watched import WatchedSandboxes
+
+CASES = cases_of(__file__)
 
 CONFIG = SandboxConfig(backend="docker", docker_image=fake_engine.IMAGE)
 
@@ -139,27 +142,7 @@ def test_containers_stay_of_servers_whose_processes_cannot_be_seen(
     assert remove_leftovers(find_engine(fake_engine.IMAGE)) == []
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {
-            "cpuacct/cpuacct.usage": "900000000000",
-            "memory/memory.usage_in_bytes": "1000",
-            "memory/memory.max_usage_in_bytes": "5000",
-            "memory/memory.oom_control": "oom_kill_disable 0\noom_kill 2",
-            "pids/pids.peak": "4",
-        },
-        {
-            "cgroup.controllers": "cpu memory pids",
-            "cpu.stat": "usage_usec 900000000\nuser_usec 1",
-            "memory.current": "1000",
-            "memory.peak": "5000",
-            "memory.events": "max 3\noom_kill 2",
-            "pids.peak": "4",
-        },
-    ],
-    ids=["version 1", "version 2"],
-)
+@pytest.mark.parametrize("files", CASES.values(), ids=CASES)
 def test_cgroup_numbers_are_read_in_both_layouts(tmp_path: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from support.api import native_group, put_native
+from support.cases import cases_of
 from support.cpu import cpu_limit
 from support.extent import examples
 from support.waiting import PATIENCE, until
@@ -43,6 +44,8 @@ from envserver.telemetry.lag import TICK_SECONDS, LoopLag
 from envserver.telemetry.numbers import OTHER, Counts, Labelled
 from envserver.telemetry.redaction import STRUCK, redacted
 from envserver.telemetry.tracing import NO_SPAN, within
+
+CASES = cases_of(__file__)
 
 
 @asynccontextmanager
@@ -280,24 +283,7 @@ KEY = st.text(
 @settings(deadline=None)
 @given(
     KEY,
-    st.sampled_from(
-        [
-            "http://127.0.0.1:8123/r/{}/v1/chat/completions",
-            "authorization: Bearer {}",
-            '{{"Authorization": "Bearer {}"}}',
-            "x-api-key={}",
-            '{{\\"api_key\\": \\"{}\\"}}',
-            "OPENAI_API_KEY={}",
-            "postgresql://me:{}@host/name",
-            "the key sk-{} was refused",
-            "token: {}",
-            "AWS_SECRET_ACCESS_KEY={}",
-            "x-environment-key: {}",
-            "redis://:{}@host/0",
-            "https://h/v1?alt=sse&key={}",
-            "Set-Cookie: session={}",
-        ]
-    ),
+    st.sampled_from(CASES["secrets"]),
 )
 def test_what_looks_like_a_secret_is_struck_out(key: str, form: str) -> None:
     line = redacted(f"before {form.format(key)} after")
@@ -325,37 +311,10 @@ def test_plain_lines_stay_as_they_are_and_none_takes_long_to_search_for_secrets(
         assert time.process_time() - began < cpu_limit(0.5), part
 
 
-LOGGING = """
-import logging, sys, warnings, structlog
-from envserver.cli.logs import configure_logs
-configure_logs("info", sys.argv[1])
-log, uvicorn = structlog.get_logger("x"), logging.getLogger("uvicorn.error")
-for _ in range(1000):
-    uvicorn.warning("Invalid HTTP request received.")
-    logging.getLogger("asyncio").error("ours")
-model = "the model's" + "\\n" * 500_000
-log.warning("heard", text=model)
-try:
-    raise ValueError(model)
-except ValueError:
-    log.exception("raised")
-print("=====", file=sys.stderr, flush=True)
-structlog.contextvars.bind_contextvars(rollout_id="rollout-7")
-log.warning("ours", url="http://h/r/" + "k" * 32 + "/v1")
-uvicorn.error("theirs %s", "Bearer " + "b" * 20)
-warnings.warn("python's")
-try:
-    secret = "s" * 20
-    raise ValueError("api_key=" + secret)
-except ValueError:
-    log.exception("raised")
-"""
-
-
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_all_log_lines_are_bounded_and_have_one_form_ids_and_no_secrets(form: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", LOGGING, form], capture_output=True, text=True, check=True
+        [sys.executable, "-c", CASES["logging"], form], capture_output=True, text=True, check=True
     )
     flood, told = ran.stderr.split("=====\n")
     # What clients and models send makes few and short lines.

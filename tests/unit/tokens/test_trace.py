@@ -17,10 +17,13 @@ from envserver_records.sampling import LogprobsKind
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support.cases import cases_of
 from support.forests import answers, calm, conversations, forests
 
 from envserver.tokens import find_parents, pack_calls
 from envserver.tokens.trace import unpack_calls
+
+CASES = cases_of(__file__)
 
 text = st.text("ab\n", max_size=3)
 # Values that Python takes for each other, keys in any order.
@@ -140,13 +143,6 @@ def test_tracing_leaves_calls_as_they_are_and_a_damaged_trace_is_refused() -> No
     assert pack(calls) == before == pack(unpacked)
     assert unpacked[-1].prompt_ids.dtype == np.int32
     assert msgspec.structs.asdict(unpacked[-1])["tools"] == calls[-1].tools
-    for change in (
-        {"tokens_of": 1},
-        {"messages_of": -2},
-        {"tools_of": 7},
-        {"kept_tokens": 10**6},
-        {"kept_tokens": -1},
-        {"kept_messages": 10**6},
-    ):
+    for change in CASES["broken"]:
         with pytest.raises(TokensError):
             unpack_calls([first, replace(second, **change)])

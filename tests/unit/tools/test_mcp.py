@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from mcp import Client
 from support import mcp_example
+from support.cases import cases_of
 from support.serving import serving
 
 import envserver
@@ -27,6 +28,8 @@ from envserver.tools.calling import use_tool
 from envserver.tools.mcp_client import connect
 from envserver.tools.mcp_server import serve_tools
 from envserver.tools.opening import open_tools
+
+CASES = cases_of(__file__)
 
 COMMAND = ("python", str(Path(mcp_example.__file__)))
 EXAMPLE = McpServer(command=COMMAND, env={"EXAMPLE_KEY": "a-${EXAMPLE_PART}"})
@@ -155,94 +158,7 @@ async def test_a_server_over_http_gets_its_headers(monkeypatch: pytest.MonkeyPat
             pass
 
 
-ENVIRONMENT = """
-import json
-import os
-import sys
-
-from mcp import Client
-
-from envserver import (
-    Caller, Environment, McpServer, SandboxSpec, Score, ServiceError, Task, tool
-)
-from envserver.tools.calling import use_tool
-
-
-class Both(Environment):
-    tools = [
-        McpServer(command=COMMAND, only=["notes.add"]),
-        McpServer(command=COMMAND, only=["notes.add"], prefix="all_", name="all", shared=True),
-    ]
-
-    def tasks(self, split):
-        yield Task("one", {}, {"secret": "amber"})
-
-    @tool(on_server=True)
-    async def secret(self, caller: Caller) -> str:
-        \"\"\"Returns the secret.\"\"\"
-        return caller.task.hidden["secret"]
-
-    async def rollout(self, task, run):
-        messages = [{"role": "user", "content": "Note it."}]
-        await run.loop(messages)
-        noted = [one["content"] for one in messages if one["role"] == "tool"]
-        async with run.serve_mcp([self.secret]) as url, Client(url) as client:
-            listed = [one.name for one in (await client.list_tools()).tools]
-            called = await client.call_tool(listed[0], {})
-        return {
-            "noted": noted,
-            "secret": called.content[0].text,
-            "worker": os.getpid(),
-        }
-
-    def score(self, task, result):
-        return Score(reward=float(result.output["secret"] == task.hidden["secret"]))
-
-    def demonstration(self, task):
-        calls = [
-            {"id": name, "type": "function",
-             "function": {"name": name, "arguments": json.dumps({"text": "x"})}}
-            for name in ("notes_add", "all_notes_add")
-        ]
-        return [
-            {"role": "assistant", "content": "", "tool_calls": calls},
-            {"role": "assistant", "content": "done"},
-        ]
-
-
-class Sandboxed(Both):
-    isolation = "sandboxed"
-
-
-class Boxed(Both):
-    sandbox = SandboxSpec(env={"KEY": "not-it"})
-    tools = [
-        McpServer(command=COMMAND, in_sandbox=True, env={"EXAMPLE_KEY": "k-part"}),
-        McpServer(command=["python3", "-c", "exit('no such module')"], in_sandbox=True, prefix="b"),
-    ]
-
-    async def rollout(self, task, run):
-        await run.chat([{"role": "user", "content": "?"}])
-        async with run.open_tools(self.tools[:1]) as tools:
-            first, second = [await call_tool(tools, "notes_add", text=text) for text in "xy"]
-            key = await call_tool(tools, "key")
-            try:
-                await call_tool(tools, "crash")
-            except ServiceError as error:
-                crash = error.message
-        try:
-            async with run.open_tools(self.tools[1:]):
-                pass
-        except ServiceError as error:
-            return {"notes": [first, second], "key": key, "crash": crash, "broken": error.message}
-
-    def score(self, task, result):
-        return Score(reward=1.0)
-
-
-async def call_tool(tools, name, **arguments):
-    return (await use_tool(tools, name, arguments)).text
-"""
+ENVIRONMENT = CASES["environment"]
 
 
 @pytest.mark.thorough

@@ -28,6 +28,7 @@ from envserver_tools.loop import LoopEnd, chat_with_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from support.cases import cases_of
 from support.extent import examples
 
 import envserver
@@ -35,6 +36,8 @@ from envserver import AgentError, Caller, Environment, Score, Task, Tool, ToolEr
 from envserver.environment import tools_of
 from envserver.tools.calling import call_tool, function_tool, toolbox
 from envserver.tools.serving import server_tools
+
+CASES = cases_of(__file__)
 
 README = Path(envserver.__file__).parent / "tools" / "README.md"
 
@@ -130,16 +133,7 @@ def test_what_fits_the_types_fits_the_schema_and_comes_back(data: st.DataObject)
     assert made(**made.checked(sent)) == values
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"start": {"x": 1}, "most": "far"}, "Expected `int`, got `str` - at `most`"),
-        ({"start": {"x": 1}, "most": 0}, "Expected `int` >= 1 - at `most`"),
-        ({"start": {"x": 1}, "unit": "foot"}, "Invalid enum value 'foot' - at `unit`"),
-        ({}, "missing required field `start`"),
-        ({"start": {"x": -1}}, "Error: there is no way from there."),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "told"), CASES["wrong_calls"])
 async def test_a_wrong_call_is_told_to_the_model(arguments: Any, told: str) -> None:
     text = await answer(measure, arguments)
     assert text.startswith("Error: ")
@@ -289,22 +283,7 @@ async def test_parallel_calls_meet_and_their_results_are_in_order() -> None:
     assert told == ["a", "b", "c of 1", "d of 2"]
 
 
-PLAYED = """
-
-class Played(Shop):
-    def demonstration(self, task):
-        import json
-
-        def call(**arguments):
-            function = {"name": "price", "arguments": json.dumps(arguments)}
-            return {"id": arguments["item"], "type": "function", "function": function}
-
-        calls = [call(item="apple"), call(item="pear", count=2), call(item="fig")]
-        return [
-            {"role": "assistant", "content": "", "tool_calls": calls},
-            {"role": "assistant", "content": "11"},
-        ]
-"""
+PLAYED = CASES["played"]
 BUG = '''
 
 class Broken(Played):
@@ -338,61 +317,7 @@ def test_a_bug_in_a_tool_is_told_once_with_its_place(tmp_path: Path) -> None:
 
 # In the server ------------------------------------------------------------------------------------
 
-VAULT = '''
-import json
-import os
-
-from envserver import Caller, Environment, Score, Task, ToolError, tool
-
-
-class Vault(Environment):
-    """Find a word that only the server knows."""
-
-    def tasks(self, split):
-        yield Task("word", {"length": 5}, {"word": "amber"})
-
-    @tool(on_server=True)
-    async def letter(self, place: int, caller: Caller) -> str:
-        """Returns one letter.
-
-        Args:
-            place: its place, from 1.
-        """
-        if not 1 <= place <= 5:
-            raise ToolError(f"there is no letter {place}.")
-        return caller.task.hidden["word"][place - 1] + str(os.getpid()) + os.environ["VAULT_KEY"]
-
-    @tool(on_server=True)
-    def broken(self, caller: Caller) -> str:
-        """Fails with a secret."""
-        return {}[caller.task.hidden["word"]]
-
-    async def rollout(self, task, run):
-        messages = [{"role": "user", "content": "Which word?"}]
-        end = await run.loop(messages)
-        told = [one["content"] for one in messages if one["role"] == "tool"]
-        return {"told": told, "key": os.environ.get("VAULT_KEY"), "worker": os.getpid()}
-
-    def score(self, task, result):
-        return Score(reward=1.0)
-
-    calls = [("letter", {"place": 1}), ("letter", {"place": 9}), ("letter", {"place": "x"})]
-
-    def demonstration(self, task):
-        calls = [
-            {"id": f"c{number}", "type": "function",
-             "function": {"name": name, "arguments": json.dumps(arguments)}}
-            for number, (name, arguments) in enumerate(self.calls)
-        ]
-        return [
-            {"role": "assistant", "content": "", "tool_calls": calls},
-            {"role": "assistant", "content": "done"},
-        ]
-
-
-class Broken(Vault):
-    calls = [("broken", {})]
-'''
+VAULT = CASES["vault"]
 
 
 def test_a_tool_on_the_server_knows_what_the_worker_does_not(

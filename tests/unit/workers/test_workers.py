@@ -27,12 +27,15 @@ from envserver_records.errors import (
     WorkerHung,
 )
 from structlog.testing import capture_logs
+from support.cases import cases_of
 from support.process_tree import alive
 from support.waiting import until, with_enough_time
 from support.worker_standin import ZOO, StandIn
 
 from envserver import WorkersConfig
 from envserver.workers import Assignment, LocalPool
+
+CASES = cases_of(__file__)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -114,15 +117,7 @@ async def test_an_agents_exception_is_its_failure(pool: LocalPool, proxy: StandI
     assert pool.snapshot()["deaths"] == deaths
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "kind"),
-    [
-        ("limit_reached", 400, "limit_reached"),
-        ("engine_timeout", 504, "engine_timeout"),
-        ("engine_unavailable", 503, "engine_unavailable"),
-        ("input", 422, "agent_error"),
-    ],
-)
+@pytest.mark.parametrize(("code", "status", "kind"), CASES["refused"])
 async def test_what_the_proxy_refuses_keeps_its_kind(
     pool: LocalPool, proxy: StandIn, code: str, status: int, kind: str
 ) -> None:
@@ -144,14 +139,7 @@ async def test_a_worker_has_a_directory_and_leaves_nothing(pool: LocalPool, prox
 
 
 @pytest.mark.parametrize("isolation", LEVELS)
-@pytest.mark.parametrize(
-    ("do", "facts", "output"),
-    [
-        ("os_exit", {"exit_code": 3}, "last words"),
-        ("kill_itself", {"signal": "SIGKILL"}, ""),
-        ("segfault", {"signal": "SIGSEGV"}, "Segmentation fault"),
-    ],
-)
+@pytest.mark.parametrize(("do", "facts", "output"), CASES["deaths"])
 async def test_a_death_says_how(
     pool: LocalPool, proxy: StandIn, isolation: str, do: str, facts: dict[str, Any], output: str
 ) -> None:
@@ -378,28 +366,10 @@ async def test_workers_get_nothing_hidden(proxy: StandIn, monkeypatch: pytest.Mo
         assert secret not in received
 
 
-SERVER = """
-import asyncio, sys, uvloop
-from envserver.config import WorkersConfig
-config = WorkersConfig(processes=2, heartbeat_seconds=60)
-from envserver.workers.local import LocalPool
-from support.worker_standin import ZOO, serving
-
-async def main():
-    async with serving() as proxy, LocalPool(config, [f"{ZOO}:Zoo"]) as pool:
-        await pool.run(proxy.open("echo"))
-        parent = proxy.open("grandchildren", pids=sys.argv[1], rest_seconds=3600)
-        alone = proxy.open("sleep", isolation="dedicated", started=sys.argv[2])
-        await asyncio.gather(pool.run(parent), pool.run(alone))
-
-uvloop.run(main())
-"""
-
-
 async def test_nothing_survives_a_killed_server(tmp_path: Path) -> None:
     pids, started = tmp_path / "pids", tmp_path / "started"
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(pids), str(started)],
+        [sys.executable, "-c", CASES["server"], str(pids), str(started)],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)},
         start_new_session=True,
     )
@@ -415,22 +385,6 @@ async def test_nothing_survives_a_killed_server(tmp_path: Path) -> None:
     assert not root.exists()
 
 
-KILLED_AT_ITS_START = """
-import asyncio, os, signal, subprocess
-from envserver import SandboxConfig, WorkersConfig
-from envserver.sandbox.service import SandboxService
-from envserver.workers import LocalPool
-
-class Popen(subprocess.Popen):
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-subprocess.Popen = Popen
-asyncio.run({}.__aenter__())
-"""
-
-
 @pytest.mark.parametrize(
     "starts",
     [
@@ -442,7 +396,7 @@ asyncio.run({}.__aenter__())
 async def test_a_server_that_is_killed_while_it_starts_leaves_nothing(starts: str) -> None:
     with tempfile.TemporaryDirectory() as folder:  # its path is short enough for sockets
         killed = subprocess.run(
-            [sys.executable, "-c", KILLED_AT_ITS_START.format(starts)],
+            [sys.executable, "-c", CASES["killed_at_its_start"].format(starts)],
             env={**os.environ, "TMPDIR": folder},
             stderr=subprocess.DEVNULL,
             check=False,
