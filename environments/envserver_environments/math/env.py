@@ -7,8 +7,7 @@ answer and how it is compared (`kind`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
@@ -20,8 +19,7 @@ from envserver_environments.rows import (
     id_of,
     name_of,
 )
-from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts, made, mixed
+from envserver_environments.usable import DataEnvironment, made, mixed
 from envserver_tools.visible import visible_text
 from pydantic import Field, field_validator
 
@@ -60,10 +58,11 @@ OTHER_ROWS = 10
 """Rows among which a gold is looked for that is a wrong answer to another row."""
 
 
-class Math(Environment):
+class Math(DataEnvironment):
     """Solve mathematics problems, with a calculator or without tools."""
 
     name = "math"
+    sample_files = {"data_path": "sample.jsonl"}
     checks_rows = True
 
     class Config(OptionRowsConfig):
@@ -92,14 +91,6 @@ class Math(Environment):
         @classmethod
         def _several(cls, value: object) -> object:
             return value.split(",") if isinstance(value, str) and "," in value else value
-
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config)
-        self.rows = RowCounts()
-
-    @classmethod
-    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
-        return copied(Path(__file__).parent / "data", folder, {"data_path": "sample.jsonl"})
 
     def tasks(self, split: Split) -> Iterator[Task]:
         chosen = self.config.data_set
