@@ -42,9 +42,8 @@ from .hoisting import NotHoistable, hoisted
 from .loading import DATA
 from .problem import MAX_INSTRUCTION_CHARACTERS, Problem
 from .prompts import SOLUTION, ShowTests, question
-from .references import checked
 from .running import SPEC
-from .scoring import References, ScoringRules, score_rollout
+from .scoring import References, ScoringRules, checked, score_rollout
 
 DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humaneval_plus", "pairs"]
 

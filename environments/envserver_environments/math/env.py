@@ -38,11 +38,10 @@ from envserver import (
 )
 from envserver.row_counts import doubt
 
-from . import arithmetic, procedural, sorting
+from . import arithmetic, procedural
 from .agent import Mode, solve
 from .data_sets import Kind, Problem, read_problem, why_unusable
-from .demonstrations import demonstrate
-from .known import known_answers
+from .known import demonstrate, known_answers
 from .literals import is_number_literal, plain_number
 from .loading import DATA
 from .prompts import BOXED, question
@@ -178,13 +177,13 @@ class Math(DataEnvironment):
                 generator = entry["metadata"]["source_dataset"]
                 yield _generated_task(f"{name}-{entry_id}", generator, entry)
             return
-        if name == "arithmetic":
-            for task_id, problem in arithmetic.problems(self.config.max_operand, split, seed):
-                yield _task(task_id, problem)
-            return
-        if name == "sorting":
-            for task_id, problem in sorting.problems(split, seed):
-                yield _task(task_id, problem)
+        if name in ("arithmetic", "sorting"):
+            problems = (
+                arithmetic.sorting_problems(split, seed)
+                if name == "sorting"
+                else arithmetic.problems(self.config.max_operand, split, seed)
+            )
+            yield from (_task(task_id, problem) for task_id, problem in problems)
             return
         path = self.config.data_path
         columns = self.config.columns

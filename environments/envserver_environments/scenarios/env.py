@@ -30,8 +30,7 @@ from envserver import (
     Task,
 )
 
-from .agent import SPEC, counter, files_of, named, work
-from .foreign import checks_of_patch, harness_task
+from .agent import SPEC, checks_of_patch, counter, files_of, harness_task, named, work
 from .loading import SAMPLE, Scenario, read_scenario
 
 

@@ -12,12 +12,11 @@ from smolagents.monitoring import AgentLogger, LogLevel
 from smolagents.utils import AgentGenerationError, AgentParsingError
 
 from ..interpreter.inside import ANSWER
-from .executor import ProcessExecutor
 from .model import ProxyModel
 from .plain import AgentRun
 from .prompts import instructions, system_prompt
 from .rules import Ending
-from .smol import CodeAgent, ToolCallingAgent
+from .smol import CodeAgent, ProcessExecutor, ToolCallingAgent
 from .tool_use import PYTHON
 from .trace import call_data, step_data
 
