@@ -310,9 +310,8 @@ class AirlineTools(Toolkit):
 
     def _day(self, flight_number: str, date: str) -> Record:
         """A flight on a day."""
-        days: dict[str, Record] = self._existing("flights", flight_number, "Flight {} not found")[
-            "dates"
-        ]
+        flight = self._existing("flights", flight_number, "Flight {} not found")
+        days: dict[str, Record] = flight["dates"]
         if date not in days:
             raise ValueError(f"Flight {flight_number} not found on date {date}")
         return days[date]

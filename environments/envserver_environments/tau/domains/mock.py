@@ -140,8 +140,7 @@ class MockUserTools(Toolkit):
         return self._notification(notification_id)["status"] == expected_status
 
     def _notification(self, notification_id: str) -> Record:
-        otherwise = "Notification {} not found"
-        return self._existing("notifications", notification_id, otherwise)
+        return self._existing("notifications", notification_id, "Notification {} not found")
 
 
 MOCK = DomainKind(
