@@ -297,7 +297,8 @@ def known_results(task: Task, *, partial_credit: bool = False) -> Iterator[Known
         yield KnownResult("gold in unfinished thoughts", _said(f"<think>{fenced(code)}"))
         yield KnownResult("gold without a fence", _said(code))
         if name:
-            yield KnownResult("gold by another name", _said(fenced(_renamed(code, name))))
+            renamed = re.sub(rf"\b{re.escape(name)}\b", f"{name}_", code)
+            yield KnownResult("gold by another name", _said(fenced(renamed)))
         yield KnownResult("gold that was cut off", Result(output=fenced(code), truncated=True))
         yield KnownResult("gold with an error", _said(fenced(f"{code}\n)")))
     yield KnownResult("an empty block", _said(fenced("")))
@@ -364,10 +365,6 @@ def _gold(task: Task) -> Result:
 def written(program: str, name: str) -> str:
     """Returns a cheat with `name` as the function's name."""
     return textwrap.dedent(program).replace("NAME", name)
-
-
-def _renamed(code: str, name: str) -> str:
-    return re.sub(rf"\b{re.escape(name)}\b", f"{name}_", code)
 
 
 def _said(text: str) -> Result:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of, name_of
-from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts, made
+from envserver_environments.usable import DataEnvironment, made
 from pydantic import Field, field_validator
 
 from envserver import (
@@ -43,9 +42,8 @@ from .hoisting import NotHoistable, hoisted
 from .loading import DATA
 from .problem import MAX_INSTRUCTION_CHARACTERS, Problem
 from .prompts import SOLUTION, ShowTests, question
-from .references import checked
 from .running import SPEC
-from .scoring import References, ScoringRules, score_rollout
+from .scoring import References, ScoringRules, checked, score_rollout
 
 DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humaneval_plus", "pairs"]
 
@@ -53,10 +51,11 @@ DataSetName = Literal["sample", "opc", "mbpp", "mbpp_plus", "humaneval", "humane
 _logger = logging.getLogger(__name__)
 
 
-class Code(Environment):
+class Code(DataEnvironment):
     """Write Python functions and programs that pass tests, in one answer or with tools."""
 
     name = "code"
+    sample_files = {"data_path": "sample.jsonl"}
     sandbox = SPEC
 
     class Config(RowsConfig):
@@ -93,14 +92,9 @@ class Code(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.rows = RowCounts()
         self.tests_left_out = 0
         """Number of tests left out because they can only be judged inside the program."""
         self._references = References()
-
-    @classmethod
-    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
-        return copied(Path(__file__).parent / "data", folder, {"data_path": "sample.jsonl"})
 
     def tasks(self, split: Split) -> Iterator[Task]:
         self.tests_left_out = 0

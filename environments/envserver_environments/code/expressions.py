@@ -123,28 +123,12 @@ def _why_unsupported_node(node: ast.AST, bound: set[str]) -> str | None:
     return None
 
 
-def _constant(run: _Evaluator, node: ast.Constant, scope: Scope) -> Any:
-    return node.value
-
-
 def _name(run: _Evaluator, node: ast.Name, scope: Scope) -> Any:
     if node.id in scope:
         return scope[node.id]
     if node.id in FUNCTIONS:
         return FUNCTIONS[node.id]
     return CONSTANTS[node.id]
-
-
-def _list(run: _Evaluator, node: ast.List, scope: Scope) -> list[Any]:
-    return run.all_values(node.elts, scope)
-
-
-def _tuple(run: _Evaluator, node: ast.Tuple, scope: Scope) -> tuple[Any, ...]:
-    return tuple(run.all_values(node.elts, scope))
-
-
-def _set(run: _Evaluator, node: ast.Set, scope: Scope) -> set[Any]:
-    return made_set(run.all_values(node.elts, scope))
 
 
 def _dict(run: _Evaluator, node: ast.Dict, scope: Scope) -> dict[Any, Any]:
@@ -166,10 +150,6 @@ def _boolean(run: _Evaluator, node: ast.BoolOp, scope: Scope) -> Any:
     return value
 
 
-def _unary(run: _Evaluator, node: ast.UnaryOp, scope: Scope) -> Any:
-    return UNARY[type(node.op)](run.value(node.operand, scope))
-
-
 def _binary(run: _Evaluator, node: ast.BinOp, scope: Scope) -> Any:
     left, right = run.value(node.left, scope), run.value(node.right, scope)
     return BINARY[type(node.op)](left, right)
@@ -183,10 +163,6 @@ def _compare(run: _Evaluator, node: ast.Compare, scope: Scope) -> bool:
             return False
         left = right
     return True
-
-
-def _if(run: _Evaluator, node: ast.IfExp, scope: Scope) -> Any:
-    return run.value(node.body if run.value(node.test, scope) else node.orelse, scope)
 
 
 def _subscript(run: _Evaluator, node: ast.Subscript, scope: Scope) -> Any:
@@ -283,9 +259,16 @@ class _Lazy:
 
 
 _EVALUATORS: dict[type, Callable[[_Evaluator, Any, Scope], Any]] = {
-    ast.Constant: _constant, ast.Name: _name, ast.List: _list, ast.Tuple: _tuple, ast.Set: _set,
-    ast.Dict: _dict, ast.BoolOp: _boolean, ast.UnaryOp: _unary, ast.BinOp: _binary,
-    ast.Compare: _compare, ast.IfExp: _if, ast.Subscript: _subscript, ast.Slice: _slice,
+    ast.Constant: lambda run, node, scope: node.value,
+    ast.List: lambda run, node, scope: run.all_values(node.elts, scope),
+    ast.Tuple: lambda run, node, scope: tuple(run.all_values(node.elts, scope)),
+    ast.Set: lambda run, node, scope: made_set(run.all_values(node.elts, scope)),
+    ast.UnaryOp: lambda run, node, scope: UNARY[type(node.op)](run.value(node.operand, scope)),
+    ast.IfExp: lambda run, node, scope: run.value(
+        node.body if run.value(node.test, scope) else node.orelse, scope
+    ),
+    ast.Name: _name, ast.Dict: _dict, ast.BoolOp: _boolean, ast.BinOp: _binary,
+    ast.Compare: _compare, ast.Subscript: _subscript, ast.Slice: _slice,
     ast.Attribute: _attribute, ast.Call: _call, ast.Lambda: _lambda, ast.ListComp: _comprehension,
     ast.GeneratorExp: _comprehension, ast.SetComp: _comprehension,
     ast.DictComp: _dict_comprehension,

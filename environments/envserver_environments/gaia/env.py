@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.rows import RowsConfig, id_of
-from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts
+from envserver_environments.usable import DataEnvironment
 from envserver_tools.documents import document_tools, preload
 from envserver_tools.folder import folder_tools
 from envserver_tools.web import WebSettings, remote_tools, services_of
@@ -64,10 +63,11 @@ _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 preload()  # a worker without internet access needs it in advance
 
 
-class Gaia(Environment):
+class Gaia(DataEnvironment):
     """Answer questions with files, code and tools, as smolagents' agents or in a plain loop."""
 
     name = "gaia"
+    sample_files = {"data_path": ""}
     checks_rows = True
     isolation = "sandboxed"
     preload = ()  # its agents speak HTTP themselves
@@ -176,14 +176,6 @@ class Gaia(Environment):
 
         file: Path | None = None
         """The file."""
-
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config)
-        self.rows = RowCounts()
-
-    @classmethod
-    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
-        return copied(Path(__file__).parent / "data", folder, {"data_path": ""})
 
     def tasks(self, split: Split) -> Iterator[Task]:
         read = ((place, self._read(item)) for place, item in self._items(split))

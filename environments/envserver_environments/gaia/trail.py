@@ -42,7 +42,7 @@ def trail_of(messages: Sequence[Message], turns: int) -> Trail:
         messages: as recorded: the last request's, and the last answer.
         turns: calls of the model, as the proxy counted them.
     """
-    replies = [_texts(reply) for plan, reply in _turns(messages) if not plan]
+    replies = [[*map(_text, reply)] for plan, reply in _turns(messages) if not plan]
     missing = max(0, turns - sum(message.get("role") == "assistant" for message in messages))
     ended = Counter(map(_outcome, replies))
     return Trail(
@@ -68,10 +68,6 @@ def _outcome(reply: list[str]) -> Literal["fine", "malformed", "failed"]:
     if any(text.startswith((NO_CODE, NO_CALL)) for text in reply):
         return "malformed"
     return "failed" if any(text.startswith((FAILED, TOOL_FAILED)) for text in reply) else "fine"
-
-
-def _texts(reply: list[Message]) -> list[str]:
-    return [_text(message) for message in reply]
 
 
 def _text(message: Message) -> str:

@@ -1,8 +1,9 @@
-"""Generates sums and differences of small numbers, for models trained on a laptop.
+"""Generates easy problems, for models trained on a laptop: sums, differences, digits to sort.
 
 Every problem `A+B` and `A-B` whose answer is not negative, with operands up to a bound, comes once,
-in an order that depends on the seed only. Lazy: nothing is kept, however large the bound. A problem
-belongs to one split, whatever the seed and the bound: about 80 % train, 10 % each of the others.
+in an order that depends on the seed only. Lazy: nothing is kept, however large the bound.
+So does each of the 9**5 numbers of five digits from 1 to 9, to be sorted. A problem belongs to one
+split, whatever the seed and the bound: about 80 % train, 10 % each of the others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .data_sets import Problem
 
 _TRAIN: list[Split] = ["train"] * 8
 _SPLITS: list[Split] = [*_TRAIN, "validation", "test"]
+DIGITS = 5
 _WORDS = {"+": "plus", "-": "minus"}
 
 
@@ -28,16 +30,25 @@ def problems(max_operand: int, split: Split, seed: int) -> Iterator[tuple[str, P
         max_operand: largest number in a question; the smallest is 0.
     """
     size = max_operand + 1
-    for place in shuffled(2 * size * size, f"arithmetic-{split}-{seed}"):
+    for place in _shuffled(2 * size * size, f"arithmetic-{split}-{seed}"):
         sign, (left, right) = "+-"[place % 2], divmod(place // 2, size)
         if sign == "-" and left < right:
             continue
         task_id = f"arithmetic-{left}-{_WORDS[sign]}-{right}"
-        if split_of(task_id) == split:
+        if _split_of(task_id) == split:
             yield task_id, _problem(left, sign, right)
 
 
-def split_of(task_id: str) -> Split:
+def sorting_problems(split: Split, seed: int) -> Iterator[tuple[str, Problem]]:
+    """Yields (id, problem), each problem of the split once; ids look like `sort-41932`."""
+    for place in _shuffled(9**DIGITS, f"sorting-{split}-{seed}"):
+        number = "".join(str(place // 9**digit % 9 + 1) for digit in range(DIGITS))
+        if _split_of(task_id := f"sort-{number}") == split:
+            answer = "".join(sorted(number))
+            yield task_id, Problem(f"Sort {number}", answer, "number", "sorting")
+
+
+def _split_of(task_id: str) -> Split:
     """The one split to which a problem belongs."""
     return _SPLITS[zlib.crc32(task_id.encode()) % len(_SPLITS)]
 
@@ -52,7 +63,7 @@ def _problem(left: int, sign: str, right: int) -> Problem:
     )
 
 
-def shuffled(count: int, seed: str) -> Iterator[int]:
+def _shuffled(count: int, seed: str) -> Iterator[int]:
     """Every number below `count` once, without keeping any: steps of one length around a circle."""
     rng = random.Random(seed)
     start = rng.randrange(count)

@@ -7,8 +7,7 @@ answer and how it is compared (`kind`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
@@ -20,8 +19,7 @@ from envserver_environments.rows import (
     id_of,
     name_of,
 )
-from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts, made, mixed
+from envserver_environments.usable import DataEnvironment, made, mixed
 from envserver_tools.visible import visible_text
 from pydantic import Field, field_validator
 
@@ -40,11 +38,10 @@ from envserver import (
 )
 from envserver.row_counts import doubt
 
-from . import arithmetic, procedural, sorting
+from . import arithmetic, procedural
 from .agent import Mode, solve
 from .data_sets import Kind, Problem, read_problem, why_unusable
-from .demonstrations import demonstrate
-from .known import known_answers
+from .known import demonstrate, known_answers
 from .literals import is_number_literal, plain_number
 from .loading import DATA
 from .prompts import BOXED, question
@@ -60,10 +57,11 @@ OTHER_ROWS = 10
 """Rows among which a gold is looked for that is a wrong answer to another row."""
 
 
-class Math(Environment):
+class Math(DataEnvironment):
     """Solve mathematics problems, with a calculator or without tools."""
 
     name = "math"
+    sample_files = {"data_path": "sample.jsonl"}
     checks_rows = True
 
     class Config(OptionRowsConfig):
@@ -92,14 +90,6 @@ class Math(Environment):
         @classmethod
         def _several(cls, value: object) -> object:
             return value.split(",") if isinstance(value, str) and "," in value else value
-
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config)
-        self.rows = RowCounts()
-
-    @classmethod
-    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
-        return copied(Path(__file__).parent / "data", folder, {"data_path": "sample.jsonl"})
 
     def tasks(self, split: Split) -> Iterator[Task]:
         chosen = self.config.data_set
@@ -187,13 +177,13 @@ class Math(Environment):
                 generator = entry["metadata"]["source_dataset"]
                 yield _generated_task(f"{name}-{entry_id}", generator, entry)
             return
-        if name == "arithmetic":
-            for task_id, problem in arithmetic.problems(self.config.max_operand, split, seed):
-                yield _task(task_id, problem)
-            return
-        if name == "sorting":
-            for task_id, problem in sorting.problems(split, seed):
-                yield _task(task_id, problem)
+        if name in ("arithmetic", "sorting"):
+            problems = (
+                arithmetic.sorting_problems(split, seed)
+                if name == "sorting"
+                else arithmetic.problems(self.config.max_operand, split, seed)
+            )
+            yield from (_task(task_id, problem) for task_id, problem in problems)
             return
         path = self.config.data_path
         columns = self.config.columns

@@ -31,7 +31,8 @@ def queries(task: Task) -> list[str]:
     answers = [answer for _, answer in steps]
     if steps:
         return [substituted(question, answers) for question, _ in steps]
-    return [str(task.public["question"]), *_supporting_titles(task)]
+    titles = (_title(task, name) for name, _ in task.hidden["supporting"])
+    return [str(task.public["question"]), *dict.fromkeys(titles)]
 
 
 def _with_tools(task: Task) -> list[Message]:
@@ -86,10 +87,6 @@ def _thought(task: Task, number: int, plan: str) -> str:
         return f"I must find:\n{plan}"
     steps = task.hidden["decomposition"]
     return f"It is {steps[number - 2][1]}." if steps else "One more fact is missing."
-
-
-def _supporting_titles(task: Task) -> list[str]:
-    return list(dict.fromkeys(_title(task, name) for name, _ in task.hidden["supporting"]))
 
 
 def _title(task: Task, name: str | int) -> str:

@@ -29,8 +29,7 @@ from envserver_environments.rows import (
     first_option,
     id_of,
 )
-from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts, made, mixed
+from envserver_environments.usable import DataEnvironment, made, mixed
 from envserver_tools.retrieval import Passage, RetrieverSettings
 from pydantic import Field, field_validator, model_validator
 
@@ -59,10 +58,11 @@ from .scoring import last_answer, parse_answer, score_rollout
 from .serving import MAX_TOP_K, Scope, corpus_services, external_services
 
 
-class Mhqa(Environment):
+class Mhqa(DataEnvironment):
     """Answer questions that need several facts, found by searching."""
 
     name = "mhqa"
+    sample_files = {"data_path": "sample.jsonl", "corpus_path": "corpus.jsonl"}
     checks_rows = True
 
     class Config(OptionRowsConfig):
@@ -116,14 +116,9 @@ class Mhqa(Environment):
         .jsonl with title and text. Unset: the corpus or the retriever of the settings, or the
         model's memory if these name none."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config)
-        self.rows = RowCounts()
-
     @classmethod
     def write_sample(cls, folder: Path) -> Mapping[str, Any]:
-        files = {"data_path": "sample.jsonl", "corpus_path": "corpus.jsonl"}
-        return {**copied(Path(__file__).parent / "data", folder, files), "scope": "corpus"}
+        return {**super().write_sample(folder), "scope": "corpus"}
 
     def tasks(self, split: Split) -> Iterator[Task]:
         streams = [self._tasks_of(name, split) for name in self._data_sets]

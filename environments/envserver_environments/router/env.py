@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from envserver_environments.code.running import SPEC
 from envserver_environments.roles import missing
 from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of, name_of
-from envserver_environments.usable import RowCounts, made
+from envserver_environments.usable import DataEnvironment, made
 from pydantic import BeforeValidator, Field
 
 from envserver import (
@@ -62,7 +62,7 @@ def _repairs(value: Any) -> Any:
     return words.get(value.lower(), value) if isinstance(value, str) else value
 
 
-class Router(Environment):
+class Router(DataEnvironment):
     """Plan which agents answer a query, in strict JSON, and run the plan."""
 
     name = "router"
@@ -100,7 +100,6 @@ class Router(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.rows = RowCounts()
         if self.config.execute:
             # For the code agent and for answers that are functions; plans alone need none.
             self.sandbox = SPEC

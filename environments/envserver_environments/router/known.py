@@ -76,22 +76,10 @@ def _unreadable(gold: str) -> Iterator[tuple[str, str]]:
     yield "cut off without a word", gold[:-2]
 
 
-def _widowed(plan: dict[str, Any]) -> None:
-    plan["steps"].append({**plan["steps"][0], "id": "unused", "depends_on": []})
-
-
 def _circular(plan: dict[str, Any]) -> None:
     step = plan["steps"][0]
     step["depends_on"] = [step["id"]]
     plan["handoffs"].append({"from": step["id"], "to": step["id"], "payload": "itself"})
-
-
-def _strange(plan: dict[str, Any]) -> None:
-    plan["steps"][0]["tool"] = "browse"
-
-
-def _bare(plan: dict[str, Any]) -> None:
-    plan["steps"][0]["args"] = {}
 
 
 _BROKEN: dict[str, dict[str, Callable[[dict[str, Any]], Any]]] = {
@@ -101,10 +89,12 @@ _BROKEN: dict[str, dict[str, Callable[[dict[str, Any]], Any]]] = {
         "no steps": lambda plan: plan.update(steps=[], handoffs=[]),
         "nine steps": lambda plan: plan.update(steps=plan["steps"][:1] * (MAX_STEPS + 1)),
         "the same id twice": lambda plan: plan["steps"].append(plan["steps"][0]),
-        "a step that nothing uses": _widowed,
+        "a step that nothing uses": lambda plan: plan["steps"].append(
+            {**plan["steps"][0], "id": "unused", "depends_on": []}
+        ),
         "a step that waits for itself": _circular,
-        "a tool that is none": _strange,
-        "a step without arguments": _bare,
+        "a tool that is none": lambda plan: plan["steps"][0].update(tool="browse"),
+        "a step without arguments": lambda plan: plan["steps"][0].update(args={}),
         "a final step that is none": lambda plan: plan.update(final_step="s99"),
         "a handoff too many": lambda plan: plan["handoffs"].append(
             {"from": "s8", "to": plan["final_step"], "payload": "more"}
@@ -136,16 +126,15 @@ def _other_plans(task: Task) -> Iterator[KnownResult]:
             yield _known(f"{name}, where that is right", text, 1.0)
         else:
             yield _between(name, text, ALMOST)
-    empty = [dataclasses.replace(step, args={_argument(step): "0"}) for step in gold.steps]
+    empty = [
+        dataclasses.replace(step, args={TOOLS[step.agent][step.tool]["required"][0]: "0"})
+        for step in gold.steps
+    ]
     text = _in_profile(_plan(empty, gold.final_step), task)
     yield _between("gold, with the same argument everywhere", text, FORM_SHARE)
     if len(gold.steps) <= MAX_STEPS - 3:
         padded = _padded(gold)
         yield _between("gold, behind all other agents", _in_profile(padded, task), ALMOST)
-
-
-def _argument(step: Step) -> str:
-    return str(TOOLS[step.agent][step.tool]["required"][0])
 
 
 def chain(agents: tuple[str, ...]) -> Plan:

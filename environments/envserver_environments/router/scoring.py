@@ -85,9 +85,11 @@ def read_plan(result: Result) -> ModelPlan:
     """Reads the plan from the rollout's output or, if there is none, from the conversation."""
     output = result.output
     if isinstance(output, dict):
+        repaired = output.get("repaired")
         return ModelPlan(
             plan=_text(output.get("plan")) or "",
-            repaired=_count(output.get("repaired")),
+            # A number of repairs; rows of before have a boolean.
+            repaired=max(0, int(repaired)) if isinstance(repaired, int) else 0,
             cut_off=output.get("cut_off") is True,
             executed=output.get("executed") is True,
             answer=_text(output.get("answer")),
@@ -96,11 +98,6 @@ def read_plan(result: Result) -> ModelPlan:
     if isinstance(output, str):
         return ModelPlan(plan=output)
     return last_plan(result.messages)
-
-
-def _count(value: object) -> int:
-    """Returns a number of repairs; 0 for anything else. Rows of before have a boolean."""
-    return max(0, int(value)) if isinstance(value, int) else 0
 
 
 def last_plan(messages: list[dict[str, Any]]) -> ModelPlan:

@@ -11,8 +11,11 @@ import base64
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from envserver_environments.swe.agent import patch_in
+from envserver_environments.swe.patches import PatchError, apply_changes, read_patch
 from envserver_environments.swe.trees import Entry, Tree, git_files, tar_of
 from envserver_tools.protocol import FORMAT, ProtocolRun, Window, describe_tools, run_protocol
 from envserver_tools.sandboxed import PRELOAD, sandbox_tools
@@ -20,12 +23,14 @@ from envserver_tools.trace import trace
 from msgspec import structs
 
 from envserver import (
+    HarnessTask,
     InputError,
     LimitReached,
     Message,
     PublicTask,
     Rollout,
     Sandbox,
+    Sandboxes,
     SandboxLimits,
     SandboxSpec,
 )
@@ -198,3 +203,33 @@ async def run_check(sandbox: Sandbox, check: Check, answer: str | None) -> dict[
 def named(text: str) -> str:
     """`text` as a part of a task's id."""
     return re.sub(r"[^\w.-]", "_", text)[:80] or "scenario"
+
+
+def harness_task(task: PublicTask) -> HarnessTask:
+    """Returns what the program gets: the prompt and the workspace, a git repository."""
+    tree = tree_in(task.public["files"])
+    repository, commit = git_files(tree)
+    return HarnessTask(
+        instruction=task.public["prompt"],
+        archive=tar_of({**tree, **repository}),
+        output=partial(_output, commit),
+    )
+
+
+async def _output(commit: str, workspace: Sandbox, words: str) -> dict[str, Any]:
+    done = await patch_in(commit, workspace, words)
+    return {"answer": words, "ending": "final", "patch": done["patch"], "reason": done["reason"]}
+
+
+async def checks_of_patch(
+    public: dict[str, Any], output: dict[str, Any], sandboxes: Sandboxes
+) -> list[dict[str, Any]]:
+    """Runs the checks on the workspace with the patch; none passes if it does not apply."""
+    try:
+        tree = apply_changes(tree_in(public["files"]), read_patch(str(output.get("patch") or "")))
+    except PatchError:
+        return []
+    answer = output.get("answer")
+    words = answer if isinstance(answer, str) else None
+    async with sandboxes.open(structs.replace(SPEC, archive=tar_of(tree))) as sandbox:
+        return [await run_check(sandbox, one, words) for one in checks_in(public)]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.sample_files import copied
+from envserver_environments.usable import copied
 from envserver_tools.protocol import Window
 from envserver_tools.trace import trace_path
 from pydantic import Field
@@ -30,8 +30,7 @@ from envserver import (
     Task,
 )
 
-from .agent import SPEC, counter, files_of, named, work
-from .foreign import checks_of_patch, harness_task
+from .agent import SPEC, checks_of_patch, counter, files_of, harness_task, named, work
 from .loading import SAMPLE, Scenario, read_scenario
 
 

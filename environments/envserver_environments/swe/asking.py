@@ -58,15 +58,12 @@ class Terminal:
                 return True
             shown = command if isinstance(command, str) else json.dumps(command)
             # Control characters could show another command than the one that runs.
-            sys.stderr.write(f"\n{_visible(shown)}\nRun it? [y]es, [n]o, [a]ll: ")
+            shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in shown)
+            sys.stderr.write(f"\n{shown}\nRun it? [y]es, [n]o, [a]ll: ")
             sys.stderr.flush()
             answer = (await _line()).strip().lower()
             self._all = answer in ("a", "all")
             return self._all or answer in ("y", "yes")
-
-
-def _visible(text: str) -> str:
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _line() -> asyncio.Future[str]:

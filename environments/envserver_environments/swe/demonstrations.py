@@ -29,7 +29,10 @@ def demonstrate(task: Task, kind: AgentKind) -> list[Message]:
     match kind:
         case "bash":
             last = f"{applying} &>/dev/null\necho {SUBMIT}"
-            return [_block(command) for command in (_LOOK, *writing, last)]
+            return [
+                {"role": "assistant", "content": f"```bash\n{command}\n```"}
+                for command in (_LOOK, *writing, last)
+            ]
         case "tools":
             calls = [_call("bash", command=command) for command in (*writing, applying)]
             return [_call("list_dir", path="."), *calls]
@@ -46,10 +49,6 @@ def _pieces(patch: str) -> list[str]:
             pieces.append("")
         pieces[-1] += line
     return pieces
-
-
-def _block(command: str) -> Message:
-    return {"role": "assistant", "content": f"```bash\n{command}\n```"}
 
 
 def _call(name: str, **arguments: str) -> Message:

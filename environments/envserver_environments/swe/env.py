@@ -28,7 +28,7 @@ from envserver_environments.rows import (
     id_of,
     name_of,
 )
-from envserver_environments.usable import RowCounts, made
+from envserver_environments.usable import DataEnvironment, made
 from envserver_records.extras import install_command
 from envserver_tools.visible import visible_text
 from pydantic import Field
@@ -74,7 +74,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
-class Swe(Environment):
+class Swe(DataEnvironment):
     """Repair software repositories, with bash, with tools, or with tools in plain text."""
 
     name = "swe"
@@ -130,7 +130,6 @@ class Swe(Environment):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.rows = RowCounts()
         rules = ImageRules(self.config.image_repository, self.config.image_path)
         self._images = Images(rules)
         self._tried: dict[tuple[str, str], dict[str, Any] | None] = {}

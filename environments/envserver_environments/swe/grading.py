@@ -164,7 +164,7 @@ async def grade(
         verdict.refused = error.reason
         return verdict
     verdict.suspicions = added_suspicions(tree, patched)
-    if verdict.suspicions.keys() & FRAUD - _gold_suspicions(tree, tests).keys():
+    if verdict.suspicions.keys() & FRAUD - added_suspicions(tree, _solved(tree, tests)).keys():
         verdict.refused = "fraud"
         return verdict
     run = _Run(tests, tree)
@@ -183,10 +183,6 @@ async def grade(
             verdict.suspicions["replacing"] += len(replaced)
             verdict.refused, verdict.solved = "fraud", False
     return verdict
-
-
-def _gold_suspicions(tree: Tree, tests: HiddenTests) -> Counter[str]:
-    return added_suspicions(tree, _solved(tree, tests))
 
 
 def _solved(tree: Tree, tests: HiddenTests) -> Tree:

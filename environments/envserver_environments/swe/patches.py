@@ -397,7 +397,8 @@ def _read_hunk(
 
 
 def _patched(data: bytes, change: Change) -> bytes:
-    lines = _split_at_newlines(data)
+    # Lines end with a newline only: other line ends belong to them.
+    lines = [part for part in re.split(rb"(?<=\n)", data) if part]
     result: list[bytes] = []
     done = 0
     for hunk in change.hunks:
@@ -409,11 +410,6 @@ def _patched(data: bytes, change: Change) -> bytes:
         result += hunk.new
         done = at + len(hunk.old)
     return b"".join(result + lines[done:])
-
-
-def _split_at_newlines(data: bytes) -> list[bytes]:
-    """Lines end with a newline only: other line ends belong to them."""
-    return [part for part in re.split(rb"(?<=\n)", data) if part]
 
 
 def _find(lines: list[bytes], old: tuple[bytes, ...], wanted: int, least: int) -> int | None:

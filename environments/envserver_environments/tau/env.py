@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.rows import id_of
-from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts, mixed
+from envserver_environments.usable import DataEnvironment, copied, mixed
 from pydantic import Field, field_validator
 
 from envserver import (
@@ -55,7 +54,7 @@ MINI = "mini_"
 """Name prefix of the built-in domains that have the tools of a tau2-bench domain."""
 
 
-class Tau(Environment):
+class Tau(DataEnvironment):
     """Serve a customer with tools, by a policy, in a conversation."""
 
     name = "tau"
@@ -119,10 +118,6 @@ class Tau(Environment):
         """Domain; without tau2-bench's data, retail, airline and telecom are the built-in ones."""
         context: Path | None = None
         """Text file added to the assistant's policy."""
-
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config)
-        self.rows = RowCounts()
 
     def agents(self) -> Mapping[str, AgentRole]:
         return {AGENT: AgentRole(), USER: AgentRole(trained=False)}

@@ -24,7 +24,7 @@ from .evaluation import (
 )
 from .evaluation.confirmation import unconfirmed_writes
 from .states import calls_with_results
-from .tasks import Action, TauMessage, TauTask
+from .tasks import TauMessage, TauTask
 
 
 def score_conversation(
@@ -84,16 +84,13 @@ def _metrics(
     ]
     writes = [call for call, result in made if not result.get("error") and mutates(call["name"])]
     metrics["unconfirmed_writes"] = float(len(unconfirmed_writes(messages, mutates)))
-    metrics["extra_writes"] = float(sum(not _is_expected(call, gold) for call in writes))
+    same = [[same_call(a, call, Strictness.STRICT) for call in writes] for a in gold]
+    expected = sum(map(any, zip(*same, strict=True)))
+    metrics["extra_writes"] = float(len(writes) - expected)
     if gold:
-        done = sum(any(same_call(a, call, Strictness.STRICT) for call in writes) for a in gold)
-        metrics["gold_writes_done"] = done / len(gold)
+        metrics["gold_writes_done"] = sum(map(any, same)) / len(gold)
     last = next((m for m in reversed(messages) if m["role"] == "user"), {})
     content = last.get("content") or ""
     metrics["transferred"] = float(TRANSFER in content)
     metrics["out_of_scope"] = float(OUT_OF_SCOPE in content)
     return metrics
-
-
-def _is_expected(call: object, gold: Sequence[Action]) -> bool:
-    return any(same_call(action, call, Strictness.STRICT) for action in gold)  # type: ignore[arg-type]

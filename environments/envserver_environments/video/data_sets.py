@@ -157,7 +157,7 @@ def read_item(
     question, options, answered = _answered(row, question, found, first)
     return VideoQuestion(
         **answered,
-        question=f"{_with_mark(question)}{_part(found)}",
+        question=f"{question}{'?' if question[-1].isalnum() else ''}{_part(found)}",
         video=video,
         options=options,
         type=text_of(found.get("type")),
@@ -166,10 +166,6 @@ def read_item(
         file=file,
         captions=captions,
     )
-
-
-def _with_mark(question: str) -> str:
-    return f"{question}?" if question[-1].isalnum() else question
 
 
 def _part(found: Mapping[str, Any]) -> str:

@@ -41,7 +41,7 @@ def demonstrate(
     team = {
         str(name): [
             _reads(task, name, protocol),
-            _ends(answer if _knows(task, context, name) else CANNOT_TELL, protocol),
+            _ends(answer if context.lines(name, **_span(task)) else CANNOT_TELL, protocol),
         ]
         for name in context.modalities
     }
@@ -63,10 +63,6 @@ def _span(task: Task) -> dict[str, float]:
     if not spans:
         return {}
     return {"t0": min(start for start, _ in spans), "t1": max(end for _, end in spans)}
-
-
-def _knows(task: Task, context: VideoContext, modality: Modality) -> bool:
-    return bool(context.lines(modality, **_span(task)))
 
 
 def _reads(task: Task, modality: Modality, protocol: Protocol) -> Message:

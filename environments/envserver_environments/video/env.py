@@ -24,8 +24,7 @@ from envserver_environments.rows import (
     first_option,
     id_of,
 )
-from envserver_environments.sample_files import copied
-from envserver_environments.usable import RowCounts, made
+from envserver_environments.usable import DataEnvironment, made
 from pydantic import Field
 
 from envserver import (
@@ -74,10 +73,11 @@ _HOW_TO_GIVE = (
 )
 
 
-class Video(Environment):
+class Video(DataEnvironment):
     """Answer questions about videos, from captions, transcripts, scene graphs and frames."""
 
     name = "video"
+    sample_files = {"data_path": "questions.jsonl", "captions_path": "videos"}
     checks_rows = True
 
     class Config(OptionRowsConfig):
@@ -137,10 +137,6 @@ class Video(Environment):
         options: list[str] = []
         """Answer options in order; without options the answer is free text."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config)
-        self.rows = RowCounts()
-
     def baselines(self) -> dict[str, dict[str, Any]]:
         """Settings of the runs that results of this environment are to be held against."""
         return {"blind": {"blind": True}}
@@ -172,14 +168,6 @@ class Video(Environment):
             pictures_per_second=config.folder_fps,
         )
         return nullcontext(Services({FRAMES: store.answer}, counts=store.counts))
-
-    @classmethod
-    def write_sample(cls, folder: Path) -> Mapping[str, Any]:
-        return copied(
-            Path(__file__).parent / "data",
-            folder,
-            {"data_path": "questions.jsonl", "captions_path": "videos"},
-        )
 
     def tasks(self, split: Split) -> Iterator[Task]:
         config = self.config

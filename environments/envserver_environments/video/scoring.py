@@ -6,6 +6,8 @@ option, or several, is wrong; a word's first letter is not taken for an option.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from envserver_environments.mhqa.metrics import answer_measure, normalize_answer
@@ -15,7 +17,6 @@ from envserver_tools.retrieval import STOP_WORDS
 from envserver import Result, Score, Task
 
 from .agent import AgentAnswer
-from .evidence import cites_evidence
 from .reading import option_of, words_of
 
 
@@ -87,3 +88,32 @@ def kinds_of(type_: str) -> list[str]:
     name = "TN" if type_ == "TP" else type_
     group = [name[0]] if len(name) == 2 and name[0] in "CTD" else []
     return [name, *group] if name else []
+
+
+MAX_CITED = 3
+MAX_RANGE_SECONDS = 20.0
+
+_TIME = r"(?:(\d{1,2}):)?(\d{1,2}):(\d{2})"
+_CITED = re.compile(rf"(?<![\d:]){_TIME}(?:\s*(?:-|–|to)\s*{_TIME})?(?![\d:])")
+
+
+def cites_evidence(text: str, spans: Iterable[Iterable[float]]) -> bool:
+    """Returns whether a time in `text` is in one of `spans` (pairs of seconds)."""
+    cited = [_range(found.groups()) for found in _CITED.finditer(text)]
+    if not 0 < len(cited) <= MAX_CITED:
+        return False
+    if any(not 0 <= end - start <= MAX_RANGE_SECONDS for start, end in cited):
+        return False
+    return any(
+        start <= last and first <= end for first, last in map(tuple, spans) for start, end in cited
+    )
+
+
+def _range(parts: tuple[str | None, ...]) -> tuple[float, float]:
+    start = _seconds(parts[:3])
+    return start, start if parts[4] is None else _seconds(parts[3:])
+
+
+def _seconds(parts: tuple[str | None, ...]) -> float:
+    hours, minutes, seconds = (int(part or 0) for part in parts)
+    return float(3600 * hours + 60 * minutes + seconds)

@@ -196,9 +196,10 @@ def gymnasium_environment(world: str) -> type[Environment]:
         ConfigError: its module cannot be imported.
     """
     spec = _spec(world)
+    is_gymnasiums = str(spec.entry_point).startswith("gymnasium.")
     about = {
         "world": world,
-        "known": KNOWN.get(spec.name, Known()) if _is_gymnasiums(spec) else Known(),
+        "known": KNOWN.get(spec.name, Known()) if is_gymnasiums else Known(),
         "name": "gymnasium_" + re.sub(r"\W+", "_", spec.id.lower()),
         "__doc__": f"{spec.id} of Gymnasium.",
     }
@@ -249,10 +250,6 @@ def _spec(world: str) -> Any:
         return gymnasium.spec(name)
     except gymnasium.error.Error as error:
         raise NotFoundError(f"Gymnasium has no environment {name!r}: {error}") from error
-
-
-def _is_gymnasiums(spec: Any) -> bool:
-    return str(spec.entry_point).startswith("gymnasium.")
 
 
 def _filled(template: str, **values: str) -> str:

@@ -13,12 +13,8 @@ def _environment(folder: str) -> type[Environment]:
     return harbor_environment(Path(folder))
 
 
-def _absolute(folder: str) -> str:
-    return str(Path(folder).resolve())
-
-
 INTEGRATION = Integration(
     what="task folders of Harbor and Terminal-Bench 2",
     environment=_environment,
-    absolute=_absolute,
+    absolute=lambda folder: str(Path(folder).resolve()),
 )

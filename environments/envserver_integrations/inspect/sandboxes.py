@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
+import msgspec
 import yaml
 from inspect_ai import Task
 from inspect_ai._eval.loader import resolve_task_sandbox
@@ -211,11 +212,7 @@ def _absolute(path: str) -> str:
 def _with_timeout(seconds: float) -> SandboxLimits:
     """Returns the limits of a program with a timeout of its own."""
     wall = min(float(seconds), LIMITS.wall_seconds)
-    return SandboxLimits(**{**_fields(LIMITS), "wall_seconds": wall})
-
-
-def _fields(limits: SandboxLimits) -> dict[str, Any]:
-    return {name: getattr(limits, name) for name in limits.__struct_fields__}
+    return msgspec.structs.replace(LIMITS, wall_seconds=wall)
 
 
 SPEC = SandboxEnvironmentSpec(NAME)

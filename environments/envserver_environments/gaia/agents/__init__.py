@@ -12,19 +12,16 @@ import os
 import time
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envserver_records.extras import install_command
 from envserver_tools.calling import Tool
 
 from envserver import ConfigError, PublicTask, Rollout
 
-from .plain import PlainRun
+from .plain import AgentRun, PlainRun
 from .prompts import question
 from .rules import AgentOptions, Ending, Kind, Prompts, Solved
-
-if TYPE_CHECKING:
-    from .smol_run import SmolRun
 
 __all__ = ["Ending", "Kind", "AgentOptions", "Prompts", "Solved", "solve"]
 
@@ -62,9 +59,7 @@ async def solve(
     stop_at = run.deadline - min(LEAVE_SECONDS, MOST_LEFT * seconds)
     if rules.seconds is not None:
         stop_at = min(stop_at, time.time() + rules.seconds)
-    kind: type[SmolRun] | type[PlainRun] = PlainRun
-    if rules.agent != "plain":
-        kind = _smol_run()
+    kind = PlainRun if rules.agent == "plain" else _smol_run()
     agent = kind(run, rules, tools, loop=asyncio.get_running_loop(), stop_at=stop_at, extra=extra)
     thread = asyncio.ensure_future(asyncio.to_thread(agent.run, question(task.public)))
     try:
@@ -76,7 +71,7 @@ async def solve(
 
 
 @cache
-def _smol_run() -> type[SmolRun]:
+def _smol_run() -> type[AgentRun]:
     """Imports smolagents, once."""
     if importlib.util.find_spec("smolagents") is None:
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""The baseline agent: a loop over native tool calls, without smolagents."""
+"""What runs of all agents share, and the baseline agent."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import re
 import time
@@ -18,14 +19,21 @@ from ..interpreter.process import Interpreter
 from .endpoint import CutOff, Endpoint, Turn
 from .prompts import system_prompt
 from .rules import AgentOptions, Ending, Solved, ending_of
-from .tool_use import Tools
+from .tool_use import Tools, as_function
 from .trace import Trace, call_data, step_data
 
 _SAID = re.compile(r"FINAL ANSWER:\s*(.+)")
 
 
-class PlainRun:
-    """One run. Call `run` in a thread, `stop` from another. Arguments as in `SmolRun`."""
+class AgentRun(abc.ABC):
+    """One run. Call `run` in a thread, `stop` from another.
+
+    Args:
+        tools: tools besides python and final_answer.
+        loop: the event loop in which asynchronous tools run.
+        stop_at: `time.time()` at which it ends by itself.
+        extra: additional fields of each request to the model.
+    """
 
     def __init__(
         self,
@@ -37,8 +45,11 @@ class PlainRun:
         stop_at: float,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        self._rules = rules
+        self._rules, self._added, self._loop = rules, tools, loop
+        self._trace = Trace(run)
+        is_code = rules.agent == "code"
         self._interpreter = Interpreter(
+            {tool.name: as_function(tool, loop) for tool in tools} if is_code else None,
             imports=rules.extra_imports,
             step_seconds=rules.step_seconds,
             stop_at=stop_at,
@@ -47,20 +58,17 @@ class PlainRun:
         self._tools = Tools(tools, self._interpreter, rules.observation_characters, loop)
         self._endpoint = Endpoint(
             run,
-            tools=self._tools.descriptions,
+            stop=("</code>",) if is_code else (),
+            tools=None if is_code else self._tools.descriptions,
             token_budget=rules.token_budget,
             stop_at=stop_at,
             extra=extra,
         )
-        prompt = system_prompt("plain", tools, rules.extra_imports)
-        self._messages: list[Message] = [{"role": "system", "content": prompt}]
-        self._trace = Trace(run)
 
     def run(self, question: str) -> Solved:
-        """Runs to the end, whatever it is. Raises EngineError."""
-        self._messages.append({"role": "user", "content": question})
+        """Runs to the end, whatever it is. Raises EngineError, and errors of this package."""
         try:
-            answer, state = self._loop()
+            answer, state = self._drive(question)
         except (LimitReached, CutOff) as error:
             answer, state = None, ending_of(error)
         finally:
@@ -73,11 +81,24 @@ class PlainRun:
         self._endpoint.close()
         self._interpreter.close()
 
-    def _loop(self) -> tuple[str | None, Ending]:
+    @abc.abstractmethod
+    def _drive(self, question: str) -> tuple[str | None, Ending]:
+        """Returns the answer, and how the run ended."""
+
+
+class PlainRun(AgentRun):
+    """One run of the agent `plain`: a loop over native tool calls, without smolagents."""
+
+    def _drive(self, question: str) -> tuple[str | None, Ending]:
+        prompt = system_prompt("plain", self._added, self._rules.extra_imports)
+        messages: list[Message] = [
+            {"role": "system", "content": prompt},
+            {"role": "user", "content": question},
+        ]
         for number in range(1, self._rules.max_steps + 1):
             began = time.time()
-            turn = self._endpoint.turn(self._messages)
-            self._messages.append(turn.message)
+            turn = self._endpoint.turn(messages)
+            messages.append(turn.message)
             results = [self._tools.run(call) for call in turn.calls]
             answer = _answer(turn, results)
             self._trace.add(_data(number, turn, results, began, answer is not None))
@@ -85,7 +106,7 @@ class PlainRun:
                 return answer, "answered"
             if not turn.calls:
                 return None, "no_answer"
-            self._messages += [
+            messages += [
                 {"role": "tool", "tool_call_id": call["id"], "content": result.text}
                 for call, result in zip(turn.calls, results, strict=True)
             ]

@@ -9,22 +9,63 @@ package's, or those of smolagents' templates, of which a plan's become turns of 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import smolagents
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES, ToolOutput, populate_template
-from smolagents.local_python_executor import fix_final_answer_code
+from smolagents.local_python_executor import CodeOutput, PythonExecutor, fix_final_answer_code
 from smolagents.memory import ActionStep, PlanningStep, Timing, ToolCall
 from smolagents.models import ChatMessage, MessageRole
 from smolagents.utils import AgentParsingError, parse_code_blobs
 
 from ..interpreter.inside import ANSWER
-from ..interpreter.process import observation
+from ..interpreter.process import Interpreter, Outcome, observation
 from . import prompts
-from .executor import ProcessExecutor
 from .model import ProxyModel
 from .tool_use import Tools
+
+
+class StepFailed(Exception):
+    """The code raised, was stopped or died; the message is for the model."""
+
+
+class ProcessExecutor(PythonExecutor):  # type: ignore[misc]  # a class of a library without types
+    """Executes code for smolagents' CodeAgent.
+
+    Args:
+        interpreter: opened and closed by its owner.
+    """
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
+        self._variables: dict[str, Any] = {}
+        self.outcome: Outcome | None = None
+        """Outcome of the last step."""
+
+    def send_tools(self, tools: Mapping[str, Callable[..., Any]]) -> None:
+        """Functions of the code, beside `final_answer`; to be sent before the first step."""
+        for name, tool in tools.items():
+            if name != ANSWER:  # those that the interpreter has raise errors; smolagents' do not
+                self._interpreter.tools.setdefault(name, tool)
+
+    def send_variables(self, variables: dict[str, Any]) -> None:
+        """Variables of the code, of the kinds that have a literal."""
+        self._variables.update(variables)
+
+    def __call__(self, code: str) -> CodeOutput:
+        """Raises StepFailed, which smolagents tells the model."""
+        if self._variables:
+            values, self._variables = self._variables, {}
+            lines = (f"{name} = {value!r}" for name, value in values.items())
+            self._interpreter.run("\n".join(lines))
+        outcome = self.outcome = self._interpreter.run(code)
+        if outcome.trouble is not None:
+            raise StepFailed(outcome.error)
+        is_final = outcome.answer is not None
+        output = outcome.answer if is_final else outcome.value
+        return CodeOutput(output=output, logs=outcome.printed, is_final_answer=is_final)
+
 
 # Compiles the patterns of both here, once, not in every worker that is forked.
 fix_final_answer_code(parse_code_blobs("<code>final_answer(0)</code>", ("<code>", "</code>")))
@@ -165,7 +206,11 @@ class ToolCallingAgent(_AsSampled, smolagents.ToolCallingAgent):  # type: ignore
         if not results:
             return [_user(prompts.NO_CALL)]
         return [
-            _as_is({"role": "tool", "tool_call_id": call_id, "content": text})
+            ChatMessage(
+                role=MessageRole.USER,
+                content=text,
+                raw={"role": "tool", "tool_call_id": call_id, "content": text},
+            )
             for call_id, text, _ in results
         ]
 
@@ -201,7 +246,3 @@ def _templates(system_prompt: str | None) -> Any:
 
 def _user(text: str) -> ChatMessage:
     return ChatMessage(role=MessageRole.USER, content=text)
-
-
-def _as_is(message: dict[str, Any]) -> ChatMessage:
-    return ChatMessage(role=MessageRole.USER, content=message["content"], raw=message)

@@ -2,77 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from envserver_tools.calling import Tool
 from envserver_tools.smolagents_adapter import as_smolagents
 from smolagents.agents import ActionOutput
 from smolagents.memory import ActionStep, PlanningStep
 from smolagents.monitoring import AgentLogger, LogLevel
 from smolagents.utils import AgentGenerationError, AgentParsingError
 
-from envserver import LimitReached, Rollout
-
 from ..interpreter.inside import ANSWER
-from ..interpreter.process import Interpreter
-from .endpoint import CutOff, Endpoint
-from .executor import ProcessExecutor
 from .model import ProxyModel
+from .plain import AgentRun
 from .prompts import instructions, system_prompt
-from .rules import AgentOptions, Ending, Solved, ending_of
-from .smol import CodeAgent, ToolCallingAgent
-from .tool_use import PYTHON, Tools, as_function
-from .trace import Trace, call_data, step_data
+from .rules import Ending
+from .smol import CodeAgent, ProcessExecutor, ToolCallingAgent
+from .tool_use import PYTHON
+from .trace import call_data, step_data
 
 
-class SmolRun:
-    """One run. Call `run` in a thread, `stop` from another.
+class SmolRun(AgentRun):
+    """One run of the agents `code` and `tools`."""
 
-    Args:
-        tools: tools besides python and final_answer.
-        loop: the event loop in which asynchronous tools run.
-        stop_at: `time.time()` at which it ends by itself.
-        extra: additional fields of each request to the model.
-    """
+    _agent: CodeAgent | ToolCallingAgent
 
-    def __init__(
-        self,
-        run: Rollout,
-        rules: AgentOptions,
-        tools: Sequence[Tool],
-        *,
-        loop: asyncio.AbstractEventLoop,
-        stop_at: float,
-        extra: dict[str, Any] | None = None,
-    ) -> None:
-        self._rules = rules
-        self._trace = Trace(run)
-        is_code = rules.agent == "code"
-        self._interpreter = Interpreter(
-            {tool.name: as_function(tool, loop) for tool in tools} if is_code else None,
-            imports=rules.extra_imports,
-            step_seconds=rules.step_seconds,
-            stop_at=stop_at,
-            characters=rules.observation_characters,
-        )
-        self._tools = Tools(tools, self._interpreter, rules.observation_characters, loop)
-        self._endpoint = Endpoint(
-            run,
-            stop=("</code>",) if is_code else (),
-            tools=None if is_code else self._tools.descriptions,
-            token_budget=rules.token_budget,
-            stop_at=stop_at,
-            extra=extra,
-        )
-        self._agent = self._made(tools, loop)
-
-    def _made(
-        self, tools: Sequence[Tool], loop: asyncio.AbstractEventLoop
-    ) -> CodeAgent | ToolCallingAgent:
-        rules = self._rules
+    def _made(self) -> CodeAgent | ToolCallingAgent:
+        rules, tools = self._rules, self._added
         options: dict[str, Any] = {
             "planning_interval": rules.planning_interval,
             "logger": _QUIET if rules.verbosity < 0 else AgentLogger(LogLevel(rules.verbosity)),
@@ -85,35 +40,15 @@ class SmolRun:
         else:
             is_code = rules.agent == "code"
             shown = tools if is_code else self._tools.tools.values()
-            named = [as_smolagents(tool, loop) for tool in shown if tool.name != ANSWER]
+            named = [as_smolagents(tool, self._loop) for tool in shown if tool.name != ANSWER]
             options["instructions"] = instructions(tools, rules.extra_imports)
         if rules.agent == "tools":
             return ToolCallingAgent(named, model, self._tools, prompt, **options)
         executor = ProcessExecutor(self._interpreter)
         return CodeAgent(named, model, executor, prompt, rules.observation_characters, **options)
 
-    def run(self, question: str) -> Solved:
-        """Runs to the end, whatever it is. Raises EngineError, and errors of this package."""
-        try:
-            answer, state = self._drive(question)
-        except (LimitReached, CutOff) as error:
-            answer, state = None, ending_of(error)
-        except AgentGenerationError as error:
-            cause = error.__cause__
-            if not isinstance(cause, LimitReached | CutOff):
-                raise (cause or error) from error
-            answer, state = None, ending_of(cause)
-        finally:
-            self._endpoint.close()
-            self._interpreter.finish()
-        return Solved(answer, state, self._trace.steps)
-
-    def stop(self) -> None:
-        """Makes `run` return soon, from whatever it waits for."""
-        self._endpoint.close()
-        self._interpreter.close()
-
     def _drive(self, question: str) -> tuple[str | None, Ending]:
+        self._agent = self._made()
         events = self._agent.run(question, stream=True, max_steps=self._rules.max_steps)
         answer = ""
         try:
@@ -129,6 +64,8 @@ class SmolRun:
                     return answer, "answered"
                 if event.step_number >= self._rules.max_steps:
                     break
+        except AgentGenerationError as error:
+            raise (error.__cause__ or error) from error
         finally:
             events.close()
         return None, "max_steps"

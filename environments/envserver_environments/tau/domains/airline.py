@@ -27,7 +27,7 @@ from .airline_data import (
 )
 from .arithmetic import calculate
 from .database import Record
-from .toolkit import DatabaseRow, Toolkit, tool
+from .toolkit import DatabaseRow, Toolkit, calculation, handover, tool
 from .world import DomainKind, Side
 
 _NOW = "2024-05-15T15:00:00"
@@ -138,11 +138,7 @@ class AirlineTools(Toolkit):
         self.db.edit("users", user_id)["reservations"].append(reservation_id)
         return DatabaseRow(record)
 
-    @tool(
-        "generic",
-        "Calculates the value of an arithmetic expression.",
-        expression="Numbers, + - * /, parentheses and blanks, such as '2 + 2'.",
-    )
+    @calculation
     def calculate(self, expression: str) -> str:
         return calculate(expression)
 
@@ -219,12 +215,7 @@ class AirlineTools(Toolkit):
                 return f"Certificate {payment_id} added to user {user_id} with amount {amount}."
         raise ValueError("Too many certificates")
 
-    @tool(
-        "generic",
-        "Hands the user over to a human colleague. Do so only if the user asks for one, or if "
-        "policy and tools leave you no way to solve the issue.",
-        summary="What the user's issue is, in short.",
-    )
+    @handover
     def transfer_to_human_agents(self, summary: str) -> str:
         return "Transfer successful"
 
@@ -312,20 +303,15 @@ class AirlineTools(Toolkit):
         return str(self._day(flight_number, date)["status"])
 
     def _user(self, user_id: str) -> Record:
-        return self._existing("users", "User", user_id)
+        return self._existing("users", user_id, "User {} not found")
 
     def _reservation(self, reservation_id: str) -> Record:
-        return self._existing("reservations", "Reservation", reservation_id)
-
-    def _existing(self, table: str, what: str, key: str) -> Record:
-        record = self.db.get(table, key)
-        if record is None:
-            raise ValueError(f"{what} {key} not found")
-        return record
+        return self._existing("reservations", reservation_id, "Reservation {} not found")
 
     def _day(self, flight_number: str, date: str) -> Record:
         """A flight on a day."""
-        days: dict[str, Record] = self._existing("flights", "Flight", flight_number)["dates"]
+        flight = self._existing("flights", flight_number, "Flight {} not found")
+        days: dict[str, Record] = flight["dates"]
         if date not in days:
             raise ValueError(f"Flight {flight_number} not found on date {date}")
         return days[date]
@@ -338,7 +324,7 @@ class AirlineTools(Toolkit):
 
     def _bookable(self, leg: Any, cabin: str, passengers: int) -> ReservationFlight:
         """The flight `leg` as a part of a reservation, if there are enough seats."""
-        flight = self._existing("flights", "Flight", leg.flight_number)
+        flight = self._existing("flights", leg.flight_number, "Flight {} not found")
         day = self._day(leg.flight_number, leg.date)
         if day["status"] != "available":
             raise ValueError(f"Flight {leg.flight_number} not available on date {leg.date}")

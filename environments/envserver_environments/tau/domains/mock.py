@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from .database import Record
-from .toolkit import DatabaseRow, Toolkit, tool
+from .toolkit import DatabaseRow, Toolkit, handover, tool
 from .world import DomainKind, Side
 
 TaskStatus = Literal["pending", "completed"]
@@ -73,7 +73,7 @@ class MockTools(Toolkit):
         description="What the task is about; may be left out.",
     )
     def create_task(self, user_id: str, title: str, description: str | None = None) -> DatabaseRow:
-        self._existing("users", "User", user_id)
+        self._existing("users", user_id, "User {} not found")
         task_id = f"task_{len(self.db.table('tasks')) + 1}"
         task = Task(task_id=task_id, title=title, description=description, status="pending")
         record = task.model_dump()
@@ -92,31 +92,22 @@ class MockTools(Toolkit):
         status="Its new status.",
     )
     def update_task_status(self, task_id: str, status: TaskStatus) -> DatabaseRow:
-        self._existing("tasks", "Task", task_id)
+        self._existing("tasks", task_id, "Task {} not found")
         task = self.db.edit("tasks", task_id)
         task["status"] = status
         return DatabaseRow(task)
 
     def assert_number_of_tasks(self, user_id: str, expected_number: int) -> bool:
-        return len(self._existing("users", "User", user_id)["tasks"]) == expected_number
+        return (
+            len(self._existing("users", user_id, "User {} not found")["tasks"]) == expected_number
+        )
 
     def assert_task_status(self, task_id: str, expected_status: str) -> Any:
-        return self._existing("tasks", "Task", task_id)["status"] == expected_status
+        return self._existing("tasks", task_id, "Task {} not found")["status"] == expected_status
 
-    @tool(
-        "generic",
-        "Hands the user over to a human colleague. Do so only if the user asks for one, or if "
-        "policy and tools leave you no way to solve the issue.",
-        summary="What the user's issue is, in short.",
-    )
+    @handover
     def transfer_to_human_agents(self, summary: str) -> str:
         return "Transfer successful"
-
-    def _existing(self, table: str, what: str, key: str) -> Record:
-        record = self.db.get(table, key)
-        if record is None:
-            raise ValueError(f"{what} {key} not found")
-        return record
 
 
 class MockUserTools(Toolkit):
@@ -132,7 +123,7 @@ class MockUserTools(Toolkit):
         notification_id="Id of the notification.",
     )
     def dismiss_notification(self, notification_id: str) -> str:
-        self._existing(notification_id)
+        self._notification(notification_id)
         self.db.edit("notifications", notification_id)["status"] = "read"
         return f"Notification {notification_id} dismissed"
 
@@ -146,13 +137,10 @@ class MockUserTools(Toolkit):
         self.db.put("notifications", notification_id, notification.model_dump())
 
     def assert_notification_status(self, notification_id: str, expected_status: str) -> Any:
-        return self._existing(notification_id)["status"] == expected_status
+        return self._notification(notification_id)["status"] == expected_status
 
-    def _existing(self, notification_id: str) -> Record:
-        record = self.db.get("notifications", notification_id)
-        if record is None:
-            raise ValueError(f"Notification {notification_id} not found")
-        return record
+    def _notification(self, notification_id: str) -> Record:
+        return self._existing("notifications", notification_id, "Notification {} not found")
 
 
 MOCK = DomainKind(

@@ -14,7 +14,7 @@ from typing import Any
 from .arithmetic import calculate
 from .database import Record
 from .retail_data import OrderPayment, RetailDB, UserAddress
-from .toolkit import DatabaseRow, Toolkit, tool
+from .toolkit import DatabaseRow, Toolkit, calculation, handover, tool
 from .world import DomainKind, Side
 
 _ORDER_ID = "Id of the order, with the '#' that it starts with, such as '#W0000000'."
@@ -22,6 +22,10 @@ _USER_ID = "Id of the user, such as 'sara_doe_496'."
 _PAYMENT = (
     "Id of the method by which a difference in price is paid or refunded, such as "
     "'gift_card_0000000'; the user's and the order's details have it."
+)
+_NEW_ITEMS = (
+    "Ids of the items to get for them, in the same order, each of the same product; may have "
+    "duplicates."
 )
 _CONFIRM = "Explain the details and get the user's explicit yes before."
 _ADDRESS: Any = {
@@ -37,11 +41,7 @@ _ADDRESS: Any = {
 class RetailTools(Toolkit):
     """The assistant's functions."""
 
-    @tool(
-        "generic",
-        "Calculates the value of an arithmetic expression.",
-        expression="Numbers, + - * /, parentheses and blanks, such as '2 + 2'.",
-    )
+    @calculation
     def calculate(self, expression: str) -> str:
         return calculate(expression)
 
@@ -77,8 +77,7 @@ class RetailTools(Toolkit):
         f"can be exchanged or returned only once. {_CONFIRM}",
         order_id=_ORDER_ID,
         item_ids="Ids of the items to give back, each such as '1008292230'; may have duplicates.",
-        new_item_ids="Ids of the items to get for them, in the same order, each of the same "
-        "product; may have duplicates.",
+        new_item_ids=_NEW_ITEMS,
         payment_method_id=_PAYMENT,
     )
     def exchange_delivered_order_items(
@@ -201,8 +200,7 @@ class RetailTools(Toolkit):
         f"once for an order. {_CONFIRM}",
         order_id=_ORDER_ID,
         item_ids="Ids of the items to change, each such as '1008292230'; may have duplicates.",
-        new_item_ids="Ids of the items to get for them, in the same order, each of the same "
-        "product; may have duplicates.",
+        new_item_ids=_NEW_ITEMS,
         payment_method_id=_PAYMENT,
     )
     def modify_pending_order_items(
@@ -310,12 +308,7 @@ class RetailTools(Toolkit):
         order["return_payment_method_id"] = payment_method_id
         return DatabaseRow(order)
 
-    @tool(
-        "generic",
-        "Hands the user over to a human colleague. Do so only if the user asks for one, or if "
-        "policy and tools leave you no way to solve the issue.",
-        summary="What the user's issue is, in short.",
-    )
+    @handover
     def transfer_to_human_agents(self, summary: str) -> str:
         return "Transfer successful"
 
@@ -327,12 +320,6 @@ class RetailTools(Toolkit):
 
     def _product(self, product_id: str) -> Record:
         return self._existing("products", product_id, "Product not found")
-
-    def _existing(self, table: str, key: str, otherwise: str) -> Record:
-        record = self.db.get(table, key)
-        if record is None:
-            raise ValueError(otherwise)
-        return record
 
     def _payment_method(self, user_id: str, method_id: str) -> Record:
         methods: dict[str, Record] = self._user(user_id)["payment_methods"]

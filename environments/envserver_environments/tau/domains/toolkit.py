@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
-from .database import Database
+from .database import Database, Record
 
 Requestor = Literal["assistant", "user"]
 Kind = Literal["read", "write", "think", "generic"]
@@ -81,6 +81,19 @@ def tool(
     return mark
 
 
+handover = tool(
+    "generic",
+    "Hands the user over to a human colleague. Do so only if the user asks for one, or if "
+    "policy and tools leave you no way to solve the issue.",
+    summary="What the user's issue is, in short.",
+)
+calculation = tool(
+    "generic",
+    "Calculates the value of an arithmetic expression.",
+    expression="Numbers, + - * /, parentheses and blanks, such as '2 + 2'.",
+)
+
+
 class Toolkit:
     """The functions of one side of a domain over its data."""
 
@@ -104,6 +117,12 @@ class Toolkit:
         if name not in self.tools():
             raise ValueError(f"Tool '{name}' not found.")
         return getattr(self, name)(**arguments)
+
+    def _existing(self, table: str, key: str, otherwise: str) -> Record:
+        record = self.db.get(table, key)
+        if record is None:
+            raise ValueError(otherwise.format(key))
+        return record
 
 
 _TOOLS: dict[type[Toolkit], Mapping[str, ToolInfo]] = {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .checks import Strictness, action_matches, information_given, same_call
-from .passes import pass_hat_ks
+from .checks import Strictness, action_matches, information_given, pass_hat_ks, same_call
 from .rewards import (
     EVALUATION_TYPES,
     Evaluation,

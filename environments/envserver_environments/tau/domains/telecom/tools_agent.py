@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..toolkit import DatabaseRow, tool
-from .account_setup import AccountSetup
-from .accounts import END_OF_CYCLE, TODAY
+from .accounts import END_OF_CYCLE, TODAY, AccountSetup
 
 _CUSTOMER = "Id of the customer whose line it is."
 _TABLES = {"L": "lines", "D": "devices", "B": "bills", "C": "customers", "P": "plans"}

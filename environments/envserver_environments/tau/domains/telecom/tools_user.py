@@ -14,7 +14,7 @@ from ..toolkit import tool
 from . import words
 from .models import APNSettings, NetworkModePreference
 from .network import can_send_mms, sim_status, speed
-from .phone_setup import PhoneSetup
+from .phone import PhoneSetup
 
 _MODES = [mode.value for mode in NetworkModePreference]
 
