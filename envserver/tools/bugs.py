@@ -22,10 +22,12 @@ def is_bug(error: Exception) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the innermost place outside of libraries (else the innermost)."""
+    """Returns the innermost place outside of libraries (else the innermost). The file's name alone:
+    messages are kept with rollouts, without the user's folders."""
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [one for one in frames if not one[0].f_code.co_filename.startswith(_LIBRARIES)]
     if not frames:
         return ""
     frame, line = (own or frames)[-1]
-    return f"({frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname})."
+    name = Path(frame.f_code.co_filename).name
+    return f"({name}:{line}, in {frame.f_code.co_qualname})."

@@ -76,7 +76,11 @@ def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
             "It must be one of pooled, dedicated",
         ),
         ("def tasks", "class Config: pass\n    def tasks", "class Config(Environment.Config):"),
-        (TASKS, "yield 1 / 0", "cannot give its tasks: ZeroDivisionError: division by zero."),
+        (
+            TASKS,
+            "yield 1 / 0",
+            "ZeroDivisionError: division by zero (echo of mine.py:6, in Echo.tasks).",
+        ),
         (TASKS, "yield Task(1, {})", "the id of task 1 must be text"),
         ("return [{", "1 / 0; return [{", "cannot demonstrate its task 'one': ZeroDivisionError"),
         (TASKS, "return []", "has no tasks in its split 'train'"),

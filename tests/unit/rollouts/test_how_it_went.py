@@ -65,7 +65,8 @@ def test_failures_of_earlier_attempts_are_kept_without_what_is_secret(group: Gro
         [(1, "agent_error")], [(1, "scorer_error")],
     ]  # fmt: skip
     assert failed[0][0].message == "OSError: no luck, password=[redacted]"
-    assert failed[1][0].message == "The scorer raised ValueError: expected [hidden]"
+    raised = "The scorer raised ValueError: expected [hidden] (talky.py:57, in Talky.score)."
+    assert failed[1][0].message == raised
     assert all(0 < some[0].seconds < 60 for some in failed)
     (lost,) = group.missing.values()
     assert list(group.missing) == ["2"]
