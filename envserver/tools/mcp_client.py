@@ -215,7 +215,6 @@ class _Program:
 @asynccontextmanager
 async def _client(server: McpServer, running: RunningProgram | None) -> AsyncIterator[Client]:
     import httpx2
-    from envserver_records.proxies import proxy_of
     from mcp import Client, StdioServerParameters
     from mcp.client.streamable_http import streamable_http_client
 
@@ -230,6 +229,8 @@ async def _client(server: McpServer, running: RunningProgram | None) -> AsyncIte
         async with Client(StdioServerParameters(command=program, args=args, env=env)) as client:
             yield client
         return
+    from envserver_records.proxies import proxy_of  # which no sandbox has
+
     headers = _filled(server, server.headers)
     way = httpx2.AsyncHTTPTransport(proxy=proxy_of(server.url))
     async with (
