@@ -80,8 +80,8 @@ class Fleet:
 
     async def __aexit__(self, *exc: object) -> None:
         self._engine.confirm = None
-        checks = [*self._checks.values(), *self._confirming.values()]
-        await cancel_and_wait(*checks, *filter(None, [self._expiry]))
+        tasks = (*self._checks.values(), *self._confirming.values(), self._expiry)
+        await cancel_and_wait(*filter(None, tasks))
 
     async def model_name(self) -> str:
         """Returns the name of the model that all engines serve."""

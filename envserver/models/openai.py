@@ -345,11 +345,8 @@ class OpenAIEngine:
             raise RetryableError(error) from None
 
     async def _refused(self, replica: Replica, body: Json, error: EngineRefused) -> None:
-        """Adds the names of the engine's models to its HTTP 404 for the model of `body`.
-
-        Raises:
-            RetryableError: it had that model before, and is another engine now.
-        """
+        """Adds the names of the engine's models to its HTTP 404 for the model of `body`. Looks at
+        an engine that had that model before: it may be another one now."""
         if error.detail.get("status") != HTTPStatus.NOT_FOUND:
             return
         error.hint = await self._models_hint(replica, body) or error.hint

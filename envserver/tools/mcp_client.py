@@ -229,12 +229,14 @@ async def _client(server: McpServer, running: RunningProgram | None) -> AsyncIte
         async with Client(StdioServerParameters(command=program, args=args, env=env)) as client:
             yield client
         return
-    from envserver_records.proxies import proxy_of  # which no sandbox has
+    from envserver_records.proxies import proxy_of
 
-    headers = _filled(server, server.headers)
-    way = httpx2.AsyncHTTPTransport(proxy=proxy_of(server.url))
     async with (
-        httpx2.AsyncClient(headers=headers, timeout=server.timeout_seconds, transport=way) as http,
+        httpx2.AsyncClient(
+            headers=_filled(server, server.headers),
+            timeout=server.timeout_seconds,
+            transport=httpx2.AsyncHTTPTransport(proxy=proxy_of(server.url)),
+        ) as http,
         Client(streamable_http_client(server.url, http_client=http)) as client,
     ):
         yield client

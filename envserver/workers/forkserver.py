@@ -393,6 +393,8 @@ def _preload(references: list[str]) -> set[str]:
         environment.Config.model_rebuild()
         if environment.isolation != "pooled":
             _import_all(environment)
+        if environment.isolation == "sandboxed":  # for MCP servers: a sandbox does not have it
+            importlib.import_module("envserver_records.proxies")
     if threads := _threads():
         sys.stderr.write(
             f"{', '.join(references)}: importing started {len(threads)} threads "

@@ -25,17 +25,16 @@ _OPEN_FILES = 512
 server's."""
 _KILL_SECONDS = 5.0
 _MARKS = "MARKS_OF_RUNS"
-_ROUNDS, _ROUND_SECONDS = 3, 1.0
-_WATCH = f"""
+_WATCH = """
 import os, select, signal, sys, time
 ends = select.poll()
 ends.register(int(sys.argv[1]), select.POLLIN)
 ends.poll()
-for _ in range({_ROUNDS}):  # what is killed may be starting another
-    time.sleep({_ROUND_SECONDS})
+for _ in range(3):  # what is killed may be starting another
+    time.sleep(1)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{{pid}}/environ", "rb") as variables:
+            with open(f"/proc/{pid}/environ", "rb") as variables:
                 found = sys.argv[2].encode() in variables.read()
             if found:
                 os.kill(int(pid), signal.SIGKILL)
