@@ -155,7 +155,7 @@ class Health:
 
 
 def store_probe(store: GroupStore) -> Probe:
-    """Returns a probe that writes to the store. A full disk is told by `disk_probe`."""
+    """Returns a probe that writes to the store. `disk_probe` reports a full disk."""
 
     async def probe() -> str:
         try:

@@ -22,7 +22,7 @@ def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
 
     Args:
         tokenizer: folder of the tokenizer, or a model whose tokenizer is in the cache; unset: that
-            of `model` in the cache. A record may name any `model`, so it is no folder.
+            of `model` in the cache. A record may name any `model`, so it is not read as a folder.
 
     Raises:
         ConfigError: `tokenizer` is given and missing.

@@ -435,7 +435,7 @@ async def _drain(response: Response) -> None:
 
 def root_of(address: str) -> str:
     """Returns `address` without `/v1` and without a trailing slash.
-    Raises ConfigError: it is no address, or holds credentials.
+    Raises ConfigError: it is not an address, or holds credentials.
     """
     try:
         url = URL(address)

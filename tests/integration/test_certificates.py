@@ -127,7 +127,7 @@ async def test_who_does_not_trust_a_certificate_hears_of_ssl_cert_file(
         writer.close()
 
     async def hears() -> list[str]:
-        """What the client of engines and the clients of servers say."""
+        """The hint of engine and server clients for an untrusted certificate."""
         config = OpenAIConfig(base_url=f"{url}/v1", model_name="tiny")
         said = []
         async with OpenAIEngine(config) as engine, AsyncServersClient(url) as http:

@@ -467,7 +467,7 @@ def _value(shape: Any) -> Any:
 
 
 def _imports(sources: Iterable[str], own: set[str]) -> list[str]:
-    """Returns what test modules import and the repository does not have; some are no modules."""
+    """Returns what test modules import and the repository does not have; some are not modules."""
     names: set[str] = set()
     for source in sources:
         with suppress(SyntaxError, ValueError):  # of data, or it will not run

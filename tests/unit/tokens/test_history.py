@@ -288,7 +288,7 @@ def test_a_message_that_we_cannot_render_is_told() -> None:
 
 
 class LocalTokenizer:
-    """What the local engine renders with, instead of transformers."""
+    """Stands in for transformers in the local engine."""
 
     def __init__(self, form: ChatFormat, source: str) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""What runs of all agents share, and the baseline agent."""
+"""The base of all agents' runs, and the baseline agent."""
 
 from __future__ import annotations
 
