@@ -72,7 +72,7 @@ async def open_store(
 
 
 async def _check_writable(database: Database, lock: StoreLock) -> None:
-    """Raises StoreError if nothing can be written. A full disk does not count: trainers drain it."""
+    """Raises StoreError if nothing can be written. A full disk is let pass: trainers drain it."""
     try:
         with typed_failures():
             await database.writer.transact(partial(save_time, now=lock.last_time))
