@@ -213,6 +213,30 @@ def test_when_everything_fails_it_stops_and_says_why(
 
 
 @pytest.mark.parametrize(
+    ("end", "limit"),
+    [
+        ("os._exit(3)", "crash"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "crash"),
+        ("ctypes.string_at(0)", "crash"),
+        pytest.param("time.sleep(3600)", "time", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_rollout_that_ends_its_worker_again_is_scored(
+    process: Process, folder: Path, end: str, limit: str
+) -> None:
+    more = (
+        f"--env.broken 'then {end}' --env.total_steps 3 --env.group_size 2"
+        f" --env.worker_timeout {2 if limit == 'time' else 60} --workers.kill_grace_seconds 0.5"
+        " --rollouts.stop_after_failed_groups 1"
+    )
+    process(more)
+    rollouts = rollouts_of(read_jsonl(folder / "data" / "echo.jsonl"))
+    assert [(one["limit"], one["attempt"] > 1) for one in rollouts] == [(limit, True)] * 6
+    said = process(f"{more} --rollouts.worker_deaths null --overwrite", status=1)
+    assert "worker_" in said
+
+
+@pytest.mark.parametrize(
     ("bug", "blame", "message"),
     [
         ("code", BUG, "TypeError: unsupported operand type(s) for +: 'NoneType' and 'int' ("),
