@@ -171,7 +171,8 @@ class WorkersConfig(Section):
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     """Kill and replace a worker that sends no heartbeat for this many seconds."""
     memory_mb: int = Field(default=2048, ge=64)
-    """Memory limit of a sandboxed worker and its child processes, in MB."""
+    """Memory limit of a sandboxed worker and its child processes, in MB. Another worker that the
+    kernel kills for lack of memory has ended itself if it held more, else the machine was short."""
     disk_mb: int = Field(default=256, ge=1)
     """Disk limit of a sandboxed worker, in MB."""
     kill_grace_seconds: float = Field(default=2.0, ge=0)
@@ -291,6 +292,10 @@ class RolloutsConfig(DeliveryConfig):
     """Maximum rollouts in flight."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts per rollout if failures are not the model's fault."""
+    worker_deaths: int | None = Field(default=2, ge=1)
+    """Attempts in which a rollout ends or blocks its worker, alone in it and after the model's
+    first answer, until it is scored as it stands (limit `crash`); at most `max_attempts`. null: it
+    is retried, then lost. A sandboxed rollout is scored the first time."""
     min_group_size: int | None = Field(default=None, ge=1)
     """Minimum size of a delivered group when rollouts were lost; unset: only complete groups."""
     failed_in_group: Missing = "shrink"

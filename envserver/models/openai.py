@@ -318,19 +318,20 @@ class OpenAIEngine:
         self, replica: Replica, response: Response, body: Json, told: Json
     ) -> None:
         """Holds an answer back until its engine is known to be the same as before, if the
-        connections were interrupted or it answers as another model.
+        connections were interrupted or it answers as another model or with another fingerprint.
 
         Raises:
             RetryableError: it is another one, or does not answer.
         """
         generation = response.connection.generation
-        asked, served = str(body.get("model")), told.get("model")
-        is_same = not served or replica.served.get(asked, served) == served
+        served = f"{told.get('model')} {told.get('system_fingerprint')}"
+        known = replica.served[str(body.get("model"))]
+        is_same = not told.get("model") or not known or served in known
         if not is_same or replica.generation != generation:
             await self._confirm(replica)
         replica.generation = generation
-        if isinstance(served, str):
-            replica.served[asked] = served
+        if told.get("model"):
+            known.add(served)
 
     async def _confirm(self, replica: Replica) -> None:
         if self.confirm is None:
@@ -350,7 +351,7 @@ class OpenAIEngine:
         if error.detail.get("status") != HTTPStatus.NOT_FOUND:
             return
         error.hint = await self._models_hint(replica, body) or error.hint
-        if str(body.get("model")) in replica.served:
+        if replica.served[str(body.get("model"))]:
             await self._confirm(replica)
 
     async def _models_hint(self, replica: Replica, body: Json) -> str:

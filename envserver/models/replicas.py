@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -73,7 +74,7 @@ class Replica:
         gets_key: whether it gets the engines' key.
         on_lost: called when it accepts no connection.
         generation: of the connections over which its engine was last confirmed to be the same.
-        served: the model that it answers as, by the requested one.
+        served: the models and fingerprints that it answers with, by the requested model.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Replica:
         self.gets_key = True
         self.on_lost: Callable[[], None] | None = None
         self.generation = 0
-        self.served: dict[str, str] = {}
+        self.served: defaultdict[str, set[str]] = defaultdict(set)
         self.slots = Slots(max_in_flight)
         self.heard_at = float("-inf")
         self.suspected = asyncio.Event()

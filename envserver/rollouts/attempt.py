@@ -105,6 +105,7 @@ async def run_attempt(
     actions: Actions,
     staleness: StalenessMonitor,
     keep_calls: bool = False,
+    blames_model: bool = False,
 ) -> Finished:
     """Runs the agent once.
 
@@ -112,6 +113,8 @@ async def run_attempt(
         staleness: cancels the attempt when it becomes too stale.
         proxy_url: address of the proxy for workers, without a trailing slash.
         keep_calls: return the calls with the sequences.
+        blames_model: score it if it ends its worker. One in a sandboxed worker, which code of the
+            model can reach, is always scored then.
 
     Raises:
         RolloutError: it cannot be scored; `failure().outcome` says whether to retry.
@@ -143,7 +146,8 @@ async def run_attempt(
     if death is None:
         limit = ending_limit(attempt, isolation)
     else:
-        limit = dying_limit(attempt, death, isolation)
+        blames_model = blames_model or isolation == "sandboxed"
+        limit = dying_limit(attempt, death, blames_model=blames_model)
     calls = list(attempt.calls)
     answered = answered_calls(calls)
     counted = counted_calls(calls, spec)
@@ -323,12 +327,12 @@ def _named_limit(failure: Failure) -> str:
     return name if _LIMIT.fullmatch(name) else "time"
 
 
-def dying_limit(attempt: ProxyAttempt, death: WorkerError, isolation: Isolation) -> str:
+def dying_limit(attempt: ProxyAttempt, death: WorkerError, *, blames_model: bool) -> str:
     """Returns the limit that the model exceeded by ending its own worker."""
     _raise_bug(attempt)
     overdue = attempt.seconds_left <= 0
-    limit = limit_of_death(death, isolation, spoke=bool(attempt.calls), overdue=overdue)
-    if limit is None:
+    limit = limit_of_death(death, spoke=bool(attempt.calls), overdue=overdue)
+    if limit is None or not blames_model:
         raise death
     cause = attempt.engine_failure or attempt.sandbox_failure or attempt.service_failure
     if cause is not None and cause.outcome is Outcome.RETRY:

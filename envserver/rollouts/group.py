@@ -41,7 +41,8 @@ from .hidden_text import without_hidden
 from .policy import (
     Drop,
     GroupRules,
-    counts_as_attempt,
+    Tries,
+    blames_model,
     group_seconds_left,
     is_retried,
     judge_group,
@@ -238,23 +239,23 @@ async def _member(
 async def _until_scored(
     context: RolloutContext, request: GroupRequest, number: int, failures: GroupFailures
 ) -> Member | None:
-    tries = 0
+    tries = Tries()
     while True:
         try:
             with context.running.shown(request, number) as shown:
-                member = await _try_member(context, request, number, failures, shown)
+                member = await _try_member(context, request, number, failures, shown, tries.deaths)
         except RolloutError as error:
             failed = error
         else:
             failures.scored += 1
             return member
-        tries += counts_as_attempt(failed)
+        tries.add(failed)
         most = context.rollouts.max_attempts
-        again = is_retried(failed, tries, most, scored=failures.scored)
+        again = is_retried(failed, tries.counted, most, scored=failures.scored)
         failures.add(number, failed, final=not again)
         if not again:
             return None
-        await asyncio.sleep(retry_delay_seconds(max(tries, 1), random.random()))
+        await asyncio.sleep(retry_delay_seconds(max(tries.counted, 1), random.random()))
 
 
 async def _try_member(
@@ -263,12 +264,13 @@ async def _try_member(
     number: int,
     failures: GroupFailures,
     shown: RunningRollout,
+    deaths: int,
 ) -> Member:
     rollout_id = rollout_id_of(request, number)
     async with context.slots:
         attempt = failures.next_attempt(number)
         shown.plays(attempt)
-        finished = await run_once(context, request, rollout_id, attempt)
+        finished = await run_once(context, request, rollout_id, attempt, deaths)
     shown.is_scored()
     with within(current().child("score", {"envserver.environment": request.env})) as span:
         spent = ScoringSpent()
@@ -303,9 +305,9 @@ async def _try_member(
 
 
 async def run_once(
-    context: RolloutContext, request: GroupRequest, rollout_id: str, attempt: int
+    context: RolloutContext, request: GroupRequest, rollout_id: str, attempt: int, deaths: int = 0
 ) -> Finished:
-    """Runs one attempt of a rollout, without scoring it."""
+    """Runs one attempt of a rollout, without scoring it; `deaths`: see `blames_model`."""
     with demonstrating(
         context.demonstrator, context.environment, context.agents, request.task, rollout_id
     ):
@@ -317,6 +319,7 @@ async def run_once(
             actions=context.actions,
             staleness=context.staleness,
             keep_calls=context.keep_calls,
+            blames_model=blames_model(context.rollouts, deaths),
         )
     if context.scorer.needs_token_ids:
         finished.result.completion_ids = trained_ids(finished.sequences)

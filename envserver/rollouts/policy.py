@@ -26,7 +26,6 @@ from .estimates import Scored
 
 if TYPE_CHECKING:
     from ..config import RolloutsConfig
-    from ..environment import Isolation
 
 Missing = Literal["shrink", "drop_group"]
 _RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
@@ -56,28 +55,46 @@ def counts_as_attempt(error: RolloutError) -> bool:
     return not (isinstance(error, WorkerError) and error.detail.get("mate", False))
 
 
-def limit_of_death(
-    error: WorkerError, isolation: Isolation, *, spoke: bool, overdue: bool
-) -> str | None:
+class Tries(msgspec.Struct):
+    """The failed attempts of a rollout: those that count, and those that ended their worker."""
+
+    counted: int = 0
+    deaths: int = 0
+
+    def add(self, error: RolloutError) -> None:
+        """Counts a failed attempt."""
+        self.counted += counts_as_attempt(error)
+        self.deaths += _ended_own_worker(error)
+
+
+def blames_model(rollouts: RolloutsConfig, deaths: int) -> bool:
+    """Returns whether an attempt is scored if it ends its worker after `deaths` that did so."""
+    most = rollouts.worker_deaths
+    return most is not None and deaths + 1 >= min(most, rollouts.max_attempts)
+
+
+def limit_of_death(error: WorkerError, *, spoke: bool, overdue: bool) -> str | None:
     """Returns the limit that the model exceeded by ending its own worker, or None.
 
-    Code of the model can reach its worker only if `isolation` is "sandboxed". There it may end the
-    worker, break its protocol or block it ("crash"), or keep it from ending in time ("time"). If
-    such a rollout were retried and dropped, the model would pay nothing for it and the group would
-    be lost.
+    It may end the worker, break its protocol or block it ("crash"), or keep it from ending in time
+    ("time"). If such a rollout were retried and dropped, the model would pay nothing for it and the
+    group would be lost.
 
     Args:
-        spoke: whether the model had answered; before that, none of its code can have run.
+        spoke: whether the model had answered; before that, it can have caused nothing.
         overdue: whether the rollout's deadline had passed.
     """
-    if isolation != "sandboxed" or not spoke or error.detail.get("mate"):
+    if not spoke or not _ended_own_worker(error):
         return None
-    if isinstance(error, WorkerHung):
-        return "time" if overdue else "crash"
-    if isinstance(error, WorkerDied):
-        seen = "signal" in error.detail or "exit_code" in error.detail
-        return "crash" if seen and not error.detail.get("out_of_memory") else None
-    return "crash"
+    return "time" if overdue and isinstance(error, WorkerHung) else "crash"
+
+
+def _ended_own_worker(error: RolloutError) -> bool:
+    if not isinstance(error, WorkerError) or error.detail.get("mate"):
+        return False
+    seen = "signal" in error.detail or "exit_code" in error.detail
+    starved = error.detail.get("out_of_memory")
+    return not isinstance(error, WorkerDied) or (seen and not starved)
 
 
 def retry_delay_seconds(attempts: int, jitter: float) -> float:

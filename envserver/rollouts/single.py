@@ -14,7 +14,7 @@ from envserver_records.records import Score, Task, Trajectory
 from ..environment import Environment
 from .costs import ScoringSpent
 from .group import Member, RolloutContext, run_once, trajectory_of
-from .policy import counts_as_attempt, is_retried, retry_delay_seconds
+from .policy import Tries, is_retried, retry_delay_seconds
 from .score_once import score_once
 from .stream import GroupRequest
 
@@ -46,23 +46,24 @@ async def run_member(
     failed: Callable[[Failure], object] = lambda failure: None,
 ) -> Member:
     """Runs the only rollout of `request`; arguments and errors are those of `run_single`."""
-    attempt = tries = 0
+    attempt, tries = 0, Tries()
     while True:
         attempt += 1
         try:
             async with context.slots:
-                finished = await run_once(context, request, f"{request.group_id}-r0", attempt)
+                rollout_id = f"{request.group_id}-r0"
+                finished = await run_once(context, request, rollout_id, attempt, tries.deaths)
             score, spent = Score(reward=None), ScoringSpent()
             if scored:
                 with finished.attempt.timeline.timed("scoring", "score"):
                     score = await score_once(context.scorer, request.task, finished.result, spent)
             return Member(attempt, finished, score, spent=spent)
         except RolloutError as error:
-            tries += counts_as_attempt(error)
-            if not is_retried(error, tries, context.rollouts.max_attempts):
+            tries.add(error)
+            if not is_retried(error, tries.counted, context.rollouts.max_attempts):
                 raise
             failed(error.failure())
-        await asyncio.sleep(retry_delay_seconds(max(tries, 1), random.random()))
+        await asyncio.sleep(retry_delay_seconds(max(tries.counted, 1), random.random()))
 
 
 def single_request(environment: Environment, task: Task) -> GroupRequest:

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -114,7 +115,8 @@ def aside(work: Callable[[], T]) -> asyncio.Future[T]:
         except BaseException as error:  # noqa: BLE001 - passed to the awaiting task
             reading.set_exception(error)
 
-    threading.Thread(target=run, name="tasks", daemon=True).start()
+    here = copy_context()
+    threading.Thread(target=here.run, args=(run,), name="tasks", daemon=True).start()
     return asyncio.wrap_future(reading)
 
 

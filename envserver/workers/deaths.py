@@ -35,7 +35,8 @@ class ProcessEnd:
     Args:
         status: from `waitpid`; None: its exit was not observed.
         output: the end of what it printed; without a status, the reason.
-        out_of_memory: the kernel killed some process for lack of memory while it lived.
+        out_of_memory: the kernel killed some process for lack of memory while it lived, and it
+            held no more than `workers.memory_mb` itself.
         cpu_seconds, peak_memory_mb: usage of the process and the children that it waited for.
     """
 

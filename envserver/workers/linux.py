@@ -10,8 +10,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import Context, ContextVar, copy_context
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ..descriptors import raise_open_files
 from ..sandbox.linux import lower_limit
@@ -25,19 +29,29 @@ _OPEN_FILES = 512
 server's."""
 _KILL_SECONDS = 5.0
 _MARKS = "MARKS_OF_RUNS"
+_RLIMIT_LOCKS = 10
+"""A limit that the kernel keeps and inherits, but does not apply."""
+_STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
+_run: ContextVar[int] = ContextVar("run", default=0)
 _WATCH = """
 import os, select, signal, sys, time
+if os.fork():
+    os._exit(0)  # nobody's child
 ends = select.poll()
 ends.register(int(sys.argv[1]), select.POLLIN)
 ends.poll()
-for _ in range(3):  # what is killed may be starting another
+for second in range(1, 8):  # what is killed may be starting another
     time.sleep(1)
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {str(os.getpid())}:
         try:
-            with open(f"/proc/{pid}/environ", "rb") as variables:
-                found = sys.argv[2].encode() in variables.read()
-            if found:
+            marked = []
+            for name in "environ", "limits":
+                with open(f"/proc/{pid}/{name}", "rb") as file:
+                    marked.append(sys.argv[2].encode() in file.read())
+            if marked[0] or (second > 4 and marked[1]):
                 os.kill(int(pid), signal.SIGKILL)
+            elif marked[1]:  # what ends by itself can do so, also if somebody stopped it
+                os.kill(int(pid), signal.SIGCONT)
         except OSError:  # it ended meanwhile, or we may not read it (nor kill it)
             continue
 """
@@ -110,11 +124,13 @@ def kill_descendants() -> None:
 
 def kill_marked(marker: str) -> None:
     """Sends SIGKILL to every process whose initial environment holds `marker` (an unguessable
-    path)."""
+    path), or that has it as a mark of `killing_programs`."""
     needle = marker.encode()
     for pid in _processes():
         try:
-            found = needle in Path(f"/proc/{pid}/environ").read_bytes()
+            found = any(
+                needle in Path(f"/proc/{pid}/{name}").read_bytes() for name in ("environ", "limits")
+            )
         except OSError:  # it ended meanwhile, or we may not read it (nor kill it)
             continue
         if found and pid != os.getpid():
@@ -122,24 +138,61 @@ def kill_marked(marker: str) -> None:
 
 
 def kill_programs_at_end() -> None:
-    """Has every program that this process starts from now on killed, in whatever session, a second
-    after the end of this process, however it ends. Those without its variables are not found."""
-    mark = secrets.token_hex(16)
+    """Has every program that this process starts from now on killed, in whatever session, after the
+    end of this process, however it ends: a second later, without its variables five."""
+    mark = str(secrets.randbits(62))
     os.environ[_MARKS] = f"{os.environ.get(_MARKS, '')} {mark}"
-    this = os.pidfd_open(os.getpid())
-    if child := os.fork():
-        os.close(this)
-        os.waitpid(child, 0)
-        return
+    with suppress(OSError, ValueError):  # gVisor has no such limit; a lower one is set already
+        resource.setrlimit(_RLIMIT_LOCKS, (int(mark), resource.getrlimit(_RLIMIT_LOCKS)[1]))
+    _kill_at_end(mark)
+
+
+@contextmanager
+def killing_programs() -> Iterator[Context]:
+    """Yields a context: every program that code in it starts is killed at the end of the block, or
+    of this process. Programs that other code of this process starts go on."""
+    _mark_programs()
+    mark = str(secrets.randbits(62))
+    context = copy_context()
+    context.run(_run.set, int(mark))
+    _kill_at_end(mark)
     try:
-        os.setsid()
-        if os.fork() == 0:
-            close_all_but({this})
-            os.set_inheritable(this, True)
-            # A program of its own: it looks like no server, and holds none of its memory.
-            os.execve(sys.executable, [sys.executable, "-ISc", _WATCH, str(this), mark], {})
+        yield context
     finally:
-        os._exit(0)
+        kill_marked(mark)
+
+
+@cache
+def _mark_programs() -> None:
+    """Has each program begin with the mark of the run whose code starts it, or with none."""
+    unmarked, most = resource.getrlimit(_RLIMIT_LOCKS)
+
+    def mark(event: str, _: tuple[Any, ...]) -> None:
+        if event in _STARTS:
+            with suppress(OSError, ValueError):
+                resource.setrlimit(_RLIMIT_LOCKS, (_run.get() or unmarked, most))
+
+    sys.addaudithook(mark)
+
+
+def _kill_at_end(mark: str) -> None:
+    """Starts a process that kills what has `mark` after the end of this one."""
+    import subprocess  # not before: it would be in each companion
+
+    this = os.pidfd_open(os.getpid())
+    # A program of its own: it looks like no server, and holds none of its memory.
+    subprocess.run(
+        [sys.executable, "-ISc", _WATCH, str(this), mark],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env={_MARKS: mark},
+        pass_fds=[this],
+        start_new_session=True,
+        check=False,
+    )
+    os.close(this)
 
 
 def open_descriptors() -> set[int]:

@@ -104,6 +104,7 @@ class LocalPool:
             on_gone=self._gone,
             sandbox=self._sandbox,
             most_workers=config.dedicated + _SPARE_WORKERS,
+            memory_mb=config.memory_mb,
             listen=self._listen,
         )
         await self._supervisor.start()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -39,6 +41,7 @@ class Supervisor:
         on_gone: called once for every worker, when it is gone.
         sandbox: sandbox of every worker; None: no sandbox.
         most_workers: maximum number of live workers.
+        memory_mb: a worker that the kernel kills above it is itself the cause, not the machine.
         listen: serves the proxy on a listening socket, until the returned server is closed.
     """
 
@@ -51,6 +54,7 @@ class Supervisor:
         on_gone: Callable[[WorkerHandle], None],
         sandbox: WorkerSandbox | None = None,
         most_workers: int = 1,
+        memory_mb: float = math.inf,
         listen: Listen | None = None,
     ) -> None:
         self.handles: dict[str, WorkerHandle] = {}
@@ -60,6 +64,7 @@ class Supervisor:
         self._on_gone = on_gone
         self._sandbox = sandbox
         self._most_workers = most_workers
+        self._memory_mb = memory_mb
         self._listen = listen
         self._listening: dict[str, asyncio.Task[asyncio.AbstractServer]] = {}
         self._ids = itertools.count(1)
@@ -165,7 +170,9 @@ class Supervisor:
             case "listening":
                 self._serve_on(worker_id, *facts)
             case "exit":
-                handle.ended(ProcessEnd(*facts))
+                end = ProcessEnd(*facts)
+                starved = end.out_of_memory and end.peak_memory_mb < self._memory_mb
+                handle.ended(replace(end, out_of_memory=starved))
 
     def _serve_on(self, worker_id: str, listener: socket.socket) -> None:
         if self._listen is None:

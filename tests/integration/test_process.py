@@ -163,10 +163,14 @@ def test_programs_that_tasks_start_end_with_it(folder: Path, number: signal.Sign
     more = f"--env.broken leaves --sim.seconds_per_token 0.1 --env.total_steps 3000 {OUT}"
     with running(*shlex.split(LINE.format(env="echo", more=more)), folder=folder) as ended:
         ended.until(lambda: lines_of(folder / "out.jsonl"))
-        assert left()
+        assert len(left()) >= 2
+        below = descendants(ended.pid)
+        for pid in below if number == signal.SIGKILL else ():
+            os.kill(pid, signal.SIGSTOP)
         ended.send(number)
         ended.end()
     until(lambda: not left(), ended.output)
+    until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in below), ended.output)
 
 
 def test_a_third_interrupt_kills_also_what_does_not_answer(folder: Path) -> None:
@@ -210,6 +214,30 @@ def test_when_everything_fails_it_stops_and_says_why(
     assert {line["kind"] for line in failed if not line["detail"].get("mate")} == {kind}
     assert any(words in line["message"] for line in failed)
     assert any(line["final"] for line in failed)
+
+
+@pytest.mark.parametrize(
+    ("end", "limit"),
+    [
+        ("os._exit(3)", "crash"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "crash"),
+        ("ctypes.string_at(0)", "crash"),
+        pytest.param("time.sleep(3600)", "time", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_rollout_that_ends_its_worker_again_is_scored(
+    process: Process, folder: Path, end: str, limit: str
+) -> None:
+    more = (
+        f"--env.broken 'then {end}' --env.total_steps 3 --env.group_size 2"
+        f" --env.worker_timeout {2 if limit == 'time' else 60} --workers.kill_grace_seconds 0.5"
+        " --rollouts.stop_after_failed_groups 1"
+    )
+    process(more)
+    rollouts = rollouts_of(read_jsonl(folder / "data" / "echo.jsonl"))
+    assert [(one["limit"], one["attempt"] > 1) for one in rollouts] == [(limit, True)] * 6
+    said = process(f"{more} --rollouts.worker_deaths null --overwrite", status=1)
+    assert "worker_" in said
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ class StrangeWords(Words):
         return [7, *super().prompt(body)]
 
 
-@pytest.mark.parametrize("what", ["name", "words"])
+@pytest.mark.parametrize("what", ["name", "words", "weights"])
 async def test_an_engine_that_changes_behind_a_router_is_noticed_by_its_first_answer(
     tmp_path: Path, what: str
 ) -> None:
@@ -323,13 +323,18 @@ async def test_an_engine_that_changes_behind_a_router_is_noticed_by_its_first_an
     store = tmp_path / "s.db"
     async with (
         fake_vllm(words=Words(format)) as router,
-        fleet_house(store, base_url=router.url, tokenizer=ASSETS) as house,
+        fleet_house(
+            store, base_url=router.url, tokenizer=ASSETS, trained=what != "weights"
+        ) as house,
     ):
+        router.spoil = lambda path, answer: answer.update(system_fingerprint=router.text)
         assert not any("render_mismatch" in call.flags for call in await asked(house, 2))
         if what == "name":
             router.served = "other"
-        else:
+        elif what == "words":
             router.words = StrangeWords(format)
+        else:
+            router.text = "Other."
         late = house.open("late")
         await house.send(late, 503)
         assert await house.standings() == ["refused"]

@@ -45,6 +45,8 @@ from envserver.rollouts.events import Event, GroupDropped
 from envserver.rollouts.policy import (
     Drop,
     GroupRules,
+    Tries,
+    blames_model,
     counts_as_attempt,
     group_seconds_left,
     is_retried,
@@ -349,11 +351,15 @@ HUNG = WorkerHung("It went on after it was cancelled.")
     ],
 )
 def test_who_ends_its_worker_is_scored_ours_not(death: WorkerError, limit: str | None) -> None:
-    assert limit_of_death(death, "sandboxed", spoke=True, overdue=True) == limit
-    assert limit_of_death(death, "sandboxed", spoke=False, overdue=True) is None
-    assert limit_of_death(death, "dedicated", spoke=True, overdue=True) is None
-    early = limit_of_death(death, "sandboxed", spoke=True, overdue=False)
+    assert limit_of_death(death, spoke=True, overdue=True) == limit
+    assert limit_of_death(death, spoke=False, overdue=True) is None
+    early = limit_of_death(death, spoke=True, overdue=False)
     assert early == ("crash" if death is HUNG else limit)
+    tries = Tries()
+    tries.add(death)
+    assert blames_model(RolloutsConfig(), tries.deaths) == (limit is not None)
+    assert not blames_model(RolloutsConfig(worker_deaths=None), tries.deaths)
+    assert blames_model(RolloutsConfig(max_attempts=1), 0)
 
 
 def test_only_the_pool_says_that_a_death_was_anothers() -> None:

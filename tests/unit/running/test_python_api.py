@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +23,22 @@ from envserver_records.seals import chained, digest_after, is_intact, link_of, s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api import native_group
-from support.commands import read_jsonl
+from support.commands import read_jsonl, until
 from support.extent import examples
 from support.in_process import Run
+from support.process_tree import alive_with, marked
 from support.waiting import PATIENCE
 
 import envserver
-from envserver import ConfigError, Environment, NotFoundError, SamplingConfig, Score, Task
+from envserver import (
+    ConfigError,
+    Environment,
+    ModelCall,
+    NotFoundError,
+    SamplingConfig,
+    Score,
+    Task,
+)
 from envserver.models.model_files import model_source
 from envserver.proxy import ProxyAttempt
 from envserver.registry import find
@@ -80,6 +91,52 @@ def test_groups_can_be_taken_as_they_finish_and_left(tmp_path: Path) -> None:
             break
     assert len(set(taken)) == 3
     assert len(list(envserver.groups(Echo, **SIM))) == 2
+
+
+class Leaving(Echo):
+    """Leaves programs behind, of its own session and without variables."""
+
+    class Config(Environment.Config):
+        seconds: str = ""
+
+    def leave(self) -> None:
+        subprocess.run(["sh", "-c", f"setsid sleep {self.config.seconds} &"], env={})
+
+    def tasks(self, split: str) -> Any:
+        self.leave()
+        yield from super().tasks(split)
+
+    @contextlib.asynccontextmanager
+    async def services(self) -> Any:
+        self.leave()
+        yield {}
+
+    def on_request(self, call: ModelCall) -> None:
+        self.leave()
+
+
+def test_programs_of_a_run_end_with_it_and_those_of_its_caller_go_on() -> None:
+    env, own = {**SIM["env"], "seconds": marked()}, marked()
+    with contextlib.ExitStack() as stack:
+        for _ in envserver.groups(Leaving, model="sim", env=env):
+            stack.callback(subprocess.Popen(["sleep", own]).kill)
+            assert len(alive_with(env["seconds"])) >= 4  # of tasks, services and two requests
+        assert (len(alive_with(env["seconds"])), len(alive_with(own))) == (0, 2)
+
+
+def test_programs_of_a_run_end_with_its_process() -> None:
+    seconds = marked()
+    program = (
+        "import os, envserver, test_python_api\n"
+        f"settings = {{'model': 'sim', 'env': {{'group_size': 2, 'seconds': {seconds!r}}}}}\n"
+        "for _ in envserver.groups(test_python_api.Leaving, **settings): os.kill(os.getpid(), 9)\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    killed = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL and alive_with(seconds)
+    until(lambda: not alive_with(seconds), lambda: seconds)
 
 
 def test_an_environment_may_be_an_instance_but_not_a_class_without_a_file() -> None:

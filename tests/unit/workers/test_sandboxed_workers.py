@@ -109,7 +109,7 @@ async def test_a_worker_without_descriptors_is_told_so(pool: LocalPool, proxy: S
     """It cannot post a large result; without its exit code that would be a failure of ours."""
     died = await death(pool, proxy, "hold_files_and_hang_up")
     assert "Too many open files" in died.detail["output"]
-    assert limit_of_death(died, "sandboxed", spoke=True, overdue=False) == "crash"
+    assert limit_of_death(died, spoke=True, overdue=False) == "crash"
 
 
 async def test_a_server_without_descriptors_says_so(pool: LocalPool, proxy: StandIn) -> None:
