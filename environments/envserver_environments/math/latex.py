@@ -17,8 +17,12 @@ _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|fb
 _SPACE = r"(?:\\[,;:!> ]|\\q?quad(?![A-Za-z])|~|\s)"
 _NESTED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"
 _TOKEN = re.compile(r"\\sqrt\s*\[[^\[\]]*\]|\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
-_TWO_ARGUMENTS = ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac")
-_CURRENCY = r"(?:\\pounds(?![A-Za-z])|\\euro(?![A-Za-z])|\\?\$|[£€¥])"
+_TWO_ARGUMENTS = (
+    "\\frac", "\\dfrac", "\\tfrac", "\\cfrac", "\\binom", "\\dbinom", "\\tbinom",
+)  # fmt: skip
+_CURRENCY = (
+    r"(?:\\pounds(?![A-Za-z])|\\euro(?![A-Za-z])|\\?\$|[£€¥₹]|Rs\b\.?|(?:USD|EUR|GBP|INR)\b)"
+)
 _NUMBER_IN_TEXT = re.compile(
     rf"{_TEXT}\{{(\s*+{_CURRENCY}?\s*+[-+]?\s*+(?:\d[\d,.]*|\.\d+)\s*(?:\\?%)?\s*)\}}"
 )
@@ -30,21 +34,49 @@ _WORDS = (  # noqa: SIM905 - read as a line
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
     " sixteen seventeen eighteen nineteen twenty"
 ).split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
 _POWERS = {
     "hundred": 2, "thousand": 3, "k": 3, "K": 3, "million": 6, "billion": 9, "trillion": 12,
 }  # fmt: skip
 
+_NUMBERS = {word: number for number, word in enumerate(_WORDS)} | {
+    f"{ten}{'' if not one else _WORDS[one]}": 10 * place + one
+    for place, ten in enumerate(_TENS, 2)
+    for one in range(10)
+}
+_MEANINGS = {
+    **{word: str(number) for word, number in _NUMBERS.items()},
+    **{
+        f"{word}{scale}": f"{number}{'0' * zeros}"
+        for word, number in _NUMBERS.items()
+        for scale, zeros in _POWERS.items()
+        if len(scale) > 1
+    },
+    **dict.fromkeys(("nosolution", "nosolutions", "norealsolution"), "\\emptyset"),
+    **dict.fromkeys(("norealsolutions", "emptyset", "theemptyset"), "\\emptyset"),
+    **dict.fromkeys(("allrealnumbers", "allreals", "realnumbers"), "\\mathbb{R}"),
+    "infinity": "\\infty", "doesnotexist": "DNE", "onehalf": "\\frac{1}{2}",
+}  # fmt: skip
+"""What phrases mean, by their letters."""
 _PRICE = re.compile(
     rf"([-+]?)\s*(?:({_CURRENCY})|{_TEXT}\{{\s*({_CURRENCY})\s*\}}){_SPACE}*([-+]?[\d.].*)"
 )
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
-_REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*\{\s*(\d{1,20})\s*\}")
+_REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}")
 _UNICODE = str.maketrans({
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ",
     "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "°": "^\\circ ",
     "θ": "\\theta ", "±": "\\pm ", "≈": "\\approx ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}",
     "′": "'", "″": "''", '"': "''", "\u00a0": "\\,", "\u2009": "\\,", "\u202f": "\\,",
+    "⟨": "(", "⟩": ")", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ",
+    "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}",
+    "⅔": "\\frac{2}{3}", "…": "\\ldots ", **{chr(place + 0xFEE0): chr(place) for place in range(33, 127)},
 })  # fmt: skip
+_STYLES = re.compile(
+    r"\\(?:left|right|[bB]igg?[lr]?|bf|rm|it|sf|tiny|small|large|Large|LARGE|huge|Huge|displaystyle"
+    r"|textstyle|checkmark)(?![A-Za-z])"
+)
+_FUNCTIONS = r"(arc(?:sin|cos|tan)|sin|cos|tan|sec|csc|cot|ln|log|exp|pi)"
 _SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _OUTSIDE = r"(?![A-Za-z]|[^{}]*[^\\{}]\})"
@@ -52,10 +84,41 @@ _OUTSIDE = r"(?![A-Za-z]|[^{}]*[^\\{}]\})"
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\A`+|`+\Z", ""),
+        (rf"\A{_TEXT}\{{\s*(?:[Tt]he )?(?:final )?[Aa]nswer(?: is)?\s*:?\s*\}}", ""),
+        (rf"(?<![\d\s}}~]){_TEXT}\{{([^{{}}A-Za-z\\]*\d[^{{}}A-Za-z\\]*)\}}", r"\1"),
         (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|\s*(?<![.,;\\])[.,;]{1,2})\s*\Z", ""),
         (rf"{_SPACE}+\Z", ""),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\var(?=epsilon|phi|theta)", r"\\"),
+        (r"\\(?:nice|s|x)frac(?![A-Za-z])", r"\\frac"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\A\{?\s*([^{}]*?)\s*\\choose(?![A-Za-z])\s*([^{}]*?)\s*\}?\Z", r"\\binom{\1}{\2}"),
+        (
+            r"(?:\A|\{\s*\})[\^_](?:\{(\w+)\}|(\w))\s*C_(?:\{(\w+)\}|(\w))",
+            r"\\binom{\1\2}{\3\4}",
+        ),
+        (r"\\[lc]?dots(?![A-Za-z])|\.\.\.", r"\\ldots "),
+        (rf"\s*(?:{_TEXT}\{{\s*:\s*\}}|\{{:\}}|\\colon(?![A-Za-z]))\s*", ":"),
+        (rf"(?<=\d)\s*{_TEXT}\{{\s*to\s*\}}\s*(?=\d)", ":"),
+        (
+            rf"\\(?:operatorname|text|mathrm)\*?\s*\{{\s*\\?{_FUNCTIONS}\s*\}}"
+            rf"|(?<![A-Za-z\\]){_FUNCTIONS}(?![A-Za-z])",
+            r"\\\1\2 ",
+        ),
+        (r"(?<=[\w)}])\*\*(-?\d+|[a-z])", r"^{\1}"),
+        (r"\\zeta\s*\(\s*2\s*\)", r"\\frac{\\pi^2}{6}"),
         (r"\\degree(?![A-Za-z])|(?<=\d)\^\{?o\}?\Z|\^\{\s*\\circ\s*\}", r"^\\circ "),
+        (r"(\d+)\s*\^\\circ\s*(\d+)'\Z", r"(\1+\\frac{\2}{60})^\\circ "),
+        (
+            r"(\\(?:sin|cos|tan|sec|csc|cot)(?:\^\{?\d\}?)?\s*\(?\s*)(\d+(?:\.\d+)?)\s*\^\\circ",
+            r"\1\\frac{\2\\pi}{180}",
+        ),
+        (
+            rf"\\[dt]?frac\s*\{{\s*{_TEXT}\{{([^{{}}]*)\}}\s*\}}\s*\{{\s*{_TEXT}\{{([^{{}}]*)\}}\s*\}}",
+            r"\\text{\1/\2}",
+        ),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
         (rf"{_TEXT}\{{\s*([ie])\s*\}}|\\math(?:bf|it)\{{(\w)\}}", r"\1\2"),
@@ -73,7 +136,7 @@ _SPELLINGS = [
         (r"(?<!\\)~", " "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"\\(?:text)?color\s*\{\w+\}", ""),
-        (rf"\A\\(?:boldsymbol|bm|mathbf)\s*\{{({_NESTED})\}}\Z", r"\1"),
+        (rf"\A\\(?:boldsymbol|bm|mathbf|underline)\s*\{{({_NESTED})\}}\Z", r"\1"),
         (r"(?:\^\s*\{?\s*)?\\prime(?![A-Za-z])\s*\}?", "'"),
         (rf"[,\s]*{_TEXT}\{{\s*for all(?: real)?\s*\}}\s*[a-z]\Z", ""),
         (r"\\(max|min|gcd)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
@@ -82,17 +145,21 @@ _SPELLINGS = [
         (r"\\[lr]?vert(?![A-Za-z])", "|"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
-        (r"\\(?:left|right)(?![A-Za-z])", ""),
         (r"(?<=\d)(?:\\!)?(?:\{,\}|,(?=\\!))(?:\\!)?(?=\d{3})", ","),
-        (r"(?<=\d)(?:\\[,;:!> ]|\\thinspace)\s*(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d)(?:\\[,;:!> ]|\\thinspace|')\s*(?=\d{3}(?!\d))", ""),
         (r"\A\s*\\(?:approx|simeq|thickapprox|sim)(?![A-Za-z])", ""),
         (
-            r"\A([-+]?\d+(?:\.\d+)?)(?:[eE]|x\s*10\^(?=[-+\d]))([-+]?\d{1,4})\Z",
+            r"\A([-+]?\d+(?:\.\d+)?)(?:\s*[eE]\s*|x\s*10\^(?=[-+\d]))([-+]?\d{1,4})\Z",
             r"\1 \\times 10^{\2}",
         ),
-        (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})", r"\\sqrt{\1\2\3}"),
+        (r"(?:√|(?<![A-Za-z\\])sqrt)\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})", r"\\sqrt{\1\2\3}"),
         (rf"\A{_TEXT}\{{\s*([-+]?\d[\d,.]*)(\s[^{{}}\d]*)\}}\Z", r"\1\\text{\2}"),
         (r"\A([-+]?\d+)\s+(\d+)/(\d+)\Z", r"\1\\frac{\2}{\3}"),
+        (r"\A(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}\s*\\?%\Z", r"(\1+\\frac{\2}{\3})\\%"),
+        (r"\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))", r"\\overline{\1\2}"),
+        (r"\\overline\{(\d)\}(\d{0,20})\\overline\{(\d)\}", r"\\overline{\1\2\3}"),
+        (r"(\.\d{0,20})\((\d{1,20})\)\Z", r"\1\\overline{\2}"),
+        (r"(\.\d{0,20}?)(\d{1,10}?)\2+\s*\\ldots\s*\Z", r"\1\\overline{\2}"),
         (rf"(?<!\\)([,;]){_SPACE}+", r"\1 "),
     )
 ]
@@ -158,18 +225,24 @@ _ROTATION = re.compile(r"e\s*\^|\\(?:exp|cos|sin)(?![A-Za-z])")
 _COMMON_LOG = re.compile(r"\\log(?![A-Za-z]|\s*_)")
 _NATURAL_LOG = re.compile(r"\\ln(?![A-Za-z])")
 _CHANGE_OF_BASE = re.compile(r"[/{]\s*\\ln\s*[({]*10\b")
+_OPTION = re.compile(rf"(?:{_TEXT}\{{)?\s*\(?[A-E]\)?\.?\s*\}}?")
+_NOT_OF_WORDS = re.compile(
+    r"-(?=[a-z]{2})|(?<=[a-z]{2})-|(?<![A-Z\d])'|[^\w<>=+/*|^'-]|_", re.ASCII
+)
+_VERDICTS = {"true", "false", "yes", "no", "t", "f"}
 _ARTICLE = re.compile(r"\A\W*(?:an?|the)\s+(?=\w\w)")
 _PHRASE = re.compile(rf"{_TEXT}\{{[\s('\"]*[A-Za-z][A-Za-z0-9\s.,'()-]*\}}")
 _PLAIN_PHRASE = re.compile(
     r"(?:\\(?:triangle|angle)\s*)?[A-Z]{2,}|[A-Z][a-z]{2,}|[A-Z]?[a-z]+\.?(?: [A-Za-z]+\.?)+"
-    r"|yes|no|true|false|even|odd|none"
+    r"|yes|no|true|false|even|odd|none|\(?[A-E]\)?"
 )
 
 
 @lru_cache(maxsize=4096)
 def readable(latex: str) -> str:
     """Returns `latex` in a form that math-verify reads as TeX does."""
-    plain = _SUPERSCRIPT.sub(_raised, without_marks(latex)).translate(_UNICODE)
+    plain = _SUPERSCRIPT.sub(_raised, _STYLES.sub("", without_marks(latex))).translate(_UNICODE)
+    plain = plain.strip()
     if number := _NUMBER_IN_TEXT.fullmatch(plain) or _IN_BRACES.fullmatch(plain):
         plain = number[1].strip()
     for pattern, replacement in _SPELLINGS:
@@ -190,9 +263,10 @@ def readable(latex: str) -> str:
 
 
 def without_marks(latex: str) -> str:
-    r"""Returns `latex` without the `$`, `\(` and `\[` of formulas."""
+    r"""Returns `latex` without the `$`, `\(` and `\[` of formulas; a phrase as what it means."""
     paired = latex.count("$") % 2 == 0 and "\\$" not in latex
-    return re.sub(rf"(?<!\\)\\[()\[\]]{'|[$]' if paired else ''}", "", latex).strip()
+    plain = re.sub(rf"(?<!\\)\\[()\[\]]{'|[$]' if paired else ''}", "", latex).strip()
+    return _MEANINGS.get(re.sub(rf"{_TEXT}|[\s{{}}]|(?<=\w)[.-]", "", plain).casefold(), plain)
 
 
 def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
@@ -291,18 +365,26 @@ def _family(latex: str) -> _Family | None:
 
 
 def same_words(gold: str, answer: str) -> bool | None:
-    """Returns whether `answer` has the letters of a word, a name or a choice; None for formulas."""
+    """Returns whether `answer` has the letters of a word, a name or a choice; None for formulas.
+
+    Words with commas that repeat, or do not follow the alphabet, are an order.
+    """
+    if _OPTION.fullmatch(gold):
+        answer = answer.upper() if _OPTION.fullmatch(answer.upper()) else answer
     if not (_PHRASE.fullmatch(gold) or _PLAIN_PHRASE.fullmatch(gold)):
         return None
     wanted, given = (
-        sorted(
-            re.sub(r"[\W_]", "", _ARTICLE.sub("", item))
-            for item in re.split(r",|\band\b", _COMMAND.sub("", text).casefold())
+        [
+            _NOT_OF_WORDS.sub("", _ARTICLE.sub("", item)).casefold()
+            for item in re.split(r",|\b(?:[Aa]nd|AND)\b", _COMMAND.sub("", text))
             if item.strip()
-        )
+        ]
         for text in (gold, answer)
     )
-    return wanted == given
+    is_order = wanted != sorted({*wanted}) or {*wanted} <= _VERDICTS
+    if is_order and not re.search(r"\band\b", gold):
+        return wanted == given
+    return sorted(wanted) == sorted(given)
 
 
 def same_in_base(gold: str, answer: str) -> bool | None:
