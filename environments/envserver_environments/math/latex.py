@@ -152,7 +152,10 @@ _SPELLINGS = [
             r"\A([-+]?\d+(?:\.\d+)?)(?:\s*[eE]\s*|x\s*10\^(?=[-+\d]))([-+]?\d{1,4})\Z",
             r"\1 \\times 10^{\2}",
         ),
-        (r"(?:√|(?<![A-Za-z\\])sqrt)\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})", r"\\sqrt{\1\2\3}"),
+        (
+            r"(?:√|(?<![A-Za-z\\])sqrt)\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})",
+            r"\\sqrt{\1\2\3}",
+        ),
         (rf"\A{_TEXT}\{{\s*([-+]?\d[\d,.]*)(\s[^{{}}\d]*)\}}\Z", r"\1\\text{\2}"),
         (r"\A([-+]?\d+)\s+(\d+)/(\d+)\Z", r"\1\\frac{\2}{\3}"),
         (r"\A(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}\s*\\?%\Z", r"(\1+\\frac{\2}{\3})\\%"),
@@ -188,22 +191,30 @@ _VARIABLE = r"(?:[A-Za-df-hj-z]|\\(?!pi\b|infty\b|[lg]eq?\b)[a-z]+)(?![A-Za-z])(
 _UNKNOWN = re.compile(rf"\s*({_VARIABLE})\s*")
 _SET = re.compile(r"\s*\\\{(?:(?!\\mid|[|:()]).)*\\\}\s*", re.DOTALL)
 _TUPLE = re.compile(r"\s*\([^()]*,[^()]*\)\s*")
+_VECTOR = re.compile(r"\s*\\begin\{[pb]matrix\}([^()]*)\\end\{[pb]matrix\}\s*")
 _BUILDER = re.compile(
     rf"\s*\\\{{\s*{_VARIABLE}\s*(?:\\in\s*\\mathbb\{{R\}}|\\in\s*R)?\s*(?:\\mid|\||:)(.*)\\\}}\s*"
 )
 _IN = re.compile(rf"\s*({_VARIABLE})\s*\\in(?![A-Za-z])\s*(?=[\[(])")
 _ENDS = re.compile(r"\s*([\[(])([^,()\[\]]*),([^,()\[\]]*)([\])])\s*")
 _EXCEPT = re.compile(rf"\A\s*({_VARIABLE})\s*\\neq?(?![A-Za-z])([^,]*)\Z")
+_WITHOUT = re.compile(
+    r"\A\s*\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-)\s*\\\{([^,{}\\]*)\\\}\s*\Z"
+)
 _BARS = re.compile(rf"\s*\|\s*({_VARIABLE})\s*(?:([-+])\s*([\w.\\{{}}/]+))?\s*\|\s*")
 _UNION = re.compile(r"\\(?:cup|lor)(?![A-Za-z])")
 _LEAST, _MOST = "-\\infty", "\\infty"
 _CLOSED_AT_INFINITY = re.compile(r"\[\s*[-+]?\s*\\infty|\\infty\s*\]")
 _DOTS = re.compile(r"\\[lc]?dots|\.\.\.")
+_PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _ASSIGNED = re.compile(rf"\s*({_VARIABLE})\s*=([^=<>]*)")
 _NAMED_TUPLE = re.compile(rf"\s*\(((?:{_VARIABLE}|[,\s])*)\)\s*=\s*(?=\()")
 _DIRECTIONS = {"<": "<", "\\lt": "<", ">": ">", "\\gt": ">"}
 _BASE = re.compile(
-    rf"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{{2,}})\)?_(?:(\w)|\{{\s*(?:{_TEXT}\{{)?\s*(\w+)\s*\}}?\s*\}})"
+    rf"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{{2,}})\)?_(?:(\w)|\{{?\s*(?:{_TEXT}\{{)?\s*(\w+)\s*\}}?\s*\}})"
+)
+_MODULUS = re.compile(
+    rf"\(?\s*(?:\\[pb]?mod(?![a-z])|{_TEXT}\{{\s*mod\s*\}}|\bmod\b)\s*(?:\{{\s*)?([1-9]\d{{0,18}})\s*\}}?\s*\)?"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SOLVED = re.compile(rf"\s*({_VARIABLE})\s*(\([^()]*\))?\s*=(.*)", re.DOTALL)
@@ -225,16 +236,18 @@ _ROTATION = re.compile(r"e\s*\^|\\(?:exp|cos|sin)(?![A-Za-z])")
 _COMMON_LOG = re.compile(r"\\log(?![A-Za-z]|\s*_)")
 _NATURAL_LOG = re.compile(r"\\ln(?![A-Za-z])")
 _CHANGE_OF_BASE = re.compile(r"[/{]\s*\\ln\s*[({]*10\b")
-_OPTION = re.compile(rf"(?:{_TEXT}\{{)?\s*\(?[A-E]\)?\.?\s*\}}?")
+_OPTION = re.compile(rf"(?:{_TEXT}\{{)?\s*\(?([A-Ea-e])\)?\.?\s*\}}?")
+_AROUND_WORDS = re.compile(rf"{_TEXT}(?=\{{)|\\(?:triangle|angle|q?quad)(?![A-Za-z])")
 _NOT_OF_WORDS = re.compile(
-    r"-(?=[a-z]{2})|(?<=[a-z]{2})-|(?<![A-Z\d])'|[^\w<>=+/*|^'-]|_", re.ASCII
+    r"\*\*|-(?=[a-z]{2})|(?<=[a-z]{2})-|(?<![A-Z\d])'|[^\w<>=+/*|^'-]|_", re.ASCII
 )
 _VERDICTS = {"true", "false", "yes", "no", "t", "f"}
+_CONSTANT = re.compile(r"\+\s*C\s*\Z|C\s*e\s*\^")
 _ARTICLE = re.compile(r"\A\W*(?:an?|the)\s+(?=\w\w)")
 _PHRASE = re.compile(rf"{_TEXT}\{{[\s('\"]*[A-Za-z][A-Za-z0-9\s.,'()-]*\}}")
 _PLAIN_PHRASE = re.compile(
     r"(?:\\(?:triangle|angle)\s*)?[A-Z]{2,}|[A-Z][a-z]{2,}|[A-Z]?[a-z]+\.?(?: [A-Za-z]+\.?)+"
-    r"|yes|no|true|false|even|odd|none|\(?[A-E]\)?"
+    r"|yes|no|true|false|even|odd|none"
 )
 
 
@@ -266,7 +279,9 @@ def without_marks(latex: str) -> str:
     r"""Returns `latex` without the `$`, `\(` and `\[` of formulas; a phrase as what it means."""
     paired = latex.count("$") % 2 == 0 and "\\$" not in latex
     plain = re.sub(rf"(?<!\\)\\[()\[\]]{'|[$]' if paired else ''}", "", latex).strip()
-    return _MEANINGS.get(re.sub(rf"{_TEXT}|[\s{{}}]|(?<=\w)[.-]", "", plain).casefold(), plain)
+    return _MEANINGS.get(
+        re.sub(rf"{_TEXT}(?=\{{)|[\s{{}}]|(?<=\w)[.-]", "", plain).casefold(), plain
+    )
 
 
 def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
@@ -315,8 +330,13 @@ def as_asked(gold: str, answer: str) -> tuple[str, str] | None:
     side has that. None if they are about different unknowns, such as `x>1` and `y>1`.
     """
     gold, answer = _with_natural_log(gold, answer), _with_natural_log(answer, gold)
+    if _CONSTANT.search(gold) and "c" not in _NAMES.findall(gold) and "C" not in answer:
+        answer = _renamed(answer, "c", "C")
     if not _is_name(gold, answer):
         gold, answer = (_renamed(text, "i", "\\sqrt{-1}") for text in (gold, answer))
+    if gold.count(":") == answer.count(":") > 1:
+        return _proportions(gold), _proportions(answer)
+    gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
     wanted, given = _region(gold), _region(answer)
     if wanted is None or given is None:
         return _right_sides(_listed(gold), _listed(answer))
@@ -369,14 +389,15 @@ def same_words(gold: str, answer: str) -> bool | None:
 
     Words with commas that repeat, or do not follow the alphabet, are an order.
     """
-    if _OPTION.fullmatch(gold):
-        answer = answer.upper() if _OPTION.fullmatch(answer.upper()) else answer
+    letters = [found[1] for found in map(_OPTION.fullmatch, (gold, answer)) if found]
+    if len(letters) == 2 and letters[0].isupper():
+        return bool(letters[0] == letters[1].upper())
     if not (_PHRASE.fullmatch(gold) or _PLAIN_PHRASE.fullmatch(gold)):
         return None
     wanted, given = (
         [
             _NOT_OF_WORDS.sub("", _ARTICLE.sub("", item)).casefold()
-            for item in re.split(r",|\b(?:[Aa]nd|AND)\b", _COMMAND.sub("", text))
+            for item in re.split(r",|\b(?:[Aa]nd|AND)\b", _AROUND_WORDS.sub("", text))
             if item.strip()
         ]
         for text in (gold, answer)
@@ -396,13 +417,29 @@ def same_in_base(gold: str, answer: str) -> bool | None:
     return None if wanted is None and given is None else wanted == given
 
 
+def same_residues(gold: str, answer: str) -> bool | None:
+    r"""Compares `x \equiv 3 \pmod 7` with a class or a residue; None if both are something else."""
+    wanted, given = _residues(gold), _residues(answer)
+    if not (wanted and given) or wanted[0] == given[0] == 0:
+        return None
+    modulus = wanted[0] or given[0]
+    if 0 in (wanted[0], given[0]):
+        return wanted[1] == given[1] and all(0 <= number < modulus for number in given[1])
+    classes = [{number % modulus for number in numbers} for _, numbers in (wanted, given)]
+    return modulus == given[0] and classes[0] == classes[1]
+
+
 def forms_differ(gold: str, answer: str) -> bool:
     """Returns whether `answer` has a form that cannot equal `gold`, though math-verify says so.
 
     It takes the right side of any equation, and the ends of an interval, for the whole; it takes
     pairs for sets, and overlooks dots and brackets at infinity.
     """
-    if "," in gold and bool(_DOTS.search(gold)) != bool(_DOTS.search(answer)):
+    if gold.count(":") != answer.count(":") and max(gold.count(":"), answer.count(":")) > 1:
+        return True
+    if ("," in gold or "." not in answer) and bool(_DOTS.search(gold)) != bool(
+        _DOTS.search(answer)
+    ):
         return True
     if bool(_CLOSED_AT_INFINITY.search(gold)) != bool(_CLOSED_AT_INFINITY.search(answer)):
         return True
@@ -455,6 +492,16 @@ def _fraction(found: re.Match[str]) -> str:
     return f"\\frac{{{after - before}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
 
 
+def _residues(latex: str) -> tuple[int, set[int]] | None:
+    """The modulus, 0 for a bare number, and the numbers before it."""
+    moduli = {int(found) for found in _MODULUS.findall(latex)}
+    rest = re.sub(rf"{_VARIABLE}\s*\\equiv|\\l(?:or|and)(?![A-Za-z])", ",", _MODULUS.sub("", latex))
+    rest = re.sub(r"\\pm\s*(\d+)", r"\1,-\1", rest)
+    if len(moduli) > 1 or not re.fullmatch(r"[\s,]*-?\d+(?:[\s,]+-?\d+)*[\s,]*", rest):
+        return None
+    return max(moduli, default=0), {int(number) for number in re.findall(r"-?\d+", rest)}
+
+
 def _items(latex: str) -> list[str]:
     """The parts between the commas that are in no brackets."""
     items, depth = [""], 0
@@ -467,9 +514,26 @@ def _items(latex: str) -> list[str]:
     return [item for item in items if item.strip()]
 
 
+def _proportions(ratio: str) -> str:
+    r"""Returns `(\frac{2}{1}, \frac{3}{1})` for `1:2:3`."""
+    first, *others = ratio.split(":")
+    terms = [f"\\frac{{{term}}}{{{first}}}" for term in others]
+    return f"({', '.join(terms)})"
+
+
+def _as_tuple(latex: str, other: str) -> str:
+    """Returns a matrix of one row or column as a tuple, if the other side is one."""
+    vector = _VECTOR.fullmatch(latex) if _TUPLE.fullmatch(other) else None
+    cells = re.split(r"\\\\|&", vector[1]) if vector else []
+    is_line = vector is not None and not ("&" in vector[1] and "\\\\" in vector[1])
+    return f"({', '.join(cell.strip() for cell in cells)})" if is_line else latex
+
+
 def _listed(latex: str) -> str:
     r"""Returns `3, 5` for `x=3 \lor x=5`, and `(3,4)` for `y=4, x=3` and `(x,y)=(3,4)`."""
     text = re.sub(r"\\l(?:and|or)(?![A-Za-z])", ", ", latex)
+    if "\\pm" in text or "\\mp" in text:
+        text = ", ".join(map(_with_both_signs, _items(text)))
     if tuple_ := _NAMED_TUPLE.match(text):
         variables = re.findall(_VARIABLE, tuple_[1])
         return text[tuple_.end() :] if variables == sorted(variables) else text
@@ -485,10 +549,17 @@ def _listed(latex: str) -> str:
     return text
 
 
+def _with_both_signs(item: str) -> str:
+    if "\\{" in item or len(_PLUS_MINUS.findall(item)) != 1:
+        return item
+    return ", ".join(_PLUS_MINUS.sub(sign, item) for sign in "+-")
+
+
 def _region(latex: str) -> tuple[str, str] | None:
     r"""Returns the name of the unknown, if any, and the intervals of `x<1 \lor x>2` or `[1,2)`."""
     builder = _BUILDER.fullmatch(latex)
     text = _EXCEPT.sub(r"\1<\2 \\lor \1>\2", _without_bars(builder[1] if builder else latex))
+    text = _WITHOUT.sub(r"(-\\infty,\1) \\cup (\1,\\infty)", text)
     if not _ORDER.search(text) and len(_items(text)) > 1:
         return None
     parts = [part for one in _UNION.split(text) for part in _items(one)]
@@ -536,14 +607,13 @@ def _renamed(latex: str, name: str, new: str) -> str:
 def _right_sides(gold: str, answer: str) -> tuple[str, str]:
     """Returns the right sides of `y(t)=...` and `y=...`: about numbers, or the same function."""
     wanted, given = _SOLVED.fullmatch(gold), _SOLVED.fullmatch(answer)
-    if (
-        wanted
-        and given
-        and wanted[1] == given[1]
-        and (wanted[2] or given[2]) == (given[2] or wanted[2])
-    ):
-        return wanted[3], given[3]
-    return gold, answer
+    if not (wanted and given and wanted[1] == given[1]):
+        return gold, answer
+    name, own = (_NAMES.findall(found[2] or "") for found in (wanted, given))
+    if len(name) == len(own) == 1 and name != own and name[0] not in _NAMES.findall(given[3]):
+        return wanted[3], _renamed(given[3], own[0], name[0])
+    same = (wanted[2] or given[2]) == (given[2] or wanted[2])
+    return (wanted[3], given[3]) if same else (gold, answer)
 
 
 def _with_natural_log(latex: str, other: str) -> str:
@@ -559,6 +629,8 @@ def _interval(latex: str) -> _Interval | None:
     r"""Reads `x\in[a,b)`, `a \le x < b`, `x \le b`, or `x \ge a \land x < b`."""
     name = _IN.match(latex)
     text = latex[name.end() :] if name else latex
+    if latex.strip() == "\\mathbb{R}":
+        return "", "(", _LEAST, ",", _MOST, ")"
     if ends := _ENDS.fullmatch(text):
         return name[1] if name else "", ends[1], ends[2], ",", ends[3], ends[4]
     halves = [_of_order(half) for half in re.split(r"\\land(?![A-Za-z])", latex)]
@@ -581,7 +653,7 @@ def _of_order(inequality: str) -> _Interval | None:
         strict.reverse()
     named = [_UNKNOWN.fullmatch(part) for part in parts]
     match [bool(name) for name in named]:
-        case [False, True, False]:
+        case [_, True, _]:
             low, high = parts[0], parts[2]
         case [True, False]:
             low, high, strict = _LEAST, parts[1], [True, *strict]
@@ -589,5 +661,5 @@ def _of_order(inequality: str) -> _Interval | None:
             low, high, strict = parts[0], _MOST, [*strict, True]
         case _:
             return None
-    name = next(name[1] for name in named if name)
+    name = next(name[1] for name in (named[1:2] if len(parts) > 2 else named) if name)
     return name, "[("[strict[0]], low.strip(), ",", high.strip(), "])"[strict[1]]
