@@ -70,7 +70,8 @@ _UNICODE = str.maketrans({
     "′": "'", "″": "''", '"': "''", "\u00a0": "\\,", "\u2009": "\\,", "\u202f": "\\,",
     "⟨": "(", "⟩": ")", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ",
     "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}",
-    "⅔": "\\frac{2}{3}", "…": "\\ldots ", **{chr(place + 0xFEE0): chr(place) for place in range(33, 127)},
+    "⅔": "\\frac{2}{3}", "…": "\\ldots ",
+    **{chr(place + 0xFEE0): chr(place) for place in range(33, 127)},
 })  # fmt: skip
 _STYLES = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|bf|rm|it|sf|tiny|small|large|Large|LARGE|huge|Huge|displaystyle"
@@ -241,7 +242,7 @@ _AROUND_WORDS = re.compile(rf"{_TEXT}(?=\{{)|\\(?:triangle|angle|q?quad)(?![A-Za
 _NOT_OF_WORDS = re.compile(
     r"\*\*|-(?=[a-z]{2})|(?<=[a-z]{2})-|(?<![A-Z\d])'|[^\w<>=+/*|^'-]|_", re.ASCII
 )
-_VERDICTS = {"true", "false", "yes", "no", "t", "f"}
+_SAME_WORDS = {"yes": "true", "no": "false"}
 _CONSTANT = re.compile(r"\+\s*C\s*\Z|C\s*e\s*\^")
 _ARTICLE = re.compile(r"\A\W*(?:an?|the)\s+(?=\w\w)")
 _PHRASE = re.compile(rf"{_TEXT}\{{[\s('\"]*[A-Za-z][A-Za-z0-9\s.,'()-]*\}}")
@@ -396,13 +397,13 @@ def same_words(gold: str, answer: str) -> bool | None:
         return None
     wanted, given = (
         [
-            _NOT_OF_WORDS.sub("", _ARTICLE.sub("", item)).casefold()
+            _SAME_WORDS.get(word := _NOT_OF_WORDS.sub("", _ARTICLE.sub("", item)).casefold(), word)
             for item in re.split(r",|\b(?:[Aa]nd|AND)\b", _AROUND_WORDS.sub("", text))
             if item.strip()
         ]
         for text in (gold, answer)
     )
-    is_order = wanted != sorted({*wanted}) or {*wanted} <= _VERDICTS
+    is_order = wanted != sorted({*wanted}) or {*wanted} <= {"true", "false"}
     if is_order and not re.search(r"\band\b", gold):
         return wanted == given
     return sorted(wanted) == sorted(given)

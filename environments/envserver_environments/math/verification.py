@@ -39,8 +39,8 @@ from .latex import (
     quantity,
     readable,
     same_family,
-    same_residues,
     same_in_base,
+    same_residues,
     same_words,
     without_marks,
 )
