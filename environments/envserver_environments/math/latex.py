@@ -262,7 +262,7 @@ def readable(latex: str) -> str:
     for pattern, replacement in _SPELLINGS:
         plain = pattern.sub(replacement, plain)
     plain = plain.strip()
-    if (said := _IN_WORDS.match(plain)) and said[2] in _WORDS[int(said[1]) : int(said[1]) + 1]:
+    if (said := _IN_WORDS.match(plain)) and _MEANINGS.get(said[2]) == said[1]:
         return said[1]
     if _GROUPS.fullmatch(plain):
         plain = plain.replace(" ", "")
@@ -477,7 +477,7 @@ def _are_words(blank: str, words: str) -> bool:
 
 
 def _base(text: str) -> str:
-    return str(_WORDS.index(text)) if text in _WORDS else text
+    return _MEANINGS.get(text, text)
 
 
 def _power_of_ten(found: re.Match[str]) -> str:
