@@ -32,18 +32,19 @@ _SCALE = re.compile(
 _IN_WORDS = re.compile(rf"\A(\d+){_SPACE}*(?:{_TEXT}\{{)?\s*\(([a-z]+)\)\s*\}}?\Z")
 _WORDS = (  # noqa: SIM905 - read as a line
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
-    " sixteen seventeen eighteen nineteen twenty"
+    " sixteen seventeen eighteen nineteen"
 ).split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
 _POWERS = {
     "hundred": 2, "thousand": 3, "k": 3, "K": 3, "million": 6, "billion": 9, "trillion": 12,
 }  # fmt: skip
 
-_NUMBERS = {word: number for number, word in enumerate(_WORDS)} | {
-    f"{ten}{'' if not one else _WORDS[one]}": 10 * place + one
+_NUMBERS = dict(zip(_WORDS, range(20), strict=True)) | {
+    f"{ten}{unit}": 10 * place + number
     for place, ten in enumerate(_TENS, 2)
-    for one in range(10)
+    for number, unit in enumerate(["", *_WORDS[1:10]])
 }
+_NOTHING = "nosolution nosolutions norealsolution norealsolutions emptyset theemptyset"
 _MEANINGS = {
     **{word: str(number) for word, number in _NUMBERS.items()},
     **{
@@ -52,9 +53,8 @@ _MEANINGS = {
         for scale, zeros in _POWERS.items()
         if len(scale) > 1
     },
-    **dict.fromkeys(("nosolution", "nosolutions", "norealsolution"), "\\emptyset"),
-    **dict.fromkeys(("norealsolutions", "emptyset", "theemptyset"), "\\emptyset"),
-    **dict.fromkeys(("allrealnumbers", "allreals", "realnumbers"), "\\mathbb{R}"),
+    **dict.fromkeys(_NOTHING.split(), "\\emptyset"),
+    "allrealnumbers": "\\mathbb{R}", "allreals": "\\mathbb{R}",
     "infinity": "\\infty", "doesnotexist": "DNE", "onehalf": "\\frac{1}{2}",
 }  # fmt: skip
 """What phrases mean, by their letters."""

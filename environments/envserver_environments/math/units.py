@@ -40,11 +40,10 @@ _PIECE = re.compile(
     r"(?P<per>/|\bper\b)?\s*(?P<before>(?:square|sq|cubic|cu)\b)?[.\s]*(?P<name>[^\W\d_]+|[°$£€¥¢]\s*[CF]?)"
     r"\s*(?:\^?\{?(?P<power>-?[1-9])\}?|(?P<behind>(?:squared|cubed)\b))?[\s.·*-]*"
 )
-_OPPOSITES = (
-    {"east", "west"}, {"north", "south"}, {"left", "right"}, {"up", "down"}, {"above", "below"},
-    {"profit", "loss"}, {"gain", "loss"}, {"increase", "decrease"}, {"ad", "bc"},
-    {"clockwise", "counterclockwise"},
-)  # fmt: skip
+_OPPOSITES = """
+east west; north south; left right; up down; above below; profit loss; gain loss; ad bc
+increase decrease; clockwise counterclockwise
+"""
 _WORD = re.compile("[a-z]+")
 _WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 
@@ -71,10 +70,8 @@ def measure(unit: str) -> Measure | None:
 
 def conversion(given: str, wanted: str) -> Fraction | None:
     """Returns how many `wanted` one `given` is: 1 if either is unknown, None if they differ."""
-    if any(
-        len({*_WORD.findall(given.lower() + " " + wanted.lower())} & pair) > 1
-        for pair in _OPPOSITES
-    ):
+    words = {*_WORD.findall(f"{given} {wanted}".lower())}
+    if any({*_WORD.findall(pair)} <= words for pair in re.split("[;\n]", _OPPOSITES.strip())):
         return None
     one, other = measure(given), measure(wanted)
     if one is None or other is None:
