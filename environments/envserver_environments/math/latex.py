@@ -185,7 +185,8 @@ _EQUAL = re.compile(r"(?<![<>!:])=")
 _ORDER = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|leqslant|geqslant)(?![A-Za-z])")
 _INTERVAL = re.compile(r"[\[(]|\\(?:in|cup|mathbb)(?![A-Za-z])")
 _NAME = re.compile(
-    r"\s*(?:[A-Za-z]|\\[A-Za-z]+(?:\{[^{}]*\})?)(?:_(?:\w|\{[^{}]*\}))?'*\s*(?:\([^()]*\))?\s*"
+    r"\s*(?:[A-Za-z]|\\[A-Za-z]+(?:\{[^{}]*\})?)(?:_(?:\w|\{[^{}]*\}))?'*\s*"
+    r"(?:(?:\^\{-1\})?\((?:[^()]|\([^()]*\))*\))?\s*"
 )
 _NUMBER = re.compile(r"\s*-?[\d.,]+\s*")
 _VARIABLE = r"(?:[A-Za-df-hj-z]|\\(?!pi\b|infty\b|[lg]eq?\b)[a-z]+)(?![A-Za-z])(?:_\w)?"
@@ -218,7 +219,7 @@ _MODULUS = re.compile(
     rf"\(?\s*(?:\\[pb]?mod(?![a-z])|{_TEXT}\{{\s*mod\s*\}}|\bmod\b)\s*(?:\{{\s*)?([1-9]\d{{0,18}})\s*\}}?\s*\)?"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_SOLVED = re.compile(rf"\s*({_VARIABLE})\s*(\([^()]*\))?\s*=(.*)", re.DOTALL)
+_SOLVED = re.compile(rf"\s*({_VARIABLE}(?:\^\{{-1\}})?)\s*(\([^()]*\))?\s*=(.*)", re.DOTALL)
 _SUM_OF_INDEXED = re.compile(r"\\(sum|prod)\s*_\{\s*([a-z])\s*=.*_\{?\2(?![A-Za-z])")
 _BELOW = re.compile(r"_\{[^{}]*\}")
 _CLAUSE = re.compile(
