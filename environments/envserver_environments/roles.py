@@ -71,7 +71,10 @@ def missing(row: Mapping[str, Any], roles: Iterable[str]) -> InputError:
 
 def fields_of(row: Mapping[str, Any]) -> str:
     """The names of the row's fields, for a message."""
-    names = [str(name) for name in list(row)[:FIELDS_NAMED]]
+    names = [
+        f"{name}{' (empty)' if value_at(row, name) is None else ''}"
+        for name in list(row)[:FIELDS_NAMED]
+    ]
     return f"its fields: {', '.join(names) or 'none'}{', ...' if len(row) > FIELDS_NAMED else ''}"
 
 

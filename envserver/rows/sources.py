@@ -400,6 +400,8 @@ def _unreadable(source: str, error: Exception) -> NoReturn:
 
 
 def _checked(value: Any) -> Row:
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        value = {str(place): one for place, one in enumerate(value)}  # Open-Reasoner-Zero's talks
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise InputError("it is not an object with named columns")
     return dict(value)

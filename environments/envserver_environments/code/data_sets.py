@@ -29,12 +29,12 @@ ROLES = table_of(
         "instruction, question_content, problem_description, question, description, problem, "
         "text, problem_statement, extra_info.question, prompt, query, input, messages"
     ),
-    entry_point=", ".join(("entry_point", *NAMES, "test_info.function_name")),
+    entry_point=", ".join((*NAMES, "test_info.function_name")),
     tests=(
         "test, testcase, official_tests, input_output, tests, test_cases, testcases, "
-        "verification_info.test_cases, private_test_cases, private_tests, unit_tests, "
-        "hidden_unit_tests, test_list, reward_model.ground_truth, ground_truth, "
-        "extra_info.ground_truth"
+        "verification_info.test_cases, verification_info.ground_truth, private_test_cases, "
+        "private_tests, unit_tests, hidden_unit_tests, test_list, reward_model.ground_truth, "
+        "ground_truth, extra_info.ground_truth"
     ),
     more_tests="generated_tests",
     public_tests="public_test_cases, public_tests, examples",
@@ -98,7 +98,8 @@ def read_problem(
         asked = text.strip()
         if starter and name:
             asked += f"\n\nBegin with:\n\n```python\n{starter}\n```"
-    in_class = "class Solution" in starter or "Solution()" in str(found.get("entry_point"))
+    named = [str(found.get("entry_point")), *(one.name for one in hidden)]
+    in_class = "class Solution" in starter or any("Solution()" in one for one in named)
     given, answer = row.get("visible"), row.get("output")
     return Problem(
         str(row.get("data_set") or data_set),
@@ -129,7 +130,8 @@ def _tests(row: Row, found: Mapping[str, Any]) -> tuple[list[RowTests], list[Row
     if "checker" in found or row.get("input_mode") == "file":
         raise InputError("Its outputs need a checker, or files, of their own.")
     given = [found[role] for role in ("tests", "more_tests") if role in found]
-    hidden = [read_tests(tests) for tests in given if decoded(tests) != []]
+    # Codeforces has the number of its generated tests.
+    hidden = [read_tests(one) for one in given if not isinstance(one, int) and decoded(one) != []]
     try:
         public = [read_tests(found["public_tests"])] if "public_tests" in found else []
     except InputError:  # examples in prose

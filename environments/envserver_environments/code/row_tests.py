@@ -35,9 +35,20 @@ MAX_ASSERTS = 100
 MAX_PAIRS_CHARACTERS = 2**21
 MAX_ASSERTS_CHARACTERS = 200_000
 MAX_PACKED_BYTES = 64 * 2**20
-NAMES = ("fn_name", "func_name", "function_name", "metadata.func_name", "metadata.fn_name")
+NAMES = (
+    *("entry_point", "fn_name", "func_name", "function_name"),
+    *("metadata.func_name", "metadata.fn_name"),
+)
 """Fields with the name of a function, in a row or beside its tests."""
-_HOLDERS = ("test_cases", "tests", "testcases", "functional", "assert_case", "input_output")
+_HOLDERS = (
+    "test_cases",
+    "tests",
+    "testcases",
+    "functional",
+    "assert_case",
+    "input_output",
+    "test_code",
+)
 _PAIRS = (("input", "output"), ("input", "expected_output"), ("stdin", "stdout"))
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _PACKED = re.compile(r"[A-Za-z0-9+/]{8,}={0,2}")
@@ -105,6 +116,11 @@ def read_tests(value: Any) -> RowTests:
             for given, wanted in _PAIRS:
                 if all({given, wanted} <= test.keys() for test in tests):
                     pairs = tuple((test[given], test[wanted]) for test in tests)
+                    lists = tuple((decoded(one), decoded(other)) for one, other in pairs)
+                    if first.get("fn_name") and all(
+                        isinstance(one, list) for pair in lists for one in pair
+                    ):
+                        pairs = lists
                     return RowTests(pairs, name=_name_in(first))
     raise InputError("The tests are neither pairs of input and output, nor asserts, nor Python.")
 

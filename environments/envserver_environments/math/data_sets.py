@@ -17,6 +17,7 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
+from math import isfinite
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
@@ -51,12 +52,13 @@ ROLES = table_of(
         "ground_truth_answer, reference_answer, gt, expected_answer, final_answer, "
         "verification_info.ground_truth, extra_info.ground_truth, 1.ground_truth.value, gold, "
         "golden, gold_answer, golden_answer, correct_answer, Correct Answer, best_answer, "
-        "answer_number, answer, Answer, final_ans, answerKey, target, correct_option, result, "
-        "extra_info.answer, output_answer, answer_value, ans"
+        "answer_number, answer.value, answer, Answer, final_ans, answerKey, target, "
+        "correct_option, result, extra_info.answer, output_answer, answer_value, ans"
     ),
     choice="correct, label, answer_index, answer_idx, answer_letter, cop",
     solution=(
-        "solution, Solution, generated_solution, gold_standard_solution, rationale, gt_cot, "
+        "solution, Solution, generated_solution, gold_standard_solution, ground_truth_solution, "
+        "rationale, gt_cot, "
         "output, response"
     ),
     options=(
@@ -99,13 +101,17 @@ _PROSE = re.compile(
     r"|####|\b[A-Za-z]+\s+(?:is|are|was|were|has|have|had|will)\s[^$\\]*\d"
 )
 """Six words one after the other, or a verb before a number: a sentence, which no answer equals."""
-_ABOUT_THE_ANSWER = re.compile(
+_BEFORE_THE_QUESTION = re.compile(
     r"\A\s*Solve the following math problem step by step\. The last line of your response should"
-    r"[^\n]*\n+|\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z"
+    r"[^\n]*\n+"
+)
+_ABOUT_THE_ANSWER = re.compile(
+    r"\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z"
     r"|\s*Let's think step by step and output the final answer (?:after|within)[^\n]*\Z"
     r"|[ \n]*[^\n.?!]*\b(?:answer|response)\b[^\n]*\\boxed\{[^{}]*\}[^\n\w]*\Z"
 )
 """Instructions that published sets add to a question; our prompts have their own."""
+_LONGEST_INSTRUCTION = 500
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,9 @@ def read_problem(
         InputError: the question or the answer is missing, or is none.
     """
     found = roles_of(row, ROLES, columns or {})
+    truth = row.get((columns or {}).get("answer", "answer"), row.get("Answer"))
+    if isinstance(truth, bool):
+        found.setdefault("answer", str(truth))
     if isinstance(row.get("choice"), list):
         found.setdefault("options", row["choice"])
     question = _question(row, found)
@@ -190,7 +199,9 @@ def why_unusable(problem: Problem) -> str | None:
 
 
 def _question(row: Row, found: Mapping[str, Any]) -> str:
-    question = _ABOUT_THE_ANSWER.sub("", _text(last_message(found.get("question")))).strip()
+    question = _BEFORE_THE_QUESTION.sub("", _text(last_message(found.get("question"))))
+    start = max(0, len(question) - _LONGEST_INSTRUCTION)
+    question = f"{question[:start]}{_ABOUT_THE_ANSWER.sub('', question[start:])}".strip()
     if not question:
         raise missing(row, ["question"])
     setting = _text(found.get("setting"))
@@ -263,7 +274,7 @@ def _text(value: Any) -> str:
     """A text or a number as text; anything else is not an answer."""
     if isinstance(value, str):
         return value.strip()
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
         return str(value)
     return ""
 

@@ -17,8 +17,12 @@ _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|fb
 _SPACE = r"(?:\\[,;:!> ]|\\q?quad(?![A-Za-z])|~|\s)"
 _NESTED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"
 _TOKEN = re.compile(r"\\sqrt\s*\[[^\[\]]*\]|\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
-_TWO_ARGUMENTS = ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac")
-_CURRENCY = r"(?:\\pounds(?![A-Za-z])|\\euro(?![A-Za-z])|\\?\$|[£€¥])"
+_TWO_ARGUMENTS = (
+    "\\frac", "\\dfrac", "\\tfrac", "\\cfrac", "\\binom", "\\dbinom", "\\tbinom",
+)  # fmt: skip
+_CURRENCY = (
+    r"(?:\\pounds(?![A-Za-z])|\\euro(?![A-Za-z])|\\?\$|[£€¥₹]|Rs\b\.?|(?:USD|EUR|GBP|INR)\b)"
+)
 _NUMBER_IN_TEXT = re.compile(
     rf"{_TEXT}\{{(\s*+{_CURRENCY}?\s*+[-+]?\s*+(?:\d[\d,.]*|\.\d+)\s*(?:\\?%)?\s*)\}}"
 )
@@ -28,23 +32,52 @@ _SCALE = re.compile(
 _IN_WORDS = re.compile(rf"\A(\d+){_SPACE}*(?:{_TEXT}\{{)?\s*\(([a-z]+)\)\s*\}}?\Z")
 _WORDS = (  # noqa: SIM905 - read as a line
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
-    " sixteen seventeen eighteen nineteen twenty"
+    " sixteen seventeen eighteen nineteen"
 ).split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
 _POWERS = {
     "hundred": 2, "thousand": 3, "k": 3, "K": 3, "million": 6, "billion": 9, "trillion": 12,
 }  # fmt: skip
 
+_NUMBERS = dict(zip(_WORDS, range(20), strict=True)) | {
+    f"{ten}{unit}": 10 * place + number
+    for place, ten in enumerate(_TENS, 2)
+    for number, unit in enumerate(["", *_WORDS[1:10]])
+}
+_NOTHING = "nosolution nosolutions norealsolution norealsolutions emptyset theemptyset"
+_MEANINGS = {
+    **{word: str(number) for word, number in _NUMBERS.items()},
+    **{
+        f"{word}{scale}": f"{number}{'0' * zeros}"
+        for word, number in _NUMBERS.items()
+        for scale, zeros in _POWERS.items()
+        if len(scale) > 1
+    },
+    **dict.fromkeys(_NOTHING.split(), "\\emptyset"),
+    "allrealnumbers": "\\mathbb{R}", "allreals": "\\mathbb{R}",
+    "infinity": "\\infty", "doesnotexist": "DNE", "onehalf": "\\frac{1}{2}",
+}  # fmt: skip
+"""What phrases mean, by their letters."""
 _PRICE = re.compile(
     rf"([-+]?)\s*(?:({_CURRENCY})|{_TEXT}\{{\s*({_CURRENCY})\s*\}}){_SPACE}*([-+]?[\d.].*)"
 )
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
-_REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*\{\s*(\d{1,20})\s*\}")
+_REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}")
 _UNICODE = str.maketrans({
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ",
     "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "°": "^\\circ ",
     "θ": "\\theta ", "±": "\\pm ", "≈": "\\approx ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}",
     "′": "'", "″": "''", '"': "''", "\u00a0": "\\,", "\u2009": "\\,", "\u202f": "\\,",
+    "⟨": "(", "⟩": ")", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ",
+    "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}",
+    "⅔": "\\frac{2}{3}", "…": "\\ldots ",
+    **{chr(place + 0xFEE0): chr(place) for place in range(33, 127)},
 })  # fmt: skip
+_STYLES = re.compile(
+    r"\\(?:left|right|[bB]igg?[lr]?|bf|rm|it|sf|tiny|small|large|Large|LARGE|huge|Huge|displaystyle"
+    r"|textstyle|checkmark)(?![A-Za-z])"
+)
+_FUNCTIONS = r"(arc(?:sin|cos|tan)|sin|cos|tan|sec|csc|cot|ln|log|exp|pi)"
 _SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _OUTSIDE = r"(?![A-Za-z]|[^{}]*[^\\{}]\})"
@@ -52,10 +85,41 @@ _OUTSIDE = r"(?![A-Za-z]|[^{}]*[^\\{}]\})"
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\A`+|`+\Z", ""),
+        (rf"\A{_TEXT}\{{\s*(?:[Tt]he )?(?:final )?[Aa]nswer(?: is)?\s*:?\s*\}}", ""),
+        (rf"(?<![\d\s}}~]){_TEXT}\{{([^{{}}A-Za-z\\]*\d[^{{}}A-Za-z\\]*)\}}", r"\1"),
         (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|\s*(?<![.,;\\])[.,;]{1,2})\s*\Z", ""),
         (rf"{_SPACE}+\Z", ""),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\var(?=epsilon|phi|theta)", r"\\"),
+        (r"\\(?:nice|s|x)frac(?![A-Za-z])", r"\\frac"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\A\{?\s*([^{}]*?)\s*\\choose(?![A-Za-z])\s*([^{}]*?)\s*\}?\Z", r"\\binom{\1}{\2}"),
+        (
+            r"(?:\A|\{\s*\})[\^_](?:\{(\w+)\}|(\w))\s*C_(?:\{(\w+)\}|(\w))",
+            r"\\binom{\1\2}{\3\4}",
+        ),
+        (r"\\[lc]?dots(?![A-Za-z])|\.\.\.", r"\\ldots "),
+        (rf"\s*(?:{_TEXT}\{{\s*:\s*\}}|\{{:\}}|\\colon(?![A-Za-z]))\s*", ":"),
+        (rf"(?<=\d)\s*{_TEXT}\{{\s*to\s*\}}\s*(?=\d)", ":"),
+        (
+            rf"\\(?:operatorname|text|mathrm)\*?\s*\{{\s*\\?{_FUNCTIONS}\s*\}}"
+            rf"|(?<![A-Za-z\\]){_FUNCTIONS}(?![A-Za-z])",
+            r"\\\1\2 ",
+        ),
+        (r"(?<=[\w)}])\*\*(-?\d+|[a-z])", r"^{\1}"),
+        (r"\\zeta\s*\(\s*2\s*\)", r"\\frac{\\pi^2}{6}"),
         (r"\\degree(?![A-Za-z])|(?<=\d)\^\{?o\}?\Z|\^\{\s*\\circ\s*\}", r"^\\circ "),
+        (r"(\d+)\s*\^\\circ\s*(\d+)'\Z", r"(\1+\\frac{\2}{60})^\\circ "),
+        (
+            r"(\\(?:sin|cos|tan|sec|csc|cot)(?:\^\{?\d\}?)?\s*\(?\s*)(\d+(?:\.\d+)?)\s*\^\\circ",
+            r"\1\\frac{\2\\pi}{180}",
+        ),
+        (
+            rf"\\[dt]?frac\s*\{{\s*{_TEXT}\{{([^{{}}]*)\}}\s*\}}\s*\{{\s*{_TEXT}\{{([^{{}}]*)\}}\s*\}}",
+            r"\\text{\1/\2}",
+        ),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
         (rf"{_TEXT}\{{\s*([ie])\s*\}}|\\math(?:bf|it)\{{(\w)\}}", r"\1\2"),
@@ -73,7 +137,7 @@ _SPELLINGS = [
         (r"(?<!\\)~", " "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"\\(?:text)?color\s*\{\w+\}", ""),
-        (rf"\A\\(?:boldsymbol|bm|mathbf)\s*\{{({_NESTED})\}}\Z", r"\1"),
+        (rf"\A\\(?:boldsymbol|bm|mathbf|underline)\s*\{{({_NESTED})\}}\Z", r"\1"),
         (r"(?:\^\s*\{?\s*)?\\prime(?![A-Za-z])\s*\}?", "'"),
         (rf"[,\s]*{_TEXT}\{{\s*for all(?: real)?\s*\}}\s*[a-z]\Z", ""),
         (r"\\(max|min|gcd)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
@@ -82,17 +146,24 @@ _SPELLINGS = [
         (r"\\[lr]?vert(?![A-Za-z])", "|"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
-        (r"\\(?:left|right)(?![A-Za-z])", ""),
         (r"(?<=\d)(?:\\!)?(?:\{,\}|,(?=\\!))(?:\\!)?(?=\d{3})", ","),
-        (r"(?<=\d)(?:\\[,;:!> ]|\\thinspace)\s*(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d)(?:\\[,;:!> ]|\\thinspace|')\s*(?=\d{3}(?!\d))", ""),
         (r"\A\s*\\(?:approx|simeq|thickapprox|sim)(?![A-Za-z])", ""),
         (
-            r"\A([-+]?\d+(?:\.\d+)?)(?:[eE]|x\s*10\^(?=[-+\d]))([-+]?\d{1,4})\Z",
+            r"\A([-+]?\d+(?:\.\d+)?)(?:\s*[eE]\s*|x\s*10\^(?=[-+\d]))([-+]?\d{1,4})\Z",
             r"\1 \\times 10^{\2}",
         ),
-        (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})", r"\\sqrt{\1\2\3}"),
+        (
+            r"(?:√|(?<![A-Za-z\\])sqrt)\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})",
+            r"\\sqrt{\1\2\3}",
+        ),
         (rf"\A{_TEXT}\{{\s*([-+]?\d[\d,.]*)(\s[^{{}}\d]*)\}}\Z", r"\1\\text{\2}"),
         (r"\A([-+]?\d+)\s+(\d+)/(\d+)\Z", r"\1\\frac{\2}{\3}"),
+        (r"\A(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}\s*\\?%\Z", r"(\1+\\frac{\2}{\3})\\%"),
+        (r"\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))", r"\\overline{\1\2}"),
+        (r"\\overline\{(\d)\}(\d{0,20})\\overline\{(\d)\}", r"\\overline{\1\2\3}"),
+        (r"(\.\d{0,20})\((\d{1,20})\)\Z", r"\1\\overline{\2}"),
+        (r"(\.\d{0,20}?)(\d{1,10}?)\2+\s*\\ldots\s*\Z", r"\1\\overline{\2}"),
         (rf"(?<!\\)([,;]){_SPACE}+", r"\1 "),
     )
 ]
@@ -114,32 +185,41 @@ _EQUAL = re.compile(r"(?<![<>!:])=")
 _ORDER = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|leqslant|geqslant)(?![A-Za-z])")
 _INTERVAL = re.compile(r"[\[(]|\\(?:in|cup|mathbb)(?![A-Za-z])")
 _NAME = re.compile(
-    r"\s*(?:[A-Za-z]|\\[A-Za-z]+(?:\{[^{}]*\})?)(?:_(?:\w|\{[^{}]*\}))?'*\s*(?:\([^()]*\))?\s*"
+    r"\s*(?:[A-Za-z]|\\[A-Za-z]+(?:\{[^{}]*\})?)(?:_(?:\w|\{[^{}]*\}))?'*\s*"
+    r"(?:(?:\^\{-1\})?\((?:[^()]|\([^()]*\))*\))?\s*"
 )
 _NUMBER = re.compile(r"\s*-?[\d.,]+\s*")
 _VARIABLE = r"(?:[A-Za-df-hj-z]|\\(?!pi\b|infty\b|[lg]eq?\b)[a-z]+)(?![A-Za-z])(?:_\w)?"
 _UNKNOWN = re.compile(rf"\s*({_VARIABLE})\s*")
 _SET = re.compile(r"\s*\\\{(?:(?!\\mid|[|:()]).)*\\\}\s*", re.DOTALL)
 _TUPLE = re.compile(r"\s*\([^()]*,[^()]*\)\s*")
+_VECTOR = re.compile(r"\s*\\begin\{[pb]matrix\}([^()]*)\\end\{[pb]matrix\}\s*")
 _BUILDER = re.compile(
     rf"\s*\\\{{\s*{_VARIABLE}\s*(?:\\in\s*\\mathbb\{{R\}}|\\in\s*R)?\s*(?:\\mid|\||:)(.*)\\\}}\s*"
 )
 _IN = re.compile(rf"\s*({_VARIABLE})\s*\\in(?![A-Za-z])\s*(?=[\[(])")
 _ENDS = re.compile(r"\s*([\[(])([^,()\[\]]*),([^,()\[\]]*)([\])])\s*")
 _EXCEPT = re.compile(rf"\A\s*({_VARIABLE})\s*\\neq?(?![A-Za-z])([^,]*)\Z")
+_WITHOUT = re.compile(
+    r"\A\s*\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-)\s*\\\{([^,{}\\]*)\\\}\s*\Z"
+)
 _BARS = re.compile(rf"\s*\|\s*({_VARIABLE})\s*(?:([-+])\s*([\w.\\{{}}/]+))?\s*\|\s*")
 _UNION = re.compile(r"\\(?:cup|lor)(?![A-Za-z])")
 _LEAST, _MOST = "-\\infty", "\\infty"
 _CLOSED_AT_INFINITY = re.compile(r"\[\s*[-+]?\s*\\infty|\\infty\s*\]")
 _DOTS = re.compile(r"\\[lc]?dots|\.\.\.")
+_PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _ASSIGNED = re.compile(rf"\s*({_VARIABLE})\s*=([^=<>]*)")
 _NAMED_TUPLE = re.compile(rf"\s*\(((?:{_VARIABLE}|[,\s])*)\)\s*=\s*(?=\()")
 _DIRECTIONS = {"<": "<", "\\lt": "<", ">": ">", "\\gt": ">"}
 _BASE = re.compile(
-    rf"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{{2,}})\)?_(?:(\w)|\{{\s*(?:{_TEXT}\{{)?\s*(\w+)\s*\}}?\s*\}})"
+    rf"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{{2,}})\)?_(?:(\w)|\{{?\s*(?:{_TEXT}\{{)?\s*(\w+)\s*\}}?\s*\}})"
+)
+_MODULUS = re.compile(
+    rf"\(?\s*(?:\\[pb]?mod(?![a-z])|{_TEXT}\{{\s*mod\s*\}}|\bmod\b)\s*(?:\{{\s*)?([1-9]\d{{0,18}})\s*\}}?\s*\)?"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_SOLVED = re.compile(rf"\s*({_VARIABLE})\s*(\([^()]*\))?\s*=(.*)", re.DOTALL)
+_SOLVED = re.compile(rf"\s*({_VARIABLE}(?:\^\{{-1\}})?)\s*(\([^()]*\))?\s*=(.*)", re.DOTALL)
 _SUM_OF_INDEXED = re.compile(r"\\(sum|prod)\s*_\{\s*([a-z])\s*=.*_\{?\2(?![A-Za-z])")
 _BELOW = re.compile(r"_\{[^{}]*\}")
 _CLAUSE = re.compile(
@@ -158,6 +238,13 @@ _ROTATION = re.compile(r"e\s*\^|\\(?:exp|cos|sin)(?![A-Za-z])")
 _COMMON_LOG = re.compile(r"\\log(?![A-Za-z]|\s*_)")
 _NATURAL_LOG = re.compile(r"\\ln(?![A-Za-z])")
 _CHANGE_OF_BASE = re.compile(r"[/{]\s*\\ln\s*[({]*10\b")
+_OPTION = re.compile(rf"(?:{_TEXT}\{{)?\s*\(?([A-Ea-e])\)?\.?\s*\}}?")
+_AROUND_WORDS = re.compile(rf"{_TEXT}(?=\{{)|\\(?:triangle|angle|q?quad)(?![A-Za-z])")
+_NOT_OF_WORDS = re.compile(
+    r"\*\*|-(?=[a-z]{2})|(?<=[a-z]{2})-|(?<![A-Z\d])'|[^\w<>=+/*|^'-]|_", re.ASCII
+)
+_SAME_WORDS = {"yes": "true", "no": "false"}
+_CONSTANT = re.compile(r"\+\s*C\s*\Z|C\s*e\s*\^")
 _ARTICLE = re.compile(r"\A\W*(?:an?|the)\s+(?=\w\w)")
 _PHRASE = re.compile(rf"{_TEXT}\{{[\s('\"]*[A-Za-z][A-Za-z0-9\s.,'()-]*\}}")
 _PLAIN_PHRASE = re.compile(
@@ -169,13 +256,14 @@ _PLAIN_PHRASE = re.compile(
 @lru_cache(maxsize=4096)
 def readable(latex: str) -> str:
     """Returns `latex` in a form that math-verify reads as TeX does."""
-    plain = _SUPERSCRIPT.sub(_raised, without_marks(latex)).translate(_UNICODE)
+    plain = _SUPERSCRIPT.sub(_raised, _STYLES.sub("", without_marks(latex))).translate(_UNICODE)
+    plain = plain.strip()
     if number := _NUMBER_IN_TEXT.fullmatch(plain) or _IN_BRACES.fullmatch(plain):
         plain = number[1].strip()
     for pattern, replacement in _SPELLINGS:
         plain = pattern.sub(replacement, plain)
     plain = plain.strip()
-    if (said := _IN_WORDS.match(plain)) and said[2] in _WORDS[int(said[1]) : int(said[1]) + 1]:
+    if (said := _IN_WORDS.match(plain)) and _MEANINGS.get(said[2]) == said[1]:
         return said[1]
     if _GROUPS.fullmatch(plain):
         plain = plain.replace(" ", "")
@@ -190,9 +278,12 @@ def readable(latex: str) -> str:
 
 
 def without_marks(latex: str) -> str:
-    r"""Returns `latex` without the `$`, `\(` and `\[` of formulas."""
+    r"""Returns `latex` without the `$`, `\(` and `\[` of formulas; a phrase as what it means."""
     paired = latex.count("$") % 2 == 0 and "\\$" not in latex
-    return re.sub(rf"(?<!\\)\\[()\[\]]{'|[$]' if paired else ''}", "", latex).strip()
+    plain = re.sub(rf"(?<!\\)\\[()\[\]]{'|[$]' if paired else ''}", "", latex).strip()
+    return _MEANINGS.get(
+        re.sub(rf"{_TEXT}(?=\{{)|[\s{{}}]|(?<=\w)[.-]", "", plain).casefold(), plain
+    )
 
 
 def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
@@ -241,8 +332,13 @@ def as_asked(gold: str, answer: str) -> tuple[str, str] | None:
     side has that. None if they are about different unknowns, such as `x>1` and `y>1`.
     """
     gold, answer = _with_natural_log(gold, answer), _with_natural_log(answer, gold)
+    if _CONSTANT.search(gold) and "c" not in _NAMES.findall(gold) and "C" not in answer:
+        answer = _renamed(answer, "c", "C")
     if not _is_name(gold, answer):
         gold, answer = (_renamed(text, "i", "\\sqrt{-1}") for text in (gold, answer))
+    if gold.count(":") == answer.count(":") > 1:
+        return _proportions(gold), _proportions(answer)
+    gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
     wanted, given = _region(gold), _region(answer)
     if wanted is None or given is None:
         return _right_sides(_listed(gold), _listed(answer))
@@ -291,18 +387,27 @@ def _family(latex: str) -> _Family | None:
 
 
 def same_words(gold: str, answer: str) -> bool | None:
-    """Returns whether `answer` has the letters of a word, a name or a choice; None for formulas."""
+    """Returns whether `answer` has the letters of a word, a name or a choice; None for formulas.
+
+    Words with commas that repeat, or do not follow the alphabet, are an order.
+    """
+    letters = [found[1] for found in map(_OPTION.fullmatch, (gold, answer)) if found]
+    if len(letters) == 2 and letters[0].isupper():
+        return bool(letters[0] == letters[1].upper())
     if not (_PHRASE.fullmatch(gold) or _PLAIN_PHRASE.fullmatch(gold)):
         return None
     wanted, given = (
-        sorted(
-            re.sub(r"[\W_]", "", _ARTICLE.sub("", item))
-            for item in re.split(r",|\band\b", _COMMAND.sub("", text).casefold())
+        [
+            _SAME_WORDS.get(word := _NOT_OF_WORDS.sub("", _ARTICLE.sub("", item)).casefold(), word)
+            for item in re.split(r",|\b(?:[Aa]nd|AND)\b", _AROUND_WORDS.sub("", text))
             if item.strip()
-        )
+        ]
         for text in (gold, answer)
     )
-    return wanted == given
+    is_order = wanted != sorted({*wanted}) or {*wanted} <= {"true", "false"}
+    if is_order and not re.search(r"\band\b", gold):
+        return wanted == given
+    return sorted(wanted) == sorted(given)
 
 
 def same_in_base(gold: str, answer: str) -> bool | None:
@@ -314,13 +419,29 @@ def same_in_base(gold: str, answer: str) -> bool | None:
     return None if wanted is None and given is None else wanted == given
 
 
+def same_residues(gold: str, answer: str) -> bool | None:
+    r"""Compares `x \equiv 3 \pmod 7` with a class or a residue; None if both are something else."""
+    wanted, given = _residues(gold), _residues(answer)
+    if not (wanted and given) or wanted[0] == given[0] == 0:
+        return None
+    modulus = wanted[0] or given[0]
+    if 0 in (wanted[0], given[0]):
+        return wanted[1] == given[1] and all(0 <= number < modulus for number in given[1])
+    classes = [{number % modulus for number in numbers} for _, numbers in (wanted, given)]
+    return modulus == given[0] and classes[0] == classes[1]
+
+
 def forms_differ(gold: str, answer: str) -> bool:
     """Returns whether `answer` has a form that cannot equal `gold`, though math-verify says so.
 
     It takes the right side of any equation, and the ends of an interval, for the whole; it takes
     pairs for sets, and overlooks dots and brackets at infinity.
     """
-    if "," in gold and bool(_DOTS.search(gold)) != bool(_DOTS.search(answer)):
+    if gold.count(":") != answer.count(":") and max(gold.count(":"), answer.count(":")) > 1:
+        return True
+    if ("," in gold or "." not in answer) and bool(_DOTS.search(gold)) != bool(
+        _DOTS.search(answer)
+    ):
         return True
     if bool(_CLOSED_AT_INFINITY.search(gold)) != bool(_CLOSED_AT_INFINITY.search(answer)):
         return True
@@ -357,7 +478,7 @@ def _are_words(blank: str, words: str) -> bool:
 
 
 def _base(text: str) -> str:
-    return str(_WORDS.index(text)) if text in _WORDS else text
+    return _MEANINGS.get(text, text)
 
 
 def _power_of_ten(found: re.Match[str]) -> str:
@@ -373,6 +494,16 @@ def _fraction(found: re.Match[str]) -> str:
     return f"\\frac{{{after - before}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
 
 
+def _residues(latex: str) -> tuple[int, set[int]] | None:
+    """The modulus, 0 for a bare number, and the numbers before it."""
+    moduli = {int(found) for found in _MODULUS.findall(latex)}
+    rest = re.sub(rf"{_VARIABLE}\s*\\equiv|\\l(?:or|and)(?![A-Za-z])", ",", _MODULUS.sub("", latex))
+    rest = re.sub(r"\\pm\s*(\d+)", r"\1,-\1", rest)
+    if len(moduli) > 1 or not re.fullmatch(r"[\s,]*-?\d+(?:[\s,]+-?\d+)*[\s,]*", rest):
+        return None
+    return max(moduli, default=0), {int(number) for number in re.findall(r"-?\d+", rest)}
+
+
 def _items(latex: str) -> list[str]:
     """The parts between the commas that are in no brackets."""
     items, depth = [""], 0
@@ -385,9 +516,26 @@ def _items(latex: str) -> list[str]:
     return [item for item in items if item.strip()]
 
 
+def _proportions(ratio: str) -> str:
+    r"""Returns `(\frac{2}{1}, \frac{3}{1})` for `1:2:3`."""
+    first, *others = ratio.split(":")
+    terms = [f"\\frac{{{term}}}{{{first}}}" for term in others]
+    return f"({', '.join(terms)})"
+
+
+def _as_tuple(latex: str, other: str) -> str:
+    """Returns a matrix of one row or column as a tuple, if the other side is one."""
+    vector = _VECTOR.fullmatch(latex) if _TUPLE.fullmatch(other) else None
+    cells = re.split(r"\\\\|&", vector[1]) if vector else []
+    is_line = vector is not None and not ("&" in vector[1] and "\\\\" in vector[1])
+    return f"({', '.join(cell.strip() for cell in cells)})" if is_line else latex
+
+
 def _listed(latex: str) -> str:
     r"""Returns `3, 5` for `x=3 \lor x=5`, and `(3,4)` for `y=4, x=3` and `(x,y)=(3,4)`."""
     text = re.sub(r"\\l(?:and|or)(?![A-Za-z])", ", ", latex)
+    if "\\pm" in text or "\\mp" in text:
+        text = ", ".join(map(_with_both_signs, _items(text)))
     if tuple_ := _NAMED_TUPLE.match(text):
         variables = re.findall(_VARIABLE, tuple_[1])
         return text[tuple_.end() :] if variables == sorted(variables) else text
@@ -403,10 +551,17 @@ def _listed(latex: str) -> str:
     return text
 
 
+def _with_both_signs(item: str) -> str:
+    if "\\{" in item or len(_PLUS_MINUS.findall(item)) != 1:
+        return item
+    return ", ".join(_PLUS_MINUS.sub(sign, item) for sign in "+-")
+
+
 def _region(latex: str) -> tuple[str, str] | None:
     r"""Returns the name of the unknown, if any, and the intervals of `x<1 \lor x>2` or `[1,2)`."""
     builder = _BUILDER.fullmatch(latex)
     text = _EXCEPT.sub(r"\1<\2 \\lor \1>\2", _without_bars(builder[1] if builder else latex))
+    text = _WITHOUT.sub(r"(-\\infty,\1) \\cup (\1,\\infty)", text)
     if not _ORDER.search(text) and len(_items(text)) > 1:
         return None
     parts = [part for one in _UNION.split(text) for part in _items(one)]
@@ -454,14 +609,13 @@ def _renamed(latex: str, name: str, new: str) -> str:
 def _right_sides(gold: str, answer: str) -> tuple[str, str]:
     """Returns the right sides of `y(t)=...` and `y=...`: about numbers, or the same function."""
     wanted, given = _SOLVED.fullmatch(gold), _SOLVED.fullmatch(answer)
-    if (
-        wanted
-        and given
-        and wanted[1] == given[1]
-        and (wanted[2] or given[2]) == (given[2] or wanted[2])
-    ):
-        return wanted[3], given[3]
-    return gold, answer
+    if not (wanted and given and wanted[1] == given[1]):
+        return gold, answer
+    name, own = (_NAMES.findall(found[2] or "") for found in (wanted, given))
+    if len(name) == len(own) == 1 and name != own and name[0] not in _NAMES.findall(given[3]):
+        return wanted[3], _renamed(given[3], own[0], name[0])
+    same = (wanted[2] or given[2]) == (given[2] or wanted[2])
+    return (wanted[3], given[3]) if same else (gold, answer)
 
 
 def _with_natural_log(latex: str, other: str) -> str:
@@ -477,6 +631,8 @@ def _interval(latex: str) -> _Interval | None:
     r"""Reads `x\in[a,b)`, `a \le x < b`, `x \le b`, or `x \ge a \land x < b`."""
     name = _IN.match(latex)
     text = latex[name.end() :] if name else latex
+    if latex.strip() == "\\mathbb{R}":
+        return "", "(", _LEAST, ",", _MOST, ")"
     if ends := _ENDS.fullmatch(text):
         return name[1] if name else "", ends[1], ends[2], ",", ends[3], ends[4]
     halves = [_of_order(half) for half in re.split(r"\\land(?![A-Za-z])", latex)]
@@ -499,7 +655,7 @@ def _of_order(inequality: str) -> _Interval | None:
         strict.reverse()
     named = [_UNKNOWN.fullmatch(part) for part in parts]
     match [bool(name) for name in named]:
-        case [False, True, False]:
+        case [_, True, _]:
             low, high = parts[0], parts[2]
         case [True, False]:
             low, high, strict = _LEAST, parts[1], [True, *strict]
@@ -507,5 +663,5 @@ def _of_order(inequality: str) -> _Interval | None:
             low, high, strict = parts[0], _MOST, [*strict, True]
         case _:
             return None
-    name = next(name[1] for name in named if name)
+    name = next(name[1] for name in (named[1:2] if len(parts) > 2 else named) if name)
     return name, "[("[strict[0]], low.strip(), ",", high.strip(), "])"[strict[1]]

@@ -44,7 +44,7 @@ _NO_UNIT = re.compile(
     r"\b(?:or|and|to|is|isn|not|no|than|plus|minus|times|mod|squared|cubed|factorial|dozens?"
     r"|(?:ten|hundred|thousand|million)ths?|k|hundreds?|thousands?|(?:m|b|tr)illions?|one|two|three|four|five|six|seven|eight|nine|ten"
     r"|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
-    r"|half|halves)\b|(?<![a-z])\d",
+    r"|half|halves|at (?:most|least))\b|(?<![a-z^])\d",
     re.IGNORECASE,
 )
 """Texts behind a number that change it."""

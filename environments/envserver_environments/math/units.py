@@ -40,13 +40,19 @@ _PIECE = re.compile(
     r"(?P<per>/|\bper\b)?\s*(?P<before>(?:square|sq|cubic|cu)\b)?[.\s]*(?P<name>[^\W\d_]+|[°$£€¥¢]\s*[CF]?)"
     r"\s*(?:\^?\{?(?P<power>-?[1-9])\}?|(?P<behind>(?:squared|cubed)\b))?[\s.·*-]*"
 )
+_OPPOSITES = """
+east west; north south; left right; up down; above below; profit loss; gain loss; ad bc
+increase decrease; clockwise counterclockwise
+"""
+_WORD = re.compile("[a-z]+")
 _WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 
 
 def measure(unit: str) -> Measure | None:
     """Returns what `unit` measures; None if a word of it is not a known unit."""
     size, dimensions, sign, at = Fraction(1), Counter[str](), 1, 0
-    unit = re.sub(r"\bdegrees?\s+(?=[CFcf])", "", unit.strip())
+    unit = re.sub(r"\bdegrees?\s+(?=[CFcf])|\.(?=\^)", "", unit.strip())
+    unit = re.sub(r"\b([ap])\.\s?m\b", r"\1m", unit)
     while at < len(unit):
         piece = _PIECE.match(unit, at)
         known = _known(piece["name"].replace(" ", "")) if piece else None
@@ -64,6 +70,9 @@ def measure(unit: str) -> Measure | None:
 
 def conversion(given: str, wanted: str) -> Fraction | None:
     """Returns how many `wanted` one `given` is: 1 if either is unknown, None if they differ."""
+    words = {*_WORD.findall(f"{given} {wanted}".lower())}
+    if any({*_WORD.findall(pair)} <= words for pair in re.split("[;\n]", _OPPOSITES.strip())):
+        return None
     one, other = measure(given), measure(wanted)
     if one is None or other is None:
         return Fraction(1)

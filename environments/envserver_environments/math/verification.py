@@ -40,12 +40,13 @@ from .latex import (
     readable,
     same_family,
     same_in_base,
+    same_residues,
     same_words,
     without_marks,
 )
 from .literals import changes_number, lists_differ, plain_number
 from .sizes import is_huge
-from .units import conversion
+from .units import conversion, measure
 from .values import value_of, values_differ
 
 CPU_SECONDS = 0.8
@@ -112,9 +113,13 @@ def compare(gold: str, answer: str, *, lenient: bool = False, in_percent: bool =
     wanted, unit = quantity(family[0])
     given, own = quantity(family[1], letters=bool(unit) or plain_number(wanted) is not None)
     wanted, given = _percents(wanted, given, in_percent=in_percent)
+    wanted, unit = _in_radians(wanted, unit, given, own)
+    given, own = _in_radians(given, own, wanted, unit)
     ratio = conversion(own, unit)
     if ratio is None or changes_number(own) or wanted.count("'") != given.count("'"):
         return Verdict.DIFFERENT
+    if (alike := same_residues(wanted, given)) is not None:
+        return Verdict.EQUAL if alike else Verdict.DIFFERENT
     asked = as_asked(wanted, given)
     if asked is None or forms_differ(*asked):
         return Verdict.DIFFERENT
@@ -147,16 +152,27 @@ def _decided(gold: str, answer: str) -> bool | None:
     return same_in_base(gold, answer) if alike is None else alike
 
 
+def _in_radians(value: str, unit: str, other: str, other_unit: str) -> tuple[str, str]:
+    r"""Returns degrees as radians, without a unit, if the other angle has `\pi` and no degrees."""
+    if measure(unit) == measure("°") and "\\pi" in other and measure(other_unit) != measure("°"):
+        return f"\\frac{{\\pi}}{{180}} \\cdot ({value})", "rad"
+    return value, unit
+
+
 def _percents(gold: str, answer: str, *, in_percent: bool) -> tuple[str, str]:
     r"""Returns both with the same percent sign: `7\%` equals 7 if the gold or the question has
     percents, else 0.07."""
     wanted, given = _PERCENT.fullmatch(gold), _PERCENT.fullmatch(answer)
-    if bool(wanted) == bool(given):
+    if wanted and given:
+        return wanted[1], given[1]
+    if not (wanted or given):
         return gold, answer
     number = value_of(wanted[1] if wanted else gold), value_of(given[1] if given else answer)
     known = None not in number
     if (wanted or in_percent) and known and not values_differ(*number):
         return (wanted[1] if wanted else gold), (given[1] if given else answer)
+    if wanted:
+        gold = f"\\frac{{{wanted[1]}}}{{100}}"
     if given and (known or not in_percent):
         answer = f"\\frac{{{given[1]}}}{{100}}"
     return gold, answer

@@ -49,7 +49,7 @@ ROLES = table_of(
         "golds, golden_answers, ground_truth, ground_truths, answers, answer, Answer, "
         "possible_answers, short_answers, reward_model.ground_truth.target, "
         "reward_model.ground_truth, annotations, output, "
-        "answers_spans, final_decision, extra_info.answer, target"
+        "answers_spans, final_decision, extra_info.answer, answerKey, target"
     ),
     aliases="answer_aliases, metadata.answer_aliases, aliases, o_aliases",
     passages=(

@@ -38,7 +38,7 @@ ROLES = table_of(
     question="question, Question, problem, query, q, question_text",
     video=(
         "videoID, video.path, video, video_id, q_uid, video_idx, video_name, video_filename, "
-        "vid_name, vid, metadata.video_id, video_path, file"
+        "vid_name, vid, video_uid, metadata.video_id, video_path, file"
     ),
     options=OPTIONS,
     answer="answer, truth, correct_answer, answer_value, label, gt",

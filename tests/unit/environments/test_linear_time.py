@@ -17,6 +17,7 @@ from envserver_environments.code.extraction import extract_code, fenced_blocks
 from envserver_environments.gaia.scoring import extract_answer as gaia_answer
 from envserver_environments.gaia.scoring import question_scorer
 from envserver_environments.math.agent import run_command
+from envserver_environments.math.data_sets import read_problem
 from envserver_environments.mhqa.agent import numbered_list
 from envserver_environments.mhqa.extraction import extract_answer
 from envserver_environments.mhqa.metrics import answer_measure
@@ -30,6 +31,8 @@ from envserver_environments.video.scoring import cites_evidence
 from envserver_tools.protocol import parse_message
 from support.cases import cases_of
 from support.extent import WHOLE
+
+from envserver import InputError
 
 CASES = cases_of(__file__)
 
@@ -45,6 +48,11 @@ OPTIONS = ["apple", "blue sky", "seven", "a dog runs", "none of these"]
 def plan(text: str) -> None:
     with suppress(PlanError):
         read_plan(text)
+
+
+def row(text: str) -> None:
+    with suppress(InputError):
+        read_problem({"problem": text, "answer": text})
 
 
 READERS: dict[str, Reader] = {
@@ -65,6 +73,7 @@ READERS: dict[str, Reader] = {
     "video words": lambda text: words_of(AgentAnswer(text=text)),
     "video evidence": lambda text: cites_evidence(text, [(0, 10)]),
     "plan": plan,
+    "row": row,
     "course": lambda text: course_metrics(text, {"route_plan": ["/math(x)"]}),
     "tau": lambda text: information_given(
         ["3,500.5"], [{"role": "assistant", "content": text}], Strictness.STRICT

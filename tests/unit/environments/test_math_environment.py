@@ -48,9 +48,12 @@ def test_unusable_rows_are_dropped_and_data_that_does_not_fit_is_a_clear_error(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     good = json.dumps(ROWS["gsm8k"]["row"])
-    path.write_text(f'{good}\n{{"question": "q"}}\nnot json\n\n{good.replace("1,250", "n/a")}\n')
+    talk = '[{"value": "q"}, {"ground_truth": {"value": "2"}}]'
+    path.write_text(
+        f'{good}\n{talk}\n{{"question": "q"}}\nnot json\n\n{good.replace("1,250", "n/a")}\n'
+    )
     env = math_of("gsm8k", data_path=path)
-    assert [task.id for task in env.tasks("train")] == ["gsm8k-0"]
+    assert {task.id for task in env.tasks("train")} == {"gsm8k-0", "gsm8k-1"}
     assert sum(env.rows.dropped.values()) == 3
     path.write_text('{"a": 1}\n' * 3)
     (tmp_path / "rows.csv").write_text("a,b")
