@@ -20,14 +20,16 @@ from envserver_records.records import Group, pack, unpack
 from envserver_records.seals import chained, digest_after, is_intact, link_of, sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import echo
 from support.api import native_group
 from support.commands import read_jsonl
+from support.echo import IDS, AnyIds, Echo
 from support.extent import examples
 from support.in_process import Run
 from support.waiting import PATIENCE
 
 import envserver
-from envserver import ConfigError, Environment, NotFoundError, SamplingConfig, Score, Task
+from envserver import ConfigError, NotFoundError, SamplingConfig
 from envserver.models.model_files import model_source
 from envserver.proxy import ProxyAttempt
 from envserver.registry import find
@@ -36,23 +38,6 @@ from envserver.running.delivered import Delivery, LineChain, read_body
 from envserver.tokens_config import TokensConfig
 
 SIM: dict[str, Any] = {"model": "sim", "env": {"total_steps": 2, "group_size": 2}}
-
-
-class Echo(Environment):
-    """Says what it is asked to say."""
-
-    def tasks(self, split: str) -> Any:
-        for number in range(9):
-            yield Task(f"echo-{number}", {"word": f"word-{number}"}, {"word": f"word-{number}"})
-
-    async def rollout(self, task: Any, run: Any) -> Any:
-        return (await run.chat([{"role": "user", "content": task.public["word"]}])).content
-
-    def score(self, task: Any, result: Any) -> Score:
-        return Score(reward=float(task.hidden["word"] in (result.output or "")))
-
-    def demonstration(self, task: Any) -> Any:
-        return [{"role": "assistant", "content": task.hidden["word"]}]
 
 
 async def test_groups_are_returned_and_their_records_need_no_garbage_collection() -> None:
@@ -133,19 +118,6 @@ def test_a_server_hands_out_groups_while_its_block_runs(tmp_path: Path) -> None:
     assert served.ending == "stopped"
 
 
-PLAIN = ("a/b/../c", "..", "/", "line\nbreak", "\U0001f600", "x" * 5000, "%2F?q=1#f", "<b>'\"")
-IDS = dict(zip(PLAIN, PLAIN, strict=True)) | {"half \ud800": "half \\ud800", "nul \0": "nul \\x00"}
-"""Ids of tasks as an environment gives them, and as they are written everywhere."""
-
-
-class AnyIds(Echo):
-    """Its tasks' ids are any text."""
-
-    def tasks(self, split: str) -> Any:
-        for task_id in IDS:
-            yield Task(task_id, {"word": "word"}, {"word": "word"})
-
-
 def test_the_id_of_a_task_may_be_any_text(run: Run) -> None:
     settings: dict[str, Any] = {"store": "groups.db", "server": {"port": 0}}
     env = {"group_size": 1, "ensure_scores_are_not_same": False}
@@ -175,7 +147,7 @@ def test_the_id_of_a_task_may_be_any_text(run: Run) -> None:
         run(f"export groups.db --to {words}")
     run("export groups.db --to atropos --out out.jsonl")
     assert {group["envserver"]["task_id"] for group in read_jsonl(Path("out.jsonl"))} == set(ids)
-    run(f"rescore out.jsonl --env {__file__}:AnyIds --out again.jsonl --processes 1")
+    run(f"rescore out.jsonl --env {echo.__file__}:AnyIds --out again.jsonl --processes 1")
 
 
 @pytest.mark.thorough
