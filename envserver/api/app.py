@@ -185,12 +185,13 @@ def create_api(
     )
     document.install(app)
     problems.install(app)
+    # Not by include_router, which builds each route twice and looks at it longer.
     # Added first: routes are tried in order, and these are called most often.
     limit = QueueLimit(store, settings)
     wire_posts = limit.limited(atropos_posts(atropos))
-    app.include_router(atropos_routes(atropos, wire_posts))
-    app.include_router(runner_routes(runners, settings.max_body_bytes))
-    app.include_router(
+    app.routes.extend(atropos_routes(atropos, wire_posts).routes)
+    app.routes.extend(runner_routes(runners, settings.max_body_bytes).routes)
+    app.routes.extend(
         native_routes(
             store,
             atropos,
@@ -206,21 +207,21 @@ def create_api(
             logins=logins,
             alarms=None if alarms is None else alarms.book,
             evaluations=evaluations,
-        )
+        ).routes
     )
     if engines is not None:
-        app.include_router(engine_routes(engines, lambda: engine_rows(live.engines)))
-    app.include_router(live_routes(live, store, lambda: policy.version, follower.look))
-    app.include_router(health_routes(health or _store_only(store)))
+        app.routes.extend(engine_routes(engines, lambda: engine_rows(live.engines)).routes)
+    app.routes.extend(live_routes(live, store, lambda: policy.version, follower.look).routes)
+    app.routes.extend(health_routes(health or _store_only(store)).routes)
     if episodes is not None:
         from .openenv import mount_openenv
 
         mount_openenv(app, episodes, settings.openenv_idle_seconds)
     if metrics is not None:
         metrics.add(RunnerMetrics(runners).families)
-        app.include_router(metric_routes(metrics))
+        app.routes.extend(metric_routes(metrics).routes)
     if pausing is not None:
-        app.include_router(weight_routes(pausing, policy, evaluations))
+        app.routes.extend(weight_routes(pausing, policy, evaluations).routes)
     posts = wire_posts | limit.limited(runner_posts(runners, settings.max_body_bytes))
     app.add_middleware(DirectPosts, endpoints=posts | runner_beats(runners))
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes, smaller=_SMALL_BODIES)

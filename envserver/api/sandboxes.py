@@ -72,9 +72,9 @@ def create_sandbox_api(
         await machine.converse(link)
         await link.close()
 
-    app.include_router(health_routes(health))
+    app.routes.extend(health_routes(health).routes)
     metrics.add(partial(_families, machine))
-    app.include_router(metric_routes(metrics))
+    app.routes.extend(metric_routes(metrics).routes)
     if settings.tokens_file is None:
         app.add_middleware(KnownNames, names=settings.allowed_hosts)
     else:
