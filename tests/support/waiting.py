@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
@@ -28,12 +29,14 @@ async def until(condition: Callable[[], Any]) -> None:
     """
     async with asyncio.timeout(PATIENCE):
         while True:
+            asked = time.monotonic()
             holds = condition()
             if inspect.isawaitable(holds):
                 holds = await holds
             if holds:
                 return
-            await asyncio.sleep(0.005)
+            # One that takes long, such as a request, is asked less often.
+            await asyncio.sleep(max(0.005, 4 * (time.monotonic() - asked)))
 
 
 async def with_enough_time(
