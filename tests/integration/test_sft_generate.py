@@ -53,7 +53,7 @@ def plans_of(teacher: Teacher, *, is_graph: bool) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("lines", "kills"),
-    [(120, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((400, 20), (10_000, 3)))],
+    [(200, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((400, 20), (10_000, 3)))],
 )
 def test_a_killed_and_resumed_run_has_plans_once(tmp_path: Path, lines: int, kills: int) -> None:
     groups = tmp_path / "made" / "groups.jsonl"

@@ -186,6 +186,9 @@ def _sums(found: Any, *, every: bool = False) -> str:
 
 
 @pytest.mark.parametrize("title", STORIES)
+@pytest.mark.parametrize(
+    "where", ["sqlite", pytest.param("postgresql", marks=pytest.mark.thorough)], indirect=True
+)
 async def test_a_store_does_what_its_stories_say(where: str, title: str) -> None:
     await Story(where).play(STORIES[title])
 
