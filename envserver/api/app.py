@@ -185,13 +185,11 @@ def create_api(
     )
     document.install(app)
     problems.install(app)
-    # Not by include_router, which builds each route twice and looks at it longer.
-    # Added first: routes are tried in order, and these are called most often.
     limit = QueueLimit(store, settings)
     wire_posts = limit.limited(atropos_posts(atropos))
-    app.routes.extend(atropos_routes(atropos, wire_posts).routes)
-    app.routes.extend(runner_routes(runners, settings.max_body_bytes).routes)
-    app.routes.extend(
+    routers = [  # tried in order: the first are called most often
+        atropos_routes(atropos, wire_posts),
+        runner_routes(runners, settings.max_body_bytes),
         native_routes(
             store,
             atropos,
@@ -207,21 +205,23 @@ def create_api(
             logins=logins,
             alarms=None if alarms is None else alarms.book,
             evaluations=evaluations,
-        ).routes
-    )
+        ),
+        live_routes(live, store, lambda: policy.version, follower.look),
+        health_routes(health or _store_only(store)),
+    ]
     if engines is not None:
-        app.routes.extend(engine_routes(engines, lambda: engine_rows(live.engines)).routes)
-    app.routes.extend(live_routes(live, store, lambda: policy.version, follower.look).routes)
-    app.routes.extend(health_routes(health or _store_only(store)).routes)
+        routers.append(engine_routes(engines, lambda: engine_rows(live.engines)))
     if episodes is not None:
         from .openenv import mount_openenv
 
         mount_openenv(app, episodes, settings.openenv_idle_seconds)
     if metrics is not None:
         metrics.add(RunnerMetrics(runners).families)
-        app.routes.extend(metric_routes(metrics).routes)
+        routers.append(metric_routes(metrics))
     if pausing is not None:
-        app.routes.extend(weight_routes(pausing, policy, evaluations).routes)
+        routers.append(weight_routes(pausing, policy, evaluations))
+    for router in routers:  # include_router would build each route twice
+        app.routes.extend(router.routes)
     posts = wire_posts | limit.limited(runner_posts(runners, settings.max_body_bytes))
     app.add_middleware(DirectPosts, endpoints=posts | runner_beats(runners))
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes, smaller=_SMALL_BODIES)

@@ -120,7 +120,7 @@ class _Visit:
 
 def _early(health: Health) -> ASGIApp:
     app = FastAPI(openapi_url=None)
-    app.routes.extend(health_routes(health).routes)
+    app.include_router(health_routes(health))
 
     async def too_early(scope: Scope, receive: Receive, send: Send) -> None:
         words = f"The server is starting: {health.missing() or 'a moment'}."

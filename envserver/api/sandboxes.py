@@ -72,9 +72,9 @@ def create_sandbox_api(
         await machine.converse(link)
         await link.close()
 
-    app.routes.extend(health_routes(health).routes)
+    app.include_router(health_routes(health))
     metrics.add(partial(_families, machine))
-    app.routes.extend(metric_routes(metrics).routes)
+    app.include_router(metric_routes(metrics))
     if settings.tokens_file is None:
         app.add_middleware(KnownNames, names=settings.allowed_hosts)
     else:

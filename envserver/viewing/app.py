@@ -92,7 +92,7 @@ def create_viewer(
 
     app = FastAPI(title="envserver view", version=__version__, docs_url=None, redoc_url=None)
     problems.install(app)
-    app.routes.extend(router.routes)
+    app.include_router(router)
     guard(app)
     return app
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.cases import cases_of
-from support.commands import group_ids, read_jsonl, rollouts_of, running, typed, until
+from support.commands import group_ids, lines_of, read_jsonl, rollouts_of, running, typed, until
 from support.extent import first_of
 
 from envserver.workers.linux import descendants
@@ -121,10 +121,6 @@ def test_killed_and_resumed_it_writes_the_same(process: Process, folder: Path, k
         for path in (output, folder / "undisturbed.jsonl")
     )
     assert once == whole
-
-
-def lines_of(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_an_interrupt_finishes_open_groups_and_it_resumes(process: Process, folder: Path) -> None:

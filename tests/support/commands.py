@@ -233,6 +233,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]
 
 
+def lines_of(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def group_ids(path: Path) -> list[str]:
     """Of the groups that `envserver process` wrote, in order."""
     return [line["envserver"]["group_id"] for line in read_jsonl(path)]

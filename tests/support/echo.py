@@ -13,6 +13,9 @@ from envserver import Environment, Score, Task
 class Echo(Environment):
     """Says what it is asked to say."""
 
+    class Config(Environment.Config):
+        api_key: str = ""
+
     def tasks(self, split: str) -> Any:
         for number in range(9):
             yield Task(f"echo-{number}", {"word": f"word-{number}"}, {"word": f"word-{number}"})

@@ -22,7 +22,7 @@ async def settled() -> None:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Returns as soon as `condition()`, which may be a coroutine, is true.
+    """Returns when `condition()`, which may be a coroutine, is true; a slow one is asked seldom.
 
     Raises:
         TimeoutError: it is not true in time.
@@ -35,7 +35,6 @@ async def until(condition: Callable[[], Any]) -> None:
                 holds = await holds
             if holds:
                 return
-            # One that takes long, such as a request, is asked less often.
             await asyncio.sleep(max(0.005, 4 * (time.monotonic() - asked)))
 
 

@@ -50,8 +50,8 @@ def follower_app(
 
 def _routes(health: Health, metrics: Metrics, link: LeaderLink, settings: ServerConfig) -> FastAPI:
     app = FastAPI(openapi_url=None)
-    app.routes.extend(health_routes(health).routes)
-    app.routes.extend(metric_routes(metrics).routes)
+    app.include_router(health_routes(health))
+    app.include_router(metric_routes(metrics))
     passed = PassedOn(link)
     bodies = RequestBodies(passed, max_body_bytes=settings.max_body_bytes, smaller={})
     app.mount("/", CompressedAnswers(_Plain(passed, bodies)))

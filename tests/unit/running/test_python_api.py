@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -269,25 +270,6 @@ def _python(*words: Path | str, **options: Any) -> subprocess.CompletedProcess[s
 
 OBJECTS = st.dictionaries(st.text(max_size=5), st.integers(0, 9), min_size=1)
 LINES = st.lists(OBJECTS, min_size=3, max_size=6)
-FORMAL = '''
-from envserver import Environment, Score, Task
-
-class Formal(Environment):
-    """Says hello."""
-
-    class Config(Environment.Config):
-        api_key: str = ""
-
-    def tasks(self, split):
-        for number in range(4):
-            yield Task(f"t{number}", {}, {})
-
-    async def rollout(self, task, run):
-        return (await run.chat([{"role": "user", "content": "hi"}])).content
-
-    def score(self, task, result):
-        return Score(reward=0.5)
-'''
 
 
 def file_of(objects: list[dict[str, int]], *, old: int = 0) -> list[bytes]:
@@ -369,9 +351,9 @@ def test_a_model_is_named_without_its_path() -> None:
 
 
 def test_process_writes_it_and_verify_names_the_changed_line(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "formal.py").write_text(FORMAL)
+    shutil.copy(echo.__file__, tmp_path)
     words = (
-        f"process --env {tmp_path}/formal.py --model sim --sim.latency_seconds 0 "
+        f"process --env {tmp_path}/echo.py:Echo --model sim --sim.latency_seconds 0 "
         f"--env.api_key hush-hush --env.group_size 2 --out {tmp_path}/out.jsonl "
         "--workers.processes 1 --env.total_steps"
     )
@@ -381,7 +363,7 @@ def test_process_writes_it_and_verify_names_the_changed_line(run: Run, tmp_path:
     facts = [line["envserver"] for line in read_jsonl(path)]
     assert len(facts) == 4
     told = facts[0]["provenance"]
-    assert told["environment"]["name"] == "formal" and told["environment"]["files"] == 1
+    assert told["environment"]["name"] == "echo" and told["environment"]["files"] == 1
     assert told["code"]["version"] and len(told["code"]["digest"]) == 64
     assert told["engine"]["server"] and told["engine"]["model"] == "sim"
     assert told["sampling"]["temperature"] == 1.0 and told["policy_versions"] == [-1]
@@ -392,7 +374,7 @@ def test_process_writes_it_and_verify_names_the_changed_line(run: Run, tmp_path:
     verify = "verify out.jsonl --model sim"
     run(verify)
     lines = path.read_bytes().splitlines(keepends=True)
-    changed = lines[1].replace(b'"reward":0.5', b'"reward":1.0')
+    changed = lines[1].replace(b'"reward":1.0', b'"reward":0.5')
     path.write_bytes(b"".join([lines[0], changed, *lines[2:]]))
     said = run(verify, status=1)
     assert f"changed: line 2, {facts[1]['group_id']}" in " ".join(said.out.split())
