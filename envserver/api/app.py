@@ -185,12 +185,11 @@ def create_api(
     )
     document.install(app)
     problems.install(app)
-    # Added first: routes are tried in order, and these are called most often.
     limit = QueueLimit(store, settings)
     wire_posts = limit.limited(atropos_posts(atropos))
-    app.include_router(atropos_routes(atropos, wire_posts))
-    app.include_router(runner_routes(runners, settings.max_body_bytes))
-    app.include_router(
+    routers = [  # tried in order: the first are called most often
+        atropos_routes(atropos, wire_posts),
+        runner_routes(runners, settings.max_body_bytes),
         native_routes(
             store,
             atropos,
@@ -206,21 +205,23 @@ def create_api(
             logins=logins,
             alarms=None if alarms is None else alarms.book,
             evaluations=evaluations,
-        )
-    )
+        ),
+        live_routes(live, store, lambda: policy.version, follower.look),
+        health_routes(health or _store_only(store)),
+    ]
     if engines is not None:
-        app.include_router(engine_routes(engines, lambda: engine_rows(live.engines)))
-    app.include_router(live_routes(live, store, lambda: policy.version, follower.look))
-    app.include_router(health_routes(health or _store_only(store)))
+        routers.append(engine_routes(engines, lambda: engine_rows(live.engines)))
     if episodes is not None:
         from .openenv import mount_openenv
 
         mount_openenv(app, episodes, settings.openenv_idle_seconds)
     if metrics is not None:
         metrics.add(RunnerMetrics(runners).families)
-        app.include_router(metric_routes(metrics))
+        routers.append(metric_routes(metrics))
     if pausing is not None:
-        app.include_router(weight_routes(pausing, policy, evaluations))
+        routers.append(weight_routes(pausing, policy, evaluations))
+    for router in routers:  # include_router would build each route twice
+        app.routes.extend(router.routes)
     posts = wire_posts | limit.limited(runner_posts(runners, settings.max_body_bytes))
     app.add_middleware(DirectPosts, endpoints=posts | runner_beats(runners))
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes, smaller=_SMALL_BODIES)

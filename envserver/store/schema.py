@@ -55,10 +55,10 @@ def _partial_index(name: str, *columns: Column[Any], where: str) -> None:
 
 
 def create_tables(connection: Connection) -> None:
-    """Creates what is missing; `connection` is to SQLite or PostgreSQL."""
+    """Creates the tables; `connection` is to an empty SQLite or PostgreSQL."""
     for index, where in _partial.items():  # a dialect that is named is imported
         index.dialect_kwargs[f"{connection.dialect.name}_where"] = text(where)
-    metadata.create_all(connection)
+    metadata.create_all(connection, checkfirst=False)
 
 
 schema_version = Table("schema_version", metadata, Column("version", Integer, nullable=False))

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from support.cases import cases_of
-from support.commands import group_ids, read_jsonl, rollouts_of, running, typed, until
+from support.commands import group_ids, lines_of, read_jsonl, rollouts_of, running, typed, until
+from support.extent import first_of
 
 from envserver.workers.linux import descendants
 
@@ -120,10 +121,6 @@ def test_killed_and_resumed_it_writes_the_same(process: Process, folder: Path, k
         for path in (output, folder / "undisturbed.jsonl")
     )
     assert once == whole
-
-
-def lines_of(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_an_interrupt_finishes_open_groups_and_it_resumes(process: Process, folder: Path) -> None:
@@ -265,11 +262,8 @@ def test_a_bug_of_the_environment_ends_each_group_at_its_first_occurrence(
 @pytest.mark.parametrize(
     "place",
     [
-        *("tasks", "setup", "on_answer", "score"),
-        *(
-            pytest.param(one, marks=pytest.mark.thorough)
-            for one in ("rollout", "services", "prepare_scoring")
-        ),
+        *("tasks", "on_answer"),
+        *first_of("score", "setup", "rollout", "services", "prepare_scoring"),
     ],
 )
 def test_an_environment_that_exits_is_told_so_and_ends_the_run_as_failed(
@@ -306,7 +300,7 @@ def test_an_agent_that_hides_engine_failures_is_not_scored(process: Process, fol
     assert read_jsonl(folder / "data" / "echo.jsonl") == []
 
 
-@pytest.mark.parametrize("version", ["0.1", "0.2"])
+@pytest.mark.parametrize("version", first_of("0.1", "0.2"))
 def test_a_file_of_a_released_version_is_continued_and_exported(
     tmp_path: Path, version: str
 ) -> None:

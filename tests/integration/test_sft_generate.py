@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support import check_plans
-from support.commands import read_jsonl, running, typed
+from support.commands import lines_of, read_jsonl, running, typed
 from support.scripted_teacher import Teacher, kinds_of, plan, query_lines, serving
 
 IN_FLIGHT = 16
@@ -66,7 +66,7 @@ def test_a_killed_and_resumed_run_has_plans_once(tmp_path: Path, lines: int, kil
             with running(*line.split(), folder=tmp_path) as run:
                 run.until(lambda n=wanted: teacher.asked.total() > n)
                 run.kill()
-        before = _lines(groups)
+        before = lines_of(groups)
         said = typed(line, tmp_path).stdout
     assert len(teacher.asked) == len(teacher.kinds) and teacher.refused
     assert teacher.asked.total() - len(teacher.asked) <= kills * IN_FLIGHT
@@ -152,7 +152,3 @@ def test_right_solutions_become_conversations(tmp_path: Path, name: str, problem
     assert solved and {row["task_id"] for row in rows} == solved
     assert len(rows) == len(solved) and all(row["reward"] == 1 for row in rows)
     assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
-
-
-def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -75,8 +75,7 @@ class Postgres:
 
     def emptied(self) -> str:
         """The URL of its one database, now without other clients and without tables."""
-        self.execute(_CUT_OFF)
-        self.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+        self.execute(f"{_CUT_OFF}; DROP SCHEMA public CASCADE; CREATE SCHEMA public")
         return self.url()
 
     def execute(self, statements: str) -> str:

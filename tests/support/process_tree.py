@@ -54,12 +54,10 @@ def alive_with(mark: str) -> list[int]:
 
 def descendants(pid: int) -> set[int]:
     known = parents()
-    found = {pid}
-    while True:
-        more = {child for child, parent in known.items() if parent in found} - found
-        if not more:
-            return found - {pid}
-        found |= more
+    found, last = set[int](), {pid}
+    while last := {child for child, parent in known.items() if parent in last}:
+        found |= last
+    return found
 
 
 def _words(pid: int) -> list[bytes]:

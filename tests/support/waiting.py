@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
@@ -21,19 +22,20 @@ async def settled() -> None:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Returns as soon as `condition()`, which may be a coroutine, is true.
+    """Returns when `condition()`, which may be a coroutine, is true; a slow one is asked seldom.
 
     Raises:
         TimeoutError: it is not true in time.
     """
     async with asyncio.timeout(PATIENCE):
         while True:
+            asked = time.monotonic()
             holds = condition()
             if inspect.isawaitable(holds):
                 holds = await holds
             if holds:
                 return
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(max(0.005, 4 * (time.monotonic() - asked)))
 
 
 async def with_enough_time(

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from support.api import Api, head_or_answer, running_api
 from support.commands import free_port, running, until
 from support.sampled import PROMPT, SAMPLED, Engine, group
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, settled
 
 from envserver.api import create_token
 from envserver.api.access import sessions as module
@@ -309,7 +309,7 @@ async def test_an_audit_waits_while_the_weights_change(in_flight: InFlight) -> N
             await asyncio.sleep(0)
         await gate.pause(in_flight, 1)
         auditor.offer(trajectories("b")[0])
-        await asyncio.sleep(0.05)
+        await settled()
         asked = engine.asked
         assert auditor.report()["rows_not_compared"] == {"weights_changed": 1}
         gate.resume()

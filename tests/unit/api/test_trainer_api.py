@@ -359,7 +359,7 @@ async def test_a_lease_waits_for_groups_that_come_are_given_back_or_expire(api: 
         await api.http.post("/v1/runs/run/lease", json=body, timeout=httpx.Timeout(60, read=0.3))
     waiting = asyncio.create_task(api.leased(min_groups=2, wait_seconds=30))
     await api.put("a")
-    await asyncio.sleep(0.05)
+    await settled()
     assert not waiting.done()
     await api.put("b")
     assert await waiting == ["a", "b"]

@@ -409,7 +409,7 @@ async def test_the_servers_own_environments_share_the_room(store: GroupStore) ->
         await own.wait_for_capacity()
         own.opened(1)
     third = asyncio.create_task(own.wait_for_capacity())
-    await asyncio.sleep(0.05)
+    await settled()
     assert not third.done()
     await elsewhere.goodbye(one.id, one.key)
     await third

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 from support.stores import group
-from support.waiting import PATIENCE, until
+from support.waiting import PATIENCE, settled, until
 
 from envserver.rollouts import Bounds, Share, Shares, is_stale, targets
 from envserver.rollouts.capacity import SHARED, Depth, Taker, free_capacity, most_waiting
@@ -232,7 +232,7 @@ async def test_what_is_being_made_counts_where_it_would_grow_too_old(store: Stor
     await put(store, "queued")
     assert (demand.free_capacity("a"), demand.capacity_if_idle("a")) == (0, 3)
     waiting = asyncio.create_task(demand.wait_for_capacity("a"))
-    await asyncio.sleep(0.02)
+    await settled()
     assert not waiting.done()
     demand.opened("a", -1)
     await asyncio.wait_for(waiting, PATIENCE)

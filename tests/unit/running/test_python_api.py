@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,8 +23,10 @@ from envserver_records.records import Group, pack, unpack
 from envserver_records.seals import chained, digest_after, is_intact, link_of, sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import echo
 from support.api import native_group
 from support.commands import read_jsonl, until
+from support.echo import IDS, AnyIds, Echo
 from support.extent import examples
 from support.in_process import Run
 from support.process_tree import alive_with, marked
@@ -36,8 +39,6 @@ from envserver import (
     ModelCall,
     NotFoundError,
     SamplingConfig,
-    Score,
-    Task,
 )
 from envserver.models.model_files import model_source
 from envserver.proxy import ProxyAttempt
@@ -47,23 +48,6 @@ from envserver.running.delivered import Delivery, LineChain, read_body
 from envserver.tokens_config import TokensConfig
 
 SIM: dict[str, Any] = {"model": "sim", "env": {"total_steps": 2, "group_size": 2}}
-
-
-class Echo(Environment):
-    """Says what it is asked to say."""
-
-    def tasks(self, split: str) -> Any:
-        for number in range(9):
-            yield Task(f"echo-{number}", {"word": f"word-{number}"}, {"word": f"word-{number}"})
-
-    async def rollout(self, task: Any, run: Any) -> Any:
-        return (await run.chat([{"role": "user", "content": task.public["word"]}])).content
-
-    def score(self, task: Any, result: Any) -> Score:
-        return Score(reward=float(task.hidden["word"] in (result.output or "")))
-
-    def demonstration(self, task: Any) -> Any:
-        return [{"role": "assistant", "content": task.hidden["word"]}]
 
 
 async def test_groups_are_returned_and_their_records_need_no_garbage_collection() -> None:
@@ -190,19 +174,6 @@ def test_a_server_hands_out_groups_while_its_block_runs(tmp_path: Path) -> None:
     assert served.ending == "stopped"
 
 
-PLAIN = ("a/b/../c", "..", "/", "line\nbreak", "\U0001f600", "x" * 5000, "%2F?q=1#f", "<b>'\"")
-IDS = dict(zip(PLAIN, PLAIN, strict=True)) | {"half \ud800": "half \\ud800", "nul \0": "nul \\x00"}
-"""Ids of tasks as an environment gives them, and as they are written everywhere."""
-
-
-class AnyIds(Echo):
-    """Its tasks' ids are any text."""
-
-    def tasks(self, split: str) -> Any:
-        for task_id in IDS:
-            yield Task(task_id, {"word": "word"}, {"word": "word"})
-
-
 def test_the_id_of_a_task_may_be_any_text(run: Run) -> None:
     settings: dict[str, Any] = {"store": "groups.db", "server": {"port": 0}}
     env = {"group_size": 1, "ensure_scores_are_not_same": False}
@@ -232,7 +203,7 @@ def test_the_id_of_a_task_may_be_any_text(run: Run) -> None:
         run(f"export groups.db --to {words}")
     run("export groups.db --to atropos --out out.jsonl")
     assert {group["envserver"]["task_id"] for group in read_jsonl(Path("out.jsonl"))} == set(ids)
-    run(f"rescore out.jsonl --env {__file__}:AnyIds --out again.jsonl --processes 1")
+    run(f"rescore out.jsonl --env {echo.__file__}:AnyIds --out again.jsonl --processes 1")
 
 
 @pytest.mark.thorough
@@ -354,25 +325,6 @@ def _python(*words: Path | str, **options: Any) -> subprocess.CompletedProcess[s
 
 OBJECTS = st.dictionaries(st.text(max_size=5), st.integers(0, 9), min_size=1)
 LINES = st.lists(OBJECTS, min_size=3, max_size=6)
-FORMAL = '''
-from envserver import Environment, Score, Task
-
-class Formal(Environment):
-    """Says hello."""
-
-    class Config(Environment.Config):
-        api_key: str = ""
-
-    def tasks(self, split):
-        for number in range(4):
-            yield Task(f"t{number}", {}, {})
-
-    async def rollout(self, task, run):
-        return (await run.chat([{"role": "user", "content": "hi"}])).content
-
-    def score(self, task, result):
-        return Score(reward=0.5)
-'''
 
 
 def file_of(objects: list[dict[str, int]], *, old: int = 0) -> list[bytes]:
@@ -454,9 +406,9 @@ def test_a_model_is_named_without_its_path() -> None:
 
 
 def test_process_writes_it_and_verify_names_the_changed_line(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "formal.py").write_text(FORMAL)
+    shutil.copy(echo.__file__, tmp_path)
     words = (
-        f"process --env {tmp_path}/formal.py --model sim --sim.latency_seconds 0 "
+        f"process --env {tmp_path}/echo.py:Echo --model sim --sim.latency_seconds 0 "
         f"--env.api_key hush-hush --env.group_size 2 --out {tmp_path}/out.jsonl "
         "--workers.processes 1 --env.total_steps"
     )
@@ -466,7 +418,7 @@ def test_process_writes_it_and_verify_names_the_changed_line(run: Run, tmp_path:
     facts = [line["envserver"] for line in read_jsonl(path)]
     assert len(facts) == 4
     told = facts[0]["provenance"]
-    assert told["environment"]["name"] == "formal" and told["environment"]["files"] == 1
+    assert told["environment"]["name"] == "echo" and told["environment"]["files"] == 1
     assert told["code"]["version"] and len(told["code"]["digest"]) == 64
     assert told["engine"]["server"] and told["engine"]["model"] == "sim"
     assert told["sampling"]["temperature"] == 1.0 and told["policy_versions"] == [-1]
@@ -477,7 +429,7 @@ def test_process_writes_it_and_verify_names_the_changed_line(run: Run, tmp_path:
     verify = "verify out.jsonl --model sim"
     run(verify)
     lines = path.read_bytes().splitlines(keepends=True)
-    changed = lines[1].replace(b'"reward":0.5', b'"reward":1.0')
+    changed = lines[1].replace(b'"reward":1.0', b'"reward":0.5')
     path.write_bytes(b"".join([lines[0], changed, *lines[2:]]))
     said = run(verify, status=1)
     assert f"changed: line 2, {facts[1]['group_id']}" in " ".join(said.out.split())

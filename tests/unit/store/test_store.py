@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from envserver_records.errors import InputError, NotFoundError, StoreError, UsageError
 from sqlalchemy import Engine, event
+from support.extent import first_of
 from support.stores import group, ids, noise
 from support.waiting import PATIENCE
 
@@ -186,6 +187,7 @@ def _sums(found: Any, *, every: bool = False) -> str:
 
 
 @pytest.mark.parametrize("title", STORIES)
+@pytest.mark.parametrize("where", first_of("sqlite", "postgresql"), indirect=True)
 async def test_a_store_does_what_its_stories_say(where: str, title: str) -> None:
     await Story(where).play(STORIES[title])
 

@@ -386,11 +386,11 @@ def try_machine(postgres: Postgres | None, examples: int, steps: int) -> None:
 
 
 def test_the_store_does_what_the_model_does_on_sqlite() -> None:
-    try_machine(None, 8, 25)
+    try_machine(None, 5, 25)
 
 
 def test_the_store_does_as_the_model_on_postgresql(postgres: Postgres, postgres_url: str) -> None:
-    try_machine(postgres, 2, 25)
+    try_machine(postgres, 1, 25)
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mcp import Client
-from support import mcp_example
+import support
 from support.cases import cases_of
 from support.serving import serving
 
@@ -31,7 +30,8 @@ from envserver.tools.opening import open_tools
 
 CASES = cases_of(__file__)
 
-COMMAND = ("python", str(Path(mcp_example.__file__)))
+PROGRAM = Path(support.__file__).with_name("mcp_example.py")
+COMMAND = ("python", str(PROGRAM))
 EXAMPLE = McpServer(command=COMMAND, env={"EXAMPLE_KEY": "a-${EXAMPLE_PART}"})
 
 
@@ -119,6 +119,8 @@ def broken() -> str:
 
 
 async def test_the_official_client_lists_and_calls_our_tools() -> None:
+    from mcp import Client  # more than a second of CPU, in each process that collects the tests
+
     seen: list[bool] = []
     on_result = lambda result: seen.append(result.ok)  # noqa: E731 - one line
     async with serve_tools({"shout": shout}, on_result) as url, Client(url) as client:
@@ -148,6 +150,8 @@ async def test_the_official_client_lists_and_calls_our_tools() -> None:
 
 async def test_a_server_over_http_gets_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXAMPLE_KEY", "k")
+    from support import mcp_example
+
     app = mcp_example.server.streamable_http_app()
     async with app.router.lifespan_context(app), serving(app) as url:
         server = McpServer(url=f"{url}/mcp", headers={"x-key": "${EXAMPLE_KEY}-header"})
@@ -165,7 +169,7 @@ ENVIRONMENT = CASES["environment"]
 @pytest.mark.parametrize("kind", ["Both", "Sandboxed"])
 def test_rollouts_use_servers_and_serve_agents(tmp_path: Path, kind: str) -> None:
     # A sandbox sees installed packages, and no file of this folder: the program is an argument.
-    command = ["python", "-c", Path(mcp_example.__file__).read_text()]
+    command = ["python", "-c", PROGRAM.read_text()]
     (tmp_path / "both.py").write_text(ENVIRONMENT.replace("COMMAND", repr(command)))
     env, sim = {"total_steps": 1, "group_size": 2}, {"solve_probability": 1.0, "openers": False}
     made = envserver.process(f"{tmp_path}/both.py:{kind}", model="sim", env=env, sim=sim)
@@ -180,7 +184,7 @@ def test_rollouts_use_servers_and_serve_agents(tmp_path: Path, kind: str) -> Non
 
 @pytest.mark.thorough
 def test_a_pooled_environment_runs_a_server_in_a_sandbox(tmp_path: Path) -> None:
-    command = ["python3", "-c", Path(mcp_example.__file__).read_text()]
+    command = ["python3", "-c", PROGRAM.read_text()]
     (tmp_path / "both.py").write_text(ENVIRONMENT.replace("COMMAND", repr(command)))
     one = {"total_steps": 1, "group_size": 1}
     made = envserver.process(f"{tmp_path}/both.py:Boxed", model="sim", env=one)

@@ -31,7 +31,7 @@ from envserver_tools.web.resolver import PublicResolver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, settled
 from support.websites import KEY, QUESTION, Websites, websites
 
 ANYBODY = Viewer()
@@ -256,7 +256,7 @@ class Asked:
 
     async def __call__(self) -> Raw:
         self.count += 1
-        await asyncio.sleep(0.01)
+        await settled()  # others may ask the same meanwhile
         if self.raws:
             return self.raws[self.count - 1]
         return Raw("u", 200, "t", b"body %d" % self.count)
@@ -272,7 +272,7 @@ async def test_equal_requests_are_asked_once(tmp_path: Path) -> None:
 
     record = Recorder("record", tmp_path)
     first = asyncio.create_task(record.get({"q": 1}, asked))
-    await asyncio.sleep(0.005)
+    await asyncio.sleep(0)
     others = [asyncio.create_task(record.get({"q": 1}, asked)) for _ in range(4)]
     await asyncio.sleep(0)
     first.cancel()  # the one that began it goes away: the others still get the answer

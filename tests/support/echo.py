@@ -1,0 +1,43 @@
+"""Environments whose models say what they are asked to say.
+
+Not in the file of tests: each worker and scorer would import all that the tests need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envserver import Environment, Score, Task
+
+
+class Echo(Environment):
+    """Says what it is asked to say."""
+
+    class Config(Environment.Config):
+        api_key: str = ""
+
+    def tasks(self, split: str) -> Any:
+        for number in range(9):
+            yield Task(f"echo-{number}", {"word": f"word-{number}"}, {"word": f"word-{number}"})
+
+    async def rollout(self, task: Any, run: Any) -> Any:
+        return (await run.chat([{"role": "user", "content": task.public["word"]}])).content
+
+    def score(self, task: Any, result: Any) -> Score:
+        return Score(reward=float(task.hidden["word"] in (result.output or "")))
+
+    def demonstration(self, task: Any) -> Any:
+        return [{"role": "assistant", "content": task.hidden["word"]}]
+
+
+PLAIN = ("a/b/../c", "..", "/", "line\nbreak", "\U0001f600", "x" * 5000, "%2F?q=1#f", "<b>'\"")
+IDS = dict(zip(PLAIN, PLAIN, strict=True)) | {"half \ud800": "half \\ud800", "nul \0": "nul \\x00"}
+"""Ids of tasks as an environment gives them, and as they are written everywhere."""
+
+
+class AnyIds(Echo):
+    """Its tasks' ids are any text."""
+
+    def tasks(self, split: str) -> Any:
+        for task_id in IDS:
+            yield Task(task_id, {"word": "word"}, {"word": "word"})
