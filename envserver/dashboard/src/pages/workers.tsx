@@ -5,7 +5,7 @@ import { useRecent } from "../history";
 import { Charts } from "../parts/figures";
 import { Show } from "../parts/loaded";
 import { link, setQuery, usePlace } from "../router";
-import { clock, duration, number, visible } from "../text";
+import { clock, duration, named, number, visible } from "../text";
 
 /** Of GET /v1/status, by environment. */
 interface Pool {
@@ -162,7 +162,7 @@ function RunningNow() {
                   {rollouts.map((one) => (
                     <tr key={`${one.group_id} ${one.rollout} ${one.attempt}`}>
                       <th scope="row">
-                        <a href={link(["tasks", one.environment, one.task_id])}>{visible(one.task_id)}</a>
+                        <a href={link(["tasks", one.environment, one.task_id])}>{named(one.task_id)}</a>
                       </th>
                       <td>{visible(one.environment)}</td>
                       <td class="n">{one.rollout}</td>
