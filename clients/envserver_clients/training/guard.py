@@ -158,7 +158,7 @@ class Guard:
             NothingLearned: nothing could be learned from them for another reason.
         """
         reason = str(line.get(SKIPPED, ""))
-        step = line.get("step", "?")
+        step = line.get("step", "")
         if not reason:
             self._in_a_row = 0
             if disagree(line, self._rules.warn_mismatch):
@@ -178,7 +178,7 @@ class Guard:
             return
         what, hint = _REASONS[reason]
         message = what.format_map({**line, "most": self._rules.most_mismatch})
-        log.warning("step %s learned nothing: %s", step, message)
+        log.warning("%slearned nothing: %s", f"step {step} " if step else "", message)
         is_waste = reason in _WASTE
         self._in_a_row = self._in_a_row + 1 if is_waste == self._was_waste else 1
         self._was_waste = is_waste
