@@ -102,7 +102,7 @@ def summary_table(tally: Tally) -> Table:
         rewards = [t.score.reward for t in group.trajectories if t.score.reward is not None]
         turns = [trajectory.turns for trajectory in group.trajectories]
         table.add_row(
-            escape(group.task_id),
+            escape(_shortened(group.task_id)),
             " ".join(_reward(reward, group.reward_range) for reward in rewards),
             mean_text(sum(rewards) / len(rewards) if rewards else None),
             f"{sum(turns) / len(turns):.1f}",
@@ -112,6 +112,10 @@ def summary_table(tally: Tally) -> Table:
     if tally.groups > len(tally.first_groups):
         table.add_row(f"... and {tally.groups - len(tally.first_groups)} more")
     return table
+
+
+def _shortened(task_id: str) -> str:
+    return task_id if len(task_id) <= 80 else f"{task_id[:40]} ... {task_id[-40:]}"
 
 
 def _cost(group: Group) -> Iterator[str]:

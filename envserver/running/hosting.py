@@ -385,10 +385,7 @@ def _flow(tally: Tally, staleness: Staleness, demand: Demand) -> dict[str, Any]:
 def _status(all_parts: list[RolloutContext], schedulers: Several, tally: Tally) -> dict[str, Any]:
     """Returns what `/v1/status` says of the environments in addition to the store's part."""
     parts = all_parts[0]
-    several = {}
-    if len(all_parts) > 1:
-        workers = {one.environment.name: one.pool.snapshot() for one in all_parts}
-        several = {"environments": schedulers.delivered(), "workers": workers}
+    several = {"environments": schedulers.delivered()} if len(all_parts) > 1 else {}
     return {
         "environment": ",".join(one.environment.name for one in all_parts),
         "model": parts.model,
@@ -406,6 +403,6 @@ def _status(all_parts: list[RolloutContext], schedulers: Several, tally: Tally) 
         "mean_reward": tally.rewards.mean,
         "completion_tokens": tally.completion_tokens,
         "seconds": tally.seconds,
-        "workers": parts.pool.snapshot(),
+        "workers": {one.environment.name: one.pool.snapshot() for one in all_parts},
         **several,
     }

@@ -24,6 +24,8 @@ else:
 
 _SWEEP_SECONDS = 5.0
 _TOO_MANY = 2**31
+_LONGEST_PATH = 1024
+"""Of a directory that is counted: the time to open one grows with its depth."""
 _SOCKET_BYTES = 212992
 """Default socket buffer size of Linux; the filter keeps programs from asking for more."""
 
@@ -216,6 +218,8 @@ class HostBackend:
         waiting = [self._root]
         while waiting:
             directory = waiting.pop()
+            if len(directory) > _LONGEST_PATH:
+                return taken, _TOO_MANY
             try:
                 for entry in os.scandir(directory):
                     inodes += 1

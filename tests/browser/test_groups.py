@@ -472,6 +472,52 @@ def test_what_a_model_wrote_is_only_text(house: GroupsHouse, visitor: Visitor) -
     assert shown > len(LONG) - 200  # the ends of the pieces' lines are blocks' ends
 
 
+LONG_ID = "astropy-" * 400
+ODD_IDS = {
+    f"{LONG_ID}1": f"{LONG_ID}1",
+    f"{LONG_ID}2": f"{LONG_ID}2",
+    " ": r"\u0020",
+    "\u00a0": r"\u00a0",
+    "\u3164": r"\u3164",
+    "a b": "a b",
+    "a  b": r"a\u0020 b",
+    "a\nb": r"a\u000ab",
+    "a b ": r"a b\u0020",
+    "\u202eb a": r"\u202eb a",
+    "\u05e9\u05dc\u05d5\u05dd": "\u05e9\u05dc\u05d5\u05dd",
+    "../..": "../..",
+    "a%2Fb": "a%2Fb",
+    "a/b": "a/b",
+    "/": "/",
+    "?a=b&c#d": "?a=b&c#d",
+    "<script>document.title = 'pwned'</script>": "<script>document.title = 'pwned'</script>",
+    "\U0001f600": "\U0001f600",
+}
+"""Ids of tasks, and how the page shows them."""
+
+
+def test_a_task_of_any_id_can_be_told_from_others(tmp_path: Path, visitor: Visitor) -> None:
+    with in_a_thread(lambda: groups_house(tmp_path)) as house:
+        odd = [
+            group_of(f"odd-{number}", [_rollout(f"odd-{number}", 0)], env="odd", task_id=task)
+            for number, task in enumerate(ODD_IDS)
+        ]
+        house.add(*(put_of(one, pack(one)) for one in odd))
+        page = visitor.page(f"{house.url}/#/tasks?environment=odd")
+        shown = page.locator(".short-name")
+        expect(shown).to_have_count(len(ODD_IDS))
+        assert set(shown.all_text_contents()) == set(ODD_IDS.values())
+        ends = shown.filter(has_text=LONG_ID).locator("span:last-child")
+        assert sorted(ends.all_text_contents()) == ["stropy-1", "stropy-2"]
+        for number, name in enumerate(ODD_IDS.values()):
+            page.goto(f"{house.url}/#/groups/odd-{number}")
+            page.get_by_role("link", name=name, exact=True).click()
+            expect(page.locator(".trail b")).to_have_text(name)
+            expect(page.locator(".facts")).to_contain_text("1 group, 1 rollout")
+        assert "pwned" not in page.title()
+        page.context.close()
+
+
 PAGES = {
     "groups": "#/groups?environment=rooms&spread_above=-1",
     "group": "#/groups/rooms",

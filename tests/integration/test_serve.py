@@ -175,6 +175,7 @@ def test_groups_with_much_that_is_not_trained_are_no_longer_offered(tmp_path: Pa
 
         told = server.until(both)
         assert told["groups_dropped"].keys() == {"untrained"}
+        assert told["workers"]["formal"]["processes"] == 1
         formal = told["untrained"]["formal"]
         assert (formal["over"], formal["ceiling"]) == (True, 0.1)
         assert formal["share"] > 0.1

@@ -94,6 +94,11 @@ _REASONS: Final = {
         "All rewards of each group are equal (mean {reward_mean:.2f}).",
         "Choose tasks that the model sometimes solves, or train it on solutions first.",
     ),
+    "dropped": (
+        "The server dropped every group ({reasons}).",
+        "zero_variance: choose tasks that the model sometimes solves. Otherwise see the server's "
+        "log and GET /v1/failures.",
+    ),
     "cut_off": (
         "All rows that could teach were cut off, or none of their tokens are trained.",
         "Raise --env.max_completion_tokens of the server, or set --learn-truncated.",
@@ -103,7 +108,7 @@ _REASONS: Final = {
         "Raise --max-staleness, or lower --rollouts.max_concurrent of the server.",
     ),
 }
-_WASTE: Final = ("equal", "cut_off", "stale")
+_WASTE: Final = ("equal", "dropped", "cut_off", "stale")
 """Reasons of batches that are right, but teach nothing; a few of them are usual."""
 
 
@@ -153,7 +158,7 @@ class Guard:
             NothingLearned: nothing could be learned from them for another reason.
         """
         reason = str(line.get(SKIPPED, ""))
-        step = line.get("step", "?")
+        step = line.get("step", "")
         if not reason:
             self._in_a_row = 0
             if disagree(line, self._rules.warn_mismatch):
@@ -173,7 +178,7 @@ class Guard:
             return
         what, hint = _REASONS[reason]
         message = what.format_map({**line, "most": self._rules.most_mismatch})
-        log.warning("step %s learned nothing: %s", step, message)
+        log.warning("%slearned nothing: %s", f"step {step} " if step else "", message)
         is_waste = reason in _WASTE
         self._in_a_row = self._in_a_row + 1 if is_waste == self._was_waste else 1
         self._was_waste = is_waste

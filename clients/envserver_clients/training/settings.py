@@ -173,7 +173,7 @@ class TrainerSettings(BaseModel):
     """Stop with an error after so many batches in a row whose data are refused."""
     waste_patience: int = Field(default=12, ge=1)
     """Stop with an error after so many batches in a row that teach nothing: all rewards of each
-    group are equal, or all rows are cut off or stale."""
+    group are equal, all rows are cut off or stale, or the server dropped that many groups."""
     learn_truncated: bool = False
     """Also take a gradient from trajectories that were cut off."""
     shuffle_rewards: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Final, Protocol
@@ -51,7 +52,8 @@ class NativeSource:
         client: an open client.
         idle_seconds: end after this time without a batch.
         sampling: replace groups whose advantages by these rules are all 0; None: keep them.
-        guard: how many batches in a row may be replaced as a whole.
+        groups: per batch.
+        guard: how many batches in a row may be replaced as a whole, or dropped by the server.
     """
 
     def __init__(
@@ -59,11 +61,14 @@ class NativeSource:
         client: SyncEnvClient,
         *,
         idle_seconds: float,
+        groups: int = 8,
         sampling: AdvantageSettings | None = None,
         guard: GuardSettings | None = None,
     ) -> None:
         self._client = client
         self._idle_seconds = idle_seconds
+        self._groups = groups
+        self._dropped: Counter[str] | None = None
         self._sampling = sampling
         self._guard = Guard(guard or GuardSettings())
 
@@ -94,7 +99,7 @@ class NativeSource:
         """See Source.
 
         Raises:
-            NothingLearned: all groups of too many batches in a row were replaced.
+            NothingLearned: all groups of too many batches in a row were replaced or dropped.
         """
         last = time.monotonic()
         while time.monotonic() - last < self._idle_seconds:
@@ -106,8 +111,12 @@ class NativeSource:
                     # The others are the first of the next lease.
                     self._client.nack(batch, reason="dynamic sampling")
                 else:
+                    self._guard.judge({})
                     yield batch
+                self._dropped = None
                 last = time.monotonic()
+            else:
+                self._judge_dropped()
 
     def _is_usable(self, batch: Batch) -> bool:
         """Sets groups aside that cannot be read; returns whether any are left."""
@@ -133,6 +142,19 @@ class NativeSource:
         mean = sum(rewards) / max(1, len(rewards))
         self._guard.judge({SKIPPED: "equal", "reward_mean": mean} if is_waste else {})
         return bool(equal)
+
+    def _judge_dropped(self) -> None:
+        """Judges the groups that the server dropped since the last batch, a batch at a time."""
+        server = self._client.status().get("server", {})
+        dropped = Counter(server.get("groups_dropped"))
+        before = dropped if self._dropped is None else self._dropped
+        new = dropped - before
+        if enough := new.total() >= self._groups:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in new.most_common())
+            if failure := server.get("latest_failure"):
+                reasons += f"; latest failure: {failure}"
+            self._guard.judge({SKIPPED: "dropped", "reasons": reasons})
+        self._dropped = dropped if enough else before
 
     def done(self, batch: Batch, checkpoint: str | None) -> None:
         self._client.ack(batch, checkpoint=checkpoint)
@@ -212,6 +234,10 @@ def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, Sy
     stack.enter_context(client)
     sampling = settings.examples().advantages if settings.dynamic_sampling else None
     source = NativeSource(
-        client, idle_seconds=idle_seconds, sampling=sampling, guard=settings.guard()
+        client,
+        idle_seconds=idle_seconds,
+        groups=settings.groups,
+        sampling=sampling,
+        guard=settings.guard(),
     )
     return source, client

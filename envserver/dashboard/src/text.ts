@@ -5,7 +5,19 @@ const HIDDEN =
 
 /** Replaces characters that would not be seen, or would change the order of others: "\u202e". */
 export function visible(text: string): string {
-  return String(text).replace(HIDDEN, (c) => `\\u${c.codePointAt(0)!.toString(16).padStart(4, "0")}`);
+  return String(text).replace(HIDDEN, escaped);
+}
+
+/** Any other blank, and a space at an end or beside another one. */
+const BLANK = /^ | $| (?= )|[^\S ]|[\u115f\u1160\u2800\u3164\uffa0]/gu;
+
+/** A name on one line: blanks that would not be seen are escapes, too, so no two names look alike. */
+export function named(text: string): string {
+  return visible(text).replace(BLANK, escaped);
+}
+
+function escaped(c: string): string {
+  return `\\u${c.codePointAt(0)!.toString(16).padStart(4, "0")}`;
 }
 
 /** Shortens text to `most` characters. */

@@ -13,7 +13,7 @@ import pytest
 from envserver_clients.records import Batch, ClientGroup
 from envserver_clients.training.advantages import AdvantageSettings
 from envserver_clients.training.checkpoints import CheckpointInfo
-from envserver_clients.training.guard import NothingLearned
+from envserver_clients.training.guard import GuardSettings, NothingLearned
 from envserver_clients.training.settings import TrainerSettings, from_flags
 from envserver_clients.training.sources import NativeSource, open_source
 from support.commands import free_port, running
@@ -48,6 +48,20 @@ def test_a_trainer_whose_groups_are_all_replaced_ends() -> None:
     source = NativeSource(client, idle_seconds=60, sampling=AdvantageSettings())
     with pytest.raises(NothingLearned, match="--waste-patience"):
         next(source.batches())
+
+
+def test_a_trainer_whose_server_drops_all_groups_ends() -> None:
+    status: dict[str, Any] = {"groups_dropped": {"incomplete": 0}, "latest_failure": "No Score."}
+
+    def lease(**_: object) -> None:
+        status["groups_dropped"] = {"incomplete": status["groups_dropped"]["incomplete"] + 5}
+
+    client: Any = SimpleNamespace(lease=lease, status=lambda: {"server": status})
+    guard = GuardSettings(waste_patience=2)
+    source = NativeSource(client, idle_seconds=60, groups=10, guard=guard)
+    with pytest.raises(NothingLearned, match=r"\(10 incomplete; .*No Score.* 2 batches in a row"):
+        next(source.batches())
+    assert status["groups_dropped"] == {"incomplete": 25}
 
 
 def unreadable(group_id: str) -> ClientGroup:

@@ -26,7 +26,9 @@ from envserver.api.metrics import Metrics
 from envserver.cli import main
 from envserver.cli.console import Console
 from envserver.cli.overview import Overview
+from envserver.cli.progress import summary_table
 from envserver.cli.samples import Samples
+from envserver.running.tally import Tally
 from envserver.telemetry.families import gauge
 from envserver.telemetry.history import Name, Row
 
@@ -258,3 +260,10 @@ def test_serve_shows_samples(tmp_path: Path) -> None:
     with running(*words, folder=tmp_path) as server:
         server.wait_for("[assistant]")
         server.wait_for("Reward: ")
+
+
+def test_a_long_task_id_takes_a_few_lines() -> None:
+    tally, out = Tally(), io.StringIO()
+    tally.first_groups.append(replace(native_group("g"), task_id="x" * 3000 + "-end"))
+    Console(file=out, width=150).print(summary_table(tally))
+    assert "-end" in out.getvalue() and len(out.getvalue().splitlines()) < 10

@@ -32,7 +32,7 @@ from support.forked import failures, forked, words
 from support.sandboxes import sandboxes
 from support.waiting import PATIENCE
 
-from envserver import SandboxConfig, SandboxSpec, main
+from envserver import SandboxConfig, SandboxLimits, SandboxSpec, main
 from envserver.cli import doctor_command
 from envserver.sandbox import (
     SandboxService,
@@ -369,6 +369,13 @@ async def test_a_wall_with_holes_is_seen_through() -> None:
         "graders and data of environments are hidden: visible: ",
     ):
         assert hole in report.failure
+
+
+async def test_folders_too_deep_to_be_counted_are_too_many() -> None:
+    limits = SandboxLimits(wall_seconds=60)
+    deep = "import os, time\nfor _ in range(600): os.mkdir('d'); os.chdir('d')\ntime.sleep(3600)"
+    async with sandboxes("unsafe-local") as boxes, boxes.open(SandboxSpec(limits=limits)) as box:
+        assert (await box.run_python(deep)).killed_by == "inodes"
 
 
 async def test_nobody_steps_down_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:

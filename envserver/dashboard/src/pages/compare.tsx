@@ -5,7 +5,7 @@ import { useKeys } from "../parts/keys";
 import type { RolloutAnswer } from "../records";
 import { useGet } from "../api";
 import { link, setQuery, usePlace } from "../router";
-import { count, number, visible } from "../text";
+import { count, named, number, visible } from "../text";
 import { type Column, SideBySide } from "./group";
 
 const MOST_OF_EACH = 4;
@@ -48,7 +48,7 @@ function Sides({ a, b }: { a: string; b: string }) {
           {side.mean !== null && <span>mean {number(side.mean)}</span>}
           {side.size !== null && <span>{count(side.size, "rollout")}</span>}
           {side.size !== null && side.size > side.columns.length && <span>{side.columns.length} shown</span>}
-          {side.task !== null && <span>task {visible(side.task)}</span>}
+          {side.task !== null && <span>task {named(side.task)}</span>}
           {side.model !== null && <span>{visible(side.model)}</span>}
           {side.problem && (
             <span class="bad" role="alert">

@@ -5,7 +5,7 @@ import { get, Problem, useGet } from "../api";
 import { Interval, intervalText, type Mean } from "../parts/interval";
 import { useKeys } from "../parts/keys";
 import { link, setQuery, usePlace } from "../router";
-import { number, visible } from "../text";
+import { named, number, visible } from "../text";
 import { type Evaluations, RunChoice } from "./evaluations";
 
 interface Paired {
@@ -291,7 +291,7 @@ function Row({ task, found }: { task: Task; found: Comparison }) {
     <tr>
       <th scope="row" class="words">
         {found.parts.length > 1 && <span class="dim">{visible(task.environment)} </span>}
-        {visible(task.task_id)}
+        {named(task.task_id)}
       </th>
       <td class="n" title={task.a_rewards.map((one) => number(one)).join(", ")}>
         {number(task.a_mean)}

@@ -6,7 +6,7 @@ import { useLive } from "../live";
 import { useKeys } from "../parts/keys";
 import { Show } from "../parts/loaded";
 import { link, setQuery, usePlace } from "../router";
-import { clock, number, visible } from "../text";
+import { clock, named, number, visible } from "../text";
 import "./failures.css";
 
 /** A row of GET /v1/failures. */
@@ -183,7 +183,7 @@ function Task({ row }: { row: Failure }) {
   if (!row.task_id) return <>{visible(row.environment)}</>;
   return (
     <>
-      {visible(row.environment)} <a href={link(["tasks", row.environment, row.task_id])}>{visible(row.task_id)}</a>
+      {visible(row.environment)} <a href={link(["tasks", row.environment, row.task_id])}>{named(row.task_id)}</a>
     </>
   );
 }

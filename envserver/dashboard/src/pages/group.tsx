@@ -10,7 +10,7 @@ import { endOf, Outcome, Reward } from "../parts/outcome";
 import { FailedAttempts } from "../parts/use";
 import { type GroupHead, hasFailure, isFailure, type Message, type RewardRange, type Rollout } from "../records";
 import { go, link, setQuery, usePlace } from "../router";
-import { asText, clock, count, number, visible } from "../text";
+import { asText, clock, count, named, number, visible } from "../text";
 
 const MOST_COLUMNS = 8;
 
@@ -157,7 +157,7 @@ function GroupFacts({ head }: { head: GroupHead }) {
       <p class="facts">
         <span>{visible(head.env)}</span>
         <span>
-          task <a href={link(["tasks", head.env, head.task_id])}>{visible(head.task_id)}</a>
+          task <a href={link(["tasks", head.env, head.task_id])}>{named(head.task_id)}</a>
         </span>
         <span>{visible(head.split)}</span>
         <span>{visible(head.model)}</span>

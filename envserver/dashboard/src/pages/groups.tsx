@@ -8,6 +8,7 @@ import { filterOf, forgetGroupList, groupList, useGroupList } from "../parts/gro
 import { Histogram, type Rewards } from "../parts/histogram";
 import { useKeys } from "../parts/keys";
 import { WindowedList } from "../parts/list";
+import { ShortName } from "../parts/short_name";
 import { type GroupRow, hasFailure } from "../records";
 import { go, link, setQuery, usePlace } from "../router";
 import { ago, amount, count, number, visible } from "../text";
@@ -191,7 +192,7 @@ function Cells({ row, low, high }: { row: GroupRow; low: number; high: number })
         {ago(row.created_at)}
       </span>
       <span>{visible(row.env)}</span>
-      <span>{visible(row.task_id || row.group_id)}</span>
+      <ShortName text={row.task_id || row.group_id} />
       <span class="right">{number(row.reward_mean)}</span>
       <span class="sparks" aria-hidden="true">{sparks(row.rewards ?? [], low, high)}</span>
       <span class="right">{row.policy_version < 0 ? "–" : row.policy_version}</span>

@@ -14,7 +14,7 @@ import { Use } from "../parts/use";
 import { isFailure, type Rollout, type RolloutAnswer, type Timing, type Tool } from "../records";
 import { go, link, place, setQuery, usePlace } from "../router";
 import { useSource } from "../source";
-import { asText, count, quoted, visible } from "../text";
+import { asText, count, named, quoted, visible } from "../text";
 import { Ended, goBeside } from "./group";
 import { Tokens } from "./tokens";
 
@@ -94,7 +94,7 @@ export function RolloutPage({ id, number }: { id: string; number: number }) {
           <p class="facts">
             <span>{visible(data.group.env)}</span>
             <span>
-              task <a href={link(["tasks", data.group.env, data.group.task_id])}>{visible(data.group.task_id)}</a>
+              task <a href={link(["tasks", data.group.env, data.group.task_id])}>{named(data.group.task_id)}</a>
             </span>
             <span>{visible(data.group.model)}</span>
             <span>{data.group.policy_version < 0 ? "version unknown" : `version ${data.group.policy_version}`}</span>

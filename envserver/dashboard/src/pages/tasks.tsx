@@ -5,10 +5,11 @@ import { get, Problem, useGet } from "../api";
 import { useLive } from "../live";
 import { useKeys } from "../parts/keys";
 import { WindowedList } from "../parts/list";
+import { ShortName } from "../parts/short_name";
 import { VersionsChart } from "../parts/versions_chart";
 import type { GroupRow, GroupsPage } from "../records";
 import { go, link, setQuery, usePlace } from "../router";
-import { ago, clock, count, number, visible } from "../text";
+import { ago, clock, count, named, number, visible } from "../text";
 import { sparks } from "./groups";
 import "../groups.css";
 
@@ -115,7 +116,7 @@ function Tasks() {
 function TaskCells({ row }: { row: SeenTask }) {
   return (
     <>
-      <span>{visible(row.task_id)}</span>
+      <ShortName text={row.task_id} />
       <span>{visible(row.environment)}</span>
       <span class="right">{number(row.reward_mean)}</span>
       <span class="right">{number(row.spread)}</span>
@@ -190,7 +191,7 @@ function TaskPage({ environment, task }: { environment: string; task: string }) 
   return (
     <article>
       <nav class="trail" aria-label="Where this is">
-        <a href={link(["tasks"])}>Tasks</a> / <a href={link(["tasks"], { environment })}>{visible(environment)}</a> / <b class="mono">{visible(task)}</b>
+        <a href={link(["tasks"])}>Tasks</a> / <a href={link(["tasks"], { environment })}>{visible(environment)}</a> / <b class="mono">{named(task)}</b>
         <span class="spacer" />
         <a href={link(["groups"], filter)}>its groups, filtered and sorted</a>
       </nav>

@@ -4,6 +4,7 @@ import { useGet } from "../api";
 import { useRecent } from "../history";
 import { Charts } from "../parts/figures";
 import { Show } from "../parts/loaded";
+import { ShortName } from "../parts/short_name";
 import { link, setQuery, usePlace } from "../router";
 import { clock, duration, number, visible } from "../text";
 
@@ -162,7 +163,9 @@ function RunningNow() {
                   {rollouts.map((one) => (
                     <tr key={`${one.group_id} ${one.rollout} ${one.attempt}`}>
                       <th scope="row">
-                        <a href={link(["tasks", one.environment, one.task_id])}>{visible(one.task_id)}</a>
+                        <a href={link(["tasks", one.environment, one.task_id])}>
+                          <ShortName text={one.task_id} />
+                        </a>
                       </th>
                       <td>{visible(one.environment)}</td>
                       <td class="n">{one.rollout}</td>
