@@ -87,9 +87,6 @@ def option_place(
     Args:
         means: what an answer is that may be either.
         first: the number of the first option.
-
-    Raises:
-        InputError: the answer means several of them.
     """
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]

@@ -34,9 +34,6 @@ def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -
     Args:
         table: names of each role, the likeliest first.
         columns: names that the user gives to roles, instead of the table's.
-
-    Raises:
-        InputError: a user's name is that of no field, or of no role.
     """
     for role, name in columns.items():
         if role not in table:

@@ -197,12 +197,7 @@ class DataSets:
     divisions: Mapping[str, Division] = field(default_factory=dict)
 
     def rows(self, name: str, path: Path | None, split: Split, seed: int) -> Iterator[NumberedRow]:
-        """The rows of a data set, or those at the user's `path`.
-
-        Raises:
-            NotFoundError: there is no such file or split.
-            ConfigError: they cannot be read, or the data set needs a path.
-        """
+        """The rows of a data set, or those at the user's `path`."""
         division = self.divisions.get(name)
         if path is not None:
             rows = file_rows(path, split, seed, division)
@@ -222,10 +217,6 @@ def file_rows(
 
     Args:
         division: divides rows that have no splits; unset: every split has all of them.
-
-    Raises:
-        NotFoundError: there is no such file or split.
-        ConfigError: it cannot be read.
     """
     # As a path, `hub:owner/name` is still what the user wrote, but for an empty part.
     rows = Source(str(path)).open(split)
@@ -239,9 +230,6 @@ def hub_rows(
 
     Args:
         division: divides the data set's split (then the same one for all three).
-
-    Raises:
-        ConfigError: it has no such split, `datasets` is not installed, or it cannot be loaded.
     """
     if split not in hub.splits:
         raise ConfigError(

@@ -27,18 +27,13 @@ from ..server_config import RetentionConfig, ServerConfig
 from ..store import GroupStore
 from ..store.demand import Demand
 from . import document, problems
-from .access.middleware import Access, KnownNames
-from .access.pages import KnownPages
+from .access.middleware import Access, KnownNames, KnownPages
 from .access.quotas import Strangers
 from .access.sessions import Sessions, session_key
 from .access.tokens import AccessTokens
-from .alarms import AlarmWatch
 from .atropos.routes import atropos_posts, atropos_routes
 from .atropos.service import AtroposService
-from .direct import DirectPosts
-from .engines.book import EngineBook
-from .engines.routes import engine_routes
-from .engines.telling import engine_list
+from .engines import EngineBook, engine_list, engine_routes
 from .health import Health, health_routes, store_probe
 from .live import Live
 from .live.engines import engine_rows
@@ -48,12 +43,11 @@ from .metrics import CountedRequests, Metrics, metric_routes
 from .native import FilterWarnings, HeldOutEvaluations, PolicyVersion, native_routes
 from .native.session import Logins
 from .queue_limit import QueueLimit
-from .recording import Recorder
+from .recording import AlarmWatch, Recorder, remove_old
 from .runners.metrics import RunnerMetrics, count_runners
 from .runners.registry import RunnerRegistry
 from .runners.routes import runner_beats, runner_posts, runner_routes
-from .transfer import CompressedAnswers, RequestBodies
-from .upkeep import remove_old
+from .transfer import CompressedAnswers, DirectPosts, RequestBodies
 from .weights import WeightPause, weight_routes
 
 if TYPE_CHECKING:

@@ -64,13 +64,7 @@ def refusal(kind: str, place: Sequence[str | int], message: str, value: object) 
 
 
 async def read_body(request: Request, wanted: TypeAdapter[T]) -> T:
-    """Reads the request's body as `wanted`.
-
-    Raises:
-        Refused: the body is missing, is not JSON, or does not have the expected form.
-        Unreadable: it is not UTF-8, or nested too deeply.
-        TooLargeError: it has more than 20 million values.
-    """
+    """Reads the request's body as `wanted`."""
     return parse_body(await request.body(), wanted)
 
 

@@ -19,9 +19,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
-from ..telemetry.families import counter, gauge, histogram, info, single
 from ..telemetry.lag import LoopLag
-from ..telemetry.numbers import SECONDS, Counts, Labelled
+from ..telemetry.numbers import SECONDS, Counts, Labelled, counter, gauge, histogram, info, single
 from ..telemetry.process import Resources
 from .health import Health
 

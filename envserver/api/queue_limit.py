@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from ..server_config import ServerConfig
 from ..store import GroupStore
-from .direct import Endpoint
+from .transfer import Endpoint
 
 _LOOK_SECONDS: Final = 0.25
 _RETRY_SECONDS: Final = 5

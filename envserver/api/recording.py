@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 import structlog
 from envserver_records.errors import StoreError
+from prometheus_client.core import Metric
 
+from ..alarms_config import AlarmsConfig
+from ..server_config import RetentionConfig
 from ..store import GroupStore
+from ..telemetry.alarms import NEEDED, AlarmBook, AlarmFacts, Finding, Situation, findings
+from ..telemetry.alarms.situation import Curves
 from ..telemetry.history import History, Numbers, Row, as_json, from_json, numbers_of
+from ..telemetry.numbers import by_key, gauge
 
-if TYPE_CHECKING:  # metrics need the health of parts, whose routes need this room's answers
+if TYPE_CHECKING:
     from .metrics import Metrics
+
 
 log = structlog.get_logger(__name__)
 
@@ -108,3 +115,67 @@ class Recorder:
 
 def _read(minutes: list[tuple[int, str]]) -> list[Row]:
     return [(60.0 * minute, from_json(text)) for minute, text in minutes]
+
+
+_ALARM_SECONDS = 2 * 3600.0
+
+
+class AlarmWatch:
+    """The alarms of one server.
+
+    Args:
+        facts: what is known beside the numbers; called on the event loop, so it must be fast.
+    """
+
+    def __init__(self, config: AlarmsConfig, facts: Callable[[], AlarmFacts] = AlarmFacts) -> None:
+        self.book = AlarmBook()
+        self._config = config
+        self._facts = facts
+        self._failed: set[str] = set()
+
+    async def check(self, now: float, history: History) -> None:
+        """Finds what is wrong now."""
+        found = await asyncio.to_thread(self._find, now, history, self._facts())
+        self.book.update(now, found)
+
+    def _find(self, now: float, history: History, facts: AlarmFacts) -> list[Finding]:
+        times, columns = history.columns(now - _ALARM_SECONDS, NEEDED)
+        at = Situation(Curves(times, columns), facts, self._config, self.book.keys)
+        return findings(at, self._failed)
+
+    async def families(self) -> Iterable[Metric]:
+        """See `api.metrics.Source`."""
+        counts = by_key(self.book.counts())
+        return [gauge("envserver_alarms", "Active alarms by name", ("name",), counts)]
+
+
+_UPKEEP_SECONDS: Final = 300.0
+_FULL_SECONDS: Final = 5.0
+"""Seconds between looks at a full disk."""
+
+
+async def remove_old(store: GroupStore, retention: RetentionConfig) -> None:
+    """Deletes groups that were delivered long ago, every few minutes until cancelled; retries when
+    the store fails. While the disk is full, deletes at once all that no run can go back to.
+    """
+    due = time.monotonic() + _UPKEEP_SECONDS
+    while True:
+        await asyncio.sleep(_FULL_SECONDS)
+        is_full = bool(store.disk_problem)
+        if not is_full and time.monotonic() < due:
+            continue
+        due = time.monotonic() + _UPKEEP_SECONDS
+        try:
+            removed = await store.compact(
+                acked_hours=retention.acked_hours, max_gb=0.0 if is_full else retention.max_gb
+            )
+        except StoreError as error:
+            log.error("retention_failed", error=str(error))
+            continue
+        if removed.groups or removed.leases:
+            log.info(
+                "store_compacted",
+                groups=removed.groups,
+                stored_bytes=removed.stored_bytes,
+                leases=removed.leases,
+            )

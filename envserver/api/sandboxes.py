@@ -24,7 +24,7 @@ from .. import __version__
 from ..sandbox.remote.machine import SandboxMachine
 from ..sandbox.remote.messages import PATH, Load
 from ..server_config import ServerConfig
-from ..telemetry.families import by_key, counter, gauge, single
+from ..telemetry.numbers import by_key, counter, gauge, single
 from . import problems
 from .access.middleware import Access, KnownNames
 from .access.quotas import Strangers

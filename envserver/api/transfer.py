@@ -8,18 +8,21 @@ milliseconds, because large bodies are handled in a thread.
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, NamedTuple
 
 from envserver_records.errors import EnvserverError, TooLargeError, UsageError
 from isal import isal_zlib
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..proxy.asgi import header_number
-from .problems import error_answer, is_native
+from .problems import error_answer, is_native, on_ours
 
 GZIPPED: Final = "envserver.gzipped"
 """Key of a request's scope: its body as one gzip member, as it came; None if it came otherwise."""
@@ -42,12 +45,7 @@ class BadGzip(UsageError):
 
 
 def inflate(body: bytes, most: int) -> bytes:
-    """Decompresses a gzip body of one or more members.
-
-    Raises:
-        BadGzip: it is not gzip, is truncated, or has trailing bytes.
-        TooLargeError: the content exceeds `most` bytes; no more than that is held in memory.
-    """
+    """Decompresses a gzip body of one or more members."""
     parts: list[bytes] = []
     room = most
     for _ in range(_MOST_MEMBERS):
@@ -248,3 +246,57 @@ def accepts(headers: Headers, coding: str) -> bool:
             _, _, quality = parameters.strip().partition("q=")
             return quality.strip() not in ("0", "0.0", "0.00", "0.000")
     return False
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_PLAIN_QUERY: Final = re.compile(rb"(?:[a-z]+=\d{1,9}(?:&|$))*")
+"""Matches queries with small integers only, which endpoints need not validate again."""
+
+
+class Passed(NamedTuple):
+    """Stands in for the FastAPI route when requests are counted by route."""
+
+    path: str
+
+
+class _Post(NamedTuple):
+    route: Passed
+    form: re.Pattern[str]
+    endpoint: Endpoint
+
+
+class DirectPosts:
+    """The innermost middleware.
+
+    Args:
+        endpoints: POST endpoints by the path of their route; path parameters in braces become the
+            request's `path_params`.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
+        self._app = app
+        self._posts = [
+            _Post(Passed(path), compile_path(path)[0], endpoint)
+            for path, endpoint in endpoints.items()
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            for post in self._posts:
+                found = post.form.match(scope["path"])
+                if found and _PLAIN_QUERY.fullmatch(scope["query_string"]):
+                    scope["route"] = post.route
+                    scope["path_params"] = found.groupdict()
+                    await _answer(post.endpoint, scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+    request = Request(scope, receive)
+    try:
+        answer = await endpoint(request)
+    except EnvserverError as error:
+        answer = await on_ours(request, error)
+    await answer(scope, receive, send)

@@ -364,7 +364,7 @@ def _hint(name: str, commands: Mapping[str, Command]) -> str:
 
 
 def _complain(message: str, hint: str = "") -> None:
-    from ..telemetry.printable import printable
+    from ..telemetry.redaction import printable
 
     message, hint = printable(message, keep="\n\t"), printable(hint, keep="\n\t")
     red, plain = ("\033[31m", "\033[0m") if _colors() else ("", "")

@@ -16,7 +16,7 @@ from ..rollouts.check_report import (
     ScoringCost,
 )
 from ..row_counts import RowCount, causes
-from ..running.check_plays import DEMONSTRATION, SPOILED
+from ..running.checking import DEMONSTRATION, SPOILED
 from ..running.tally import counted
 
 _WRONG_SHOWN = 5

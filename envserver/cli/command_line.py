@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from envserver_records.errors import UsageError
 
 from ..config import EnvironmentSettings, Section, Settings
-from ..running.options import Option, options_of
-from ..running.validation import with_environment
+from ..running.options import Option, options_of, with_environment
 from .flags import ALIASES, argument_name, path_of, read_flags
 from .help import help_topic, show_help
 from .openai_variables import export_dotenv
@@ -34,7 +33,7 @@ from .sources import Given
 
 if TYPE_CHECKING:
     from ..environment import Environment
-    from ..running.spec import RunSpec
+    from ..running.mix import RunSpec
 
 C = TypeVar("C", bound=Section)
 S = TypeVar("S", bound=EnvironmentSettings)
@@ -108,9 +107,6 @@ class CommandSpec(Generic[C]):
         Args:
             argv: the arguments after the command.
             defaults, environment, over_file, warn: as for `load_settings`.
-
-        Raises:
-            ConfigError, NotFoundError: as for `load_settings`.
         """
         export_dotenv(Path(), os.environ, warn)
         return load_settings(
@@ -170,9 +166,6 @@ class CommandSpec(Generic[C]):
         Args:
             program: the text before the command in the usage line.
             with_environment: False: `program` names the environment, so --env cannot be given.
-
-        Raises:
-            NotFoundError: there is no such environment.
         """
         topic = help_topic(argv) or ""
         words = [word for word in argv if word not in ("--help", "-h", topic)]
@@ -206,13 +199,9 @@ def read_run_spec(
 
     Args:
         defaults, environment: as for `load_settings`.
-
-    Raises:
-        UsageError: no environment is given.
-        ConfigError, NotFoundError: as for `load_settings`.
     """
     from ..registry import find
-    from ..running.spec import RunSpec
+    from ..running.mix import RunSpec
 
     settings = command.read(argv, defaults=defaults, environment=environment)
     if settings.environment is None:

@@ -12,7 +12,7 @@ import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from ..telemetry.printable import printable
+from ..telemetry.redaction import printable
 
 
 def show_json(facts: Any) -> None:

@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 
 from ..registry.installed import MANIFEST, Installed, installed
-from ..running.installing import install, remove
-from ..running.sharing import prepare
+from ..running.installing import install, prepare, remove
 from .console import show_rows
 from .specs.env_command import INSTALL, LIST, PUSH, REMOVE
 

@@ -8,15 +8,14 @@ from typing import Any
 import msgspec
 
 from ..evaluation.comparison import Comparison, compare
-from ..evaluation.comparison_tables import (
+from ..evaluation.folders import View, called_alike, read_run
+from ..evaluation.page import comparison_page
+from ..evaluation.tables import (
     comparison_markdown,
     comparison_notes,
     comparison_tables,
     verdicts_of,
 )
-from ..evaluation.folders import View
-from ..evaluation.page import comparison_page
-from ..evaluation.two_runs import called_alike, read_run
 from ..export.unified import write_json
 from ..running.evaluation_folder import write_text
 from .console import Console, show_json

@@ -28,7 +28,7 @@ from ..registry import (
     is_path,
 )
 from ..running.evaluating import Member
-from ..running.spec import RunSpec
+from ..running.mix import RunSpec
 from .command_line import CommandSpec
 from .mixing import entries_of
 from .settings import once, to_stderr
@@ -52,13 +52,7 @@ class _Wanted:
 def read_members(
     command: CommandSpec[M], argv: Sequence[str], *, defaults: Tree
 ) -> list[Member[M]]:
-    """Returns the environments given on the command line, at least one.
-
-    Raises:
-        UsageError: none is given.
-        ConfigError, NotFoundError: as for `load_settings`; or a folder contains none.
-        InputError: a file of a folder cannot be read.
-    """
+    """Returns the environments given on the command line, at least one."""
     warn = once(to_stderr)
     found = []
     for one in _wanted(command, argv):

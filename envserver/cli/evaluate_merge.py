@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..running.evaluation_merging import Accepted, merge_evaluations
+from ..running.evaluation_folder import Accepted, merge_evaluations
 from .console import Console
 from .evaluate_command import show_report
 from .specs.evaluate_merge import COMMAND

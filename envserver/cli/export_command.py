@@ -74,8 +74,7 @@ def _export(settings: ExportSettings, out: Path, console: Console) -> Tally:
 
 def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
     from ..export.decontaminate import Forbidden
-    from ..export.dedupe import Seen
-    from ..export.filters import Where
+    from ..export.filters import Seen, Where
 
     forbidden = None
     if settings.against:

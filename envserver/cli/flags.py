@@ -47,9 +47,6 @@ def read_flags(
         aliases: short names of this command's flags -> dotted paths; they override `ALIASES`.
         arguments: dotted paths of the settings given by position, in order; a list takes all
             remaining arguments.
-
-    Raises:
-        ConfigError: an argument does not belong to any setting.
     """
     names = {**ALIASES, **(aliases or {})}
     places = deque(arguments)

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..described import Section
 from ..environment_config import EnvironmentConfig
-from ..running.options import ANY_NAME, Option, options_of, sections_of
-from ..running.validation import with_environment
+from ..running.options import ANY_NAME, Option, options_of, sections_of, with_environment
 
 _INDENT = "      "
 _COLUMN = 34
@@ -57,9 +56,6 @@ def show_help(
         reference: the given environment.
         names: dotted path -> the displayed name: `--port` or `SOURCE`.
         frequent: dotted paths of the settings to show first; empty: all of them.
-
-    Raises:
-        NotFoundError: there is no such environment.
     """
     model = with_environment(settings_class, reference) if reference else settings_class
     options = options_of(model)

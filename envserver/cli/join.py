@@ -6,8 +6,8 @@ from __future__ import annotations
 from envserver_records.errors import ConfigError
 
 from ..running.joining import identity, joined
+from ..running.mix import RunSpec
 from ..running.run_settings import JoinSettings
-from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console
@@ -50,7 +50,7 @@ async def join(line: RunSpec[JoinSettings], console: Console) -> int:
 
 async def join_dealt(line: RunSpec[JoinSettings], console: Console) -> int:
     """Makes the groups that a run deals, until it ends; returns as `join` does."""
-    from ..running.dealt_joining import dealt_runner
+    from ..running.joining import dealt_runner
 
     settings = line.settings
     seconds = settings.server.drain_seconds

@@ -10,8 +10,7 @@ from functools import partial
 
 from rich.status import Status
 
-from ..running.lm_eval import CountingEngine
-from ..running.lm_evaluating import lm_eval
+from ..running.lm_eval import CountingEngine, lm_eval
 from .console import Console
 from .evaluate_command import show_report
 from .logs import show_logs

@@ -17,9 +17,8 @@ from pydantic import ValidationError
 from ..config import MixEntry, MixSettings
 from ..registry import find
 from ..rollouts.mixing import Share, targets
-from ..running.mix import Member, share_total
+from ..running.mix import Member, RunSpec, share_total
 from ..running.options import options_of
-from ..running.spec import RunSpec
 from .command_line import CommandSpec
 from .settings import once, to_stderr
 from .sources import config_file

@@ -9,8 +9,8 @@ from envserver_records.errors import EngineError
 
 from ..models.openai import OpenAIEngine
 from ..models.probe import probe
-from ..proxy.capabilities import capabilities_of
-from ..telemetry.printable import printable
+from ..proxy.endpoint import capabilities_of
+from ..telemetry.redaction import printable
 from .engine_table import ProbedEngine, differences, print_json, print_table
 from .logs import show_logs
 from .loop import run_loop

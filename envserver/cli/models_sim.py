@@ -8,9 +8,9 @@ import sys
 from ..environment import Environment
 from ..models.sim import Solver
 from ..registry import find
+from ..running.mix import RunSpec
 from ..running.sandboxes import sandboxes_of
 from ..running.simulated_server import demonstration_solver, run_sim
-from ..running.spec import RunSpec
 from .logs import show_logs
 from .loop import run_loop
 from .specs.models_sim import COMMAND, ModelsSettings

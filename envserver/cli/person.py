@@ -12,7 +12,7 @@ from typing import Any
 
 from envserver_records.records import Message
 
-from ..running.person import Asked
+from ..running.asking import Asked
 from .console import Console
 from .conversation import show_messages
 

@@ -8,9 +8,9 @@ from envserver_records.errors import InputError, UsageError
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
+from ..running.mix import RunSpec
 from ..running.rescoring import LEFT_OUT, Tally, rescore
 from ..running.run_settings import RescoreSettings
-from ..running.spec import RunSpec
 from ..running.tally import counted
 from .command_line import read_run_spec
 from .console import Console

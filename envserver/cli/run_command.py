@@ -16,7 +16,7 @@ from ..export.unified import write_json
 from ..registry.interpreters import become, interpreter_of
 from ..running.asking import Answered, ask, asking
 from ..running.debugging import EnvironmentRaised
-from ..telemetry.printable import printable
+from ..telemetry.redaction import printable
 from .command_line import read_run_spec
 from .console import Console
 from .conversation import show_rollout

@@ -30,8 +30,10 @@ from ..running.options import (
     options_of,
     parse,
     preset,
+    sampling_of_model,
+    validated,
+    with_environment,
 )
-from ..running.validation import sampling_of_model, validated, with_environment
 from .atropos_names import EQUIVALENTS, IGNORED, REFUSED
 from .flags import argument_name, read_flags
 from .openai_variables import engine_variables
@@ -97,10 +99,6 @@ def load_settings(
         openai_variables: whether OPENAI_API_KEY and its like name the engine where nothing else
             does; "openai": OpenAI itself is asked if only a key is set.
         warn: called with one line for each name that is old, or has no effect.
-
-    Raises:
-        ConfigError: a name, a value or the form of a source is wrong.
-        NotFoundError: there is no such environment or file.
     """
     read = partial(read_flags, aliases=aliases, arguments=arguments)
     flags, file, variables = _sources(

@@ -26,13 +26,7 @@ FULL = 0.999
 def scored_right(
     name: str, candidates: Path, *, processes: int, sandbox: SandboxConfig
 ) -> Iterator[str | None]:
-    """Scores the lines of `candidates` with the environment `name`.
-
-    Raises:
-        NotFoundError: there is no such environment.
-        ConfigError: it cannot score: a library is missing, or no sandbox backend works.
-        StoreError: the temporary scores cannot be written next to `candidates`.
-    """
+    """Scores the lines of `candidates` with the environment `name`."""
     scores = candidates.with_name("scores.jsonl")
     config = find(name).Config().model_dump(mode="json")
     size = candidates.stat().st_size

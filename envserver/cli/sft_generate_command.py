@@ -22,7 +22,7 @@ from ..rollouts.mixing import Share
 from ..rollouts.stream import group_requests
 from ..running.engines import SIMULATED
 from ..running.group_run import GroupRun, Part
-from ..running.spec import RunSpec
+from ..running.mix import RunSpec
 from .command_line import CommandSpec
 from .console import Console
 from .logs import show_logs

@@ -114,12 +114,7 @@ class ConfigFile:
 
 
 def config_file(path: Path | None) -> ConfigFile:
-    """Opens the file of --config; None: there is none.
-
-    Raises:
-        NotFoundError: there is no such file.
-        ConfigError: it is not valid YAML, or not a mapping at the top level.
-    """
+    """Opens the file of --config; None: there is none."""
     if path is None:
         return ConfigFile()
     from .yaml_file import YamlFile  # without a file, commands start without this parser

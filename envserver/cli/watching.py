@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..registry.hosted import HostedEnvironment
+from ..running.mix import RunSpec
 from ..running.run_settings import RunSettings
-from ..running.spec import RunSpec
 from .console import Console
 
 _POLL_SECONDS = 0.3

@@ -15,12 +15,7 @@ _MAPPING = "tag:yaml.org,2002:map"
 
 
 class YamlFile(ConfigFile):
-    """A YAML file that keeps the line of each value.
-
-    Raises:
-        NotFoundError: there is no such file.
-        ConfigError: it is not valid YAML, or not a mapping at the top level.
-    """
+    """A YAML file that keeps the line of each value."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -8,21 +8,28 @@ of a `View`; made again it is the same, byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from envserver_records.costs import Prices
-from envserver_records.errors import InputError
+from envserver_records.errors import InputError, UsageError
 from envserver_records.records import Split
 
 from ..evaluation_config import Failures, Truncated
+from ..export.stored_files import files_of
 from .harness import HarnessRun, report_harness
-from .report import Counted, Report, asked_of, difference, report_run, stepped_of
-from .results import TaskResult, read_results, read_tasks, results_of_tasks
-from .robustness import robustness
-from .steps import shortest
+from .report import Counted, Report, asked_of, difference, report_run, robustness, stepped_of
+from .results import (
+    GroupFacts,
+    TaskResult,
+    read_facts,
+    read_results,
+    read_tasks,
+    results_of_tasks,
+    shortest,
+)
 from .suite import Suite, suite_of
 
 RUN_FILE = "run.json"
@@ -205,3 +212,76 @@ def _results(folder: Path, baseline: str, run: Evaluated) -> tuple[list[TaskResu
         raise InputError(f"{path} is missing.", place=str(path))
     found = read_results(path, group_size=run.group_size)
     return results_of_tasks(found.by_group, tasks, group_size=run.group_size), found.model
+
+
+def report_of_files(place: Path, view: View) -> list[Report]:
+    """Returns a report for each environment in a JSONL file of groups, or in a folder of them.
+
+    A task that came several times is one task with the attempts of all its groups.
+
+    Raises:
+        InputError: a line is not a group, or there is none.
+        NotFoundError: there is no file.
+    """
+    by_env: dict[str, list[GroupFacts]] = {}
+    for path in files_of(str(place)):
+        for facts in read_facts(path):
+            by_env.setdefault(facts.env, []).append(facts)
+    if not by_env:
+        raise InputError(f"{place} holds no group.", place=str(place))
+    return [_report_of_groups(place, env, groups, view) for env, groups in by_env.items()]
+
+
+def _report_of_groups(path: Path, env: str, groups: list[GroupFacts], view: View) -> Report:
+    results: dict[str, TaskResult] = {}
+    for facts in groups:
+        before = results.get(facts.task_id, TaskResult(task_id=facts.task_id, attempts=[]))
+        lost = max(0, facts.asked - len(facts.rollouts)) if facts.asked is not None else 0
+        results[facts.task_id] = msgspec.structs.replace(
+            before, attempts=[*before.attempts, *facts.rollouts], lost=before.lost + lost
+        )
+    model = ", ".join(dict.fromkeys(one.model for one in groups))
+    counted = view.over(Counted(), model)
+    size = max(len(one.attempts) + one.lost for one in results.values())
+    rules = counted.rules(group_size=size, seed=0)
+    return Report(
+        env=env,
+        name=env,
+        split=groups[0].split,
+        model=model,
+        complete=True,
+        simulated=False,
+        created_at=path.stat().st_mtime,
+        rules=rules,
+        settings={"environment": env, "env": {"split": groups[0].split, "seed": groups[0].seed}},
+        run=report_run(list(results.values()), rules, counted.prices),
+        baselines={},
+        differences={},
+        prices=counted.prices,
+    )
+
+
+def read_run(path: Path, view: View) -> dict[str, Report]:
+    """Returns the reports of a run by the names of its parts.
+    Raises InputError: there is no such run, or its files cannot be read.
+    """
+    if path.is_dir() and (read_run_file(path) is not None or not any(path.rglob("*.jsonl*"))):
+        return {one.name or one.env: one for one in read_folder(path, view)}
+    if not path.exists():
+        raise InputError(f"There is no {path}.", place=str(path))
+    return {one.env: one for one in report_of_files(path, view)}
+
+
+def called_alike(a: Mapping[str, Report], b: Mapping[str, Report]) -> dict[str, Report]:
+    """Returns the reports of `b`, named as those of `a` where both have the same one environment.
+    Raises UsageError: they have no environment in common.
+    """
+    if len(a) == len(b) == 1:  # one environment each: whatever they are called
+        (name, one), (_, other) = *a.items(), *b.items()
+        b = {name: other} if one.env == other.env else b
+    if not set(a) & set(b):
+        raise UsageError(
+            f"One run has {', '.join(a)}, the other has {', '.join(b)}: they have no environment "
+            "in common."
+        )
+    return dict(b)

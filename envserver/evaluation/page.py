@@ -15,13 +15,21 @@ from collections.abc import Iterator, Mapping, Sequence
 import jinja2
 import msgspec
 
-from ..export.seen_text import seen
+from ..export.run_facts import seen
 from .comparison import Comparison, Paired
-from .comparison_tables import comparison_notes, comparison_tables, verdicts_of
 from .estimators import Estimate
 from .report import Measures, Report, Rules, TaskRow, passes
 from .suite import Suite
-from .tables import estimate_text, notes_of, summary_of, tables_of, warnings_of
+from .tables import (
+    comparison_notes,
+    comparison_tables,
+    estimate_text,
+    notes_of,
+    summary_of,
+    tables_of,
+    verdicts_of,
+    warnings_of,
+)
 
 MOST_TASKS = 500
 """Tasks listed for each part; report.json has them all."""

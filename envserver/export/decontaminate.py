@@ -57,12 +57,7 @@ class Forbidden:
         self._waiting = 0
 
     def read(self, sources: Sequence[str]) -> None:
-        """Adds all texts of files, and of the files of folders.
-
-        Raises:
-            NotFoundError: there is no such file.
-            InputError: a file cannot be read; its place is named.
-        """
+        """Adds all texts of files, and of the files of folders."""
         for path in _files(sources):
             for text in _texts(path):
                 self.add(text)

@@ -37,9 +37,6 @@ class Embedder:
         model: name on the hub, or folder.
         cache: folder of the vectors; None: no cache.
         device: "cpu", "cuda"; unset: as sentence-transformers chooses.
-
-    Raises:
-        ConfigError: the library is not installed.
     """
 
     def __init__(
@@ -64,12 +61,7 @@ class Embedder:
         """Number of texts that the model embedded."""
 
     def embed(self, texts: Sequence[str]) -> list[Vector]:
-        """Returns float32[D] for each text, in order; equal texts are computed once.
-
-        Raises:
-            NotFoundError: there is no such model.
-            StoreError: the cache cannot be written.
-        """
+        """Returns float32[D] for each text, in order; equal texts are computed once."""
         with self._lock:
             found: dict[str, Vector] = {}
             for text in dict.fromkeys(texts):

@@ -9,22 +9,292 @@ scripts and requests; memory holds one page.
 from __future__ import annotations
 
 import functools
+import json
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import jinja2
+import msgspec
+import numpy as np
+from envserver_records.costs import Cost
+from envserver_records.records import Message, text_of
 from markupsafe import Markup
 
 from ..formats.token_texts import token_texts
 from .formats import Options, Row, Written
-from .html_view import TokenText, number, view_of
-from .run_facts import RunFacts
-from .seen_text import seen
+from .run_facts import RunFacts, seen
 from .shards import failed, needs_folder
-from .stored import StoredGroup, StoredRollout
+from .stored import StoredGroup, StoredRollout, StoredRow
+
+TokenText = Callable[[int], str | None]
+"""Returns the text of a token id, None where unknown."""
+
+MOST_SHOWN: Final = 20_000
+"""Maximum characters of one text."""
+MOST_MESSAGES: Final = 400
+MOST_TOKENS: Final = 4_000
+"""Maximum sampled tokens shown of one training row."""
+MOST_ROWS: Final = 8
+_SHADES: Final = (0.9, 0.5, 0.2, 0.05)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, and the number of characters left out."""
+
+    shown: str
+    left_out: int = 0
+
+
+@dataclass(frozen=True)
+class CallView:
+    """A tool call."""
+
+    name: str
+    arguments: Text
+
+
+@dataclass(frozen=True)
+class MessageView:
+    """A message; `kind` is its role, "other" for an unknown one."""
+
+    kind: str
+    role: str
+    content: Text
+    reasoning: Text | None
+    calls: list[CallView]
+    note: str
+
+
+@dataclass(frozen=True)
+class ConversationView:
+    """The messages of one agent; `left_out` messages were cut after the first `before`."""
+
+    title: str
+    messages: list[MessageView]
+    before: int
+    left_out: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a training row: context (`shade` None), or one sampled token.
+
+    Args:
+        shade: 0 (likely token) to 4 (unlikely).
+        tooltip: id, logprob and probability, or the amount of context.
+    """
+
+    text: str
+    tooltip: str
+    shade: int | None
+
+
+@dataclass(frozen=True)
+class RowView:
+    """A training row; `left_out` sampled tokens are not shown."""
+
+    title: str
+    pieces: list[Piece]
+    left_out: int
+
+
+@dataclass(frozen=True)
+class RolloutView:
+    """The details of a rollout, beside its line in the table."""
+
+    facts: list[tuple[str, str]]
+    tools: list[tuple[str, Text]]
+    conversations: list[ConversationView]
+    actions: list[tuple[str, Text, Text]]
+    actions_left_out: int
+    output: Text | None
+    rows: list[RowView]
+    rows_left_out: int
+
+
+def view_of(rollout: StoredRollout, token_text: TokenText) -> RolloutView:
+    """Returns the view of `rollout`."""
+    conversations = [_conversation("", rollout.messages)] if rollout.messages else []
+    for other in rollout.others[:MOST_ROWS]:
+        trained = "" if other.get("trained", True) else ", not trained"
+        title = f"Agent {other.get('agent')} ({other.get('model', '')}{trained})"
+        conversations.append(_conversation(title, other.get("messages") or []))
+    actions = rollout.actions or []
+    return RolloutView(
+        facts=list(_facts(rollout)),
+        tools=[_tool(tool) for tool in rollout.tools[:MOST_MESSAGES]],
+        conversations=conversations,
+        actions=[_action(action) for action in actions[:MOST_MESSAGES]],
+        actions_left_out=max(0, len(actions) - MOST_MESSAGES),
+        output=None if rollout.output is None else _cut(_as_text(rollout.output)),
+        rows=[_row(row, n, token_text) for n, row in enumerate(rollout.rows[:MOST_ROWS], 1)],
+        rows_left_out=max(0, len(rollout.rows) - MOST_ROWS),
+    )
+
+
+def number(value: Any) -> str:
+    """Formats a number for people."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return _as_text(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _facts(rollout: StoredRollout) -> Iterator[tuple[str, str]]:
+    for group in (rollout.components, rollout.metrics, rollout.agent_metrics):
+        yield from ((_cut(name).shown, number(value)) for name, value in group.items())
+    for name in ("seconds", "scoring_seconds", "prompt_tokens", "completion_tokens"):
+        if rollout.usage.get(name) is not None:
+            yield name.replace("_", " "), number(rollout.usage[name])
+    if rollout.usage.get("cost") is not None:
+        cost = msgspec.convert(rollout.usage["cost"], Cost)
+        yield f"cost ({cost.currency})", number(cost.total)
+    for name, text in (("hooks", _hooks(rollout)), ("hosts outside", _hosts(rollout))):
+        if text:
+            yield name, text
+    yield "policy version", "unknown" if rollout.policy_version < 0 else str(rollout.policy_version)
+    yield "attempt", str(rollout.attempt)
+
+
+def _hooks(rollout: StoredRollout) -> str:
+    refused = sum(not event.changed for event in rollout.hooks)
+    counts = (("changed", len(rollout.hooks) - refused), ("refused", refused))
+    return ", ".join(f"{count} {name}" for name, count in counts if count)
+
+
+def _hosts(rollout: StoredRollout) -> str:
+    hosts = Counter(request.host for request in rollout.egress)
+    return ", ".join(f"{_cut(host).shown} {count}" for host, count in hosts.most_common())
+
+
+def _tool(tool: Any) -> tuple[str, Text]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    function = function if isinstance(function, dict) else {}
+    name = str(function.get("name") or "unnamed")
+    return _cut(name).shown, _cut(str(function.get("description") or ""))
+
+
+def _action(action: Any) -> tuple[str, Text, Text]:
+    action = action if isinstance(action, dict) else {}
+    tool = _cut(str(action.get("tool", ""))).shown
+    output, error = action.get("output", ""), action.get("error")
+    said = f"Error: {error}" if error and output is None else output
+    return tool, _cut(_as_text(action.get("input", ""))), _cut(_as_text(said))
+
+
+def _conversation(title: str, messages: Sequence[Message]) -> ConversationView:
+    left_out = max(0, len(messages) - MOST_MESSAGES)
+    before = MOST_MESSAGES // 2
+    shown = [*messages[:before], *messages[before + left_out :]]
+    return ConversationView(_cut(title).shown, [_message(one) for one in shown], before, left_out)
+
+
+def _message(message: Message) -> MessageView:
+    role = str(message.get("role", ""))
+    known = ("system", "developer", "user", "assistant", "tool")
+    content = message.get("content")
+    text = _parts(content) if isinstance(content, list) else text_of(message)
+    if content is not None and not isinstance(content, str | list):
+        text = _as_text(content)
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    calls = message.get("tool_calls")
+    return MessageView(
+        kind=role if role in known else "other",
+        role=_cut(role).shown,
+        content=_cut(text),
+        reasoning=_cut(_as_text(reasoning)) if reasoning else None,
+        calls=[_call(call) for call in calls] if isinstance(calls, list) else [],
+        note=_cut(str(message.get("name") or message.get("tool_call_id") or "")).shown,
+    )
+
+
+def _parts(content: list[Any]) -> str:
+    texts = []
+    for part in content:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            texts.append(f"[{kind}, {len(_as_text(part)):,} characters]")
+    return "\n".join(texts)
+
+
+def _call(call: Any) -> CallView:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return CallView("?", _cut(_as_text(call)))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return CallView(_cut(str(function.get("name"))).shown, _cut(arguments))
+    return CallView(_cut(str(function.get("name"))).shown, _cut(_as_text(arguments)))
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):
+        return str(type(value).__name__)
+
+
+def _cut(text: str) -> Text:
+    left_out = len(text) - MOST_SHOWN
+    return Text(text) if left_out <= 0 else Text(text[:MOST_SHOWN], left_out)
+
+
+def _row(row: StoredRow, count: int, token_text: TokenText) -> RowView:
+    sampled = np.flatnonzero(row.mask)
+    last = int(sampled[MOST_TOKENS]) if len(sampled) > MOST_TOKENS else len(row.tokens)
+    agent = f", agent {row.agent}" if row.agent is not None else ""
+    flags = f", {', '.join(row.flags)}" if row.flags else ""
+    mean = f", mean logprob {float(row.logprobs[sampled].mean()):.3f}" if len(sampled) else ""
+    versions = ", ".join(
+        f"version {version} at {start:,} to {end:,}"
+        for version, start, end in row.versions[:MOST_ROWS]
+        if version >= 0
+    )
+    said = f"Row {count}: {len(row.tokens):,} tokens, {len(sampled):,} sampled{mean}{agent}{flags}"
+    return RowView(
+        title=_cut(f"{said}{'; ' if versions else ''}{versions}").shown,
+        pieces=list(_pieces(row, last, token_text)),
+        left_out=max(0, len(sampled) - MOST_TOKENS),
+    )
+
+
+def _pieces(row: StoredRow, last: int, token_text: TokenText) -> Iterator[Piece]:
+    start = 0
+    for position in [*np.flatnonzero(row.mask[:last]).tolist(), last]:
+        if position > start:
+            yield _context(row.tokens[start:position].tolist(), token_text)
+        if position < last:
+            yield _sampled(int(row.tokens[position]), float(row.logprobs[position]), token_text)
+        start = position + 1
+
+
+def _context(ids: list[int], token_text: TokenText) -> Piece:
+    texts = [token_text(index) for index in ids[:MOST_SHOWN]]
+    known = [f" {i} " if text is None else text for i, text in zip(ids, texts, strict=False)]
+    text = _cut("".join(known))
+    more = f" … {text.left_out:,} more characters" if text.left_out else ""
+    return Piece(text.shown + more, f"context, {len(ids):,} tokens", None)
+
+
+def _sampled(index: int, logprob: float, token_text: TokenText) -> Piece:
+    probability = math.exp(min(0.0, logprob)) if math.isfinite(logprob) else 0.0
+    shade = sum(probability < border for border in _SHADES)
+    text = token_text(index)
+    tooltip = f"id {index}, logprob {logprob:.4f}, p {probability:.3g}"
+    return Piece(f"⟨{index}⟩" if text is None else text, tooltip, shade)
+
 
 MOST_ROLLOUTS: Final = 200
 """Maximum rollouts of one page."""
@@ -110,12 +380,7 @@ class HtmlPages:
         self._most_rollouts = min(self._most_rollouts, shard_rows or self._most_rollouts)
 
     def put(self, row: Row) -> None:
-        """Adds one row of `Html.rows`.
-
-        Raises:
-            StoreError: a page cannot be written.
-            ConfigError: the one page is full.
-        """
+        """Adds one row of `Html.rows`."""
         assert isinstance(row, dict)
         rollout: StoredRollout = row["rollout"]
         if row["new"] is not None:

@@ -2,20 +2,239 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import repeat
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from envserver_records.records import Message, Result, text_of
 
 from ..environment import answer_text
-from .inspect_messages import arguments_of, calls_of, inspect_message
 from .stored import StoredGroup, StoredRollout
-from .turn_times import Span, Turn, main_agent, rollout_times, turn_times, used
+
+# `message_of(inspect_message(m, ...))` is `m`. Where Inspect's types cannot hold all of a message
+# (other keys, the spelling of a call's arguments), the message itself is in its metadata.
+
+WHOLE: Final = "envserver"
+"""Key of a message's metadata that holds the message itself."""
+
+_ROLES: Final = {"developer": "system", "function": "tool"}
+
+
+def inspect_message(message: Message, message_id: str) -> Any:
+    """Returns `message` as an `inspect_ai.model.ChatMessage`."""
+    from inspect_ai.model import (
+        ChatMessageAssistant,
+        ChatMessageSystem,
+        ChatMessageTool,
+        ChatMessageUser,
+    )
+
+    role = str(message.get("role"))
+    shared: dict[str, Any] = {"id": message_id, "content": _content(message)}
+    match _ROLES.get(role, role):
+        case "system":
+            made: Any = ChatMessageSystem(**shared)
+        case "assistant":
+            calls = [_call(call, number) for number, call in enumerate(calls_of(message))]
+            made = ChatMessageAssistant(**shared, tool_calls=calls or None)
+        case "tool":
+            made = ChatMessageTool(
+                **shared,
+                tool_call_id=_text(message.get("tool_call_id")),
+                function=_text(message.get("name")),
+            )
+        case _:
+            made = ChatMessageUser(**shared)
+    if message_of(made) != message:
+        made.metadata = {WHOLE: message}
+    return made
+
+
+def message_of(made: Any) -> Message:
+    """Returns an Inspect message as a chat message; `made` may be another program's."""
+    if made.metadata and isinstance(made.metadata.get(WHOLE), dict):
+        return dict(made.metadata[WHOLE])
+    message: Message = {"role": made.role}
+    if made.role == "tool":
+        message["tool_call_id"] = made.tool_call_id or ""
+    if isinstance(made.content, str):
+        message["content"] = made.content
+    else:
+        thoughts = [part.reasoning for part in made.content if part.type == "reasoning"]
+        rest = [part for part in made.content if part.type != "reasoning"]
+        only_text = len(rest) == 1 and rest[0].type == "text"
+        message["content"] = rest[0].text if only_text else [_part_of(part) for part in rest]
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+    if made.role == "assistant" and made.tool_calls:
+        message["tool_calls"] = [_call_of(call) for call in made.tool_calls]
+    if made.role == "tool" and made.function:
+        message["name"] = made.function
+    return message
+
+
+def calls_of(message: Message) -> list[dict[str, Any]]:
+    """Returns the tool calls of a message that are objects."""
+    calls = message.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+
+
+def arguments_of(call: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
+    """Returns a call's function, its arguments, and why they cannot be read."""
+    function = call.get("function")
+    function = function if isinstance(function, dict) else {}
+    arguments = function.get("arguments")
+    problem = None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            problem = f"The arguments are not JSON: {error}"
+    if not isinstance(arguments, dict):
+        arguments = {} if arguments is None else {"arguments": arguments}
+    return str(function.get("name") or "unnamed"), arguments, problem
+
+
+def _content(message: Message) -> Any:
+    from inspect_ai.model import ContentReasoning, ContentText
+
+    content, thoughts = message.get("content"), message.get("reasoning_content")
+    if isinstance(content, list):
+        parts = [_part(part) for part in content]
+    elif thoughts and isinstance(thoughts, str):
+        parts = [ContentText(text=text_of(message))]
+    else:
+        return text_of(message)
+    if thoughts and isinstance(thoughts, str):
+        parts.insert(0, ContentReasoning(reasoning=thoughts))
+    return parts
+
+
+def _part(part: Any) -> Any:
+    from inspect_ai.model import ContentData, ContentImage, ContentText
+
+    if isinstance(part, dict):
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            return ContentText(text=part["text"])
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, dict) else None
+        if isinstance(url, str) and url.startswith("data:"):  # Inspect View loads no other
+            return ContentImage(image=url)
+        return ContentData(data=part)
+    return ContentText(text=str(part))
+
+
+def _part_of(part: Any) -> Any:
+    if part.type == "text":
+        return {"type": "text", "text": part.text}
+    if part.type == "image":
+        return {"type": "image_url", "image_url": {"url": part.image}}
+    if part.type == "data":
+        return part.data
+    return part.model_dump(exclude_none=True)
+
+
+def _call(call: dict[str, Any], number: int) -> Any:
+    from inspect_ai.tool import ToolCall
+
+    name, arguments, problem = arguments_of(call)
+    return ToolCall(
+        id=_text(call.get("id")) or f"call-{number}",
+        function=name,
+        arguments=arguments,
+        parse_error=problem,
+    )
+
+
+def _call_of(call: Any) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function, "arguments": arguments},
+    }
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+Span = tuple[float, float]
+"""Begin and end, seconds since 1970."""
+
+
+class Turn(NamedTuple):
+    """A turn of a model: its times, and the tokens that it saw and sampled, if they are known."""
+
+    began: float
+    ended: float
+    seen: int | None = None
+    sampled: int | None = None
+
+
+_LATEST: Final = 9.2e9
+"""A moment of the year 2261, the last one of 64 bits of nanoseconds: files may say anything."""
+
+
+def rollout_times(rollout: StoredRollout) -> Span:
+    """Returns when a rollout ran; in files of older versions it is taken to end with its group."""
+    seconds = used(rollout, "seconds")
+    began = moment(rollout.started_at or rollout.created_at - seconds)
+    return began, moment(began + seconds)
+
+
+def used(rollout: StoredRollout, name: str) -> float:
+    """Returns a number of `rollout.usage`, at least 0; 0 where there is none."""
+    value = rollout.usage.get(name)
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return 0.0
+    return max(0.0, float(value))
+
+
+def turn_times(
+    rollout: StoredRollout, agent: str | None, messages: Sequence[Message]
+) -> list[Turn] | None:
+    """Returns the turns that the model's messages are in the conversation of `agent`.
+
+    None where they are not stored, or where the conversation does not have all of its calls.
+    """
+    turns = sum(one.get("role") == "assistant" for one in messages)
+    calls = rollout.agent_calls.get(agent or "", [])
+    began = rollout.started_at
+    measured = {
+        one.call: Turn(
+            moment(began + one.started),
+            moment(began + one.started + one.seconds),
+            one.start,
+            None if one.start is None or one.end is None else one.end - one.start,
+        )
+        for one in rollout.timings
+        if one.kind == "engine"
+    }
+    if not rollout.started_at or len(calls) != turns or not measured.keys() >= set(calls):
+        return None
+    return [measured[call] for call in calls]
+
+
+def main_agent(rollout: StoredRollout) -> str | None:
+    """Returns the agent of `rollout.messages`; None if it is the only one without a name."""
+    others = {other.get("agent") for other in rollout.others}
+    named = [row.agent for row in rollout.rows if row.agent and row.agent not in others]
+    if named:
+        return named[0]
+    known = [agent for agent in rollout.agent_calls if agent and agent not in others]
+    return known[0] if len(known) == 1 else None
+
+
+def moment(seconds: float) -> float:
+    """Returns a time in seconds since 1970 that every format can hold."""
+    return min(max(seconds, 0.0), _LATEST) if math.isfinite(seconds) else 0.0
+
 
 Json = dict[str, Any]
 

@@ -214,12 +214,7 @@ class JsonlSink:
             )
 
     async def put(self, group: Group) -> None:
-        """Appends `group` and syncs it to disk.
-
-        Raises:
-            StoreFull: the disk is full; the file is unchanged.
-            StoreError: it cannot be written for another reason.
-        """
+        """Appends `group` and syncs it to disk."""
         line = await asyncio.to_thread(
             group_line,
             group,
@@ -265,13 +260,6 @@ async def open_sink(
         beside: `env`, `split` and `seed` of other groups in the same file.
         tell: called for each group already in the file and, as far as the failures file has them,
             for each group that was scored and dropped.
-
-    Raises:
-        ConfigError: the file exists and neither `resume` nor `overwrite` is given, or it holds
-        groups
-            of another environment, split or seed, or another process writes it.
-        InputError: a line is not a group.
-        StoreError: it cannot be opened.
     """
     with await asyncio.to_thread(open_appending, path) as file:
         lock(file, path)

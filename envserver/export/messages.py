@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
+
+from envserver_records.records import Message
 
 from .formats import Options, Row
 from .stored import StoredGroup, StoredRollout
@@ -36,3 +40,50 @@ class Messages:
 def is_conversation(rollout: StoredRollout) -> bool:
     """Returns whether it has an assistant message."""
     return any(message.get("role") == "assistant" for message in rollout.messages)
+
+
+# What holds for a pair: `prompt + chosen` and `prompt + rejected` are the two conversations; the
+# prompt ends before the model's first message, and is the same for both; the rewards differ.
+
+
+class Dpo:
+    """Pairs the best rollout of a group with the worst, the second best with the second worst, and
+    so on.
+
+    Each rollout is in at most one pair. Rewards of a pair differ by at least `Options.margin`.
+    """
+
+    name = "dpo"
+    suffix = ".jsonl"
+
+    def __init__(self, options: Options) -> None:
+        self._margin = options.margin
+
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
+        usable = [one for one in kept if one.reward is not None and is_conversation(one)]
+        ranked = sorted(usable, key=lambda one: -(one.reward or 0.0))
+        for better, worse in zip(ranked, reversed(ranked), strict=True):
+            difference = (better.reward or 0.0) - (worse.reward or 0.0)
+            if difference <= 0 or difference < self._margin:
+                return
+            prompt = prompt_of(better.messages)
+            if prompt and prompt == prompt_of(worse.messages):
+                yield _pair(better, worse, prompt)
+
+
+def prompt_of(messages: list[Message]) -> list[Message]:
+    """Returns the messages before the model's first one."""
+    return list(takewhile(lambda message: message.get("role") != "assistant", messages))
+
+
+def _pair(better: StoredRollout, worse: StoredRollout, prompt: list[Message]) -> Row:
+    pair: dict[str, Any] = {
+        "prompt": prompt,
+        "chosen": better.messages[len(prompt) :],
+        "rejected": worse.messages[len(prompt) :],
+        "env": better.env,
+        "task_id": better.task_id,
+        "chosen_reward": better.reward,
+        "rejected_reward": worse.reward,
+    }
+    return {**pair, "tools": better.tools} if better.tools else pair

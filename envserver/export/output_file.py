@@ -66,12 +66,7 @@ class OutputFile:
 
 
 def append_durably(file: IO[bytes], data: bytes) -> None:
-    """Appends all of `data` to an unbuffered `file` and syncs it, or nothing.
-
-    Raises:
-        StoreFull: the disk is full.
-        StoreError: it cannot be written for another reason.
-    """
+    """Appends all of `data` to an unbuffered `file` and syncs it, or nothing."""
     start = file.seek(0, os.SEEK_END)
     try:
         rest = memoryview(data)

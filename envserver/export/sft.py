@@ -87,10 +87,6 @@ class SftSink:
 
     Args:
         append: continue an existing file.
-
-    Raises:
-        ConfigError: the file exists and `append` is not given, or another process writes it.
-        StoreError: it cannot be opened.
     """
 
     def __init__(

@@ -130,12 +130,7 @@ class Place:
 
 @contextlib.contextmanager
 def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
-    """Makes an empty folder beside `out`; it is removed unless `finish` made it the export.
-
-    Raises:
-        ConfigError: `out` exists and may not be replaced, or another export is writing it.
-        StoreError: it cannot be made.
-    """
+    """Makes an empty folder beside `out`; it is removed unless `finish` made it the export."""
     _check_free(out, overwrite)
     beside = out.absolute().parent / f".{out.name}.partial"
     try:
@@ -168,10 +163,6 @@ def finish(place: Place, written: list[Written], facts: Json, *, overwrite: bool
 
     Returns:
         The number of `files`, and their `bytes`.
-
-    Raises:
-        ConfigError: there are several files where one was requested.
-        StoreError: it cannot be written.
     """
     rows = {one.path: one.rows for one in written}
     try:

@@ -8,6 +8,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +17,14 @@ import structlog
 from envserver_records.errors import InputError, NotFoundError
 from envserver_records.zstd import zstd
 
-from .stored_raw import RawGroup
+
+@dataclass(frozen=True)
+class RawGroup:
+    """An undecoded group; `decoded` raises InputError where it is not JSON."""
+
+    place: str
+    decoded: Callable[[], Any]
+
 
 log = structlog.get_logger()
 
@@ -59,10 +67,6 @@ def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
 
     Args:
         on_bytes: called with the number of bytes read, as they are on disk.
-
-    Raises:
-        InputError: it is damaged.
-        NotFoundError: it cannot be opened.
     """
     try:
         file: Any = path.open("rb") if on_bytes is None else _Counted(path, on_bytes)

@@ -62,9 +62,6 @@ def trajectory_of(rollout: StoredRollout, told: Mapping[str, Any] | None = None)
 
     Args:
         told: its part of the line, for facts that `StoredRollout` lacks.
-
-    Raises:
-        msgspec.ValidationError: a value has another form than in records.
     """
     known = {
         "rollout_id": rollout.rollout_id,

@@ -36,9 +36,6 @@ def check_same_run(trace: Json, wanted: Mapping[str, Any], path: Path) -> None:
 
     Args:
         wanted: keys of a trace and their expected values.
-
-    Raises:
-        ConflictError: it is of another run.
     """
     for key, value in wanted.items():
         if trace.get(key) != value:

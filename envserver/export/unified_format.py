@@ -7,7 +7,7 @@ task's id with eight digits that identify it; a single one has the task's own id
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import orjson
 from envserver_records.errors import InputError
@@ -31,7 +31,7 @@ class Unified:
         self._options = options
         self._given: set[bytes] = set()
 
-    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
+    def rows(self, group: StoredGroup, kept: list[StoredRollout]) -> Iterator[Row]:
         for rollout in kept:
             document = unified_of(rollout, tokens=self._options.tokens)
             alone = len(group.rollouts) == 1 and group.asked <= 1

@@ -23,11 +23,8 @@ def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
     Args:
         tokenizer: folder of the tokenizer, or a model whose tokenizer is in the cache; unset: that
             of `model` in the cache. A record may name any `model`, so it is not read as a folder.
-
-    Raises:
-        ConfigError: `tokenizer` is given and missing.
     """
-    from ..models.model_files import tokenizer_here  # servers start without tokenizers
+    from ..models.catalogue import tokenizer_here  # servers start without tokenizers
 
     name = tokenizer or model
     folders = [Path(tokenizer)] if tokenizer else []

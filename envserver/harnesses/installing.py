@@ -28,11 +28,7 @@ _SYSTEM: Final = ("/usr/", "/bin/")
 
 
 def agents_folder(folder: Path | None = None) -> Path:
-    """Returns the folder of all installed programs.
-
-    Raises:
-        ConfigError: it is that of the user, who has no home.
-    """
+    """Returns the folder of all installed programs."""
     if folder is not None:
         return folder.resolve()
     return user_folder("XDG_DATA_HOME", ".local/share") / "envserver/agents"
@@ -70,11 +66,6 @@ def install(harness: Harness, folder: Path | None = None, version: str = "") -> 
 
     Args:
         version: unset: the one that is tested with this version of envserver.
-
-    Raises:
-        NotFoundError: it is no program that we know.
-        ConfigError: something is missing for it, or the installation failed.
-        StoreError: its folder cannot be written.
     """
     package = harness.package
     if package is None:

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .adaptive import FLOOR
     from .engine import ReplicaHealth
     from .openai import OpenAIEngine
     from .probe import ProbeResult
-    from .replicas import Replica
+    from .replicas import FLOOR, Replica
     from .sim import RolloutSolver, SimEngine, TextSolver
     from .sim.tokenizer import ASSETS, shared_tokenizer
 

@@ -7,17 +7,22 @@ machine has vanished, however long an answer may take.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import socket
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
-from envserver_records.errors import EngineError, EngineGarbage, EngineUnavailable
+import msgspec
+import orjson
+from envserver_records.errors import EngineError, EngineGarbage, EngineRefused, EngineUnavailable
 from envserver_records.urls import TRUST_HINT
 
 from ..telemetry.tracing import current
 from .addresses import EngineAddresses
-from .decoding import MAX_REFUSAL_BYTES, Decoder, is_refusal, retry_after
 from .http_client import (
     HttpError,
     HttpPool,
@@ -29,7 +34,211 @@ from .http_client import (
     origin_of,
 )
 from .replicas import Replica
-from .resolving import CheckedResolver
+
+
+class CheckedResolver:
+    """Resolves names for connections; leaves out addresses that may not be engines."""
+
+    def __init__(self, addresses: EngineAddresses) -> None:
+        self._addresses = addresses
+
+    async def resolve(self, host: str, port: int) -> list[Any]:
+        """Returns the entries of getaddrinfo for `host`.
+        Raises OSError: it has no address, or none that may be an engine's.
+        """
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        if not self._addresses.is_checked(host, port):
+            return found
+        allowed = [one for one in found if self._addresses.may_be(str(one[4][0]))]
+        if not allowed:
+            raise OSError(None, "its address may not be that of an engine")
+        return allowed
+
+
+MAX_NESTING = 100
+_MOST_WRITTEN = 254
+"""Levels that `orjson.dumps` writes; it raises for more (orjson's README)."""
+
+
+def nests_too_deeply(data: bytes, value: Any) -> bool:
+    """Returns whether `value`, parsed from `data` by orjson, nests deeper than MAX_NESTING levels.
+
+    Writing it inside so many lists that no more than MAX_NESTING levels are left is faster than to
+    walk through it: answers with logprobs have a hundred objects.
+    """
+    if data.count(b"[") + data.count(b"{") <= MAX_NESTING:
+        return False
+    for _ in range(_MOST_WRITTEN - MAX_NESTING):
+        value = [value]
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return True
+    return False
+
+
+# `decode` accepts strict JSON only, with finite numbers and valid text: an engine that writes NaN
+# for a logprob has computed nothing to train on.
+
+MAX_REFUSAL_BYTES = 64 * 1024
+_MAX_WORDS = 600
+_MAX_NAMES = 10
+_LEAST_SECRET = 4
+"""Characters of a key that is hidden in messages; a shorter one is a placeholder."""
+_MAX_NAME_CHARACTERS = 120
+_KEY = "Set the key: OPENAI_API_KEY, or ENVSERVER_OPENAI__API_KEY, or openai.api_key in a file."
+_HINTS = {
+    401: _KEY,
+    403: _KEY,
+    404: "Check openai.base_url and openai.model_name.",
+}
+
+
+class Decoder:
+    """Decodes the answers of an engine; `key` is removed from all messages."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def decode(self, data: bytes, form: type | None = None) -> dict[str, Any]:
+        """Decodes `data` as a JSON object that is not an error.
+
+        Args:
+            form: a TypedDict of the fields that are read, with `error` and `object`; if the data
+                has this form, other fields are skipped, at half the cost. Else all are decoded.
+                It takes no integers of over 64 bits: no JSON could be written of them.
+        """
+        try:
+            answer = None if form is None else _of_form(data, form)
+            if answer is None:
+                answer = orjson.loads(data)
+                if nests_too_deeply(data, answer):
+                    text = f"The engine's answer nests deeper than {MAX_NESTING} levels."
+                    raise EngineGarbage(text)
+        except orjson.JSONDecodeError:
+            words = self.words(data[:MAX_REFUSAL_BYTES])
+            raise EngineGarbage(f"The engine's answer is not JSON: {words}") from None
+        if not isinstance(answer, dict):
+            raise EngineGarbage("The engine's answer is not a JSON object.")
+        error = answer.get("error")
+        if error or answer.get("object") == "error":
+            facts = error if isinstance(error, dict) else answer
+            status = facts.get("code")
+            if isinstance(status, int) and is_refusal(status):
+                raise self.refused(status, data)
+            raise EngineError(f"The engine failed: {self.words(data)}")
+        return answer
+
+    def refused(self, status: int, data: bytes) -> EngineRefused:
+        """Returns the error for a refusal with HTTP `status` and body `data`."""
+        message = f"The engine refused the request (HTTP {status}): {self.words(data)}"
+        return EngineRefused(message, hint=_HINTS.get(status, ""), status=status)
+
+    def failed(self, status: int, data: bytes) -> EngineError:
+        """Returns the error for a failure with HTTP `status` and body `data`."""
+        kind = EngineError if status == 500 else EngineUnavailable
+        return kind(f"The engine failed (HTTP {status}): {self.words(data)}", status=status)
+
+    def words(self, data: bytes) -> str:
+        """Returns the engine's error message, shortened and without its key."""
+        return _shortened(self._without_key(_error_message(data)), _MAX_WORDS)
+
+    def models_hint(self, wanted: str, answer: dict[str, Any]) -> str:
+        """Says which models an answer to `/v1/models` lists, those with names near `wanted` first.
+
+        Returns "" if it lists none, or `wanted` itself.
+        """
+        names = [self._without_key(name) for name in model_names(answer)]
+        if not names or wanted in names:
+            return ""
+        near = difflib.SequenceMatcher(b=wanted.lower())
+
+        def distance(name: str) -> float:
+            near.set_seq1(name.lower()[:_MAX_NAME_CHARACTERS])
+            return -near.ratio()
+
+        nearest = sorted(names, key=distance)[:_MAX_NAMES]
+        listed = ", ".join(_shortened(name, _MAX_NAME_CHARACTERS) for name in nearest)
+        others = f" and {len(names) - len(nearest)} more" if len(names) > len(nearest) else ""
+        return f"The engine has {listed}{others}: set openai.model_name."
+
+    def _without_key(self, text: str) -> str:
+        is_secret = len(self._key or "") >= _LEAST_SECRET  # "x" would be found in many words
+        return text.replace(self._key, "***") if self._key and is_secret else text
+
+
+@lru_cache(maxsize=16)
+def _decoder_of(form: type) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(form)
+
+
+def _of_form(data: bytes, form: type) -> dict[str, Any] | None:
+    """Returns the fields of `form` in `data`; None: it has another form."""
+    try:
+        found: dict[str, Any] = _decoder_of(form).decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found
+
+
+def is_refusal(status: int) -> bool:
+    """Returns whether the request is at fault, so that every replica would refuse it."""
+    return 400 <= status < 500 and status not in (408, 429)
+
+
+def retry_after(headers: Mapping[str, str]) -> float:
+    """Returns the seconds of a Retry-After header (a number or a date); 0 without a usable one."""
+    value = headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return float(value[:9])
+    try:
+        date = parsedate_to_datetime(value)
+    except (ValueError, OverflowError):
+        return 0.0
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=UTC)
+    return max(0.0, (date - datetime.now(UTC)).total_seconds())
+
+
+def first_model(answer: dict[str, Any]) -> str:
+    """Returns the first model's name in an answer to `/v1/models`.
+    Raises EngineGarbage: there is none.
+    """
+    names = model_names(answer)
+    if not names:
+        raise EngineGarbage("The engine lists no model.", hint="Set openai.model_name.")
+    return names[0]
+
+
+def model_names(answer: dict[str, Any]) -> list[str]:
+    """Returns the models' names in an answer to `/v1/models`; what is malformed is left out."""
+    models = answer.get("data")
+    ids = (
+        [one.get("id") for one in models if isinstance(one, dict)]
+        if isinstance(models, list)
+        else []
+    )
+    return [name for name in ids if isinstance(name, str)]
+
+
+def _shortened(text: str, characters: int) -> str:
+    return text if len(text) <= characters else text[:characters] + "…"
+
+
+def _error_message(data: bytes) -> str:
+    """Extracts the message of an error body, in any of the forms that servers use."""
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return data.decode(errors="replace").strip() or "(no words)"
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        if isinstance(error, dict):
+            error = error.get("message") or error.get("detail") or error
+        body = error
+    return body if isinstance(body, str) else data.decode()
+
 
 T = TypeVar("T")
 
@@ -105,13 +314,7 @@ class Connections:
         return Exchange(self._pool, replica, (method, path, headers, payload))
 
     async def check(self, replica: Replica, response: Response) -> None:
-        """Returns if the status of `response` is 2xx.
-
-        Raises:
-            RetryableError: a retry may succeed.
-            EngineRefused: no retry will.
-            EngineUnavailable: it is a redirect.
-        """
+        """Returns if the status of `response` is 2xx."""
         status = response.status
         if 200 <= status < 300:
             return
@@ -136,11 +339,7 @@ class Connections:
 
 
 class Exchange:
-    """One request, and its answer while it is read.
-
-    Raises:
-        RetryableError: there is no answer, or it breaks off while it is read.
-    """
+    """One request, and its answer while it is read."""
 
     def __init__(
         self, pool: HttpPool, replica: Replica, request: tuple[str, str, bytes, bytes | None]
@@ -251,3 +450,80 @@ async def _beginning(response: Response) -> bytes:
         if len(data) > MAX_REFUSAL_BYTES:
             break
     return data
+
+
+# Follows the event-stream grammar of the HTML standard: lines end in LF, CRLF or CR, several `data`
+# lines are joined by LF, comments and other fields are ignored. How the bytes are cut never changes
+# what comes out.
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class SseParser:
+    """Feed it chunks; it gives the data of the events that are complete.
+
+    Args:
+        max_event_bytes: a longer line or event raises EngineGarbage.
+    """
+
+    def __init__(self, max_event_bytes: int = 64 * 1024 * 1024) -> None:
+        self._max_event_bytes = max_event_bytes
+        self._rest: list[bytes] = []
+        self._rest_bytes = 0
+        self._data: list[bytes] = []
+        self._data_bytes = 0
+        self._at_start = True
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The data of every event that `chunk` completes.
+        Raises EngineGarbage: a line or an event is over the limit.
+        """
+        # A line that has no end yet is put together only once: it may come in thousands of chunks.
+        undecided = self._at_start or (bool(self._rest) and self._rest[-1].endswith(b"\r"))
+        self._keep(chunk)
+        if not undecided and b"\n" not in chunk and b"\r" not in chunk:
+            self._check_size()
+            return []
+        text = b"".join(self._rest)
+        if self._at_start:
+            if len(text) < 3 and _BYTE_ORDER_MARK.startswith(text):
+                return []
+            self._at_start = False
+            text = text.removeprefix(_BYTE_ORDER_MARK)
+        # A CR at the very end may be the first half of a CRLF: it waits for the next chunk.
+        held = b"\r" if text.endswith(b"\r") else b""
+        if b"\r" in text:
+            text = text.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, rest = text.split(b"\n")
+        self._rest, self._rest_bytes = [], 0
+        self._keep(rest + held)
+        events = [event for line in lines if (event := self._line(line)) is not None]
+        self._check_size()
+        return events
+
+    def close(self) -> list[bytes]:
+        """The last event, when the stream ended without the empty line behind it."""
+        rest = b"".join(self._rest).rstrip(b"\r")
+        return [event for line in (rest, b"") if (event := self._line(line)) is not None]
+
+    def _keep(self, rest: bytes) -> None:
+        if rest:
+            self._rest.append(rest)
+            self._rest_bytes += len(rest)
+
+    def _check_size(self) -> None:
+        if self._rest_bytes + self._data_bytes > self._max_event_bytes:
+            raise EngineGarbage(f"The engine sent an event of over {self._max_event_bytes} bytes.")
+
+    def _line(self, line: bytes) -> bytes | None:
+        if not line:
+            if not self._data:
+                return None
+            event = b"\n".join(self._data)
+            self._data, self._data_bytes = [], 0
+            return event
+        field, _, value = line.partition(b":")
+        if field == b"data":
+            self._data.append(value.removeprefix(b" "))
+            self._data_bytes += len(value)
+        return None

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from .breaker import State
-from .replicas import Origin
+from .replicas import Origin, State
 from .routing import Standing
 
 

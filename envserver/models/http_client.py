@@ -413,9 +413,6 @@ class HttpPool:
 
         Args:
             headers: whole lines.
-
-        Raises:
-            HttpError: there is no answer.
         """
         first = b"%b %b%b" % (method.encode(), origin.prefix, path.encode())
         length = b"\r\n" if payload is None else b"content-length: %d\r\n\r\n" % len(payload)

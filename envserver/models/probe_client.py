@@ -173,12 +173,7 @@ class ProbeClient:
         raise AssertionError("there is at least one try")
 
     async def may(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Like `post`, for an optional ability.
-
-        Raises:
-            NotSupported: the engine refuses, fails or answers garbage.
-            EngineUnavailable, EngineTimeout: it does not answer.
-        """
+        """Like `post`, for an optional ability."""
         try:
             return await self.post(path, body)
         except EngineError as error:

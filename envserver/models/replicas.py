@@ -9,18 +9,282 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import defaultdict
+import re
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 import msgspec
 import structlog
+from envserver_records.backoff import Backoff
 
 from ..telemetry.numbers import SECONDS, Distribution
-from .adaptive import AdaptiveLimit, Load
-from .breaker import Breaker, State
-from .slots import Slots
+
+# Closed: calls go there. Open: none do, because it refused a connection, missed a health check, or
+# failed half of its recent calls. Half-open: one call at a time tests it; a success closes the
+# breaker, a failure opens it for twice as long. Results of calls that began before it opened are
+# ignored.
+#
+# A request that is itself at fault (HTTP 4xx) counts as a success: the replica answered it.
+
+State = Literal["closed", "open", "half_open"]
+
+_WINDOW_SECONDS = 30.0
+_RECENT = 10
+_FAILURES = 5
+"""Failures among the last calls, within the window, that open it."""
+_ASIDE = Backoff(first_seconds=0.5, max_seconds=30.0)
+
+
+class Breaker:
+    """The breaker of one replica. Times are those of `clock`, in seconds.
+
+    Args:
+        reason: why it opened last.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.reason = ""
+        self._clock = clock
+        self._failed_at: deque[float | None] = deque(maxlen=_RECENT)
+        self._opened_at: float | None = None
+        self._until = 0.0
+        self._openings = 0
+        self._unwell = False
+        self._by_calls = False
+        self._trying = 0
+
+    @property
+    def state(self) -> State:
+        if self._opened_at is None:
+            return "closed"
+        return "open" if self._unwell or self._clock() < self._until else "half_open"
+
+    @property
+    def allows(self) -> bool:
+        """Whether a call may begin now."""
+        state = self.state
+        return state == "closed" or (state == "half_open" and not self._trying)
+
+    @property
+    def until(self) -> float:
+        """The time at which it becomes half-open."""
+        return self._until
+
+    def begin(self) -> bool:
+        """Registers a call; returns whether it is a test call, for `end`."""
+        tries = self._opened_at is not None
+        self._trying += tries
+        return tries
+
+    def end(self, tries: bool) -> None:
+        """Registers the end of a call, whether or not it reported a result."""
+        self._trying -= tries
+
+    def succeeded(self, begun_at: float) -> None:
+        """A call that began at `begun_at` was answered."""
+        if self._opened_at is None:
+            self._failed_at.append(None)
+        elif begun_at >= self._opened_at:
+            self._close()
+
+    def failed(self, begun_at: float, reason: str) -> None:
+        """A call that began at `begun_at` failed or was not answered."""
+        if self._opened_at is None:
+            self._failed_at.append(self._clock())
+            if self._recent_failures() >= _FAILURES:
+                self._open(reason, by_calls=True)
+        elif begun_at >= self._opened_at and self.state == "half_open":
+            self._open(reason, by_calls=True)
+
+    def refused(self, reason: str) -> None:
+        """Registers a refused connection."""
+        if self.state != "open":
+            self._open(reason, by_calls=False)
+
+    def checked(self, well: bool, reason: str = "") -> None:
+        """Registers a health check. A healthy result closes the breaker unless calls opened it."""
+        self._unwell = not well
+        if self._opened_at is None:
+            if not well:
+                self._open(reason, by_calls=False)
+        elif well and not self._by_calls:
+            self._close()
+
+    def _open(self, reason: str, *, by_calls: bool) -> None:
+        self._openings += 1
+        self._opened_at = self._clock()
+        self._until = self._opened_at + _ASIDE.seconds(self._openings)
+        self._by_calls = by_calls
+        self.reason = reason
+
+    def _close(self) -> None:
+        self._opened_at = None
+        self._openings = 0
+        self._unwell = self._by_calls = False
+        self._failed_at.clear()
+
+    def _recent_failures(self) -> int:
+        since = self._clock() - _WINDOW_SECONDS
+        return sum(at is not None and at >= since for at in self._failed_at)
+
+
+class Slots:
+    """`limit` slots, taken with `async with`, first come, first served.
+
+    Args:
+        used: slots that are taken; over `limit` for a time after it was lowered.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Number of calls that have no slot yet."""
+        return len(self._waiting)
+
+    @property
+    def rounds(self) -> int:
+        """Number of full releases of all slots before a call that arrives now gets one."""
+        return (self.used + len(self._waiting)) // self.limit
+
+    def resize(self, limit: int) -> None:
+        """Changes the limit; calls that have a slot keep it."""
+        self.limit = limit
+        self._hand_out()
+
+    async def __aenter__(self) -> None:
+        if not self.rounds:
+            self.used += 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place in self._waiting:
+                self._waiting.remove(place)
+            elif not place.cancelled():
+                await self.__aexit__()
+            raise
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.used -= 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._waiting and self.used < self.limit:
+            place = self._waiting.popleft()
+            if not place.done():
+                self.used += 1
+                place.set_result(None)
+
+
+# A call that waits inside an engine holds memory there and may be preempted and repeated; a call
+# that waits here may still go to another replica. So the limit grows by a step while the engine
+# works on all its calls and more want to go there, and shrinks by a share when calls wait in the
+# engine or are preempted (additive increase, multiplicative decrease).
+
+FLOOR = 4
+"""Minimum limit, so that the engine keeps reporting its load."""
+
+_SHRINK = 0.85
+_QUEUED_POLLS = 2
+"""Polls in a row that must show a queue: calls that have just arrived wait, too."""
+_FULL = 0.95
+
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_PREEMPTED = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
+_CACHE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+_LINE = re.compile(
+    rf"^({'|'.join((*_RUNNING, *_WAITING, *_PREEMPTED, *_CACHE))})(?:\{{.*\}})? +(\S+)",
+    re.MULTILINE,
+)
+
+
+class Load(msgspec.Struct, frozen=True):
+    """The load that an engine reports, over all its schedulers.
+
+    Args:
+        running, waiting: number of requests, from any client.
+        preempted: requests stopped for lack of memory since its start.
+        cache: share of the KV cache in use, 0 to 1.
+    """
+
+    running: float
+    waiting: float
+    preempted: float = 0.0
+    cache: float = 0.0
+
+
+def read_load(text: str) -> Load | None:
+    """Reads vLLM's or SGLang's load from Prometheus text; None if it is missing.
+
+    A regular expression instead of a full parser, since only a few of some hundred lines matter and
+    they are read every second.
+    """
+    found: dict[str, list[float]] = {}
+    for name, value in _LINE.findall(text):
+        try:
+            number = float(value)
+        except ValueError:
+            return None
+        if not 0 <= number < float("inf"):
+            return None
+        found.setdefault(name, []).append(number)
+    running, waiting = _first(found, _RUNNING), _first(found, _WAITING)
+    if not running or not waiting:
+        return None
+    return Load(
+        running=sum(running),
+        waiting=sum(waiting),
+        preempted=sum(_first(found, _PREEMPTED)),
+        cache=max(_first(found, _CACHE), default=0.0),
+    )
+
+
+def _first(found: dict[str, list[float]], names: tuple[str, ...]) -> list[float]:
+    return next((found[name] for name in names if name in found), [])
+
+
+class AdaptiveLimit:
+    """The limit of one replica: from min(FLOOR, most) to `most`, where it starts."""
+
+    def __init__(self, most: int) -> None:
+        self.limit = most
+        self._most = most
+        self._floor = min(FLOOR, most)
+        self._step = max(1, most // 64)
+        self._queued_polls = 0
+        self._preempted: float | None = None
+
+    def observe(self, load: Load, in_flight: int) -> int:
+        """Updates and returns the limit, given the load and our calls in flight at one poll."""
+        preempted = self._preempted is not None and load.preempted > self._preempted
+        self._preempted = load.preempted
+        self._queued_polls = self._queued_polls + 1 if load.waiting else 0
+        if preempted or self._queued_polls >= _QUEUED_POLLS:
+            # Calls in flight are never stopped: wait until the last step has taken effect. If
+            # hardly any
+            # calls are ours, other clients cause the queue.
+            if self._floor <= in_flight <= self.limit:
+                crowd = max(in_flight, self.limit // 2)
+                self.limit = max(self._floor, int(_SHRINK * crowd))
+                self._queued_polls = 0
+        elif not load.waiting and in_flight >= self.limit and load.cache < _FULL:
+            self.limit = min(self._most, self.limit + self._step)
+        return self.limit
+
+    def forget(self) -> int:
+        """Resets the limit to its maximum, for an engine that reports no load."""
+        self.limit, self._queued_polls, self._preempted = self._most, 0, None
+        return self.limit
+
 
 _FAIR_SECONDS = 5.0
 """A call with a shorter timeout says nothing about its replica when it times out."""

@@ -32,10 +32,9 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .asgi import AsgiApp, Receive, Scope, Send
     from .attempts import AttemptSpec, Limits, ProxyAttempt
-    from .capabilities import Capabilities
     from .dialects.messages import MessagesDialect
     from .dialects.responses import ResponsesDialect
-    from .endpoint import EngineEndpoint
+    from .endpoint import Capabilities, EngineEndpoint
     from .gate import Gate
     from .server import Proxy
 

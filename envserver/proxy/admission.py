@@ -14,8 +14,9 @@ from envserver_records.records import Message
 
 from ..tokens.images import facts_of_all, urls_of
 from ..tokens_config import TokensConfig
+from .asgi import Scope, header
+from .body import RAW, check_constraints, check_references, not_allowed
 from .bounds import InFlight
-from .constraints import RAW, check_constraints, check_references, not_allowed
 from .dialects import DialectAdapter, Memory
 from .dialects.media import check_images, check_media
 from .dialects.reading import bad
@@ -47,9 +48,6 @@ def read_request(
 
     Args:
         tokens: what the run allows.
-
-    Raises:
-        InputError: a field is missing, malformed, too large or not allowed; `place` names it.
     """
     fields = _Fields({}, {}, [])
     for name, value in body.items():
@@ -105,3 +103,15 @@ def _unknown(name: str) -> InputError:
         f" agents need it, run with --tokens.extra_fields {name}.",
         place=name,
     )
+
+
+# They differ from other agents in two ways. A conversation of theirs only grows, so an equal
+# request right after an answer is a retry, which they do not mark. And they ask for titles and
+# summaries beside their conversation (see `side_calls`).
+
+_NAMES = ("claude-cli/", "codex", "opencode/", "qwencode/")
+
+
+def is_program(scope: Scope) -> bool:
+    """Returns whether a coding program sends this request."""
+    return header(scope, b"user-agent").lower().startswith(_NAMES)

@@ -15,7 +15,7 @@ import orjson
 from envserver_records.errors import EnvserverError, InputError, TooLargeError
 from envserver_records.http_errors import CONTEXT_IS_FULL
 
-from ..models.nesting import MAX_NESTING, nests_too_deeply
+from ..models.connections import MAX_NESTING, nests_too_deeply
 from .bounds import Hold
 from .context_length import is_context_limit
 
@@ -63,14 +63,7 @@ def header_number(text: str) -> int:
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Reads the whole body, inflates it, and waits until the attempt may have it parsed.
-
-    Raises:
-        TooLargeError: it exceeds `max_bytes`, as sent or inflated.
-        OverBound: the attempt has too many bytes in flight (see `HOLD`).
-        InputError: it does not match its content-encoding.
-        ClientGone: the client hung up.
-    """
+    """Reads the whole body, inflates it, and waits until the attempt may have it parsed."""
     hold: Hold = scope.get(HOLD) or Hold()
     declared = header_number(header(scope, b"content-length"))
     if declared > max_bytes:
@@ -108,12 +101,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
 
 
 def inflate(body: bytes, max_bytes: int) -> bytes:
-    """Inflates gzip data of one or more members.
-
-    Raises:
-        TooLargeError: the result exceeds `max_bytes`. No more than that is ever held in memory.
-        InputError: the data is not complete gzip data.
-    """
+    """Inflates gzip data of one or more members."""
     parts: list[bytes] = []
     left = max_bytes
     while body:
@@ -133,12 +121,7 @@ def inflate(body: bytes, max_bytes: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parses `body` as a JSON object.
-
-    Raises:
-        InputError: it is not a JSON object; the message says where.
-        TooLargeError: it nests deeper than 100 levels, or has over two million values.
-    """
+    """Parses `body` as a JSON object."""
     check_values(body)
     try:
         parsed = orjson.loads(body)

@@ -9,15 +9,223 @@ except for `parallel_tool_calls` of free calls: vLLM would mask what is sampled.
 from __future__ import annotations
 
 import json
+import math
 import re
-from typing import Any
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import msgspec
+import orjson
 from envserver_records.cleaning import clean
+from envserver_records.errors import InputError
 from envserver_records.records import Message
 
-from .constraints import RAW, constraints_of
+from .dialects.checks import (
+    KIBIBYTE,
+    TOKEN_ID,
+    TOKENS,
+    Check,
+    either,
+    flag,
+    items,
+    mapping,
+    number,
+    text,
+    whole,
+)
+from .dialects.reading import bad
+from .engine_client.base import is_strict
 from .model_request import ModelRequest
+
+# Engines mask the distribution before they take logprobs, so those of a constrained call are not
+# the model's own: it is flagged `structured_output_masked`, its tokens are masked by default and
+# never compared with the model's.
+
+_GRAMMAR_BYTES = 256 * KIBIBYTE
+_REFERENCES = frozenset({"$ref", "$dynamicRef", "$recursiveRef"})
+_FORMS = (None, "text", "json_object", "json_schema")
+_LARGEST_COUNT = 10_000
+_MOST_REPEATS = 1000
+"""Counts of all patterns of a request together: xgrammar's time grows with their square."""
+_TOO_HARD = (
+    f"repeats what is repeated, or all patterns together repeat more than {_MOST_REPEATS} times:"
+    " write it otherwise; if this run's agents need it, run with --tokens.constraints all"
+)
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_REGEX_WORD = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{\d+,?\d*\}|\{,\d+\}|.", re.S)
+"""An escape, a class, a count or a single character. It always matches, so it takes linear time."""
+_WORDS = items(KIBIBYTE, text(KIBIBYTE))
+
+
+def _bias(value: Any, place: str) -> None:
+    mapping(64 * KIBIBYTE)(value, place)
+    for token, amount in value.items():
+        if not token.isdecimal():
+            raise bad(f"{place}.{token[:80]}", "must be a token id")
+        number(-100, 100)(amount, f"{place}.{token}")
+
+
+RAW: dict[str, Check] = {
+    "structured_outputs": mapping(_GRAMMAR_BYTES),
+    "guided_json": either(text(_GRAMMAR_BYTES), mapping(_GRAMMAR_BYTES)),
+    "guided_regex": text(_GRAMMAR_BYTES),
+    "guided_choice": _WORDS,
+    "guided_grammar": text(_GRAMMAR_BYTES),
+    "logit_bias": _bias,
+    "bad_words": _WORDS,
+    "allowed_token_ids": items(300_000, TOKEN_ID),
+    "min_tokens": whole(0, 2**31 - 1),
+    "ignore_eos": flag,
+    "thinking_token_budget": TOKENS,
+}
+"""Fields that only an engine knows, allowed with `tokens.constraints` all."""
+
+
+def constraints_of(fields: dict[str, Any], tools: list[dict[str, Any]]) -> list[str]:
+    """Returns the places in a chat request that mask the distribution which is sampled."""
+    places = [name for name in RAW if fields.get(name)]
+    places += [f"tools[{n}].function.strict" for n, tool in enumerate(tools) if is_strict(tool)]
+    choice = fields.get("tool_choice")
+    if choice == "required" or isinstance(choice, dict):
+        places.append("tool_choice")
+    form = fields.get("response_format")
+    if isinstance(form, dict) and form.get("type") not in (None, "text"):
+        places.append("response_format")
+    return places
+
+
+def without_strict(request: ModelRequest) -> ModelRequest:
+    """Returns `request` with tools that are not strict, if nothing else constrains it.
+
+    Without the grammar the tokens of a call are the model's own, and so are its mistakes.
+    """
+    strict = [tool for tool in request.tools if is_strict(tool)]
+    if not strict or len(constraints_of(request.fields, request.tools)) > len(strict):
+        return request
+    tools = [
+        {**tool, "function": {**tool["function"], "strict": False}} if is_strict(tool) else tool
+        for tool in request.tools
+    ]
+    return msgspec.structs.replace(request, tools=tools, strict_dropped=True)
+
+
+def check_references(fields: dict[str, Any], tools: list[dict[str, Any]]) -> None:
+    """Checks the schemas of tools and answers, enforced or not."""
+    forms = ("response_format", *RAW)
+    places: dict[str, Any] = {name: fields[name] for name in forms if name in fields}
+    places["tools"] = tools
+    written = orjson.dumps(places)  # few schemas have references, and walking takes its time
+    if any(name.encode() in written for name in _REFERENCES):
+        for place, value in places.items():
+            _check_references(value, place)
+
+
+def _check_references(value: Any, place: str) -> None:
+    for name, item in value.items() if isinstance(value, dict) else ():
+        at = f"{place}.{name[:80]}"
+        if name in _REFERENCES and isinstance(item, str) and not item.startswith("#"):
+            raise bad(at, "must begin with #: no schema is loaded from elsewhere")
+        _check_references(item, at)
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        _check_references(item, f"{place}[{index}]")
+
+
+def check_constraints(
+    fields: dict[str, Any], tools: list[dict[str, Any]], allowed: Literal["none", "forms", "all"]
+) -> None:
+    """Checks what constrains a chat request; `RAW` fields were checked before."""
+    places = constraints_of(fields, tools)
+    if not places:
+        return
+    if allowed == "none":
+        raise not_allowed(places[0], "forms")
+    form = fields.get("response_format") or {}
+    if allowed == "forms" and form.get("type") not in _FORMS:
+        raise not_allowed("response_format.type", "all")
+    size = 0
+    repeats = 0.0
+    for schema, place in _schemas(fields, tools):
+        size += len(orjson.dumps(schema))
+        if size > _GRAMMAR_BYTES:
+            raise bad(place, f"makes the schemas larger than {_GRAMMAR_BYTES} bytes of JSON")
+        if allowed == "forms":
+            for pattern, at in _patterns(schema, place):
+                repeats += _repeats(pattern)
+                if repeats > _MOST_REPEATS:
+                    raise bad(at, _TOO_HARD)
+
+
+def not_allowed(place: str, needed: str) -> InputError:
+    """Returns the error about a constraint that needs `tokens.constraints` to be `needed`."""
+    return InputError(
+        f"{place} is not allowed: it would constrain what is sampled. Leave it out; if this run's"
+        f" agents need it, run with --tokens.constraints {needed}.",
+        place=place,
+    )
+
+
+def _schemas(fields: dict[str, Any], tools: list[dict[str, Any]]) -> Iterator[tuple[Any, str]]:
+    """Yields what the engine makes grammars of, with its place."""
+    yield fields.get("response_format"), "response_format"
+    forced = fields.get("tool_choice") not in (None, "auto", "none")
+    for index, tool in enumerate(tools):
+        if forced or is_strict(tool):
+            yield tool.get("function"), f"tools[{index}].function"
+
+
+def _patterns(schema: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yields the regular expressions of a schema with their places."""
+    for name, value in schema.items() if isinstance(schema, dict) else ():
+        at = f"{place}.{name[:80]}"
+        if name in _COUNTS and isinstance(value, int | float) and value > _LARGEST_COUNT:
+            raise bad(at, f"must be at most {_LARGEST_COUNT} where a schema is enforced")
+        if name == "pattern" and isinstance(value, str):
+            yield value, at
+        if name == "patternProperties" and isinstance(value, dict):
+            yield from ((pattern, at) for pattern in value)
+        yield from _patterns(value, at)
+    for index, value in enumerate(schema if isinstance(schema, list) else ()):
+        yield from _patterns(value, f"{place}[{index}]")
+
+
+def _repeats(pattern: str) -> float:
+    """Returns the sum of the counts in `pattern`, which engines write out one by one; infinity if
+    a group that repeats something is repeated."""
+    total = 0.0
+    repeats = [False]
+    """For each open group, outermost first: whether it contains a repetition."""
+    closed = False
+    """Whether the last atom is a group that contains a repetition."""
+    for word in _REGEX_WORD.findall(pattern):
+        least, most = _times(word)
+        if most > 1:
+            if closed:
+                return math.inf
+            total += least if math.isinf(most) else most
+            repeats[-1] = True
+        elif word == "(":
+            repeats.append(False)
+        elif word == ")" and len(repeats) > 1:
+            closed = repeats.pop()
+            repeats[-1] = repeats[-1] or closed
+            continue
+        closed = closed and word == "?"
+    return total
+
+
+def _times(word: str) -> tuple[float, float]:
+    """Returns how often `word` repeats what is before it, at least and at most; (1, 1) if it is
+    not a quantifier."""
+    if word in ("*", "+"):
+        return 0, math.inf
+    if not word.startswith("{") or word == "{":
+        return 1, 1
+    least, comma, most = word[1:-1].partition(",")
+    if comma and not most:
+        return float(least), math.inf
+    return float(least or 0), min(float(most or least), sys.float_info.max)
+
 
 _SAMPLERS_OFF: dict[str, Any] = {
     "top_k": -1,

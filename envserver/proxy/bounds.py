@@ -226,12 +226,7 @@ class InFlight:
         self._totals.bytes = all_bytes
 
     def keep(self, size: int) -> None:
-        """Takes bytes of the record (gives them back, if `size` is negative).
-
-        Raises:
-            LimitReached: the attempt has used up its own; asking again does not help.
-            OverBound: all attempts together have; this one may have a small part in any case.
-        """
+        """Takes bytes of the record (gives them back, if `size` is negative)."""
         mine, everybody = self.recorded + size, self._totals.recorded + size
         if size > 0 and mine > self.bounds.max_recorded_bytes:
             self.refused("recorded")

@@ -26,21 +26,18 @@ from envserver_records.records import Call
 
 from ..models.routing import SampledVersions
 from ..telemetry.tracing import Span
-from ..tokens.experts import first_unknown
+from ..tokens.builder import first_unknown
+from ..tokens.history import PromptPlan
 from ..tokens.images import facts_of_all, urls_of
-from ..tokens.prompts import PromptPlan
 from .attempts import ProxyAttempt, TokenReservation
-from .body import EngineBody, engine_body
-from .constraints import without_strict
-from .dialects.answers import TextPart, ToolCall, parts_of
-from .dialects.messages_arguments import is_object
-from .endpoint import VERSION_PLACEHOLDER, EngineEndpoint, ReadyEngine
-from .engine_answer import EngineAnswer, SampledChoice, parse_answer
+from .body import EngineBody, engine_body, without_strict
+from .dialects.conversation import TextPart, ToolCall, parts_of
+from .dialects.messages import is_object
+from .endpoint import VERSION_PLACEHOLDER, EngineEndpoint, MissingVersion, ReadyEngine
+from .engine_answer import EngineAnswer, SampledChoice, parse_answer, read_all_experts
 from .engine_client.base import EXPERTS_START
-from .experts import read_all_experts
 from .gate import Aborted
 from .hooks import Hooks
-from .missing_version import MissingVersion
 from .model_request import ModelRequest
 from .recording import CallContext, calls_of, mark_delivered, mark_replayed, names_version
 from .streaming import Collector, clean_answer, clean_chunk, is_last, leave_one_call
@@ -370,11 +367,7 @@ class CallTask:
         self._record(calls_of(engine_answer, self._context(engine_answer), how))
 
     async def _committed(self, engine_answer: EngineAnswer) -> None:
-        """Records the calls, so that later ones can continue them.
-
-        Raises:
-            EnvserverError: the engine renders prompts otherwise than before; the attempt fails.
-        """
+        """Records the calls, so that later ones can continue them."""
         self._commit(engine_answer)
         await self._ready.remember(self._attempt, self.calls, self._prompt)
         if any("render_mismatch" in call.flags for call in self.calls):

@@ -8,34 +8,95 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from http import HTTPStatus
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
-from envserver_records.errors import ConfigError, EngineError
+from envserver_records.backoff import Backoff
+from envserver_records.errors import ConfigError, EngineError, EngineRefused, EngineUnavailable
 from envserver_records.records import Call, Message
 from envserver_records.sampling import LogprobsKind
 
+from ..models.catalogue import find_model_files, model_source, without_folders
 from ..models.engine import Engine
-from ..models.model_files import model_source, without_folders
+from ..models.measured import count_as_waiting
+from ..models.probe import ProbeResult
+from ..tokens.agreement import agreeing
 from ..tokens.chat_format import ChatFormat
-from ..tokens.history import History, same_prompt
+from ..tokens.history import History, PromptPlan, same_prompt
 from ..tokens.prepare import template_kwargs
-from ..tokens.prompts import PromptPlan
 from ..tokens.refusal import Refused
 from ..tokens_config import TokensConfig
 from .attempts import ProxyAttempt
 from .bounds import InFlight
-from .capabilities import Capabilities
 from .engine_client import EngineClient, client_for, stream_text, whole_text
-from .engine_client.base import has_media, has_only_images
-from .engine_client.chat import ChatClient
-from .engine_client.tokenizing import tokenized
+from .engine_client.base import ChatClient, has_media, has_only_images
+from .engine_client.tokens import tokenized
 from .gate import Gate
 from .model_request import ModelRequest
+
+TOKEN_MODES = ("tokens", "completions")
+"""Modes in which an engine takes token ids."""
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """The capabilities of an engine.
+
+    Args:
+        probe_result: what the probe found.
+        format: the model's chat template and tokenizer; None: calls are not continued by ids.
+        folder: the folder with its files, or None.
+        why_not: a sentence that says why there is no format, or "".
+    """
+
+    probe_result: ProbeResult
+    format: ChatFormat | None = None
+    folder: Path | None = None
+    why_not: str = ""
+
+
+def capabilities_of(
+    probe_result: ProbeResult,
+    tokens: TokensConfig,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Capabilities:
+    """Returns the capabilities of an engine. Reads the model's files; may wait for the network.
+
+    Args:
+        template_kwargs: the engine's default template variables; None: they are found.
+    """
+    if tokens.experts and not probe_result.routed_experts:
+        raise no_experts()
+    if not tokens.stitch:
+        return Capabilities(probe_result=probe_result, why_not="tokens.stitch is off.")
+    files = find_model_files(probe_result, tokens.tokenizer)
+    if probe_result.mode not in TOKEN_MODES:
+        why = f"In mode {probe_result.mode} the engine does not take token ids."
+        return Capabilities(probe_result=probe_result, folder=files.folder, why_not=why)
+    if files.folder is None:
+        return Capabilities(probe_result=probe_result, why_not=files.reason)
+    try:
+        format = ChatFormat.load(files.folder)
+    except ConfigError as error:
+        return Capabilities(probe_result=probe_result, folder=files.folder, why_not=str(error))
+    agreed, why = agreeing(format, probe_result.echoes, template_kwargs)
+    return Capabilities(probe_result=probe_result, format=agreed, folder=files.folder, why_not=why)
+
+
+def no_experts() -> ConfigError:
+    """Returns the error for an engine that gives no routed experts."""
+    return ConfigError(
+        "tokens.experts is on, but this engine gives no routed experts.",
+        hint="Start vLLM with --enable-return-routed-experts: for a mixture of experts, on a GPU.",
+    )
+
 
 VERSION_PLACEHOLDER = "{version}"
 """Placeholder for the policy version in a model name, as in a LoRA adapter's:
@@ -325,12 +386,7 @@ class EngineEndpoint:
         return self._engine
 
     async def ready(self) -> ReadyEngine:
-        """Returns the probed engine; concurrent requests share one probe.
-
-        Raises:
-            EngineError: it does not answer; the next call tries again.
-            ConfigError: the configured mode is not possible.
-        """
+        """Returns the probed engine; concurrent requests share one probe."""
         if self._ready is not None:
             return self._ready
         if self._finding is None:
@@ -374,3 +430,43 @@ class EngineEndpoint:
         """Returns the name to request: `name` with the policy version in its placeholder, if
         any."""
         return name.replace(VERSION_PLACEHOLDER, str(max(0, self.policy_version)))
+
+
+# A LoRA adapter is missing for a moment after the engine was restarted (its trainer loads the
+# adapters again), before the first version is published, or when a call waited so long for a slot
+# that its version was removed. Such a call is sent again with the then current version's name; the
+# rollout is not to blame.
+
+PATIENCE_SECONDS = 60.0
+_BACKOFF = Backoff(first_seconds=0.05, max_seconds=2.0)
+
+
+class MissingVersion:
+    """Decides when one call may be sent again."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._pauses = 0
+
+    async def wait(self, error: EngineRefused, asked: str, now: str) -> None:
+        """Returns when the call may be sent again.
+
+        Args:
+            asked: the model name that the engine refused with `error`.
+            now: the name of the current version.
+        """
+        if error.detail.get("status") != HTTPStatus.NOT_FOUND:
+            raise error
+        if self._since is None:
+            self._since = time.monotonic()
+        if asked != now:
+            return
+        if time.monotonic() - self._since > PATIENCE_SECONDS:
+            raise EngineUnavailable(
+                f"The engine has no model {asked!r}: {error.message}",
+                hint="A trainer must load it, with `envserver_clients.weights.Lora` or "
+                "/v1/load_lora_adapter.",
+            )
+        self._pauses += 1
+        with count_as_waiting():
+            await asyncio.sleep(_BACKOFF.seconds(self._pauses))

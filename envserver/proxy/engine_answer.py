@@ -2,16 +2,138 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 import msgspec
+from envserver_records.errors import EngineGarbage
 from envserver_records.experts import RoutedExperts
 from envserver_records.hook_events import HookEvent
-from envserver_records.records import Message
+from envserver_records.records import Call, Message
 
-from .answer_schema import check_answer
+from ..tokens.builder import read_experts
 from .engine_client.base import EXPERTS
 from .engine_client.generated import IMAGES
+
+# An engine's JSON is checked here once, before it is recorded and translated. Unknown fields pass.
+# Token ids and logprobs may be anything: faulty ones are flagged on the call, and the agent still
+# gets its answer.
+
+_Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)] | None
+"""A limit, since counts are summed and JSON numbers are exact only up to 2**53."""
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Words(msgspec.Struct):
+    """A message, or the delta of one."""
+
+    role: str | None = None
+    content: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class _Logprob(msgspec.Struct):
+    token: str
+    logprob: float | None
+    bytes: list[int] | None = None
+
+
+class _TokenLogprob(_Logprob):
+    top_logprobs: list[_Logprob] | None = None
+
+
+class Logprobs(msgspec.Struct):
+    """`content` is set in chats, `token_logprobs` elsewhere."""
+
+    content: list[_TokenLogprob] | None = None
+    token_logprobs: Any = None
+
+
+class _Ending(msgspec.Struct, kw_only=True):
+    """Fields of choices in both answers and chunks."""
+
+    index: _Index = 0
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Choice(_Ending, kw_only=True):
+    message: _Words
+
+
+class Part(_Ending, kw_only=True):
+    """A choice of a chunk."""
+
+    delta: _Words
+    token_ids: Any = None
+    prompt_token_ids: Any = None
+    weight_versions: Any = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: _Count = None
+    reasoning_tokens: _Count = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count = None
+    completion_tokens: _Count = None
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+
+
+class _Head(msgspec.Struct, kw_only=True):
+    id: str | None = None
+    created: float | None = None
+    model: str | None = None
+    usage: _Usage | None = None
+
+
+class _Answer(_Head, kw_only=True):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
+class Chunk(_Head, kw_only=True):
+    """A chunk, as it is collected for the record."""
+
+    choices: list[Part] | None = None
+    prompt_token_ids: Any = None
+
+
+def check_answer(answer: dict[str, Any]) -> None:
+    """Raises EngineGarbage: `answer` is not a chat answer; the message says why."""
+    choices = _converted(answer, _Answer, "The engine's answer").choices
+    if len({choice.index for choice in choices}) < len(choices):
+        raise EngineGarbage("The engine's answer holds two choices with the same index.")
+
+
+def read_chunk(chunk: dict[str, Any]) -> Chunk:
+    """Raises EngineGarbage: `chunk` is not a chunk of a chat answer; the message says why."""
+    read: Chunk = _converted(chunk, Chunk, "A chunk of the engine's answer")
+    return read
+
+
+def _converted(value: dict[str, Any], form: type[Any], what: str) -> Any:
+    try:
+        return msgspec.convert(value, form)
+    except msgspec.ValidationError as error:
+        raise EngineGarbage(f"{what} does not have the form of a chat: {error}.") from None
 
 
 class SampledChoice(msgspec.Struct, kw_only=True):
@@ -111,3 +233,43 @@ def usage_count(answer: dict[str, Any], name: str) -> int | None:
 
 def list_or_none(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) else None
+
+
+_BROKEN_OFF = (None, "", "abort", "error")
+"""Reasons of an answer that the engine did not finish."""
+
+
+MOST_BYTES = 2**28
+"""Experts that the record of one rollout may hold; calls beyond have none (`experts_missing`)."""
+
+
+async def read_all_experts(
+    engine_answer: EngineAnswer, calls: Iterable[Call], sent_ids: Sequence[int] | None, start: int
+) -> None:
+    """Reads the experts of all choices, in a thread: there may be megabytes of them.
+
+    An answer that the engine broke off may lack them.
+
+    Args:
+        calls: those recorded before.
+        sent_ids: the prompt, for engines that do not echo it.
+        start: position of the first token whose experts were asked for.
+    """
+    room = MOST_BYTES - sum(call.experts.ids.nbytes for call in calls if call.experts)
+    for choice in engine_answer.choices:
+        text, choice.told_experts = choice.told_experts, None
+        prompt = choice.prompt_ids or engine_answer.prompt_ids or sent_ids
+        if prompt is None or not choice.ids:
+            continue
+        try:
+            if not isinstance(text, str):
+                raise EngineGarbage("The engine's answer has no routed experts.")
+            size = len(prompt) + len(choice.ids)
+            found = await asyncio.to_thread(read_experts, text, size, start)
+        except EngineGarbage:
+            if choice.finish_reason not in _BROKEN_OFF:
+                raise
+            continue
+        if found.ids.nbytes <= room:
+            choice.experts = found
+            room -= found.ids.nbytes

@@ -28,7 +28,7 @@ from ..service_interface import Caller
 from ..tokens_config import TokensConfig
 from .admission import admit_images
 from .attempts import ProxyAttempt
-from .dialects.chat_messages import chat_messages, chat_tools
+from .dialects.chat import chat_messages, chat_tools
 from .dialects.media import check_media
 from .engine_answer import EngineAnswer
 from .model_request import ModelRequest
@@ -83,10 +83,6 @@ class Hooks:
 
         Args:
             tokens: the limits of images.
-
-        Raises:
-            LimitReached: the hook refuses it ("refused").
-            HookError, ServiceError: the hook failed.
         """
         assert self.on_request is not None
         call = await self._ran(self.on_request, attempt, request, agent)
@@ -121,9 +117,6 @@ class Hooks:
 
         Returns:
             Why the answer is refused; None if it is not.
-
-        Raises:
-            HookError, ServiceError: the hook failed.
         """
         assert self.on_answer is not None
         for choice, sampled in zip(answer["choices"], engine_answer.choices, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 from envserver_records.errors import NotFoundError
 
 from .attempts import ProxyAttempt
-from .dialects.responses_memory import find_response
+from .dialects.responses import find_response
 
 SERVER: dict[str, Any] = {"object": "server", "name": "envserver"}
 """The answer to `GET /`, by which clients see that there is a server."""

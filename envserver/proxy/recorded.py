@@ -96,12 +96,7 @@ class RecordedRequests:
         return shared
 
     def take(self, request: ModelRequest) -> Kept:
-        """Takes the space that `request` needs beyond what it shares with recorded ones.
-
-        Raises:
-            LimitReached: the record of this attempt is full.
-            OverBound: those of all attempts are.
-        """
+        """Takes the space that `request` needs beyond what it shares with recorded ones."""
         earlier, shared = self._nearest(request.messages)
         if earlier is not None:
             _share(request, earlier, shared)

@@ -19,8 +19,8 @@ from envserver_records.records import Call, Dialect, Message, VersionSpan
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING, LogprobsKind
 from numpy.typing import NDArray
 
+from ..tokens.history import PromptPlan
 from ..tokens.images import folded, placed, spans
-from ..tokens.prompts import PromptPlan
 from .endpoint import VERSION_PLACEHOLDER
 from .engine_answer import EngineAnswer, SampledChoice
 

@@ -9,9 +9,10 @@ a seal, and if the engine failed before it sent anything, nothing is recorded.
 from __future__ import annotations
 
 import asyncio
+import hmac
 from typing import Any
 
-from envserver_records.errors import EngineTimeout, EnvserverError
+from envserver_records.errors import EngineTimeout, EnvserverError, NotFoundError, UsageError
 
 from .admission import admit_images, read_request
 from .asgi import (
@@ -19,23 +20,25 @@ from .asgi import (
     Interrupted,
     Interrupts,
     Receive,
+    Scope,
     Send,
     end_events,
+    header,
     parse_object,
     send_events,
     send_json,
     start_events,
 )
 from .attempts import ProxyAttempt, ended
+from .body import engine_body, without_strict
 from .call_task import CallTask
-from .dialects import DialectAdapter, EventWriter
+from .dialects import DIALECTS, DialectAdapter, EventWriter
 from .dialects.chat import CHECKED
 from .endpoint import EngineEndpoint
 from .hooks import Hooks
 from .model_request import ModelRequest
 from .recorded import Kept
-from .retries import RetryMarks
-from .side_calls import may_be_side
+from .retries import RetryMarks, may_be_side
 from .streaming import chunks_of
 
 KEEP_ALIVE_SECONDS = 10.0
@@ -270,3 +273,78 @@ def _too_slow() -> EngineTimeout:
         "The rollout's time ended while the engine was sampling.",
         hint="Raise --env.worker_timeout, or lower --rollouts.max_concurrent.",
     )
+
+
+_MESSAGES = DIALECTS["v1/messages"]
+
+
+async def count_tokens(
+    endpoint: EngineEndpoint, attempt: ProxyAttempt, agent: str | None, body: bytes
+) -> dict[str, Any]:
+    """Returns the answer to a request: the tokens that the prompt of this conversation would have.
+
+    It takes no turn and records nothing.
+    """
+    if attempt.sealed:
+        raise ended()
+    attempt.check_time()
+    memory = attempt.memory.setdefault(_MESSAGES.name, {})
+    # The request has the fields of a message, except for the limit of an answer.
+    with attempt.in_flight.reading():
+        message = {**parse_object(body), "max_tokens": 1}
+        request = read_request(_MESSAGES, message, memory, endpoint.tokens)
+    await admit_images(request.messages, endpoint.tokens, attempt.in_flight)
+    ready = await endpoint.ready()
+    route = attempt.spec.route(agent)
+    if ready.exact and route.trained and endpoint.tokens.strict_tools == "drop":
+        request = without_strict(request)
+    made = engine_body(
+        request, model=endpoint.model(route.model), sampling=route.sampling, exact=ready.exact
+    )
+    count = await ready.count_prompt(attempt, request, made.body, agent)
+    if count is None:
+        raise NotFoundError(
+            "This engine does not count the tokens of a prompt: it has no /tokenize for messages.",
+            hint="--tokens.tokenizer names the model's folder, to count here.",
+        )
+    return {"input_tokens": count}
+
+
+class WrongKey(UsageError):
+    kind, status = "wrong_key", 401
+
+
+class WrongMethod(UsageError):
+    kind, status = "method_not_allowed", 405
+
+
+def key_and_rest(path: str) -> tuple[str, str]:
+    """Returns the attempt's key in a path, and what follows it."""
+    key, _, rest = path.partition("/r/")[2].partition("/")
+    return key, rest
+
+
+def check_bearer(scope: Scope, key: str) -> None:
+    """Checks the key in a request's headers, if it has one.
+    Raises WrongKey: the client sends a key that differs from the path's.
+    """
+    scheme, _, token = header(scope, b"authorization").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else scheme
+    for sent in (bearer, header(scope, b"x-api-key")):
+        if sent and not hmac.compare_digest(sent.encode(), key.encode()):
+            raise WrongKey("The key does not belong to this address.")
+
+
+def require(method: str, wanted: str) -> None:
+    """Raises WrongMethod: the method is not `wanted`."""
+    if method != wanted:
+        raise WrongMethod(f"Use {wanted} here, not {method[:20]}.")
+
+
+async def answer_lifespan(receive: Receive, send: Send) -> None:
+    """Answers the ASGI server's messages of start and end."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

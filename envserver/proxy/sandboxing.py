@@ -31,12 +31,7 @@ class SandboxHost(Protocol):
         """Returns the maximum body size in bytes of requests to `path`."""
 
     async def answer(self, attempt: ProxyAttempt, path: str, body: bytes) -> bytes:
-        """Carries out one request; cancelling it cancels what it started.
-
-        Raises:
-            InputError, LimitReached: the request is at fault.
-            SandboxError: the sandbox is at fault.
-        """
+        """Carries out one request; cancelling it cancels what it started."""
 
     def seal(self, attempt: ProxyAttempt) -> None:
         """Closes the attempt's sandboxes and refuses further ones."""
@@ -58,10 +53,6 @@ async def answer_about_sandboxes(
     Args:
         host: None if the environment declares no sandbox.
         path: the part after PREFIX.
-
-    Raises:
-        EnvserverError: for the worker; no part of an answer has been sent yet.
-        ConflictError: the attempt is sealed.
     """
     if host is None:
         raise SandboxUnavailable(

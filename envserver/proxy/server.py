@@ -48,7 +48,6 @@ from .asgi import (
 )
 from .attempts import AttemptSpec, ProxyAttempt, ended
 from .bounds import AttemptBounds, Hold, InFlight, OverBound, Totals
-from .counting import count_tokens
 from .dialects import DIALECTS, DialectAdapter
 from .egress import Egress
 from .endpoint import EngineEndpoint
@@ -57,8 +56,14 @@ from .guest import generate, pass_through
 from .hooks import HookFunctions, Hooks
 from .lookups import MODELS, RESPONSES, SERVER, model_at, model_list, response_at
 from .recorded import RecordedRequests
-from .request_handler import RequestHandler
-from .requests import answer_lifespan, check_bearer, key_and_rest, require
+from .request_handler import (
+    RequestHandler,
+    answer_lifespan,
+    check_bearer,
+    count_tokens,
+    key_and_rest,
+    require,
+)
 from .retries import RetryMarks, digest_of
 from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
 from .services import TOOLS_PREFIX, ServiceRouter

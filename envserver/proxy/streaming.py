@@ -11,8 +11,7 @@ from typing import Any
 
 from envserver_records.errors import EngineGarbage
 
-from .answer_schema import Logprobs, Part, read_chunk
-from .engine_answer import EngineAnswer, SampledChoice, list_or_none
+from .engine_answer import EngineAnswer, Logprobs, Part, SampledChoice, list_or_none, read_chunk
 from .engine_client.base import EXPERTS
 from .engine_client.generated import IMAGES
 from .model_request import ModelRequest

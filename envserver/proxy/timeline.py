@@ -16,8 +16,7 @@ from envserver_records.timings import (
     TimingKind,
 )
 
-from ..telemetry.printable import printable
-from ..telemetry.redaction import redacted
+from ..telemetry.redaction import printable, redacted
 
 _LONGEST_NAME = 120
 _MOST_LINES = 500

@@ -124,12 +124,7 @@ def record_body(attempt: ProxyAttempt) -> dict[str, Any]:
 
 
 def take_result(attempt: ProxyAttempt, body: bytes) -> None:
-    """Handles `POST result`: sets the attempt's `output`, `metrics` and `failure`, once.
-
-    Raises:
-        ConflictError: a result was posted before, or the attempt is sealed.
-        InputError: the result is malformed; the attempt has then failed with WorkerGarbage.
-    """
+    """Handles `POST result`: sets the attempt's `output`, `metrics` and `failure`, once."""
     if attempt.sealed or attempt.posted:
         raise ConflictError("This attempt has a result already, or has ended.")
     try:
@@ -159,10 +154,6 @@ def refuse_result(attempt: ProxyAttempt) -> None:
 def take_log(attempt: ProxyAttempt, body: bytes) -> None:
     """Handles `POST log`: writes a line with the attempt's ids to the server's log, if the attempt
     may still write one; others are counted.
-
-    Raises:
-        ConflictError: the attempt is sealed.
-        InputError, TooLargeError: the line is malformed or too long.
     """
     if attempt.sealed:
         raise ended()
@@ -187,12 +178,7 @@ def take_log(attempt: ProxyAttempt, body: bytes) -> None:
 
 
 def take_actions(attempt: ProxyAttempt, body: bytes) -> None:
-    """Handles `POST actions`: adds readable steps to the attempt (see `actions`).
-
-    Raises:
-        ConflictError: the attempt is sealed, or its result was posted.
-        InputError: they are malformed.
-    """
+    """Handles `POST actions`: adds readable steps to the attempt (see `actions`)."""
     if attempt.sealed or attempt.posted:
         raise ended()
     try:
@@ -202,13 +188,7 @@ def take_actions(attempt: ProxyAttempt, body: bytes) -> None:
 
 
 def take_rewards(attempt: ProxyAttempt, body: bytes) -> None:
-    """Handles `POST rewards`: sets the rewards of turns, before the result is posted.
-
-    Raises:
-        ConflictError: the attempt is sealed, its result was posted, or code of the model can reach
-            its worker.
-        InputError: they are malformed.
-    """
+    """Handles `POST rewards`: sets the rewards of turns, before the result is posted."""
     if attempt.sealed or attempt.posted:
         raise ended()
     if attempt.spec.isolation == "sandboxed" or attempt.spec.harness is not None:

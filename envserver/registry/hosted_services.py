@@ -67,11 +67,7 @@ class HostedServices:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Services]:
-        """Yields the services, while their process runs.
-
-        Raises:
-            ConfigError: the environment cannot be made there, or its services cannot be entered.
-        """
+        """Yields the services, while their process runs."""
         try:
             offer = (await self._current()).offer
             services: dict[str, Service] = {

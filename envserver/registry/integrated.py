@@ -86,12 +86,7 @@ def absolute(scheme: str, rest: str) -> str:
 
 
 def integrated_class(scheme: str, rest: str) -> type[Environment]:
-    """Returns the environment class of `SCHEME:REST`: its own, or one that stands for it.
-
-    Raises:
-        NotFoundError: neither this interpreter nor an installed backend has the framework.
-        ConfigError: the environment cannot be used.
-    """
+    """Returns the environment class of `SCHEME:REST`: its own, or one that stands for it."""
     if not rest:
         raise NotFoundError(f"--env {scheme}: needs a name: {scheme}:NAME.")
     one = integration(scheme)

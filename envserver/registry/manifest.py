@@ -66,9 +66,6 @@ def completed(
 
     Args:
         described: the environment's class, if it is known here.
-
-    Raises:
-        ConfigError: the manifest as it is written contradicts a fact.
     """
     facts: dict[str, Any] = {"version": version, "licence": licence}
     if described is not None:

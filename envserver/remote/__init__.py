@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .batch import GROUP_LIST_MSGPACK
-    from .messages import Heartbeat, Registration
+    from .messages import GROUP_LIST_MSGPACK, Heartbeat, Registration
 
 __all__ = ["GROUP_LIST_MSGPACK", "Heartbeat", "Registration"]
 

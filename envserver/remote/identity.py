@@ -41,9 +41,6 @@ def held_identity(folder: Path, *, name: str | None, default: str) -> Iterator[I
         folder: folder of the identity files.
         name: chosen by the user; None: `default`, with -2, -3, ... appended if another process
             has that name.
-
-    Raises:
-        ConfigError: another process has that name, or the folder cannot be written.
     """
     names = [name] if name else [default, *(f"{default}-{n}" for n in range(2, _MOST_NAMES))]
     for one in names:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import secrets
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import httpx
 import msgspec
@@ -23,17 +25,20 @@ import structlog
 from envserver_records.backoff import Backoff
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError, InputError
-from envserver_records.records import Split
+from envserver_records.records import Group, Split, pack
 from envserver_records.servers import AsyncServersClient
 from envserver_records.urls import Urls
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from ..proxy.gate import Aborted, Gate
 from ..rollouts.estimates import Estimate, Scored
-from .batch import GROUP_LIST_MSGPACK, encode_batch
-from .gate import RunnerGate
+from ..rollouts.stream import GroupRequest
 from .messages import (
     ENGINES,
+    GROUP_LIST_MSGPACK,
     KEY_HEADER,
+    MOST_BYTES,
+    MOST_GROUPS,
     NEXT_SECONDS,
     Accepted,
     GroupIds,
@@ -46,8 +51,127 @@ from .messages import (
     ScoredGroups,
     ToldEngine,
     Welcome,
+    compressed,
+    encode_batch,
 )
-from .posts import GroupPoster
+
+Send = Callable[[Sequence[bytes]], Awaitable[Sequence[InputError | None]]]
+"""Returns for each body why it is refused; None if it is on disk."""
+
+
+class _Waiting(NamedTuple):
+    body: bytes
+    done: asyncio.Future[None]
+
+
+class GroupPoster:
+    """Posts groups through `send`; must be closed with `close`."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._waiting: list[_Waiting] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def put(self, body: bytes) -> None:
+        """Waits until the request that contains `body` was answered."""
+        waiting = _Waiting(body, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="posts")
+        await waiting.done
+
+    async def close(self) -> None:
+        """Abandons the waiting groups."""
+        if self._task is not None:
+            await cancel_and_wait(self._task)
+        for one in self._waiting:
+            one.done.cancel()
+
+    async def _run(self) -> None:
+        while batch := self._next():
+            try:
+                outcomes = await self._outcomes([one.body for one in batch])
+            except asyncio.CancelledError:
+                for one in batch:
+                    one.done.cancel()
+                raise
+            except Exception as error:  # noqa: BLE001 (it goes to whoever posted)
+                outcomes = [error] * len(batch)
+            for one, outcome in zip(batch, outcomes, strict=True):
+                _answer(one.done, outcome)
+
+    def _next(self) -> list[_Waiting]:
+        """Takes as many waiting groups as fit into one request."""
+        self._waiting = [one for one in self._waiting if not one.done.done()]
+        size = count = 0
+        for one in self._waiting[:MOST_GROUPS]:
+            size += len(one.body)
+            if count and size > MOST_BYTES:
+                break
+            count += 1
+        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        return batch
+
+    async def _outcomes(self, bodies: Sequence[bytes]) -> list[Exception | None]:
+        try:
+            return list(await self._send(bodies))
+        except InputError as error:
+            if len(bodies) == 1:
+                return [error]
+        # The whole request was refused, perhaps for its size; try each group alone.
+        return [outcome for body in bodies for outcome in await self._outcomes([body])]
+
+
+def _answer(done: asyncio.Future[None], outcome: Exception | None) -> None:
+    if done.done():  # the caller was cancelled
+        return
+    if outcome is None:
+        done.set_result(None)
+    else:
+        done.set_exception(outcome)
+
+
+# Without contact to the server, a runner cannot know which policy version its engine serves. So its
+# calls wait, and tokens sampled in the meantime are discarded and sampled again: no token is
+# labelled with a wrong version.
+
+
+class RunnerGate(Gate):
+    """A gate that stays closed until `hear` is first called, and whenever the server is silent.
+
+    Attributes:
+        longest_silence_seconds: time after the last response during which calls still pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest_silence_seconds = 0.0
+        self._heard_at = float("-inf")
+        self._heard = asyncio.Event()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the server was heard from recently."""
+        return time.monotonic() - self._heard_at <= self.longest_silence_seconds
+
+    def hear(self, asked_at: float) -> None:
+        """Records a response to a request sent at `asked_at` (`time.monotonic()`)."""
+        self._heard_at = max(self._heard_at, asked_at)
+        self._heard.set()
+
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        """Like `Gate.passing`.
+        Raises Aborted: also when contact to the server was lost in the meantime.
+        """
+        while not self.is_fresh:
+            self._heard.clear()
+            await self._heard.wait()
+        async with super().passing():
+            yield
+        if not self.is_fresh:
+            raise Aborted
+
 
 _log = structlog.get_logger("envserver.remote")
 
@@ -161,12 +285,7 @@ class Link:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Welcome]:
-        """Registers; deregisters on exit if the server can be reached.
-
-        Raises:
-            ConfigError: the server refuses access, or is not an envserver.
-            ConflictError: another process has this name.
-        """
+        """Registers; deregisters on exit if the server can be reached."""
         async with self._http:
             try:
                 yield await self._patiently(self._register)
@@ -178,12 +297,7 @@ class Link:
                 await self._say_goodbye()
 
     async def live(self) -> None:
-        """Sends heartbeats until cancelled.
-
-        Raises:
-            ConflictError: another process has taken this name.
-            ConfigError: the server no longer grants access.
-        """
+        """Sends heartbeats until cancelled."""
         while True:
             self._urgent.clear()
             polling = asyncio.create_task(self._patiently(self._beat))
@@ -210,10 +324,6 @@ class Link:
     async def post(self, body: bytes) -> None:
         """Posts a packed group, compressed with `batch.compressed` or not; returns when the server
         has it on disk. Groups posted while a request is running share the next request.
-
-        Raises:
-            InputError: the server refuses the group permanently.
-            ConflictError, ConfigError: as for `live`.
         """
         await self._posts.put(body)
 
@@ -458,3 +568,56 @@ def _read(kind: type[M], answer: httpx.Response) -> M:
             f"The server's answer is not a {kind.__name__}.",
             hint=_SAME_VERSION,
         ) from error
+
+
+_ASKED_AT_ONCE = 1024
+
+
+def missing_requests(
+    requests: Iterator[GroupRequest], known: Callable[[list[str]], set[str]], stored: int
+) -> Iterator[GroupRequest]:
+    """Yields the requests whose groups the server does not have, in order.
+
+    Args:
+        known: returns which of these groups the server has; may block.
+        stored: number of groups of the stream that the server has; until all of them have been
+            found, requests are read ahead and looked up in batches.
+    """
+    while stored > 0:
+        ahead = list(itertools.islice(requests, min(_ASKED_AT_ONCE, stored)))
+        if not ahead:
+            return
+        found = known([request.group_id for request in ahead])
+        stored -= len(found)
+        yield from (request for request in ahead if request.group_id not in found)
+    yield from requests
+
+
+class RemoteSink:
+    """Sends groups to the server; for a stream made by `missing_requests`.
+
+    Args:
+        open_groups: returns the number of groups in progress or waiting to be posted.
+    """
+
+    def __init__(self, link: Link, open_groups: Callable[[], int]) -> None:
+        self._link = link
+        self._open_groups = open_groups
+
+    async def put(self, group: Group) -> None:
+        """Waits until the server has `group` on disk, however long that takes.
+        Raises InputError: the server refuses the group permanently.
+        """
+        await self._link.post(await asyncio.to_thread(_packed, group))
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        """Returns an empty set: `missing_requests` skipped all groups that the server has."""
+        return set()
+
+    async def wait_for_capacity(self) -> None:
+        """Waits until the server has capacity for another group."""
+        await self._link.wait_for_capacity(self._open_groups)
+
+
+def _packed(group: Group) -> bytes:
+    return compressed(pack(group))

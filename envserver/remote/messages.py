@@ -5,10 +5,13 @@ Groups are sent as MessagePack (`records.pack`), see `GROUP_MSGPACK`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import orjson
 from envserver_records.splits import Split
+from envserver_records.zstd import zstd
 from pydantic import AfterValidator, ConfigDict, Field
 
 from ..described import Described
@@ -34,12 +37,7 @@ Counts = Annotated[dict[Annotated[str, Field(max_length=128)], Count], Field(max
 
 
 def check_can_be_shown(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns `value`, which responses will repeat.
-
-    Raises:
-        ValueError: responses cannot hold it, such as an integer of more than 64 bits; or it is too
-            large: the server keeps it in memory.
-    """
+    """Returns `value`, which responses will repeat."""
     try:
         size = len(orjson.dumps(value))
     except TypeError as error:
@@ -201,3 +199,35 @@ class ScoredGroups(_Message):
 
 class GroupIds(_Message):
     group_ids: list[Annotated[str, Field(max_length=512)]] = Field(max_length=MOST_IDS)
+
+
+# A MessagePack array of binaries. Each is a group as packed by `records.pack`, or the same as one
+# zstd frame with its size and checksum, which the server stores unchanged: what the runner has
+# compressed is not compressed again. One request for many groups costs the server much less than
+# many requests.
+
+GROUP_LIST_MSGPACK: Final = "application/vnd.envserver.group-list+msgpack"
+"""Media type of a post of several groups."""
+MOST_GROUPS: Final = 64
+"""Maximum number of groups in one request."""
+MOST_BYTES: Final = 16 * 1024 * 1024
+"""Maximum total size of a runner's request; a single group may be larger."""
+
+_MIN_BYTES: Final = 4096
+_OPTIONS: Final[dict[int, int]] = {
+    zstd.CompressionParameter.compression_level: 1,
+    zstd.CompressionParameter.checksum_flag: 1,
+}
+
+
+def compressed(packed: bytes) -> bytes:
+    """Compresses a packed group into one zstd frame, if that is smaller. CPU work."""
+    if len(packed) < _MIN_BYTES:
+        return packed
+    frame = zstd.compress(packed, options=_OPTIONS)
+    return frame if len(frame) <= 0.9 * len(packed) else packed
+
+
+def encode_batch(bodies: Sequence[bytes]) -> bytes:
+    """Encodes the body of a request with these groups, each compressed or not."""
+    return msgspec.msgpack.encode(bodies)

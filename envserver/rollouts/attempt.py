@@ -7,15 +7,18 @@ attempt is sealed at the proxy whatever happens.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import copy
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
+import numpy as np
 from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import (
     AgentError,
@@ -44,12 +47,14 @@ from envserver_records.records import (
     TracedCall,
     Usage,
 )
-from envserver_records.timings import Timing
+from envserver_records.scores import TurnReward
+from envserver_records.timings import MOST_TIMINGS, Timing
 
 from ..environment import NO_REWARDS, Isolation
-from ..proxy.attempts import AttemptSpec, ProxyAttempt
+from ..proxy.attempts import AttemptSpec, PostedReward, ProxyAttempt
 from ..proxy.bounds import OVER_BOUND
 from ..proxy.server import Proxy
+from ..proxy.timeline import Timeline
 from ..proxy.worker import job_of, take_result
 from ..telemetry.genai import agent_span
 from ..telemetry.tracing import current, within
@@ -62,8 +67,137 @@ from ..workers.pool import Assignment, Spent, WorkerPool
 from .costs import tokens_of
 from .policy import limit_of_death
 from .staleness import StalenessMonitor
-from .timings import timings_of
-from .turn_rewards import answered_calls, resolved
+
+
+def answered_calls(calls: list[Call]) -> dict[str | None, list[int]]:
+    """Returns the indices of the calls that each agent received an answer to, turn by turn.
+
+    Of several answers to one request it is the one whose tokens a later prompt continues; if there
+    is none or more than one, the first of them.
+
+    Args:
+        calls: all of an attempt, in order of commit: answers to one request are beside each other.
+    """
+    chosen = _continued(calls)
+    answered: dict[str | None, list[int]] = {}
+    for call in calls:
+        if call.delivered == "none":
+            continue
+        turns = answered.setdefault(call.agent, [])
+        if call.choice == 0:
+            turns.append(call.index)
+        elif call.index in chosen and turns and turns[-1] not in chosen:
+            first = call.index - call.choice  # the first answer to the same request
+            turns[-1] = call.index if turns[-1] >= first else turns[-1]
+    return answered
+
+
+def _continued(calls: list[Call]) -> set[int]:
+    """Returns the indices of the calls that others continue; none where no request had several
+    answers."""
+    if not any(call.choice for call in calls):
+        return set()
+    return {calls[parent].index for parent in find_parents(list(calls)) if parent >= 0}
+
+
+def resolved(
+    posted: list[PostedReward],
+    answered: Mapping[str | None, list[int]],
+    committed_at: list[float],
+    spec: AttemptSpec,
+) -> list[TurnReward]:
+    """Returns the posted rewards with their agents, turns and calls.
+
+    Args:
+        answered: see `answered_calls`.
+        committed_at: when each call was recorded, on the clock of PostedReward.
+    """
+    return [_resolved(one, answered, committed_at, spec) for one in posted]
+
+
+def _resolved(
+    one: PostedReward,
+    answered: Mapping[str | None, list[int]],
+    committed_at: list[float],
+    spec: AttemptSpec,
+) -> TurnReward:
+    try:
+        agent = spec.agent(one.agent)
+    except InputError as error:
+        _refuse(f"run.reward was called for the agent {one.agent!r}.", error.message)
+    calls = answered.get(agent, [])
+    whose = "" if agent is None else f" of {agent!r}"
+    turn = one.turn
+    if turn is None:
+        turn = bisect.bisect([committed_at[call] for call in calls], one.at) - 1
+        if turn < 0:
+            _refuse(f"run.reward was called before the first answer to a call{whose}.")
+    elif not 0 <= turn < len(calls):
+        _refuse(
+            f"run.reward was called for turn {turn}{whose}, which had {len(calls)}.",
+            "Turns count the calls that the agent received an answer to, from 0.",
+        )
+    return TurnReward(turn, one.value, agent, calls[turn])
+
+
+def _refuse(message: str, hint: str = "") -> NoReturn:
+    raise RewardError(message, hint=hint, bug=f"A bug in the environment: {message} {hint}".strip())
+
+
+def timings_of(timeline: Timeline, calls: list[Call], rows: list[Sequence]) -> list[Timing]:
+    """Returns the times of an attempt. Where there are too many, its model calls come first."""
+    places = _places(rows)
+    found = [_of_call(timeline, call, places.get(call.index, _NOWHERE)) for call in calls]
+    noted = sorted(timeline.timings, key=lambda timing: timing.started)
+    kept = [*found, *noted][:MOST_TIMINGS]
+    return sorted(kept, key=lambda timing: timing.started)
+
+
+def with_scoring_times(timings: list[Timing], timeline: Timeline) -> list[Timing]:
+    """Returns the times of an attempt with those of its scoring, which came last."""
+    scoring = [timing for timing in timeline.timings if timing.kind == "scoring"]
+    return [*timings[: MOST_TIMINGS - len(scoring)], *scoring]
+
+
+class _Place(NamedTuple):
+    row: int | None
+    start: int | None
+    end: int | None
+    trained: bool
+
+
+_NOWHERE = _Place(None, None, None, trained=False)
+
+
+def _places(rows: list[Sequence]) -> dict[int, _Place]:
+    """Returns where the tokens of each call are: in the row that trains them, else in the first."""
+    found: dict[int, _Place] = {}
+    for number, row in enumerate(rows):
+        edges = [0, *(np.flatnonzero(np.diff(row.calls)) + 1).tolist(), row.calls.size]
+        for start, end in pairwise(edges):
+            call = int(row.calls[start]) if end > start else -1
+            if call >= 0 and not found.get(call, _NOWHERE).trained:
+                place = _Place(number, start, end, bool(row.mask[start:end].any()))
+                if place.trained or call not in found:
+                    found[call] = place
+    return found
+
+
+def _of_call(timeline: Timeline, call: Call, place: _Place) -> Timing:
+    first = call.seconds_to_first
+    return Timing(
+        kind="engine",
+        name=call.served_model or call.model,
+        agent=call.agent,
+        started=timeline.since_start(call.started_at),
+        seconds=round(call.seconds, 4),
+        first=None if first is None else round(first, 4),
+        call=call.index,
+        row=place.row,
+        start=place.start,
+        end=place.end,
+    )
+
 
 _ERRORS = by_kind(RolloutError)
 
@@ -115,9 +249,6 @@ async def run_attempt(
         keep_calls: return the calls with the sequences.
         blames_model: score it if it ends its worker. One in a sandboxed worker, which code of the
             model can reach, is always scored then.
-
-    Raises:
-        RolloutError: it cannot be scored; `failure().outcome` says whether to retry.
     """
     isolation = spec.isolation
     attempt = proxy.open(spec)
@@ -268,9 +399,6 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
     Code of the model can reach its worker if `isolation` is "sandboxed". If it posted no result or
     a malformed one, or if the agent failed after it asked the proxy for more than it may, or for
     what the engine refuses, that is a "crash".
-
-    Raises:
-        RolloutError: a failure that is not the model's fault ended it.
     """
     _raise_bug(attempt)
     failure, unanswered = attempt.failure, attempt.engine_failure

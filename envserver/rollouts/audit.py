@@ -7,19 +7,188 @@ refusal. What always holds: a row is compared or counted under a reason, never l
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
-from envserver_records.errors import EngineRefused
+import structlog
+from envserver_records.errors import EngineError, EngineGarbage, EngineRefused
 from envserver_records.images import RowImage, images_of
 from envserver_records.records import Logprobs, Mask, Tokens, Trajectory
 from envserver_records.sampling import SamplingSpan
 from numpy.typing import NDArray
 
-from .rescoring import Rescorer
+from ..models.engine import Engine
+from ..proxy.gate import Aborted, Gate
+from ..tokens.images import folded, url_from
+
+# A row's token ids go to `/v1/completions` as the prompt, with `prompt_logprobs`; nothing of the
+# row is rendered or tokenized again. In float32 on a CPU, with one request at a time, vLLM returns
+# exactly the numbers that it gave when it sampled; on a GPU kernels and batches differ, and so do
+# the last digits.
+
+_PATH: Final = "/v1/completions"
+_GENERATE: Final = "/inference/v1/generate"
+_PROBE_TEMPERATURE: Final = 2.0
+_PROBE_CONTEXT: Final = 64
+_PROBE_TOKENS: Final = 32
+_PROBE_DIFFERENCE: Final = 0.2
+"""Separates raw from processed logprobs: rounding errors are far smaller.
+
+At the highest temperature that vLLM accepts, the logprobs of 32 tokens differ by nats from the raw
+ones, even for a model that was certain at first.
+"""
+
+
+class Rescorer:
+    """Asks `engine` for logprobs of given tokens."""
+
+    def __init__(self, engine: Engine, *, timeout_seconds: float = 600.0) -> None:
+        self._engine = engine
+        self._timeout_seconds = timeout_seconds
+        self._lock = asyncio.Lock()
+        self._context: int | None = None
+        self._context_known = False
+        self._raw: bool | None = None
+
+    async def context(self) -> int | None:
+        """Returns the maximum tokens of prompt and answer together; None: the engine does not say.
+        Raises EngineError: it does not answer.
+        """
+        async with self._lock:
+            if not self._context_known:
+                self._context = await self._ask_for_context()
+                self._context_known = True
+        return self._context
+
+    async def score(self, tokens: Tokens, images: Sequence[RowImage] = ()) -> Logprobs:
+        """Returns float32[T]: the logprob of each token given those before it; 0 for the first.
+
+        Args:
+            images: those among `tokens`. Their tokens' own logprobs mean nothing.
+        """
+        if images:
+            return await self._score_with(tokens, images)
+        choice = await self._complete(tokens, max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        echoed = choice.get("prompt_token_ids")
+        if echoed is not None and echoed != tokens.tolist():
+            raise EngineGarbage("The engine scored another prompt than it was sent.")
+        return _prompt_logprobs(choice, tokens)
+
+    async def _score_with(self, tokens: Tokens, images: Sequence[RowImage]) -> Logprobs:
+        """Scores a row with images. `/v1/completions` would ignore them without an error."""
+        ranges = [(one.offset, one.length) for one in images]
+        token = _placeholder(tokens, images[0])
+        urls = [url_from(one.data) for one in images]
+        body = {
+            "model": await self._engine.model_name(),
+            "token_ids": folded(tokens.tolist(), ranges, token),
+            "content_parts": [{"type": "image_url", "url": url} for url in urls],
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0},
+            "return_token_ids": True,
+        }
+        answer = await self._engine.post(
+            _GENERATE, body, rollout_id="", timeout_seconds=self._timeout_seconds
+        )
+        if answer.get("prompt_token_ids") != tokens.tolist():
+            raise EngineGarbage("The engine makes other tokens of the row's images now.")
+        return _prompt_logprobs(answer, tokens)
+
+    async def takes(self, length: int) -> bool:
+        """Returns whether the engine accepts a prompt of `length` tokens.
+
+        If so, it refused a row because of its token ids.
+        Raises EngineError: it failed.
+        """
+        try:
+            await self.score(np.zeros(length, np.int32))
+        except EngineRefused:
+            return False
+        return True
+
+    async def is_raw(self, context: Tokens) -> bool:
+        """Returns whether sampled logprobs are raw (before the temperature), as those of `score`.
+
+        Determined once, by sampling after `context`.
+        Raises EngineError: it failed.
+        """
+        async with self._lock:
+            if self._raw is None:
+                self._raw = await self._probe(context)
+        return self._raw
+
+    async def _probe(self, context: Tokens) -> bool:
+        context = context[:_PROBE_CONTEXT]
+        choice = await self._complete(
+            context, max_tokens=_PROBE_TOKENS, temperature=_PROBE_TEMPERATURE, logprobs=0, seed=0
+        )
+        try:
+            sampled = np.array(choice["token_ids"], np.int32)
+            said = np.array(choice["logprobs"]["token_logprobs"], np.float64)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise EngineGarbage("The engine's sample has no ids or logprobs.") from error
+        scored = (await self.score(np.concatenate([context, sampled])))[len(context) :]
+        if said.shape != scored.shape:
+            raise EngineGarbage("The engine's sample has not as many logprobs as ids.")
+        return bool(np.abs(said - scored).max(initial=0.0) < _PROBE_DIFFERENCE)
+
+    async def _complete(self, prompt: Tokens, **fields: Any) -> dict[str, Any]:
+        body = {
+            "model": await self._engine.model_name(),
+            "prompt": prompt.tolist(),
+            "return_token_ids": True,
+            **fields,
+        }
+        answer = await self._engine.post(
+            _PATH, body, rollout_id="", timeout_seconds=self._timeout_seconds
+        )
+        try:
+            choice = answer["choices"][0]
+        except (KeyError, IndexError, TypeError):
+            choice = None
+        if not isinstance(choice, dict):
+            raise EngineGarbage("The engine's answer has no choice.")
+        return choice
+
+    async def _ask_for_context(self) -> int | None:
+        model = await self._engine.model_name()
+        try:
+            listed = (await self._engine.get("/v1/models")).get("data")
+        except EngineRefused:
+            return None  # an engine that lists no models may still answer
+        for entry in listed if isinstance(listed, list) else []:
+            if isinstance(entry, dict) and entry.get("id") == model:
+                length = entry.get("max_model_len")
+                return length if isinstance(length, int) else None
+        return None
+
+
+def _placeholder(tokens: Tokens, image: RowImage) -> int:
+    """Returns the token that stands for an image: the most frequent one of its range."""
+    shown = tokens[image.offset : image.offset + image.length]
+    values, counts = np.unique(shown, return_counts=True)
+    return int(values[counts.argmax()])
+
+
+def _prompt_logprobs(choice: dict[str, Any], tokens: Tokens) -> Logprobs:
+    entries = choice.get("prompt_logprobs")
+    if not isinstance(entries, list) or len(entries) != len(tokens):
+        raise EngineGarbage("The engine gives no prompt_logprobs.", hint="vLLM gives them.")
+    logprobs = np.zeros(len(tokens), np.float32)
+    try:
+        for place, token in enumerate(tokens.tolist()[1:], 1):
+            logprobs[place] = entries[place][str(token)]["logprob"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineGarbage(f"The engine gives no logprob for token {place} of a row.") from error
+    if not np.isfinite(logprobs).all():
+        raise EngineGarbage("The engine returned a logprob that is not a number.")
+    return logprobs
+
 
 NOT_COMPARED: Final = {
     "no_tokens": "only their text is known",
@@ -261,3 +430,146 @@ def share_of(seed: int, key: str) -> float:
     """
     digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
+
+
+# `offer` never waits: rollouts that do not fit in the queue are dropped and counted. The engine
+# gets one request at a time, so rollouts are hardly slowed; differences are logged as
+# `audit_mismatch` and counted in `report`. Whether a rollout is audited depends on its id alone.
+
+_log = structlog.get_logger("envserver.audit")
+
+_MOST_WAITING: Final = 64
+_LAST_SECONDS: Final = 10.0
+"""Seconds to finish the queue at an orderly shutdown."""
+
+
+class Auditor:
+    """Audits a share of the rollouts offered to it; an async context manager.
+
+    Args:
+        engine: open for as long as the auditor works.
+        fraction: share of the rollouts, in [0, 1].
+        tolerance: largest |difference| of a logprob that counts as rounding.
+        version: returns the policy version that the engine serves, -1 if versions are not counted.
+        gate: pauses calls during weight updates; audits wait there, too.
+        most_waiting: maximum rollouts in the queue.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        fraction: float,
+        tolerance: float,
+        *,
+        version: Callable[[], int] = lambda: -1,
+        gate: Gate | None = None,
+        most_waiting: int = _MOST_WAITING,
+    ) -> None:
+        self.fraction = fraction
+        self._rescorer = Rescorer(engine)
+        self._version = version
+        self._gate = gate or Gate()
+        self._queue: asyncio.Queue[Trajectory] = asyncio.Queue(most_waiting)
+        self._totals = Totals(tolerance)
+        self._rollouts = 0
+        self._dropped = 0
+        self._not_compared: Counter[str] = Counter()
+        self._refused = 0
+        self._errors: Counter[str] = Counter()
+        self._work: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self.fraction > 0:
+            self._work = asyncio.create_task(self._run(), name="audit")
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if self._work is None:
+            return
+        if kind is None and not self._work.done():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._queue.join(), _LAST_SECONDS)
+        self._work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._work
+
+    def offer(self, trajectory: Trajectory) -> bool:
+        """Queues `trajectory` if it is to be audited and there is room; returns whether it did."""
+        if share_of(0, trajectory.rollout_id) >= self.fraction:
+            return False
+        try:
+            self._queue.put_nowait(trajectory)
+        except asyncio.QueueFull:
+            self._dropped += 1
+            return False
+        return True
+
+    def report(self) -> dict[str, Any]:
+        """Returns the findings so far, JSON-like."""
+        return {
+            "fraction": self.fraction,
+            "rollouts": self._rollouts,
+            **self._totals.facts(),
+            "rows_refused": self._refused,
+            "rows_not_compared": dict(self._not_compared),
+            "engine_failures": dict(self._errors),
+            "rollouts_waiting": self._queue.qsize(),
+            "rollouts_dropped": self._dropped,
+        }
+
+    def summary(self) -> str:
+        """Returns the report in one line."""
+        totals = self._totals
+        words = [
+            f"{totals.rows_over} of {totals.rows} rows differ",
+            f"{totals.exact:,} of {totals.tokens:,} tokens are exactly equal",
+            f"the largest difference is {totals.largest:.2g}",
+        ]
+        left_out = {
+            "rows were not compared": self._not_compared.total(),
+            "rows were refused": self._refused,
+            "rows met a failing engine": self._errors.total(),
+            "rollouts found no room": self._dropped + self._queue.qsize(),
+        }
+        words += [f"{count} {what}" for what, count in left_out.items() if count]
+        return f"Audit: {', '.join(words)}."
+
+    async def _run(self) -> None:
+        while True:
+            trajectory = await self._queue.get()
+            for row in rows_of(trajectory, trajectory.images):
+                await self._audit(row)
+            self._rollouts += 1
+            self._queue.task_done()
+
+    async def _audit(self, row: AuditedRow) -> None:
+        try:
+            async with self._gate.passing():
+                outcome = await self._outcome(row)
+        except Aborted:
+            self._not_compared["weights_changed"] += 1
+        except EngineError as error:
+            self._errors[error.kind] += 1
+            _log.warning("audit_failed", rollout_id=row.rollout_id, error=str(error))
+        else:
+            self._count(row, outcome)
+
+    async def _outcome(self, row: AuditedRow) -> AuditResult:
+        version = self._version()
+        if reason := why_not_comparable(row, version):
+            return AuditResult(not_compared=reason)
+        outcome = await audit_row(self._rescorer, row)
+        if self._gate.paused or self._version() != version:
+            return AuditResult(not_compared="weights_changed")
+        return outcome
+
+    def _count(self, row: AuditedRow, outcome: AuditResult) -> None:
+        if outcome.refused:
+            self._refused += 1
+            _log.warning("audit_refused", rollout_id=row.rollout_id, message=outcome.refused)
+        elif outcome.comparison is None:
+            self._not_compared[outcome.not_compared] += 1
+        elif not self._totals.add(outcome.comparison):
+            worst = msgspec.structs.asdict(outcome.comparison.worst())
+            facts = {name: value for name, value in worst.items() if value not in (None, "")}
+            _log.warning("audit_mismatch", **facts)

@@ -33,8 +33,16 @@ from envserver_records.records import Result, Score, Task, pack
 from ..environment import Environment, KnownResult, answer_text
 from ..models.sim.tokenizer import SimTokenizer
 from ..row_counts import Origin, RowCount, RowCounts, in_file
-from .absurd import MAY_RAISE, absurd_results, strings_in
-from .check_data import Placed, answer_of, estimated_tokens, lengths, repeats
+from .check_data import (
+    MAY_RAISE,
+    Placed,
+    absurd_results,
+    answer_of,
+    estimated_tokens,
+    lengths,
+    repeats,
+    strings_in,
+)
 from .check_report import DataReport, EnvironmentReport, Kind, Played, Wrong
 from .rewards import RewardRules, delivered_score, range_of, rules_of_rewards
 from .scorer_process import RowScore
@@ -121,9 +129,6 @@ async def check(
         make_environment: a fresh instance, ready for `tasks`.
         most_tasks: number of tasks with all known results.
         play: plays the tasks; default: nothing is played.
-
-    Raises:
-        ConfigError: there are no tasks, or they cannot be read.
     """
     environment = make_environment()
     counts, origins = watched_rows(environment)

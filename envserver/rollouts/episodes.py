@@ -34,9 +34,9 @@ from ..proxy.attempts import AgentRoute, AttemptSpec
 from ..proxy.server import PLAYED
 from .attempt import run_attempt
 from .group import RolloutContext, attempt_spec
+from .ordered import TaskIndex
 from .score_once import score_once
 from .staleness import StalenessMonitor
-from .task_index import TaskIndex
 
 LONGEST_SECONDS: Final = 3600.0
 """Seconds that an episode may take at least, whatever the environment's `worker_timeout`: the
@@ -223,11 +223,6 @@ class Episodes:
             split: default: the one that the server serves.
             agent: the only agent to be played, where there are several; default: all that are
                 trained. The others are asked of their engine.
-
-        Raises:
-            NotFoundError: there is no such task or agent.
-            EpisodesFull: as many are in progress as there may be.
-            ConfigError: the tasks cannot be read; or rewards depend on token ids.
         """
         taken = len(self._open) + self._beginning
         if taken >= self._most:

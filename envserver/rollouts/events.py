@@ -8,9 +8,8 @@ import msgspec
 from envserver_records.errors import Failure
 from envserver_records.records import Group, Usage
 
-from .equal_rollouts import Alike
 from .estimates import Scored
-from .untrained import Untrained
+from .policy import Alike, Untrained
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,11 +87,7 @@ class GroupSink(Protocol):
     """Receives finished groups."""
 
     async def put(self, group: Group) -> None:
-        """Returns when `group` is durable; the same `group_id` twice is stored once.
-
-        Raises:
-            StoreError: it is not stored; the scheduler tries again.
-        """
+        """Returns when `group` is durable; the same `group_id` twice is stored once."""
 
     async def known(self, group_ids: list[str]) -> set[str]:
         """Returns the ids of groups that need not be made again."""

@@ -31,17 +31,18 @@ from ..tokens.builder import trained_ids
 from ..tokens.flags import Actions
 from ..tokens.images import shared
 from ..workers.pool import WorkerPool
-from .attempt import Finished, run_attempt
+from .attempt import Finished, run_attempt, with_scoring_times
 from .costs import RolloutPrices, ScoringSpent, with_scoring
 from .demonstrating import Demonstrator, demonstrating
 from .estimates import scored_of
 from .events import Observer, RolloutScored
-from .failures import GroupFailures, rollout_id_of, straggler
-from .hidden_text import without_hidden
+from .failures import GroupFailures, rollout_id_of, straggler, without_hidden
 from .policy import (
     Drop,
     GroupRules,
     Tries,
+    Untrained,
+    UntrainedCeiling,
     blames_model,
     group_seconds_left,
     is_retried,
@@ -50,16 +51,15 @@ from .policy import (
     judge_trajectory,
     retry_delay_seconds,
     rules_of,
+    summed,
+    untrained_of,
 )
-from .provenance import kept_config, provenance_of, rendering_of
-from .public_part import bounded_public
+from .provenance import bounded_public, kept_config, provenance_of, rendering_of
 from .running import RunningRollout, RunningRollouts
 from .score_once import score_once, scores_groups
 from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool
 from .staleness import StalenessMonitor
 from .stream import GroupRequest
-from .timings import with_scoring_times
-from .untrained import Untrained, UntrainedCeiling, summed, untrained_of
 
 _LATE = ["call_after_seal"]
 """Flags of a rollout whose agent made calls after the rollout had ended."""

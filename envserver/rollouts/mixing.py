@@ -49,9 +49,6 @@ def targets(shares: Iterable[Share]) -> dict[str, float]:
     """Returns the target share of each: its minimum, or more by weight of what the minima leave.
 
     Shares sum to 1 and are at least 1e-9.
-
-    Raises:
-        ConfigError: a weight is not positive, the minima sum to more than 1, or a name comes twice.
     """
     given = list(shares)
     by_name = {share.name: share for share in given}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
+import numpy as np
+import structlog
 from envserver_records.backoff import Backoff
 from envserver_records.errors import (
     Outcome,
@@ -18,14 +21,62 @@ from envserver_records.errors import (
     WorkerError,
     WorkerHung,
 )
-from envserver_records.records import Group, Trajectory
+from envserver_records.records import Call, Group, Score, Trajectory
+from envserver_records.records import Sequence as Row
 
-from ..tokens.flags import Actions
-from .equal_rollouts import Alike, alike, all_equal
+from ..tokens.flags import FLAGS, Actions, flags_of
 from .estimates import Scored
 
 if TYPE_CHECKING:
     from ..config import RolloutsConfig
+
+
+Alike = Literal["lowest", "highest", "answers"]
+
+
+def alike(group: Group) -> tuple[Alike, ...]:
+    """Returns in what the rollouts of a group are alike: there is nothing to compare.
+
+    lowest, highest: all rewards are at that bound of the range, even of a single rollout; answers:
+    the same tokens were sampled, or the same texts.
+    """
+    rollouts = group.trajectories
+    found: list[Alike] = []
+    rewards = {one.score.reward for one in rollouts}
+    if rewards == {group.reward_range.low}:
+        found.append("lowest")
+    if rewards == {group.reward_range.high}:
+        found.append("highest")
+    if len(rollouts) > 1 and all(_says_the_same(rollouts[0], one) for one in rollouts[1:]):
+        found.append("answers")
+    return tuple(found)
+
+
+def _says_the_same(one: Trajectory, other: Trajectory) -> bool:
+    if one.sequences and len(one.sequences) == len(other.sequences):
+        return all(
+            np.array_equal(ours.tokens, theirs.tokens)
+            for ours, theirs in zip(one.sequences, other.sequences, strict=True)
+        )
+    return bool(one.messages) and not one.sequences and one.messages == other.messages
+
+
+def all_equal(trajectories: Sequence[Trajectory]) -> bool:
+    """Returns whether each trained agent has the same rewards, of all and of its turns, in all
+    trajectories, so that comparing them teaches nothing."""
+    scores = [trajectory.score for trajectory in trajectories]
+    # Rows are of trained agents; without exact tokens there are none, and all agents count.
+    agents = {row.agent for trajectory in trajectories for row in trajectory.sequences}
+    agents = agents or {name for score in scores for name in score.rewards} or {None}
+    return all(
+        len({(score.of_agent(agent), _turns_of(score, agent)) for score in scores}) == 1
+        for agent in agents
+    )
+
+
+def _turns_of(score: Score, agent: str | None) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted((one.turn, one.value) for one in score.turns if one.agent == agent))
+
 
 Missing = Literal["shrink", "drop_group"]
 _RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
@@ -257,3 +308,153 @@ def judge_group(group: Group, rules: GroupRules, version: int) -> Drop | None:
         message = f"All rewards are equal (mean {reward}): --env.ensure_scores_are_not_same."
         return Drop("zero_variance", message, False, alike=alike(group))
     return None
+
+
+_log = structlog.get_logger("envserver.untrained")
+
+_REMEDIES: Final = {
+    "structured_output_masked": "let agents ask without response_format and a forced tool_choice, "
+    "with --tokens.strict_tools drop",
+    "undelivered_completion": "raise the agents' timeouts",
+    "finish_abort": "pause the engine by drain or keep, not by abort",
+    "mixed_versions": "publish less often, or pause by drain",
+}
+"""Advice for the flags that most often mask tokens."""
+
+
+class Untrained(msgspec.Struct, frozen=True):
+    """Counts of sampled tokens.
+
+    Args:
+        sampled: tokens of trained agents, as far as the engine counts them.
+        by_flag: those among them that are not trained, by the flag that masks or drops them.
+    """
+
+    sampled: int = 0
+    by_flag: dict[str, int] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are not trained."""
+        return sum(self.by_flag.values())
+
+    @property
+    def share(self) -> float:
+        """Their share of the sampled tokens; 0 if none was sampled."""
+        return self.tokens / self.sampled if self.sampled else 0.0
+
+
+def untrained_of(
+    calls: Iterable[Call],
+    rows: Iterable[Row],
+    flags: Sequence[str],
+    actions: Actions,
+    *,
+    need_exact: bool,
+) -> Untrained:
+    """Counts the tokens of one rollout.
+
+    Args:
+        calls: of its trained agents. Text without token ids does not count, unless it drops the
+            rollout.
+        flags: of the rollout.
+        need_exact: whether a flag can drop the rollout.
+    """
+    calls = list(calls)
+    if need_exact and actions.worst(flags) == "drop":
+        sampled = sum(len(call.completion_ids) or call.told_tokens[1] for call in calls)
+        dropping = next(flag for flag in flags if actions.of(flag) == "drop")
+        return Untrained(sampled, {dropping: sampled} if sampled else {})
+    exact = [call for call in calls if call.exact]
+    sampled = sum(len(call.completion_ids) for call in exact)
+    masked: Counter[str] = Counter()
+    for call in exact:
+        worst = actions.worst(flags_of(call))
+        if worst != "train":
+            flag = next(flag for flag in flags_of(call) if actions.of(flag) == worst)
+            masked[flag] += len(call.completion_ids)
+    left = sampled - sum(int(np.count_nonzero(row.mask)) for row in rows) - masked.total()
+    if left > 0:  # `build` masks the older tokens of a row
+        masked["mixed_versions"] += left
+    return Untrained(sampled, {flag: count for flag, count in masked.items() if count})
+
+
+def summed(counts: Iterable[Untrained]) -> Untrained:
+    """Returns the sum of several counts."""
+    sampled, by_flag = 0, Counter[str]()
+    for one in counts:
+        sampled += one.sampled
+        by_flag.update(one.by_flag)
+    return Untrained(sampled, dict(by_flag.most_common()))
+
+
+class UntrainedCeiling:
+    """The ceiling of one environment of a run.
+
+    Args:
+        most: largest share of untrained tokens; 1: no ceiling.
+        groups: number of the latest groups in the window; nothing is judged before there are as
+            many.
+    """
+
+    def __init__(self, most: float, groups: int) -> None:
+        self.most = most
+        self._window: deque[Untrained] = deque(maxlen=groups)
+        self._was_over = False
+
+    @property
+    def window(self) -> Untrained:
+        """The counts of the latest groups."""
+        return summed(self._window)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the window is full and its untrained share exceeds `most`."""
+        return len(self._window) == self._window.maxlen and self.window.share > self.most
+
+    def judge(self, group: Untrained) -> str | None:
+        """Adds a finished group; returns why it is not offered, or None."""
+        self._window.append(group)
+        if self.is_over != self._was_over:
+            self._was_over = self.is_over
+            tell = _log.warning if self._was_over else _log.info
+            tell("untrained_over_ceiling" if self._was_over else "untrained_under_ceiling",
+                 message=self.message(), hint=self.hint())  # fmt: skip
+        return self.message() if self._was_over and group.share > self.most else None
+
+    def message(self) -> str:
+        """Says what share is not trained, and by which flags."""
+        window = self.window
+        flags = ", ".join(
+            f"{flag} {count / window.sampled:.0%} ({FLAGS[flag].meaning})"
+            for flag, count in window.by_flag.items()
+        )
+        return (
+            f"{window.share:.0%} of the tokens sampled in the last {len(self._window)} groups are "
+            f"not trained{f': {flags}' if flags else ''}. The ceiling is {self.most:.0%}."
+        )
+
+    def hint(self) -> str:
+        """Says what to do."""
+        by_flag = self.window.by_flag
+        advice = [f"For {flag}: {_REMEDIES[flag]}." for flag in by_flag if flag in _REMEDIES]
+        flags = ",".join(by_flag)
+        return " ".join(
+            [
+                *advice,
+                f"--tokens.train {flags} trains them, --tokens.max_untrained_share raises the "
+                "ceiling.",
+            ]
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Returns the state for `/v1/status`."""
+        window = self.window
+        return {
+            "share": window.share,
+            "ceiling": self.most,
+            "groups": len(self._window),
+            "tokens": window.by_flag,
+            "over": self.is_over,
+            "message": f"{self.message()} {self.hint()}" if self.is_over else "",
+        }

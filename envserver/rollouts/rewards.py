@@ -19,7 +19,7 @@ from envserver_records.scores import RewardRange, Score, TurnReward, with_totals
 from envserver_records.tasks import Result
 
 from ..environment import Environment
-from .roles import roles_of
+from .agents import roles_of
 
 
 class RewardRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,13 +70,7 @@ def range_of(environment: Environment) -> RewardRange:
 
 
 def checked_score(score: object, result: Result, rules: RewardRules) -> Score:
-    """Checks a score and returns it as plain numbers, without totals.
-
-    Raises:
-        RewardError: a reward is out of range, or for an agent or a turn that does not exist.
-        ScorerError: it is not a Score, reports a failure, or has components or metrics that are not
-            finite numbers.
-    """
+    """Checks a score and returns it as plain numbers, without totals."""
     if not isinstance(score, Score):
         raise ScorerError(f"The scorer returned {type(score).__name__}, not a Score.")
     if score.error is not None:

@@ -26,9 +26,8 @@ from ..telemetry.tracing import gathered
 from .estimates import Scored
 from .events import GroupDelivered, GroupDropped, GroupSink, Observer
 from .mixing import Ending, Lane
-from .policy import Drop, retry_delay_seconds
+from .policy import Drop, UntrainedCeiling, retry_delay_seconds
 from .stream import GroupRequest, read
-from .untrained import UntrainedCeiling
 
 log = structlog.get_logger()
 
@@ -119,13 +118,7 @@ class Scheduler:
         self._draining.set()
 
     async def run(self) -> None:
-        """Runs the stream to its end.
-
-        Raises:
-            AllFailed: too many groups failed in a row.
-            TooMuchUntrained: flags keep too many tokens from training.
-            EnvserverError: the sink refused a group for good, or the tasks cannot be read.
-        """
+        """Runs the stream to its end."""
         most = max(1, self._context.rollouts.max_concurrent // self._size) + 1
         try:
             while not self._draining.is_set() and self.delivered != self._wanted:

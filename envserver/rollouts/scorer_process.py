@@ -14,6 +14,7 @@ count, nor does time in which the processes wait or others run.
 from __future__ import annotations
 
 import asyncio
+import copy
 import ctypes
 import functools
 import inspect
@@ -29,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -38,6 +40,7 @@ from envserver_records.errors import (
     EnvserverError,
     Failure,
     InputError,
+    NotFoundError,
     Outcome,
     ScorerError,
 )
@@ -47,6 +50,7 @@ from envserver_records.tasks import Result, Task
 from pydantic import ValidationError
 
 from ..environment import Environment
+from ..folders import import_path
 from ..judges.client import JudgeAddress, ScorerJudge
 from ..registry import find
 from ..sandbox.remote.address import SandboxAddress
@@ -61,8 +65,84 @@ from .rewards import (
     rules_of_rewards,
     with_turn_rewards,
 )
-from .rubric import with_rubric
 from .task_digests import digest_of, first_tasks
+
+#     class Shorter:
+#         def __init__(self, environment):
+#             self.environment = environment
+#
+#         def score(self, task, result):
+#             score = self.environment.score(task, result)
+#             return Score(reward=score.reward * (0.5 if result.turns > 4 else 1.0))
+#
+# `score` is as of `Environment` and may be `async`; `score_group`, where there is one, has the last
+# word on a group; `environment.judge` asks a model (`--judge.*`); `prepare_scoring` loads libraries
+# before the first score. The constructor takes the environment, or nothing. A subclass of
+# Environment is a rubric, too: it is made with the environment's settings.
+
+
+def with_rubric(environment: Environment, reference: str) -> Environment:
+    """`environment`, scoring as the class says that `reference` names.
+
+    Args:
+        reference: `path/to/file.py:Class`, or without the class where the file has only one.
+    """
+    made = _made(rubric_class(reference), environment, reference)
+    if isinstance(made, Environment):
+        if hasattr(environment, "sandboxes"):
+            made.sandboxes = environment.sandboxes
+        if hasattr(environment, "judge"):
+            made.judge = environment.judge
+        return made
+    scorer = copy.copy(environment)  # the rubric's own goes on scoring as it did
+    for name in ("score", "score_group", "prepare_scoring"):
+        if callable(method := getattr(made, name, None)):
+            setattr(scorer, name, method)
+    return scorer
+
+
+def rubric_class(reference: str) -> type[Any]:
+    """The class that `reference` names. Raises like `with_rubric`."""
+    path, _, name = reference.partition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise NotFoundError(
+            f"There is no rubric {reference!r}.", hint="Name it as path/to/file.py:Class."
+        )
+    (module,) = import_path(Path(path))
+    found = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value)
+        and value.__module__ == module.__name__
+        and callable(getattr(value, "score", None))
+    }
+    if name in found:
+        return found[name]
+    if name or len(found) != 1:
+        known = ", ".join(found) or "none"
+        wanted = f"no class {name!r} with a `score`" if name else f"{len(found)} such classes"
+        raise ConfigError(
+            f"{reference}: there is {wanted}.", hint=f"Classes with a `score`: {known}."
+        )
+    return next(iter(found.values()))
+
+
+def _made(kind: type[Any], environment: Environment, reference: str) -> Any:
+    try:
+        if issubclass(kind, Environment):
+            config = environment.config.model_dump(mode="json")
+            known = {key: config[key] for key in kind.Config.model_fields if key in config}
+            return kind(kind.Config.model_validate(known))
+        takes_one = bool(inspect.signature(kind).parameters)
+        return kind(environment) if takes_one else kind()
+    except EnvserverError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"The rubric {reference} cannot be made: {type(error).__name__}: {error}",
+            hint="Its constructor takes the environment, or nothing.",
+        ) from error
+
 
 TRACEBACK_CHARACTERS = 4000
 _LOOK_MILLISECONDS = 100

@@ -38,9 +38,8 @@ from ..sandbox.remote.address import SandboxAddress
 from . import scorer_process
 from .costs import ScoringSpent
 from .rewards import RewardRules, delivered_score
-from .scorer_channel import ScorerChannel, ScorerEnded
+from .scorer_channel import ScorerChannel, ScorerEnded, check_working_directory, scorer_context
 from .scorer_process import Declared, RowScore, RowToScore, ScoreLimits, ScorerAnswer
-from .scorer_start import check_working_directory, scorer_context
 
 START_TIMEOUT_SECONDS = 120.0
 _LISTING_SECONDS = 600.0
@@ -149,12 +148,6 @@ class ScorerPool:
     async def score(self, task: Task, result: Result, spent: ScoringSpent | None = None) -> Score:
         """Returns the score of one rollout, without totals; the worst reward if its text uses up
         the scorer's CPU seconds. What it takes is added to `spent`, also if it fails.
-
-        Raises:
-            RewardError: the environment gave a reward that it may not give.
-            ScorerError: the scorer raised, died, took too long, or gave an invalid score.
-            SandboxError, JudgeError: a sandbox or the judge failed, whatever the scorer made of it.
-            ConfigError: the environment cannot score as it is set up.
         """
         without_text = (task, Result(output=""))
         return await self._score(scorer_process.score, (task, result), without_text, spent)

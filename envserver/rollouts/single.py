@@ -27,9 +27,6 @@ async def run_single(
     Args:
         scored: its answer is known; else its score has no reward.
         failed: told of each failure.
-
-    Raises:
-        RolloutError: the last try failed, too.
     """
     if not scored:  # nobody knows how to solve it
         context = msgspec.structs.replace(context, demonstrator=None)

@@ -69,9 +69,6 @@ def group_requests(environment: Environment, *, repeat: bool) -> Iterator[GroupR
 
     Args:
         repeat: start again after the last task, endlessly.
-
-    Raises:
-        ConfigError: the split has no task, or `tasks` raised or yielded something else.
     """
     config = environment.config
     prefix = id_prefix(environment)

@@ -9,10 +9,9 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .context import rollout_context
     from .engines import make_endpoint
-    from .mix import alone
+    from .mix import RunSpec, alone
     from .processing import process_run
     from .run_settings import ProcessSettings
-    from .spec import RunSpec
 
 __all__ = ["ProcessSettings", "RunSpec", "alone", "make_endpoint", "process_run", "rollout_context"]
 

@@ -46,9 +46,6 @@ async def own_endpoints(
     Args:
         engine, source: those of the rollouts.
         must_answer: see `look_at`.
-
-    Raises:
-        EngineError: an engine must answer and does not.
     """
     found: dict[str, OwnEndpoint] = {}
     opened: dict[object, Engine] = {}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..api.alarms import AlarmWatch
 from ..api.app import create_api
+from ..api.recording import AlarmWatch
 from ..api.runners.registry import RunnerRegistry
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
@@ -52,12 +52,7 @@ async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
-    """Serves while the context is open.
-
-    Raises:
-        ConfigError: the port is not available.
-        StoreError: the store cannot be opened.
-    """
+    """Serves while the context is open."""
     starting = bootstrap_server(
         settings.server, settings.telemetry, settings.store, (), shared=settings.store_shared
     )

@@ -28,9 +28,8 @@ from envserver_records.records import Group
 
 from ..workers.linux import killing_programs
 from . import python_api
-from .api_settings import AnyEnvironment, Mix
 from .evaluating import Evaluation
-from .python_api import ProcessResult, ScoreResult
+from .python_api import AnyEnvironment, Mix, ProcessResult, ScoreResult
 from .replaying import Replayed
 from .rescoring import Tally
 from .serving import Served

@@ -20,8 +20,7 @@ from ..api.bootstrap import BootstrapApp
 from ..api.health import Health, disk_probe, store_probe
 from ..api.live import Live
 from ..api.metrics import Metrics
-from ..api.replicas.facts import leads_metric, role
-from ..api.replicas.origin import FromFollowers
+from ..api.replicas.link import FromFollowers, leads_metric, role
 from ..api.server import RunningServer, serve_api
 from ..config import StorePlace
 from ..server_config import ServerConfig, TelemetryConfig
@@ -106,10 +105,6 @@ async def bootstrap_server(
         expected: parts other than the store that must be up before the server is ready.
         shared: other servers share the store: starts the server, waits until it leads, and opens
             the store then.
-
-    Raises:
-        ConfigError: the port is not available, or the store cannot be shared.
-        StoreError: the store cannot be opened.
     """
     async with LoopLag(telemetry.slow_callback_seconds) as lag:
         health = Health(lag)

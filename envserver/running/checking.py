@@ -6,34 +6,311 @@ In: an environment with its settings. Out: an EnvironmentReport.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
-from envserver_records.records import Task
+from envserver_records.records import Message, Task, text_of
 
-from ..config import RolloutsConfig, Settings
+from ..config import RolloutsConfig, Settings, SimConfig
 from ..environment import Environment
 from ..judges.server import JudgeServer
-from ..models.model_files import find_tokenizer
+from ..models.catalogue import find_tokenizer
+from ..models.measured import MeasuredEngine
+from ..models.sim import RolloutSolver, SimEngine, Speaker
+from ..models.sim.conversation import Conversation
+from ..models.sim.faulty_answers import Said, Turn
+from ..models.sim.policy import Policy, Wish, drawn_call, generator
+from ..proxy.endpoint import EngineEndpoint
 from ..registry import absolute
-from ..rollouts.check_data import Placed, estimated_tokens
-from ..rollouts.check_report import EnvironmentReport, ScoringCost
-from ..rollouts.checking import Plays, RowsToCheck, check, placed, watched_rows
+from ..rollouts.attempt import Finished
+from ..rollouts.check_data import ORDERS, Placed, estimated_tokens
+from ..rollouts.check_report import EnvironmentReport, Played, ScoringCost, Wrong
+from ..rollouts.checking import Plays, RowsToCheck, check, placed, secrets_of, watched_rows
+from ..rollouts.group import RolloutContext
+from ..rollouts.rewards import range_of
 from ..rollouts.scoring import ScorerPool
+from ..rollouts.single import run_member
+from ..rollouts.stream import GroupRequest
 from ..rollouts.task_digests import first_tasks
 from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
 from ..sandbox.watched import WatchedSandboxes
+from ..telemetry.tracing import NO_TRACER
 from ..tokens.vocabulary import Vocabulary
-from .check_plays import play
+from .context import SharedEngine, rollout_context
 from .judging import judge_of, scorer_processes
+from .mix import RunSpec
 from .run_settings import CheckSettings
 from .sandboxes import sandboxes_of
-from .spec import RunSpec
+
+# A way of playing is what the model says: the demonstration, a spoiled one, or a cheat that no
+# environment may reward like a solved task.
+
+MOST_SOLVED_BY_CHEATS = 0.25
+"""Largest share of tasks that a cheat may solve: to refuse is right for some."""
+_AT_A_TIME = 8
+_EPSILON = 1e-9
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """A way of playing.
+
+    Args:
+        speaker: makes what says the model's turns, from the demonstrations.
+        cheat: solving tasks with it is a fault of the environment.
+        needs_demonstration: tasks without one are left out.
+        differs: only plays count in which it says something else than the demonstration does.
+    """
+
+    speaker: Callable[[RolloutSolver], Speaker]
+    cheat: bool = False
+    needs_demonstration: bool = False
+    differs: bool = False
+
+
+def _policy(**config: Any) -> Callable[[RolloutSolver], Speaker]:
+    settings = SimConfig(**{"openers": False, "solve_probability": 1.0, **config})
+    return lambda solver: Policy(settings, solver)
+
+
+class _Says:
+    """Always says what `text` makes of the conversation."""
+
+    def __init__(self, text: Callable[[Conversation], str]) -> None:
+        self._text = text
+
+    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
+        return Said(self._text(conversation))
+
+
+class _CallsTools:
+    """Calls tools with valid arguments, for as long as there are any."""
+
+    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
+        call = drawn_call(conversation, wish, generator(0, "spam", key))
+        return Said(Turn("", (call,)).text() if call else "I have called all tools.")
+
+
+def _question(conversation: Conversation) -> str:
+    users = [one for one in conversation.messages if one["role"] == "user"]
+    return text_of(users[-1]) if users else ""
+
+
+DEMONSTRATION = "demonstration"
+SPOILED = "spoiled"
+WAYS: Mapping[str, Way] = {
+    DEMONSTRATION: Way(speaker=_policy(solve_probability=1.0), needs_demonstration=True),
+    SPOILED: Way(speaker=_policy(solve_probability=0.0), needs_demonstration=True),
+    "malformed calls": Way(speaker=_policy(malformed_call_rate=1.0), differs=True),
+    "broken JSON": Way(speaker=_policy(broken_json_rate=1.0), differs=True),
+    "nothing": Way(speaker=lambda _: _Says(lambda _: ""), cheat=True),
+    # Where a request forces a call, neither is possible, and the demonstration is said.
+    "refusal": Way(speaker=_policy(refusal_rate=1.0), cheat=True, differs=True),
+    "endless repetition": Way(speaker=_policy(repetition_rate=1.0), cheat=True, differs=True),
+    "the prompt again": Way(speaker=lambda _: _Says(_question), cheat=True),
+    "orders to the judge": Way(speaker=lambda _: _Says(lambda _: ORDERS), cheat=True),
+    "tool spam": Way(speaker=lambda _: _CallsTools(), cheat=True),
+}
+"""The ways of playing by name, in the order of the report."""
+
+
+class _Players:
+    """Says the turns of every rollout in its way; the way is in the rollout's id."""
+
+    def __init__(self, solver: RolloutSolver) -> None:
+        self._speakers = [way.speaker(solver) for way in WAYS.values()]
+        self.differing: set[str] = set()
+        """Ids of rollouts in which something else was said than the demonstration says."""
+
+    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
+        """See Speaker."""
+        rollout_id = wish.rollout_id.partition("/")[0]
+        number = int(rollout_id.split("-")[1])
+        said = self._speakers[number].say(conversation, wish, fate=fate, key=key)
+        if said != self._speakers[0].say(conversation, wish, fate=fate, key=key):
+            self.differing.add(rollout_id)
+        return said
+
+
+async def play(
+    settings: Settings,
+    environment: Environment,
+    reference: str,
+    tasks: Sequence[Task],
+    *,
+    most_wrong: int,
+    judge: JudgeServer | None,
+    progress: Callable[[int, int], None],
+) -> Plays:
+    """Plays the tasks in all ways.
+
+    Args:
+        tasks: all are played by demonstration, the first `most_wrong` in the other ways.
+    """
+    solver = RolloutSolver()
+    players = _Players(solver)
+    sim = SimEngine(SimConfig(latency_seconds=0.0), speaker=players)
+    problems: list[str] = []
+    known = [task for task in tasks if _is_demonstrated(environment, task, problems)]
+    plan = [
+        (number, name, task)
+        for number, (name, way) in enumerate(WAYS.items())
+        for task in _tasks_of(name, way, tasks, known, most_wrong)
+    ]
+    async with (
+        MeasuredEngine(sim) as engine,
+        _context(settings, environment, reference, engine, solver, judge) as context,
+    ):
+        plays = _Plays(context, players, problems)
+        slots = asyncio.Semaphore(_AT_A_TIME)
+        done = 0
+
+        async def one(index: int, number: int, name: str, task: Task) -> None:
+            nonlocal done
+            async with slots:
+                await plays.play(f"check-{number}-{index:06d}-r0", name, task)
+            done += 1
+            progress(done, len(plan))
+
+        async with asyncio.TaskGroup() as group:
+            for index, (number, name, task) in enumerate(plan):
+                group.create_task(one(index, number, name, task))
+    return Plays(plays.judged(), problems, plays.right)
+
+
+@contextlib.asynccontextmanager
+async def _context(
+    settings: Settings,
+    environment: Environment,
+    reference: str,
+    engine: MeasuredEngine,
+    solver: RolloutSolver,
+    judge: JudgeServer | None,
+) -> AsyncIterator[RolloutContext]:
+    tokens = settings.tokens.model_copy(update={"constraints": "all"})
+    endpoint = EngineEndpoint(engine, tokens=tokens)
+    shared = SharedEngine(engine, endpoint, "sim", solver, NO_TRACER, judge)
+    async with rollout_context(settings, environment, reference, shared=shared) as context:
+        yield context
+
+
+def _is_demonstrated(environment: Environment, task: Task, problems: list[str]) -> bool:
+    try:
+        return bool(environment.demonstration(task))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's code: what it raises is told
+        problems.append(
+            f"The demonstration of task {task.id!r} cannot be made: {type(error).__name__}: {error}"
+        )
+        return False
+
+
+def _tasks_of(
+    name: str, way: Way, tasks: Sequence[Task], known: Sequence[Task], most_wrong: int
+) -> Sequence[Task]:
+    of_demonstrations = way.needs_demonstration or (way.differs and not way.cheat)
+    chosen = known if of_demonstrations else tasks
+    return chosen if name == DEMONSTRATION else chosen[:most_wrong]
+
+
+class _Plays:
+    """Collects plays by way."""
+
+    def __init__(self, context: RolloutContext, players: _Players, problems: list[str]) -> None:
+        self._context = context
+        self._players = players
+        self._problems = problems
+        self._range = range_of(context.environment)
+        self.right: dict[str, Any] = {}
+        """Outputs of demonstrations that solved their tasks."""
+        self._played = {name: Played(way=name, cheat=way.cheat) for name, way in WAYS.items()}
+
+    async def play(self, rollout_id: str, name: str, task: Task) -> None:
+        """Plays `task` once, and again where a failure is not the environment's."""
+        played, context = self._played[name], self._context
+        config = context.environment.config
+        request = GroupRequest(
+            group_id=rollout_id.removesuffix("-r0"),
+            index=0,
+            env=context.environment.name,
+            split=config.split,
+            seed=config.seed,
+            task=task,
+        )
+        try:
+            member = await run_member(context, request, scored=True)
+        except EnvserverError as error:
+            played.wrong.append(Wrong(task_id=task.id, reward=None, error=str(error), raised=True))
+            return
+        finished = member.finished
+        if WAYS[name].differs and rollout_id not in self._players.differing:
+            return
+        played.turns += finished.result.turns
+        played.seconds += finished.usage.seconds
+        if finished.result.limit is not None:
+            played.limits[finished.result.limit] += 1
+        if name == DEMONSTRATION:
+            self._problems += _shown_secrets(finished, task)
+        if self._counted(played, task, context.scorer.delivered(member.score).reward):
+            self.right[task.id] = finished.result.output
+
+    def _counted(self, played: Played, task: Task, reward: float | None) -> bool:
+        """Counts a play; returns whether it is a demonstration that solved its task."""
+        if reward is None:
+            played.wrong.append(Wrong(task_id=task.id, reward=None, error="It is not scorable."))
+            return False
+        played.rewards.append(reward)
+        solved = reward >= self._range.solved_at - _EPSILON
+        played.solved += solved
+        judged = played.way == DEMONSTRATION and self._context.environment.demonstrations_solve
+        if judged and not solved:
+            played.wrong.append(Wrong(task_id=task.id, reward=reward))
+        return judged and solved
+
+    def judged(self) -> list[Played]:
+        """Returns the ways that were played; adds to the problems what only all plays tell."""
+        plays = [one for one in self._played.values() if one.rewards or one.wrong]
+        right, spoiled = (self._played[name].mean for name in (DEMONSTRATION, SPOILED))
+        solve = self._context.environment.demonstrations_solve
+        if solve and right is not None and spoiled is not None and spoiled >= right - _EPSILON:
+            self._problems.append(
+                f"Spoiled demonstrations are rewarded like right ones: {spoiled:g} and {right:g} "
+                "in the mean."
+            )
+        # Between agents there is no right answer: whatever one says, the other may lose by it.
+        for one in plays if solve else ():
+            if one.cheat and one.solved > MOST_SOLVED_BY_CHEATS * len(one.rewards):
+                self._problems.append(
+                    f"A cheat solves {one.solved} of {len(one.rewards)} tasks: {one.way}."
+                )
+        return plays
+
+
+def _shown_secrets(finished: Finished, task: Task) -> list[str]:
+    """Returns problems: hidden texts in what an agent is told before its first answer."""
+    problems, seen = [], set()
+    for call in finished.attempt.calls:
+        if call.agent in seen or not call.trained:
+            continue
+        seen.add(call.agent)
+        told = " ".join(map(text_of, _before_answers(call.messages)))
+        problems += [
+            f"The prompt of task {task.id!r} shows hidden text: {secret[:60]!r}."
+            for secret in secrets_of(task)
+            if secret in told
+        ]
+    return problems
+
+
+def _before_answers(messages: list[Message]) -> list[Message]:
+    roles = [message.get("role") for message in messages]
+    return messages[: roles.index("assistant")] if "assistant" in roles else messages
+
 
 MOST_ROWS = 100_000
 OnProgress = Callable[[str, int, int], None]
@@ -43,11 +320,7 @@ OnProgress = Callable[[str, int, int], None]
 async def check_environment(
     spec: RunSpec[CheckSettings], progress: OnProgress
 ) -> EnvironmentReport:
-    """Checks an environment.
-
-    Raises:
-        ConfigError: it cannot be loaded, has no tasks, or needs a sandbox and no backend works.
-    """
+    """Checks an environment."""
     settings = spec.settings
     costs: list[tuple[float, float]] = []
     async with (

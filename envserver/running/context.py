@@ -28,16 +28,15 @@ from ..proxy.gate import Gate
 from ..proxy.hooks import hooks_of
 from ..proxy.server import Proxy
 from ..registry import absolute
-from ..rollouts.agents import seats_of
+from ..rollouts.agents import roles_of, seats_of
 from ..rollouts.demonstrating import Demonstrator
 from ..rollouts.events import Event, Observer
 from ..rollouts.group import RolloutContext
+from ..rollouts.policy import UntrainedCeiling
 from ..rollouts.provenance import made_with
-from ..rollouts.roles import roles_of
 from ..rollouts.scorer_process import declared_by
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
-from ..rollouts.untrained import UntrainedCeiling
 from ..sandbox.attempt_sandboxes import AttemptSandboxes
 from ..sandbox.elsewhere import SandboxSource
 from ..sandbox.maker import SandboxMaker, sandboxes_at
@@ -47,12 +46,12 @@ from ..tools.serving import services_of
 from ..workers.local import LocalPool
 from ..workers.sandboxed import WorkerSandbox
 from .agent_engines import OwnEndpoint, own_endpoints
+from .alarm_facts import tracer_of
 from .engines import look_at, make_endpoint, make_engine, started
 from .harnesses import ChosenHarness, chosen_harness, isolation_of
 from .judging import folder_of, judge_of, scorer_processes
 from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
-from .tracing import tracer_of
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet
@@ -125,7 +124,7 @@ async def _fleet(
     if engine.kind != "openai":
         yield None
         return
-    from .engine_fleet import fleet_of
+    from .engines import fleet_of
 
     async with fleet_of(settings, engine, endpoint, need_exact=need_exact) as fleet:
         yield fleet
@@ -163,11 +162,6 @@ async def rollout_context(
         is_up: called with "workers" and "scorers" as soon as they are up.
         need_engine: whether the engine must answer now. If False it may come up later; then its
             model must be set.
-
-    Raises:
-        EngineError: the engine does not answer, or refuses the request.
-        ConfigError: RL needs exact tokens and the engine does not return them; or the environment
-            needs a sandbox and none can be made.
     """
     reference = absolute(env_reference)
     roles = roles_of(environment)

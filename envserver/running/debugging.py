@@ -25,8 +25,8 @@ from ..rollouts.group import Member, RolloutContext, run_once, trajectory_of
 from ..rollouts.rewards import checked_score, rules_of_rewards, with_turn_rewards
 from ..rollouts.stream import GroupRequest
 from ..workers.debugging import DebugPool
+from .mix import RunSpec
 from .run_settings import ReplaySettings, RunSettings
-from .spec import RunSpec
 
 S = TypeVar("S", RunSettings, ReplaySettings)
 
@@ -52,9 +52,6 @@ def debuggable(spec: RunSpec[S], *, here: bool = True) -> RunSpec[S]:
 
     Args:
         here: the environment is to run in this process.
-
-    Raises:
-        ConfigError: it must not run in this process.
     """
     settings = spec.settings
     if settings.agent.is_set:
@@ -80,11 +77,6 @@ async def run_here(
     Args:
         context: without scorer processes (`rollout_context(scores_here=True)`).
         scored: its answer is known; else its score has no reward.
-
-    Raises:
-        EnvironmentRaised: the environment's code raised.
-        ConfigError: the environment has an interpreter of its own.
-        RolloutError: the rollout failed otherwise.
     """
     pool = DebugPool(stops=False)
     here = msgspec.structs.replace(context, pool=pool)

@@ -39,14 +39,13 @@ from ..rollouts.mixing import Share
 from ..rollouts.rewards import range_of
 from ..rollouts.stream import GroupRequest, group_requests
 from .context import SharedEngine, shared_engine
-from .elsewhere import makers_of
 from .engines import SIMULATED
-from .evaluation_folder import claim, write_report, write_run_file, write_tasks
+from .evaluation_folder import Shard, claim, shard_of, write_report, write_run_file, write_tasks
 from .group_run import GroupRun, Part, Show, show_nothing
 from .harnesses import identity_of
 from .judging import judge_line
-from .shards import Shard, shard_of
-from .spec import RunSpec
+from .mix import RunSpec
+from .ray_making import makers_of
 from .stopping import Stop
 from .tracking import Tracking, tracking
 
@@ -197,13 +196,7 @@ async def evaluate_members(
     view: EvaluationView | None = None,
     stop: Stop | None = None,
 ) -> Evaluation:
-    """Runs everything and writes the report.
-
-    Raises:
-        AllFailed: too many groups failed in a row (the groups before are reported), or there is
-            nothing to report.
-        ConfigError, InputError, StoreError: as for `GroupRun`; or the folder is of another run.
-    """
+    """Runs everything and writes the report."""
     view, stop = view or EvaluationView(), stop or Stop()
     folder = choice.folder or _new_folder(members)
     parts = _ready_parts(members, folder, choice)

@@ -17,8 +17,7 @@ from typing import Any
 from envserver_records.errors import InputError
 
 from ..export.decontaminate import Forbidden
-from ..export.dedupe import Seen
-from ..export.filters import Choice, Where, chosen
+from ..export.filters import Choice, Seen, Where, chosen
 from ..export.formats import Format
 from ..export.shards import finish, place_for, writer_of
 from ..export.stored import StoredGroup, StoredRollout, read_groups
@@ -140,11 +139,6 @@ def export(
         shard_rows: maximum number of rows of a shard.
         skip_bad: skip and count lines that are not groups.
         on_progress: called after each group with the bytes of the sources read since the last call.
-
-    Raises:
-        ConfigError: `out` exists, or is one file and the rows need several.
-        InputError: a source holds something that is not a group.
-        StoreError: `out` cannot be written; it is unchanged.
     """
     single = out.suffix in (".jsonl", format.suffix)
     tally, read = Tally(), Counter[str]()

@@ -30,8 +30,7 @@ from ..rollouts.scheduler import GroupMaker, Scheduler
 from ..rollouts.stream import GroupRequest, id_prefix
 from ..tokens.flags import chosen
 from .context import SharedEngine, rollout_context, shared_engine
-from .mix import Several
-from .spec import RunSpec
+from .mix import RunSpec, Several
 from .stopping import Stop, run_until_stopped
 from .tally import Rewards, Tally
 from .tracking import Tracking
@@ -191,15 +190,7 @@ class GroupRun:
         return dict(found)
 
     async def run(self) -> None:
-        """Makes the groups.
-
-        Raises:
-            AllFailed: too many groups of an environment failed in a row, or all; what was written
-                stays.
-            TooMuchUntrained: flags keep too many tokens from training; the same.
-            ConfigError, InputError, StoreError: see `open_sink`; or a file is of another model.
-            EngineError: the engine does not answer.
-        """
+        """Makes the groups."""
         if self._resume and self._overwrite:
             raise ConfigError("--resume and --overwrite exclude each other.")
         for part in self._parts:  # report an unknown flag before replacing a file

@@ -58,9 +58,6 @@ def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> Chos
 
     Args:
         service: the sandboxes of the run.
-
-    Raises:
-        ConfigError, NotFoundError: there is no such program, or it is not installed.
     """
     if not config.is_set:
         return None

@@ -76,9 +76,6 @@ class Evaluations:
     Args:
         room: the engine of the training rollouts.
         tracked: gets the results.
-
-    Raises:
-        ConfigError: versions would be evaluated on the split that is trained on.
     """
 
     def __init__(

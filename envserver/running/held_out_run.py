@@ -24,7 +24,7 @@ from ..export.stored_files import opened
 from .context import SharedEngine
 from .evaluating import Choice, Member, evaluate_on
 from .mix import Member as Served
-from .spec import RunSpec
+from .mix import RunSpec
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -47,9 +47,6 @@ async def evaluated(
 
     Args:
         again: it was begun before in this folder; what fits the settings of now is kept.
-
-    Raises:
-        EnvserverError: it cannot be made.
     """
     members = [_member(one, config) for one in served]
     view = View(

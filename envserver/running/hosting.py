@@ -17,7 +17,7 @@ from ..api.runners.local_sink import LocalEnvironmentSink
 from ..api.runners.registry import RunnerRegistry
 from ..config import MixSettings
 from ..models.played import PlayedEngine
-from ..rollouts.auditor import Auditor
+from ..rollouts.audit import Auditor
 from ..rollouts.capacity import Bounds
 from ..rollouts.episodes import Episodes
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
@@ -35,11 +35,17 @@ from .bootstrap import BootstrapServer, beside
 from .context import SharedEngine, rollout_context, shared_engine
 from .curricula import curriculum_of_store, stream_of
 from .held_out import Evaluations
-from .held_out_metrics import EvaluationNumbers
 from .judging import JudgeNumbers
-from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
+from .metrics import (
+    CurriculumNumbers,
+    Deliveries,
+    EngineNumbers,
+    EvaluationNumbers,
+    PartsNumbers,
+    RolloutNumbers,
+    SandboxMachineNumbers,
+)
 from .mix import Member, Several
-from .sandbox_metrics import SandboxMachineNumbers
 from .tally import Tally
 from .tracking import Tracking
 
@@ -103,9 +109,6 @@ async def hosted(
 
     Args:
         tracked: gets the numbers of all environments.
-
-    Raises:
-        ConfigError, EngineError: see `rollout_context`.
     """
     settings = members[0].spec.settings
     tally, numbers = Tally(), RolloutNumbers()

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from ..config import OpenAIConfig
 from ..judge_config import JudgeConfig
 from ..judges.server import JudgeServer
-from ..telemetry.families import by_key, counter
+from ..telemetry.numbers import by_key, counter
 from .tally import counted
 
 CACHE_NAME = "judge.db"
@@ -26,9 +26,6 @@ async def judge_of(config: JudgeConfig, folder: Path) -> AsyncIterator[JudgeServ
 
     Args:
         folder: where its cache is, unless `config` names it.
-
-    Raises:
-        ConfigError: the cache cannot be opened.
     """
     if config.base_url is None:
         yield None

@@ -7,13 +7,47 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from envserver_records.errors import EnvserverError
+from envserver_records.errors import ConfigError, EnvserverError
 
-from ..config import MixSettings
+from ..config import EnvironmentSettings, MixSettings
 from ..environment import Environment
 from ..rollouts.mixing import Share
 from ..rollouts.scheduler import Scheduler
-from .spec import RunSpec
+
+S = TypeVar("S", bound=EnvironmentSettings)
+
+
+@dataclass(frozen=True)
+class RunSpec(Generic[S]):
+    """One environment to run, with all settings of the run.
+
+    Args:
+        settings: checked; `settings.env` is an instance of the environment's own Config.
+        reference: the environment as the user named it: a name, or a path to a file.
+        environment_class: the class that `reference` names.
+    """
+
+    settings: S
+    reference: str
+    environment_class: type[Environment]
+
+    def make_environment(self) -> Environment:
+        """Makes the environment with its settings."""
+        from ..rollouts.agents import roles_of
+        from ..tools.bugs import place_of
+
+        try:
+            environment = self.environment_class(self.settings.env)
+            roles_of(environment)
+            return environment
+        except EnvserverError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"Environment {self.reference!r} cannot be made: {type(error).__name__}: {error} "
+                f"{place_of(error)}"
+            ) from error
+
 
 M = TypeVar("M", bound=MixSettings)
 

@@ -26,9 +26,6 @@ def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pr
 
     Args:
         model: value of `--model`; its entry may have prices, too.
-
-    Raises:
-        ConfigError: only one of the two prices is given.
     """
     if (config.prompt is None) != (config.completion is None):
         raise ConfigError("--prices.prompt and --prices.completion go together.")
@@ -61,9 +58,6 @@ def rollout_prices(
     Args:
         model: name of the run's model at its engine.
         agents: the own model of each declared agent, None where it is the run's; {}: one agent.
-
-    Raises:
-        ConfigError: prices are incomplete, or those of the judge are in another currency.
     """
     config = settings.prices
     place = settings.engine.models_file

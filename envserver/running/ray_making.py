@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +28,11 @@ from ..ray_cluster.fleet import Fleet
 from ..ray_cluster.scaling import Load, Scaling
 from ..remote.dealing import Dealer, Rules
 from ..rollouts.events import Observer
-from ..rollouts.policy import Drop
+from ..rollouts.policy import Drop, UntrainedCeiling
 from ..rollouts.stream import GroupRequest
-from ..rollouts.untrained import UntrainedCeiling
 from .bootstrap import beside
+from .group_run import OpenMakers, no_makers
+from .mix import RunSpec
 from .ray_runners import (
     bind_host,
     check_engine,
@@ -40,7 +42,6 @@ from .ray_runners import (
     runner_command,
     url_for_nodes,
 )
-from .spec import RunSpec
 
 _TICK_SECONDS = 0.5
 _STOP_SECONDS = 3.0
@@ -193,12 +194,24 @@ async def ray_makers(
 
     Args:
         weights: of the environments that run at the same time.
-
-    Raises:
-        ConfigError: there is no cluster, or no node fits.
     """
     check_engine(settings)
     async with connected(settings.ray) as cluster:
         await cluster.check_place()
         most = settings.ray.runners or settings.ray.max or await cluster.most_runners()
         yield RayMakers(settings, cluster, weights, divided(most, weights))
+
+
+def makers_of(settings: MixSettings, weights: Sequence[float] = (1.0,)) -> OpenMakers:
+    """Returns what opens the makers that `settings.ray` names.
+
+    Args:
+        weights: of the environments that run at the same time.
+    """
+    if not settings.ray.address:
+        return no_makers
+
+    def opened() -> AbstractAsyncContextManager[RayMakers | None]:
+        return ray_makers(settings, weights)
+
+    return opened

@@ -105,9 +105,6 @@ async def url_for_nodes(cluster: Cluster, config: RayConfig, url: str, host: str
     Args:
         url: its address on this machine.
         host: what it listens at.
-
-    Raises:
-        ConfigError: it listens where other machines cannot reach it, and nodes are on others.
     """
     if config.url:
         return config.url

@@ -223,12 +223,7 @@ def _part_of(total: int, number: int, of: int) -> int:
 
 @contextlib.asynccontextmanager
 async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
-    """Connects to the cluster and opens the server; `RayServing.run` starts the runners.
-
-    Raises:
-        ConfigError: there is no cluster, no node fits, or the nodes cannot reach this server.
-        StoreError: see the parts.
-    """
+    """Connects to the cluster and opens the server; `RayServing.run` starts the runners."""
     settings = members[0].spec.settings
     check_alike(members)
     check_engine(settings)

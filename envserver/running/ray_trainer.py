@@ -18,7 +18,7 @@ from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
 from ..ray_cluster.cluster import NAMESPACE
 from ..ray_cluster.server import ServerCommand
-from .api_settings import spec_of
+from .python_api import spec_of
 from .ray_runners import check_engine, plain
 from .run_settings import ServeSettings
 

@@ -129,12 +129,7 @@ class Replayed:
 
 
 def read_record(sources: Sequence[str], rollout_id: str) -> Record:
-    """Finds the rollout with this id in `sources`.
-
-    Raises:
-        NotFoundError: there is none.
-        InputError: it cannot be replayed because its record lacks its calls.
-    """
+    """Finds the rollout with this id in `sources`."""
     seen: list[str] = []
     for group in read_groups(sources):
         for rollout, told in zip(group.rollouts, group.line["envserver"]["rollouts"], strict=True):
@@ -203,11 +198,7 @@ def _nobody_trained(facts: dict[str, Any]) -> bool:
 
 
 def recorded_environment(record: Record) -> str:
-    """Returns the name of the installed environment that made the rollout.
-
-    Raises:
-        NotFoundError: the record names none; a path or a scheme in a record is never followed.
-    """
+    """Returns the name of the installed environment that made the rollout."""
     name, installed = record.rollout.env, known_names()
     for spelled in (name, name.replace("-", "_")):
         if spelled in installed:
@@ -279,10 +270,6 @@ async def replay(
     Args:
         live_services: call the environment's services instead of reading the record.
         debug: run in this process and stop in the debugger where the agent begins.
-
-    Raises:
-        NotFoundError: the environment no longer has the task.
-        EnvserverError: it cannot be run here.
     """
     _warn_of_settings(record, environment)
     model = str(record.facts.get("model") or "replay")

@@ -154,11 +154,6 @@ async def rescore(
         without_messages: score groups that were written without their conversations.
         on_bad: called for each line that is not a group; default: the first such line is an error.
         on_progress: called after each group.
-
-    Raises:
-        ConfigError: `out` exists, or the environment or the rubric cannot be loaded.
-        InputError: a source holds something that is not a group.
-        StoreError: `out` cannot be written.
     """
     _check_apart(sources, out)
     reference = absolute(env_reference)

@@ -63,12 +63,7 @@ class Runs:
 
 
 def runners(names: Sequence[str], settings: Settings) -> list[Runner]:
-    """Returns the models that `names` mean: catalogue entries, folders, `NAME=URL`, URLs or "sim".
-
-    Raises:
-        NotFoundError: a name means nothing.
-        ConfigError: two have the same name.
-    """
+    """Returns the models in `names`: catalogue entries, folders, `NAME=URL`, URLs or "sim"."""
     found = [_runner(name, settings) for name in names]
     twice = {one.name for one in found if sum(one.name == other.name for other in found) > 1}
     if twice:
@@ -129,12 +124,6 @@ async def run_scenarios(
         overwrite: make runs again that have traces.
         embed: adds embeddings to each trace.
         on_progress: called after each run.
-
-    Raises:
-        InputError: the scenario is incomplete, or has no prompt for a label.
-        ConflictError: an existing trace is of another scenario, prompt or seed.
-        EngineError: a model's engine does not answer.
-        StoreError: a trace cannot be written.
     """
     runs = Runs()
     todo: list[tuple[Runner, list[Task]]] = []

@@ -88,11 +88,6 @@ async def run_score(
         judge: the model that scorers may ask; its cache is beside the output.
         sandbox: sandbox in which scorers run programs, if the environment does that.
         progress: called after each row that is written.
-
-    Raises:
-        NotFoundError: the input file or the environment does not exist.
-        ConfigError: the environment cannot be loaded, or it needs a sandbox and none can be made.
-        StoreError: the output cannot be written; nothing of it is left.
     """
     reference = absolute(env_reference)
     started = time.monotonic()

@@ -14,8 +14,8 @@ from envserver_records.records import Group
 from envserver_records.sampling import LogprobsKind
 from fastapi import FastAPI
 
-from ..api.alarms import AlarmWatch
 from ..api.app import create_api
+from ..api.recording import AlarmWatch
 from ..config import MixSettings, SamplingConfig
 from ..environment import Environment
 from ..rollouts.agents import check_sampling, temperatures
@@ -87,9 +87,6 @@ class Serving:
 
         Args:
             say: called with a line when one of several environments fails.
-
-        Raises:
-            StoreError, EnvserverError: a group cannot be kept, or tasks cannot be read.
         """
         schedulers = self._host.schedulers
         seconds = self._settings.server.drain_seconds
@@ -127,12 +124,7 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(members: Members) -> AsyncIterator[Serving]:
-    """Opens the store and the server, and starts what `members` need.
-
-    Raises:
-        ConfigError: a port is not available, or the environments' groups differ in format.
-        StoreError, EngineError: see the parts.
-    """
+    """Opens the store and the server, and starts what `members` need."""
     settings = members[0].spec.settings
     check_alike(members)
     for one in members:

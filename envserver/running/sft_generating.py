@@ -14,14 +14,14 @@ from envserver_records.errors import ConfigError
 
 from ..environment import Environment
 from ..export.sft import Choice, Decode, SftSink
-from ..models.model_files import find_tokenizer
+from ..models.catalogue import find_tokenizer
 from ..rollouts.events import Event, Observer
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import group_requests
 from .context import rollout_context
 from .group_run import Show
+from .mix import RunSpec
 from .run_settings import SftSettings
-from .spec import RunSpec
 from .stopping import Ending, Stop, run_until_stopped
 from .tally import Tally
 
@@ -38,12 +38,7 @@ class Generated:
 async def generate(
     spec: RunSpec[SftSettings], environment: Environment, show: Show, stop: Stop
 ) -> Generated:
-    """Writes rows until there are enough, all groups are made, or the run is stopped.
-
-    Raises:
-        AllFailed: too many groups failed in a row; rows already written are kept.
-        ConfigError, StoreError: see `SftSink`; or the tokenizer is missing.
-    """
+    """Writes rows until there are enough, all groups are made, or the run is stopped."""
     settings, tally = spec.settings, Tally()
     config = environment.config
     config.include_messages = True

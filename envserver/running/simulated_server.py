@@ -34,9 +34,6 @@ async def run_sim(
     Args:
         port: 0 takes a free one.
         announce: called with one line with the base URL once the server listens.
-
-    Raises:
-        ConfigError: the address cannot be bound.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from envserver_records.records import Group, Usage
 from envserver_records.scores import UNIT_RANGE, RewardRange
 
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed, RolloutScored
-from ..rollouts.untrained import Untrained, summed
+from ..rollouts.policy import Untrained, summed
 
 GROUPS_SHOWN = 12
 """Number of first groups that a tally keeps whole, to show them."""

@@ -21,12 +21,18 @@ from envserver_records.errors import ConfigError, EngineError, EngineUnavailable
 
 from ..config import OpenAIConfig, SimConfig
 from ..models.engine import Engine
-from ..rollouts.audit import AuditedRow, AuditResult, Difference, Totals, audit_row, share_of
+from ..rollouts.audit import (
+    AuditedRow,
+    AuditResult,
+    Difference,
+    Rescorer,
+    Totals,
+    audit_row,
+    share_of,
+)
 from ..rollouts.audit import why_not_comparable as why_not
-from ..rollouts.rescoring import Rescorer
-from .delivered import Delivery, Finding
+from .delivered import Delivery, FileSource, Finding, ServerSource, Source
 from .engines import SIMULATED, started
-from .group_sources import FileSource, ServerSource, Source
 from .run_settings import VerifySettings
 
 _MOST_FINDINGS: Final = 100
@@ -199,10 +205,6 @@ async def verify(
         sample: which of the comparable rows are compared; depends on `seed` and the rows' names.
         policy_version: the version that the engine serves; None: the newest of the source.
         concurrency: requests to the engine at a time.
-
-    Raises:
-        EngineUnavailable: the engine does not answer, or stops answering.
-        NotFoundError, InputError, ConflictError: the source cannot be read.
     """
     version = await source.newest_version() if policy_version is None else policy_version
     report = Report(tolerance, version)
@@ -273,10 +275,6 @@ async def verify_source(
 
     Returns:
         The report, and the name of the model that scored.
-
-    Raises:
-        UsageError: the engine is of a type that cannot score given tokens.
-        EngineError: it does not answer.
     """
     sample = parse_sample(settings.sample)
     async with AsyncExitStack() as stack:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from envserver_records.errors import ConflictError, InputError, NotFoundError, UsageError
 
-from ..viewing.index_place import index_path
+from ..viewing.index_file import index_path
 from ..viewing.indexing_process import Indexing, indexing
 from ..viewing.scanning import Documents, FileScan
 from ..viewing.sources import Viewed, store_at, viewed
@@ -44,13 +44,6 @@ async def viewing(
         places: files, folders, a store, or a server's URL; several are compared.
         host: a loopback address.
         port: 0 picks a free one.
-
-    Raises:
-        NotFoundError: there is no such thing, or no server answers.
-        InputError: the only file does not begin with a group, a trajectory or a trace.
-        ConfigError: the port is not available, or a store cannot be read.
-        ConflictError: the server asks for a token.
-        StoreError: the index cannot be made.
     """
     looked_at = viewed(places)
     _check(looked_at)
@@ -90,8 +83,8 @@ async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     from ..viewing.app import create_viewer
     from ..viewing.evaluations import Evaluations
     from ..viewing.failure_files import FailureFiles
-    from ..viewing.following import follow_index
     from ..viewing.index_reader import open_index
+    from ..viewing.indexing_process import follow_index
     from .bootstrap import beside
 
     await found.first()
@@ -114,7 +107,7 @@ async def _over_store(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     from ..api.live.feed import Feed
     from ..store.reading import open_reader
     from ..viewing.app import create_viewer
-    from ..viewing.following import follow_store, last_number
+    from ..viewing.indexing_process import follow_store, last_number
     from .bootstrap import beside
 
     groups = await stack.enter_async_context(open_reader(store_at(looked_at.places[0])))
@@ -127,7 +120,7 @@ async def _over_store(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
 async def _over_server(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     import httpx
 
-    from ..viewing.relay import client_of, create_relay
+    from ..viewing.app import client_of, create_relay
 
     url = looked_at.places[0]
     try:

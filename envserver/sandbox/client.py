@@ -26,7 +26,7 @@ from envserver_records.errors import (
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
 from ..proxy.egress import OnConnection
-from ..proxy.egress_heads import MOST_HEAD_BYTES
+from ..proxy.egress_rules import MOST_HEAD_BYTES
 from .maker import StartedProgram
 from .wire import (
     MAX_ANSWER_TEXT_BYTES,

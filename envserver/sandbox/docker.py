@@ -154,9 +154,6 @@ def find_engine(
 
     Args:
         pull: whether a missing image is fetched, which may take minutes.
-
-    Raises:
-        OSError: there is none; the message says why each failed.
     """
     variables = {name: environ[name] for name in _VARIABLES if name in environ}
     failed = []

@@ -59,9 +59,6 @@ async def visible_graders(sandbox: Sandbox, private: Sequence[str]) -> tuple[Exe
     Returns:
         The last program's result, and what was visible, at most ten things. If a program failed,
         its result tells why.
-
-    Raises:
-        SandboxError: the sandbox failed.
     """
     packages = {name: package_places(name) for name in environment_packages()}
     facts = {

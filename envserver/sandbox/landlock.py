@@ -58,9 +58,6 @@ def restrict(
     the usual devices used; directories in `listed` may be listed. Missing paths are skipped, and so
     are links: what they lead to is allowed if its real place is. Network: TCP to `connect_ports`
     only (version 4). Signals and abstract sockets: only among confined processes (version 6).
-
-    Raises:
-        OSError: this kernel has no Landlock, or accepts no more rules.
     """
     version = abi()
     if version == 0:

@@ -38,10 +38,6 @@ class TalkingSandbox(Sandbox, Protocol):
     ) -> AbstractAsyncContextManager[StartedProgram]:
         """Starts an interactive program; kills it at the end of the block. Other requests wait
         until then.
-
-        Raises:
-            SandboxUnavailable: this kind of sandbox cannot do this.
-            SandboxLost: as in `exec`.
         """
 
     async def lead_out(self, serve: OnConnection) -> Closable | None:

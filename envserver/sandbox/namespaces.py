@@ -86,9 +86,6 @@ def enter_outer(
 
     Returns:
         The exit status of that process. If either process dies, the other is killed.
-
-    Raises:
-        OSError: the kernel refused a step; the message names it.
     """
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
     linux.mount("", "/", flags=MS_REC | MS_PRIVATE)
@@ -109,9 +106,6 @@ def fork_inner(uid: int | None) -> int:
 
     Args:
         uid: user that owns the namespaces; None: the current user.
-
-    Raises:
-        OSError: the kernel refused; in the parent only.
     """
     if uid is None:
         return linux.fork_into(_INNER)
@@ -138,9 +132,6 @@ def settle_inner(user: int, group: int) -> None:
 
     Args:
         user, group: as `owner` returned them.
-
-    Raises:
-        OSError: the kernel refused a step.
     """
     linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
     _map_ids({INNER_ID: user}, {INNER_ID: group})

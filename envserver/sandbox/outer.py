@@ -29,9 +29,6 @@ def prepare(backend: str, private: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         What programs will see; see `layout.describe`.
-
-    Raises:
-        OSError: the kernel refused a step, or the visible paths cannot be determined.
     """
     seen = _described(backend, tuple(private))
     if seen["moves"]:

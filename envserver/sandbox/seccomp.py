@@ -238,9 +238,6 @@ def program(*, inet: bool, host: bool = False) -> bytes:
         host: the network is the host's: with `inet`, only TCP sockets that connect are allowed.
             Without `inet` the network is always the host's; in both cases files are the host's,
                 too.
-
-    Raises:
-        ConfigError: there is no table for this machine's architecture.
     """
     machine = _MACHINES.get(platform.machine())
     if machine is None:

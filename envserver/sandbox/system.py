@@ -135,10 +135,6 @@ def move_python() -> None:
     namespace of its own, this process binds it to a path that no sandbox replaces, and executes its
     own command line again with every mention of the old path replaced. It returns at once if
     nothing must move; open descriptors are kept if they are inheritable.
-
-    Raises:
-        OSError: the kernel refused a step, or there is no such path, or the base installation
-            itself would be hidden (it cannot be moved).
     """
     if not must_move_python():
         return

@@ -79,10 +79,6 @@ def create(name: str, kind: str, parent: Path) -> list[Path]:
 
     Returns:
         The files that it wrote.
-
-    Raises:
-        ConfigError: the name is no name of a package, or something installed has it.
-        ConflictError: the folder exists.
     """
     package = name.replace("-", "_")
     if not _NAME.fullmatch(name) or keyword.iskeyword(package):

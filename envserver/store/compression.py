@@ -97,12 +97,7 @@ def has_checksum(frame: bytes) -> bool:
 
 
 def inflate_frame(frame: bytes, most: int) -> bytes:
-    """Decompresses a zstd frame that a client sent; its header must give the content size.
-
-    Raises:
-        DamagedBody: `frame` is not a single valid zstd frame.
-        TooLargeError: its header says more than `most` bytes; nothing was decompressed.
-    """
+    """Decompresses a zstd frame that a client sent; its header must give the content size."""
     try:
         size = zstd.get_frame_info(frame).decompressed_size
         if size is None:

@@ -1,5 +1,5 @@
 """Opens the database: finds its location, locks it for this process, checks the version of its
-tables.
+tables, and runs its write transactions by the store's clock.
 
 In: a path or a URL. Out: the single connection that writes, and an SQLAlchemy engine that reads.
 What always holds: while they are open no other process can open the store. SQLite uses a lock file
@@ -10,22 +10,30 @@ with the connection that writes.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import importlib.util
 import itertools
+import os
+import sqlite3
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import structlog
 from envserver_records.backoff import Backoff
-from envserver_records.errors import ConfigError
+from envserver_records.errors import ConfigError, StoreError, StoreLost
 from envserver_records.extras import install_command
 from sqlalchemy import (
     URL,
     AsyncAdaptedQueuePool,
+    Connection,
+    CursorResult,
+    Dialect,
+    Engine,
     QueuePool,
     create_engine,
     event,
@@ -39,11 +47,222 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from .failures import already_open, is_unreachable, typed, typed_failures
-from .files import Files, locked_file, make_folder
-from .migrations import migrate
 from .reserve import Reserve
-from .schema import SCHEMA_VERSION, create_tables, metadata, schema_version
-from .write_connection import AsyncWriteConnection, ThreadWriteConnection, WriteConnection
+from .schema import SCHEMA_VERSION, create_tables, metadata, migrate, schema_version
+
+T = TypeVar("T")
+Work = Callable[[AsyncConnection], Coroutine[Any, Any, T]]
+
+
+class WriteConnection(Protocol):
+    """The one connection that writes, one transaction at a time."""
+
+    async def transact(self, work: Work[T]) -> T:
+        """Runs `work` in a transaction; durable on return, rolled back if it raises.
+
+        If cancelled, the transaction has ended, committed or not.
+        """
+        ...
+
+    async def connect(self) -> None:
+        """Connects unless connected."""
+        ...
+
+    async def dispose(self) -> None:
+        """Closes the connection."""
+        ...
+
+
+class AsyncWriteConnection:
+    """Writes with an asynchronous driver, on the event loop."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def transact(self, work: Work[T]) -> T:
+        async with self._engine.begin() as connection:
+            return await work(connection)
+
+    async def connect(self) -> None:
+        await (await self._engine.connect()).close()
+
+    async def dispose(self) -> None:
+        await self._engine.dispose()
+
+
+class ThreadWriteConnection:
+    """Writes with a blocking driver, in its own thread. Work may only await its connection.
+
+    What holds: a connection is kept from one transaction to the next, and closed after one that
+    failed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, "store-writer")
+        self._kept: Connection | None = None
+
+    async def transact(self, work: Work[T]) -> T:
+        return await self._in_thread(lambda: self._transact(work))
+
+    async def connect(self) -> None:
+        await self._in_thread(self._connected)
+
+    async def dispose(self) -> None:
+        await self._in_thread(self._dispose)
+        self._thread.shutdown()
+
+    def _connected(self) -> Connection:
+        if self._kept is None:
+            self._kept = self._engine.connect()
+        return self._kept
+
+    def _release(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+    def _dispose(self) -> None:
+        self._release()
+        self._engine.dispose()
+
+    def _transact(self, work: Work[T]) -> T:
+        connection = self._connected()
+        try:
+            with connection.begin():
+                return _run_without_loop(
+                    work(cast(AsyncConnection, _BlockingConnection(connection)))
+                )
+        except BaseException:
+            self._release()
+            raise
+
+    async def _in_thread(self, do: Callable[[], T]) -> T:
+        running = asyncio.get_running_loop().run_in_executor(self._thread, do)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: wait until the connection is free.
+            await asyncio.wait([running])
+            running.exception()  # marks it as retrieved
+            raise
+
+
+class _BlockingConnection:
+    """The part of AsyncConnection that work uses, over a blocking connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def dialect(self) -> Dialect:
+        return self._connection.dialect
+
+    async def execute(self, *what: Any) -> CursorResult[Any]:
+        return self._connection.execute(*what)
+
+    async def exec_driver_sql(
+        self, text: str, values: tuple[Any, ...] | Sequence[tuple[Any, ...]]
+    ) -> Iterable[Any]:
+        """Runs a statement by the driver itself: SQLAlchemy would take longer than SQLite.
+
+        Args:
+            values: of its parameters; a list: runs it for each of them.
+        """
+        driver = cast(sqlite3.Connection, self._connection.connection.driver_connection)
+        if isinstance(values, tuple):
+            return driver.execute(text, values)
+        return driver.executemany(text, values)
+
+    async def scalar(self, *what: Any) -> Any:
+        return self._connection.scalar(*what)
+
+    async def scalars(self, *what: Any) -> Any:
+        return self._connection.scalars(*what)
+
+    async def run_sync(self, do: Callable[[Connection], T]) -> T:
+        return do(self._connection)
+
+
+def _run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Returns a coroutine's result without an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return cast(T, done.value)
+    coroutine.close()
+    raise RuntimeError("A write operation awaited something other than its connection.")
+
+
+# SQLite goes on writing to a file that was removed or replaced, and those writes would be lost. So
+# the files are checked around every commit.
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder of `path`. Raises ConfigError if it cannot be made or `path` is a folder."""
+    if path.is_dir():
+        raise ConfigError(f"The store {path} is a folder.", hint="Give the path of a file in it.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"The folder of the store {path} cannot be created ({error}).") from error
+
+
+class Files:
+    """The identities of SQLite's files, as this process first saw them."""
+
+    def __init__(self, path: Path, lock_path: Path) -> None:
+        self._log = path.with_name(path.name + "-wal")
+        self._wanted = (path, self._log, lock_path)
+        self._seen: dict[Path, tuple[int, int]] = {}
+
+    def begin(self) -> None:
+        """Call for each new connection: the log file may be a new one if no other connection was
+        open.
+        """
+        self._seen.pop(self._log, None)
+
+    def check(self) -> None:
+        """Raises StoreLost if a file was removed or replaced."""
+        for path in self._wanted:
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                if path not in self._seen:
+                    continue
+                raise _lost(path, "has been removed") from None
+            identity = (found.st_dev, found.st_ino)
+            if self._seen.setdefault(path, identity) != identity:
+                raise _lost(path, "has been replaced")
+
+
+def _lost(path: Path, what: str) -> StoreLost:
+    return StoreLost(
+        f"The store's file {path} {what} while it was open.",
+        hint="Put the files back as they were, and start again.",
+    )
+
+
+@contextmanager
+def locked_file(path: Path) -> Iterator[Files]:
+    """Locks the file PATH.lock. It is left behind: removing it would let two processes lock it."""
+    lock_path = path.with_name(path.name + ".lock")
+    try:
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PermissionError as error:
+        raise ConfigError(f"The store {path} cannot be opened for writing ({error}).") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            raise already_open(str(path), holder or "unknown") from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()}\n".encode(), 0)
+        yield Files(path, lock_path)
+    finally:
+        os.close(descriptor)
+
 
 log = structlog.get_logger(__name__)
 
@@ -139,12 +358,6 @@ async def open_database(
         wait_seconds: how long to wait for a PostgreSQL that does not answer yet.
         reserve_bytes: space to hold back on the disk of SQLite's file.
         shared: other servers may have it: refuse at once.
-
-    Raises:
-        ConfigError: the kind of database is unknown, the database belongs to another program, or a
-            newer version wrote it.
-        ConflictError: another process has it open.
-        StoreError: it cannot be reached.
     """
     url = locate(where)
     async with AsyncExitStack() as stack:
@@ -369,3 +582,82 @@ def _check_version(name: str, version: int | None) -> int:
             hint="Upgrade envserver, or name another --store.",
         )
     raise ConfigError(f"The store {name} has tables of an unknown version ({version}).")
+
+
+# A lease lasts as long as it was granted, also while the machine sleeps; setting the wall clock has
+# no effect on it. A restart begins at the wall clock's time or at the last saved time, whichever is
+# later.
+
+
+def passing_seconds() -> float:
+    """Returns seconds since an arbitrary moment, counting the time that the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class SteadyClock:
+    """The wall clock's time at construction, plus the seconds that have passed since."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        passing: Callable[[], float] = passing_seconds,
+    ) -> None:
+        self._passing = passing
+        self._offset = wall() - passing()
+
+    def __call__(self) -> float:
+        return self._passing() + self._offset
+
+
+class ForwardClock:
+    """`source`, shifted to begin at `earliest` or later; it never goes back."""
+
+    def __init__(self, source: Callable[[], float], earliest: float) -> None:
+        self._source = source
+        self._offset = max(0.0, earliest - source())
+        self._latest = earliest
+
+    def __call__(self) -> float:
+        self._latest = max(self._latest, self._source() + self._offset)
+        return self._latest
+
+
+_BACKOFF: Final = Backoff(first_seconds=0.1, max_seconds=5.0)
+
+
+class DatabaseUnreachable(StoreError):
+    """The database did not answer, or the next retry is not due yet."""
+
+
+class RetryGate:
+    """Rejects calls at once until the next retry is due; retries are 0.1 to 5 seconds apart."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._next_try = 0.0
+        self._why = ""
+
+    def check(self) -> None:
+        """Raises DatabaseUnreachable if the last try failed and the next one is not due yet."""
+        left = self._next_try - self._clock()
+        if left > 0:
+            raise DatabaseUnreachable(self._why, hint=f"The next retry is in {left:.1f} seconds.")
+
+    def failed(self, error: DatabaseUnreachable) -> None:
+        """Records a failed try; the pause grows with each one. Rejections by `check` do not
+        count.
+        """
+        if self._next_try > self._clock():
+            return
+        self._why = error.message
+        self._failures += 1
+        self._next_try = self._clock() + _BACKOFF.seconds(self._failures)
+
+    def open(self) -> None:
+        """Lets the next call try, because the database answers again."""
+        self._next_try = 0.0
+
+    def worked(self) -> None:
+        """Resets the pause after a success."""
+        self._failures = 0

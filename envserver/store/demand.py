@@ -30,9 +30,9 @@ from ..rollouts.capacity import (
     silent_runs,
 )
 from ..rollouts.policy import oldest_deliverable
-from .changes import Changes
 from .interface import GroupStore
 from .rows import ATROPOS_RUN
+from .statistics import Changes
 from .transaction import KnownRun
 
 log = structlog.get_logger(__name__)

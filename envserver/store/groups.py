@@ -1,25 +1,271 @@
-"""The SQL of groups: inserting and finding them. The caller begins the transactions."""
+"""The SQL of groups and of task estimates. The caller begins the transactions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import structlog
 from envserver_records.errors import InputError, NotFoundError
-from sqlalchemy import Column, Select, func, literal_column, select
+from envserver_records.records import Split
+from sqlalchemy import (
+    BindParameter,
+    Column,
+    ColumnElement,
+    Dialect,
+    Insert,
+    Select,
+    Update,
+    and_,
+    bindparam,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.schema import Table
 
+from ..rollouts.estimates import UNTRIED, Estimate, Scored, updated
 from . import compression
-from .estimates import count_stored
 from .facts import facts_row
-from .prefixes import begins_with
 from .rows import GroupPut, GroupRow
-from .schema import SHARED, bodies, deliveries, group_facts, groups
-from .statements import ListStatement, insert_into
+from .schema import SHARED, bodies, deliveries, dropped_groups, estimates, group_facts, groups
 from .states import FIRST_STATES, SETTLED
 from .transaction import Transaction, chunks
+
+
+def begins_with(column: Column[str], prefix: str, dialect: Dialect) -> ColumnElement[bool]:
+    """Returns the condition that `column` begins with `prefix`.
+
+    SQLite orders texts by their bytes, so it needs to look at a part of the column's index only.
+    PostgreSQL orders them by the rules of the database's language and looks at all.
+    """
+    begins = func.substr(column, 1, len(prefix)) == prefix
+    if dialect.name != "sqlite" or not prefix:
+        return begins
+    after = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+    return and_(column >= prefix, column < after, begins)
+
+
+_LENGTHS: Final = (1, 8, 64, 500)
+"""Lengths of lists; databases limit a statement's parameters."""
+
+
+class Statement:
+    """A statement whose parameters are given as a tuple, in the order of `names`.
+
+    What holds: no parameter has a type whose values SQLAlchemy converts.
+    """
+
+    def __init__(self, statement: Insert | Select[Any] | Update, names: Sequence[str]) -> None:
+        self._names: Final = list(names)
+        self._statement: Final = statement
+        self._texts: dict[str, str] = {}
+
+    async def one(self, connection: AsyncConnection, values: tuple[Any, ...]) -> Iterable[Any]:
+        """Runs it once; returns the rows."""
+        return await connection.exec_driver_sql(self._text(connection), values)
+
+    async def many(self, connection: AsyncConnection, values: Sequence[tuple[Any, ...]]) -> None:
+        """Runs it for each of `values`."""
+        await connection.exec_driver_sql(self._text(connection), list(values))
+
+    def _text(self, connection: AsyncConnection) -> str:
+        text = self._texts.get(connection.dialect.name)
+        if text is None:
+            text = self._texts[connection.dialect.name] = self._compiled(connection)
+        return text
+
+    def _compiled(self, connection: AsyncConnection) -> str:
+        keys = self._names if isinstance(self._statement, Insert) else None
+        made = self._statement.compile(dialect=connection.dialect, column_keys=keys)
+        assert getattr(made, "positiontup", None) == self._names
+        return str(made)
+
+
+class ListStatement:
+    """A query for rows that have one of a list of values, of any length.
+
+    What holds: as for `Statement`. It is compiled for a few lengths; the last value fills up.
+
+    Args:
+        query: returns the query, from the parameters for the list.
+        names: of its other parameters, which stand before the list.
+    """
+
+    def __init__(
+        self, query: Callable[[Sequence[BindParameter[Any]]], Select[Any]], names: Sequence[str]
+    ) -> None:
+        self._query = query
+        self._names = names
+        self._by_length: dict[int, Statement] = {}
+
+    async def all(
+        self, connection: AsyncConnection, values: tuple[Any, ...], listed: Sequence[Any]
+    ) -> list[Any]:
+        """Returns the rows for all of `listed`; it may be of any length."""
+        rows: list[Any] = []
+        for start in range(0, len(listed), _LENGTHS[-1]):
+            part = listed[start : start + _LENGTHS[-1]]
+            length = next(length for length in _LENGTHS if length >= len(part))
+            filled = (*part, *[part[-1]] * (length - len(part)))
+            rows += await self._of(length).one(connection, (*values, *filled))
+        return rows
+
+    def _of(self, length: int) -> Statement:
+        if length not in self._by_length:
+            listed: list[BindParameter[Any]] = [bindparam(f"listed_{n}") for n in range(length)]
+            names = [*self._names, *(one.key for one in listed)]
+            self._by_length[length] = Statement(self._query(listed), names)
+        return self._by_length[length]
+
+
+def insert_into(table: Table) -> Statement:
+    """Returns the statement that inserts rows as tuples of all columns of `table` in order."""
+    return Statement(insert(table), [column.name for column in table.columns])
+
+
+# A stored group counts once, because it counts when it is stored. A group that was scored and
+# dropped counts once, because its id is kept. The arithmetic is in `rollouts.estimates`.
+
+
+class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored estimate. `number` is the order in which tasks were first scored; `scored_at` is
+    when this task was last scored."""
+
+    number: int
+    env: str
+    split: Split
+    task_id: str
+    estimate: Estimate
+    scored_at: float
+
+
+async def count_stored(tx: Transaction, news: Iterable[Scored | None]) -> None:
+    """Counts groups that this transaction stores; None belongs to no task."""
+    by_stream: dict[tuple[str, Split], list[Scored]] = {}
+    for one in news:
+        if one is not None:
+            by_stream.setdefault((one.env, one.split), []).append(one)
+    for (env, split), of_stream in by_stream.items():
+        await _count(tx, env, split, of_stream)
+
+
+async def count_dropped(tx: Transaction, news: Sequence[Scored]) -> int:
+    """Counts scored groups that are not stored, each id once; returns how many were new."""
+    known = await counted_drops(tx.connection, [one.group_id for one in news])
+    new = {one.group_id: one for one in news if one.group_id not in known}
+    if new:
+        await tx.connection.execute(
+            insert(dropped_groups), [{"group_id": group_id} for group_id in new]
+        )
+        await count_stored(tx, new.values())
+    return len(new)
+
+
+async def _count(tx: Transaction, env: str, split: Split, news: Sequence[Scored]) -> None:
+    """Updates and inserts estimates: two statements if all tasks are known or all are new, else
+    three."""
+    numbers: dict[str, int] = {}
+    now: dict[str, Estimate] = {}
+    task_ids = list({one.task_id for one in news})
+    for number, task_id, *columns in await _FOUND.all(tx.connection, (env, split), task_ids):
+        numbers[task_id], now[task_id] = number, Estimate(*columns)
+    for one in news:
+        now[one.task_id] = updated(now.get(one.task_id, UNTRIED), one, tx.discount)
+    known, new = [], []
+    for task_id, estimate in now.items():
+        row = (*msgspec.structs.astuple(estimate), tx.now)
+        if task_id in numbers:
+            known.append((*row, numbers[task_id]))
+        else:
+            new.append((env, split, task_id, *row))
+    if known:
+        await _CHANGE.many(tx.connection, known)
+    if new:
+        await _ADD.many(tx.connection, new)
+
+
+_COLUMNS: Final = ("attempts", "weight", "solved", "policy_version")
+_CHANGED: Final = [*_COLUMNS, "scored_at"]
+_ESTIMATE: Final = [estimates.c[name] for name in _COLUMNS]
+_FOUND: Final = ListStatement(
+    lambda ids: select(estimates.c.number, estimates.c.task_id, *_ESTIMATE).where(
+        estimates.c.env == bindparam("of_env"),
+        estimates.c.split == bindparam("of_split"),
+        estimates.c.task_id.in_(ids),
+    ),
+    ["of_env", "of_split"],
+)
+_CHANGE: Final = Statement(
+    update(estimates)
+    .where(estimates.c.number == bindparam("of_number"))
+    .values({name: bindparam(name) for name in _CHANGED}),
+    [*_CHANGED, "of_number"],
+)
+_last: Final = estimates.alias("last")
+# Written out: values of its own would be parameters.
+_NEXT_NUMBER: Final = func.coalesce(func.max(_last.c.number), literal_column("0")) + literal_column(
+    "1"
+)
+_ADD: Final = Statement(
+    insert(estimates).values(number=select(_NEXT_NUMBER).scalar_subquery()),
+    ["env", "split", "task_id", *_CHANGED],
+)
+
+
+def _row(row: Any) -> EstimateRow:
+    return EstimateRow(
+        number=row.number,
+        env=row.env,
+        split=row.split,
+        task_id=row.task_id,
+        estimate=Estimate(row.attempts, row.weight, row.solved, row.policy_version),
+        scored_at=row.scored_at,
+    )
+
+
+async def estimates_of(
+    connection: AsyncConnection, env: str, split: Split, task_ids: Sequence[str]
+) -> dict[str, Estimate]:
+    """Returns the estimates by task id, for those of these tasks that were ever scored."""
+    rows = await _FOUND.all(connection, (env, split), task_ids)
+    return {task_id: Estimate(*columns) for _, task_id, *columns in rows}
+
+
+async def estimates_after(
+    connection: AsyncConnection, number: int, limit: int, env: str | None, split: Split | None
+) -> list[EstimateRow]:
+    """Returns up to `limit` estimates after `number`, in the order in which tasks were first
+    scored."""
+    query = select(estimates).where(estimates.c.number > number)
+    if env is not None:
+        query = query.where(estimates.c.env == env)
+    if split is not None:
+        query = query.where(estimates.c.split == split)
+    query = query.order_by(estimates.c.number).limit(limit)
+    return [_row(row) for row in await connection.execute(query)]
+
+
+async def counted_drops(connection: AsyncConnection, group_ids: Sequence[str]) -> set[str]:
+    """Returns those of these groups that were scored and counted, but not stored."""
+    found: set[str] = set()
+    for part in chunks(group_ids):
+        query = select(dropped_groups.c.group_id).where(dropped_groups.c.group_id.in_(part))
+        found.update((await connection.execute(query)).scalars())
+    return found
+
+
+async def count_drops_with_prefix(connection: AsyncConnection, prefix: str) -> int:
+    """Counts the scored groups whose id begins with `prefix` that were not stored."""
+    begins = begins_with(dropped_groups.c.group_id, prefix, connection.dialect)
+    count = await connection.execute(select(func.count()).select_from(dropped_groups).where(begins))
+    return int(count.scalar_one())
+
 
 log = structlog.get_logger(__name__)
 

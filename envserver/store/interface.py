@@ -23,17 +23,14 @@ if TYPE_CHECKING:
     from envserver_records.records import Split
 
     from ..rollouts.estimates import Estimate, Scored
-    from .backlog import Backlog
-    from .estimates import EstimateRow
-    from .groups import EncodedPut
-    from .listing import GroupQuery, Page
-    from .lookups import LeasedGroup, LeaseFacts
-    from .rewards import RewardCounts
+    from .deliveries import Backlog
+    from .groups import EncodedPut, EstimateRow
+    from .listing import GroupQuery, Page, TaskOrder, TasksPage
+    from .lookups import LeasedGroup, LeaseFacts, RewardCounts
     from .rows import Checkpoint, Compacted, DamagedGroup, Delivery, GroupPut, GroupRow, Lease, Run
     from .sql import Store
     from .states import GroupState, RunState
     from .statistics import StoreStatistics
-    from .tasks_seen import TaskOrder, TasksPage
     from .transaction import KnownRun
 
 

@@ -16,12 +16,19 @@ import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
 from sqlalchemy import Row, insert, literal_column, select, update
 
-from .checkpoints import mark
 from .deliveries import GroupSelection, advance, choose
 from .groups import kept_rows, rows_of
 from .lookups import facts_where
-from .rows import GroupRow, Lease
-from .runs import add_acked, require_open
+from .rows import GroupRow, Lease, Run
+from .runs import (
+    add_acked,
+    forget_after,
+    mark,
+    mark_closed,
+    require_known,
+    require_open,
+    require_whole,
+)
 from .schema import leases
 from .states import LeaseEvent, LeaseState, check_lease
 from .transaction import Transaction
@@ -54,11 +61,6 @@ async def lease(
 
     Returns:
         None when nothing, or too little, is queued.
-
-    Raises:
-        NotFoundError: the run or a group does not exist.
-        ConflictError: the run is closed, a group is not queued or not of the run's environments, or
-            `lease_id` is taken by a lease of another run or one that has ended.
     """
     known = require_open(tx, run)
     await expire(tx, tx.now)
@@ -307,3 +309,29 @@ def check_seconds(seconds: float) -> None:
     """Raises InputError: `seconds` is not a duration."""
     if not (math.isfinite(seconds) and seconds > 0):
         raise InputError("seconds must be a number above 0.", place="seconds")
+
+
+async def close_run(tx: Transaction, name: str) -> Run:
+    """Closes a run: it leases no more, and the groups of its open leases are queued again.
+    Raises NotFoundError: the run does not exist.
+    """
+    if require_known(tx, name).state == "open":
+        await revoke_held(tx, name, "close")
+    return await mark_closed(tx, name)
+
+
+async def rewind(tx: Transaction, name: str, checkpoint: str | None) -> list[str]:
+    """Queues the groups again that the run acked after `checkpoint`; returns their ids, oldest
+    first.
+
+    Args:
+        checkpoint: name of a checkpoint; None rewinds as far as groups are kept.
+    """
+    require_known(tx, name)
+    after = 0 if checkpoint is None else await require_whole(tx, name, checkpoint)
+    await revoke_held(tx, name, "rewind")
+    taken_back = await take_back_acked(tx, name, after)
+    await forget_after(tx, name, after)
+    if taken_back:
+        await tx.count("rewound", len(taken_back))
+    return taken_back

@@ -1,20 +1,77 @@
-"""Lists groups by what is known of them without their bodies: filtered, sorted, page by page."""
+"""Lists groups and sums them up by task, without their bodies: filtered, sorted, page by page."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 from typing import Any, Final, Literal
 
 import msgspec
-from sqlalchemy import ColumnElement, FromClause, Row, Select, or_, select
+from envserver_records.errors import InputError
+from sqlalchemy import (
+    ColumnElement,
+    Float,
+    FromClause,
+    Row,
+    Select,
+    and_,
+    case,
+    cast,
+    func,
+    or_,
+    select,
+)
 from sqlalchemy import text as sql_text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from .cursors import after, cursor_of, read_cursor
 from .facts import GroupFacts
 from .groups import group_columns
 from .rows import GroupRow
 from .schema import SHARED, deliveries, group_facts, groups
 from .states import GroupState
+
+# The last column of every order is a whole number that no two rows share.
+
+_MOST_NUMBER: Final = 2**63
+
+
+def after(by: list[ColumnElement[Any]], values: list[Any], descends: bool) -> ColumnElement[bool]:
+    """Returns the condition that a row follows `values` in the order of the columns `by`."""
+    either = []
+    for position, column in enumerate(by):
+        equal = [one == value for one, value in zip(by[:position], values, strict=False)]
+        value = values[position]
+        either.append(and_(*equal, column < value if descends else column > value))
+    return or_(*either)
+
+
+def cursor_of(order: str, values: Any) -> str:
+    """Returns the cursor of the page after a row with these values of its order's columns."""
+    return base64.urlsafe_b64encode(msgspec.json.encode(_Cursor(order, list(values)))).decode()
+
+
+def read_cursor(cursor: str, order: str, count: int) -> list[float]:
+    """Returns the values in a cursor of `order`, which has `count` columns.
+    Raises InputError: it is not one of this order.
+    """
+    try:
+        made = msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=_Cursor)
+    except (binascii.Error, ValueError):
+        made = _Cursor("", [])
+    of_order = made.order == order and len(made.values) == count
+    if not (of_order and 0 <= made.values[-1] < _MOST_NUMBER):
+        raise InputError(
+            f"The cursor {cursor[:80]!r} does not belong to the order {order!r}.",
+            place="query.cursor",
+            hint="Send `cursor` as the page before gave it, with the same parameters.",
+        )
+    return [*made.values[:-1], int(made.values[-1])]
+
+
+class _Cursor(msgspec.Struct, array_like=True):
+    order: str
+    values: list[float]
+
 
 Order = Literal["newest", "oldest", "best", "worst", "widest", "longest"]
 """best, worst: by mean reward; widest: largest difference of rewards first; longest: by tokens of
@@ -182,3 +239,128 @@ _IN_JSON: Final[dict[str, Any]] = {
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
+
+
+# Read from one index of `group_facts`, without bodies. Groups without a task (posts that do not
+# name theirs, and groups of older versions) are left out.
+
+TaskOrder = Literal["newest", "best", "worst", "widest", "most"]
+"""best, worst: by mean reward; widest: by spread; most: by number of groups."""
+
+
+class SeenTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A task and what its kept groups have in common.
+
+    Args:
+        groups, rollouts: number of its groups, and of their rollouts with a reward.
+        reward_mean: of these rollouts; None without any.
+        spread: mean over its groups of the largest less the smallest reward.
+        solved_share: share of the rollouts that solved it; None if unknown.
+        last_group_id, last_time, last_version: of its last group.
+    """
+
+    environment: str
+    task_id: str
+    groups: int
+    rollouts: int
+    reward_mean: float | None
+    spread: float | None
+    solved_share: float | None
+    last_group_id: str
+    last_time: float
+    last_version: int
+
+
+class TasksPage(msgspec.Struct, frozen=True):
+    """Tasks of a list, and the cursor of what follows ("" at the end)."""
+
+    tasks: list[SeenTask]
+    cursor: str
+
+
+async def seen_tasks(
+    connection: AsyncConnection,
+    order: TaskOrder,
+    cursor: str,
+    limit: int,
+    *,
+    environment: str = "",
+    text: str = "",
+) -> TasksPage:
+    """Returns up to `limit` tasks after `cursor` ("": the first ones).
+
+    A task whose groups arrive meanwhile moves, so it may be on two pages or on none.
+
+    Args:
+        text: part of the task's id.
+    """
+    found = _summed(environment, text).subquery()
+    name, descends = _TASK_KEYS[order]
+    names = [name, "last"] if name != "last" else ["last"]
+    by: list[ColumnElement[Any]] = [found.c[one] for one in names]
+    wanted = select(found).where(by[0].is_not(None))
+    if cursor:
+        wanted = wanted.where(after(by, read_cursor(cursor, order, len(by)), descends))
+    wanted = wanted.order_by(*(one.desc() if descends else one.asc() for one in by)).limit(limit)
+    rows = (await connection.execute(wanted)).all()
+    numbers = [row.last for row in rows]
+    last = select(groups.c.seq, groups.c.group_id, groups.c.created_at, groups.c.policy_version)
+    last_groups = {
+        seq: facts
+        for seq, *facts in await connection.execute(last.where(groups.c.seq.in_(numbers)))
+    }
+    tasks = [SeenTask(**_facts_of_tasks(row), **_last(last_groups[row.last])) for row in rows]
+    following = ""
+    if len(rows) == limit:
+        following = cursor_of(order, [getattr(rows[-1], one) for one in names])
+    return TasksPage(tasks, following)
+
+
+_TASK_KEYS: Final[dict[str, tuple[str, bool]]] = {
+    "newest": ("last", True),
+    "best": ("reward_mean", True),
+    "worst": ("reward_mean", False),
+    "widest": ("spread", True),
+    "most": ("groups", True),
+}
+"""By order: what it sorts by before the last group, and whether it descends."""
+
+
+def _summed(environment: str, text: str) -> Select[Any]:
+    of = group_facts.c
+    known = case((of.solved.is_not(None), of.rated))
+    where = [of.task_id != ""]
+    if environment:
+        where.append(of.env == environment)
+    if text:
+        where.append(of.task_id.contains(text, autoescape=True))
+    return (
+        select(
+            of.env.label("environment"),
+            of.task_id,
+            func.count().label("groups"),
+            cast(func.sum(of.rated), group_facts.c.rated.type).label("rollouts"),
+            (func.sum(of.reward_mean * of.rated) / _share_of(of.rated)).label("reward_mean"),
+            func.avg(of.reward_max - of.reward_min).label("spread"),
+            (cast(func.sum(of.solved), Float) / _share_of(known)).label("solved_share"),
+            func.max(of.seq).label("last"),
+        )
+        .where(and_(*where))
+        .group_by(of.env, of.task_id)
+    )
+
+
+def _share_of(numbers: ColumnElement[Any]) -> ColumnElement[Any]:
+    """Returns the sum to divide by; NULL where it is 0."""
+    return func.nullif(cast(func.sum(numbers), Float), 0.0)
+
+
+def _facts_of_tasks(row: Any) -> dict[str, Any]:
+    found = dict(row._mapping)
+    del found["last"]
+    return found
+
+
+def _last(facts: list[Any]) -> dict[str, Any]:
+    group_id, created_at, version = facts
+    return {"last_group_id": group_id, "last_time": created_at, "last_version": version}

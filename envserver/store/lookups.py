@@ -5,31 +5,82 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
 from envserver_records.errors import NotFoundError
 from envserver_records.records import Split
-from sqlalchemy import ColumnElement, func, literal_column, select
+from sqlalchemy import ColumnElement, Integer, case, cast, func, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import Estimate
-from . import estimates, groups, runs
-from .backlog import Backlog, backlogs
-from .checkpoints import list_checkpoints
+from . import groups, runs
 from .damage import list_damaged
-from .estimates import EstimateRow
-from .history import minutes_between
-from .listing import GroupQuery, Page, page_of
-from .rewards import RewardCounts, reward_counts
+from .deliveries import Backlog, backlogs
+from .groups import EstimateRow
+from .listing import (
+    GroupQuery,
+    Page,
+    TaskOrder,
+    TasksPage,
+    filters_of,
+    joined_tables,
+    page_of,
+    seen_tasks,
+)
 from .rows import Checkpoint, DamagedGroup, GroupRow, Run
-from .schema import deliveries, leases
+from .runs import list_checkpoints, minutes_between
+from .schema import deliveries, group_facts, leases
 from .states import LeaseState
-from .tasks_seen import TaskOrder, TasksPage, seen_tasks
 from .transaction import queue_of
 
 if TYPE_CHECKING:
     from .writer import Writer
+
+
+BINS: Final = 20
+
+
+class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups by mean reward.
+
+    Args:
+        groups: all that match; `unscored` of them have no mean reward.
+        low, high: ends of the bins: 0 and 1 if all means lie between, else the least and the
+            greatest; None without a mean.
+        counts: groups in each of `BINS` equal bins, which have their lower ends; the last has both.
+    """
+
+    groups: int
+    unscored: int
+    low: float | None
+    high: float | None
+    counts: list[int]
+
+
+async def reward_counts(connection: AsyncConnection, query: GroupQuery) -> RewardCounts:
+    """Counts the groups that `query` matches, in two passes over their facts."""
+    mean = group_facts.c.reward_mean
+    ends = func.count(), func.count(mean), func.min(mean), func.max(mean)
+    found = select(*ends).select_from(joined_tables()).where(*filters_of(query))
+    groups, scored, least, greatest = (await connection.execute(found)).one()
+    if not scored:
+        return RewardCounts(groups=groups, unscored=groups, low=None, high=None, counts=[])
+    low, high = (0.0, 1.0) if least >= 0 and greatest <= 1 else (least, greatest)
+    # Rounded, because the bounds become a filter: 3 / 20 belongs to the bin that 0.15 begins.
+    bounds = [float(f"{low + (high - low) * n / BINS:.9g}") for n in range(1, BINS)]
+    above = [func.sum(cast(case((mean >= bound, 1), else_=0), Integer)) for bound in bounds]
+    sums = select(*above).select_from(joined_tables()).where(mean.is_not(None), *filters_of(query))
+    at_least = [scored, *(await connection.execute(sums)).one(), 0]
+    return RewardCounts(
+        groups=groups,
+        unscored=groups - scored,
+        low=low,
+        high=high,
+        counts=[more - fewer for more, fewer in pairwise(at_least)],
+    )
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,22 +170,22 @@ class DatabaseLookups(GroupLookups):
     async def task_estimates(
         self, after: int, limit: int, *, env: str | None = None, split: Split | None = None
     ) -> list[EstimateRow]:
-        return await self._read(estimates.estimates_after, after, limit, env, split)
+        return await self._read(groups.estimates_after, after, limit, env, split)
 
     async def estimates_of(
         self, env: str, split: Split, task_ids: Sequence[str]
     ) -> dict[str, Estimate]:
-        return await self._read(estimates.estimates_of, env, split, task_ids)
+        return await self._read(groups.estimates_of, env, split, task_ids)
 
     async def made(self, group_ids: Sequence[str]) -> set[str]:
         async with self._reading() as connection:
             stored = await groups.seqs_of(connection, group_ids)
-            return {*stored, *await estimates.counted_drops(connection, group_ids)}
+            return {*stored, *await groups.counted_drops(connection, group_ids)}
 
     async def count_made(self, prefix: str) -> int:
         async with self._reading() as connection:
             stored = await groups.count_with_prefix(connection, prefix)
-            return stored + await estimates.count_drops_with_prefix(connection, prefix)
+            return stored + await groups.count_drops_with_prefix(connection, prefix)
 
     async def backlogs(self) -> dict[str, Backlog]:
         return await self._read(backlogs, self._writer.memory, self._clock())

@@ -13,8 +13,7 @@ from typing import Final
 from envserver_records.errors import StoreFull
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from .clock import ForwardClock, SteadyClock
-from .database import Database, open_database
+from .database import Database, ForwardClock, SteadyClock, open_database
 from .failures import typed_failures
 from .lock import StoreLock, acquire, read_lock, save_time
 from .sql import Store
@@ -43,14 +42,6 @@ async def open_store(
         wait_seconds: for PostgreSQL, how long to wait for one that does not answer yet.
         reserve_bytes: for SQLite, disk space held back for leases and acks; see `reserve.py`.
         shared: other servers wait for the store: if one has it, refuse at once; see `leadership`.
-
-    Raises:
-        ConfigError: the kind of store is unknown, the database belongs to another program, or a
-            newer version wrote it.
-        ConflictError: another process has it open.
-        StoreError: it cannot be reached, or not be written.
-        StoreLost: raised later, after the body was cancelled: another process opened the store
-            while its database could not be reached, or its file was removed or replaced.
     """
     async with open_database(where, wait_seconds, reserve_bytes, shared=shared) as database:
         # The file stays locked as long as this process lives. Nothing has to be written to hold the

@@ -53,13 +53,7 @@ class StoreReader(GroupLookups):
 
 @asynccontextmanager
 async def open_reader(where: str) -> AsyncIterator[StoreReader]:
-    """Opens the store at `where` for reading.
-
-    Raises:
-        NotFoundError: there is no such file.
-        ConfigError: it is not a store, or one of another version.
-        StoreError: it does not answer.
-    """
+    """Opens the store at `where` for reading."""
     url = _locate(where)
     name = where if url.get_backend_name() == "sqlite" else url.render_as_string()
     async with only_reading(url) as engine:

@@ -25,9 +25,9 @@ import msgspec
 from sqlalchemy import ColumnElement, Row, delete, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from .checkpoints import last_but_one
 from .groups import kept_rows
 from .rows import Compacted
+from .runs import last_but_one
 from .schema import SHARED, bodies, deliveries, gone, group_facts, leases, runs
 from .states import GroupState, check_group
 from .transaction import Memory, Transaction

@@ -1,4 +1,4 @@
-"""The SQL of runs and of small values."""
+"""The SQL of runs, their checkpoints, and small values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sqlalchemy import Row, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .deliveries import fill
-from .rows import Delivery, Run
-from .schema import runs, values
+from .rows import Checkpoint, Delivery, Run
+from .schema import checkpoints, history, runs, values
 from .transaction import KnownRun, Transaction, queue_of
 
 
@@ -90,9 +90,6 @@ async def open_some(tx: Transaction, name: str) -> Run:
     not wait long. Until the run is open nothing is leased from it, and new groups are copied in
     turn, so that the order stays that of arrival. The progress is kept in memory only: after a
     `kill -9` copying starts over and skips what is already there.
-
-    Raises:
-        NotFoundError: the run does not exist.
     """
     run = await get_run(tx.connection, name)
     if run.state == "open":
@@ -200,3 +197,95 @@ async def set_values(tx: Transaction, texts: Mapping[str, str | None]) -> None:
     rows = [{"key": key, "value": value} for key, value in texts.items() if value is not None]
     if rows:
         await tx.connection.execute(insert(values), rows)
+
+
+# All acks of a store are numbered; a checkpoint is the number of one of its run's acks.
+
+
+async def mark(tx: Transaction, run: str, name: str, ack_number: int) -> None:
+    """Sets the checkpoint `name` to the ack of this number; a checkpoint never moves back."""
+    where = (checkpoints.c.run == run, checkpoints.c.name == name)
+    known = await tx.connection.scalar(select(checkpoints.c.ack_number).where(*where))
+    if known is not None and known >= ack_number:
+        return
+    acked = await tx.connection.scalar(select(runs.c.acked_groups).where(runs.c.name == run))
+    row = {"ack_number": ack_number, "acked_groups": acked, "created_at": tx.now}
+    if known is None:
+        await tx.connection.execute(insert(checkpoints).values(run=run, name=name, **row))
+    else:
+        await tx.connection.execute(update(checkpoints).where(*where).values(row))
+
+
+async def list_checkpoints(connection: AsyncConnection, run: str) -> list[Checkpoint]:
+    """Returns a run's checkpoints, oldest first. Raises NotFoundError if the run does not exist."""
+    await get_run(connection, run)
+    query = select(checkpoints).where(checkpoints.c.run == run)
+    return [
+        Checkpoint(row.name, row.acked_groups, row.created_at)
+        for row in await connection.execute(query.order_by(checkpoints.c.ack_number))
+    ]
+
+
+async def require_whole(tx: Transaction, run: str, name: str) -> int:
+    """Returns the ack number of a checkpoint to which the run can rewind."""
+    of = checkpoints.c
+    number = await tx.connection.scalar(select(of.ack_number).where(of.run == run, of.name == name))
+    if number is None:
+        raise NotFoundError(f"The run {run} has no checkpoint {name}.", run=run, checkpoint=name)
+    gone = await tx.connection.scalar(select(runs.c.gone_ack_number).where(runs.c.name == run))
+    if number < (gone or 0):
+        query = select(of.name).where(of.run == run, of.ack_number >= gone)
+        possible = list(await tx.connection.scalars(query.order_by(of.ack_number)))
+        raise ConflictError(
+            f"The run {run} cannot rewind to the checkpoint {name}: groups that it acked after"
+            " it are no longer kept.",
+            hint=f"It can rewind to: {', '.join(possible)}." if possible else "",
+            run=run,
+            checkpoint=name,
+            possible=possible,
+        )
+    return int(number)
+
+
+async def forget_after(tx: Transaction, run: str, ack_number: int) -> None:
+    """Deletes the checkpoints after this ack: the run has rewound to before them."""
+    of = checkpoints.c
+    await tx.connection.execute(
+        delete(checkpoints).where(of.run == run, of.ack_number > ack_number)
+    )
+
+
+async def last_but_one(connection: AsyncConnection) -> dict[str, int]:
+    """Returns for each run with checkpoints the ack number of its second newest; 0 if it has
+    one.
+    """
+    of = checkpoints.c
+    found: dict[str, int] = {}
+    numbers: dict[str, list[int]] = {}
+    for row in await connection.execute(select(of.run, of.ack_number).order_by(of.ack_number)):
+        numbers.setdefault(row.run, []).append(row.ack_number)
+    for run, all_of_run in numbers.items():
+        found[run] = all_of_run[-2] if len(all_of_run) > 1 else 0
+    return found
+
+
+async def put_minute(tx: Transaction, minute: int, numbers: str, keep_from: int) -> None:
+    """Stores the numbers of a minute, once; removes what is older than the minute `keep_from`.
+
+    Args:
+        minute: seconds since 1970, divided by 60.
+        numbers: JSON text.
+    """
+    of = history.c.minute
+    await tx.connection.execute(delete(history).where((of < keep_from) | (of == minute)))
+    await tx.connection.execute(insert(history).values(minute=minute, numbers=numbers))
+
+
+async def minutes_between(
+    connection: AsyncConnection, start: int, end: int, step: int
+) -> Sequence[tuple[int, str]]:
+    """Returns every `step`-th minute from `start` to `end`, in order, with its numbers."""
+    of = history.c
+    wanted = (of.minute >= start, of.minute <= end, of.minute % step == 0)
+    query = select(of.minute, of.numbers).where(*wanted).order_by(of.minute)
+    return [(row.minute, row.numbers) for row in await connection.execute(query)]

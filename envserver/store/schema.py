@@ -1,4 +1,4 @@
-"""The tables, the same for SQLite and PostgreSQL.
+"""The tables, the same for SQLite and PostgreSQL, and how those of older versions are updated.
 
 Rows of `groups` and `bodies` never change: an update of a row with a body would write the body
 again. What changes is small: `deliveries` has one row for each group in each queue. `seq` joins the
@@ -9,8 +9,11 @@ known. A change in this file needs a step in `migrations` and a higher SCHEMA_VE
 
 from __future__ import annotations
 
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
+import msgspec
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
@@ -27,7 +30,9 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     text,
+    update,
 )
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .states import GROUP_STATES, LEASE_STATES, RUN_STATES
 
@@ -266,3 +271,277 @@ values = Table(
     Column("key", Text, primary_key=True),
     Column("value", Text, nullable=False),  # JSON
 )
+
+
+# Each step is plain text that does not depend on `schema`: it contains what its version had and
+# what the next one has. A step that fails or is killed leaves the store unchanged.
+
+
+async def migrate(connection: AsyncConnection, version: int) -> None:
+    """Updates the tables from `version` to the current one, inside the caller's transaction."""
+    for step_from in range(version, SCHEMA_VERSION):
+        await STEPS[step_from](connection)
+        await connection.execute(update(schema_version).values(version=step_from + 1))
+
+
+async def _from_1_to_2(connection: AsyncConnection) -> None:
+    """Moves the state of groups into `deliveries`, one for each queue."""
+    is_sqlite = connection.dialect.name == "sqlite"
+
+    async def run(statement: str) -> None:
+        await connection.execute(text(statement))
+
+    for statement in _NEW_TABLES:
+        await run(statement.format(without_rowid="WITHOUT ROWID" if is_sqlite else ""))
+    await connection.execute(
+        text(
+            "INSERT INTO deliveries (queue, seq, env, policy_version, stored_bytes, state,"
+            " lease_id, settled_at)"
+            " SELECT 'shared', groups.seq, env, policy_version, length(body), state, lease_id,"
+            " CASE WHEN state IN ('acked', 'dropped') THEN CAST(:now AS DOUBLE PRECISION) END"
+            " FROM groups JOIN bodies ON bodies.seq = groups.seq ORDER BY groups.seq"
+        ),
+        {"now": time.time()},
+    )
+    for statement in _REBUILD_IN_SQLITE if is_sqlite else _CHANGE_IN_POSTGRESQL:
+        await run(statement)
+    for statement in _NEW_COLUMNS_AND_INDEXES:
+        await run(statement)
+    await _number_acks(connection)
+
+
+async def _number_acks(connection: AsyncConnection) -> None:
+    acked = text(
+        "SELECT lease_id, run, group_ids FROM leases WHERE state = 'acked'"
+        " ORDER BY created_at, lease_id"
+    )
+    totals: dict[str, int] = {}
+    numbered = []
+    for number, row in enumerate(await connection.execute(acked), 1):
+        numbered.append({"number": number, "of": row.lease_id})
+        count = len(msgspec.json.decode(row.group_ids, type=list[str]))
+        totals[row.run] = totals.get(row.run, 0) + count
+    set_number = text("UPDATE leases SET ack_number = :number WHERE lease_id = :of")
+    set_total = text("UPDATE runs SET acked_groups = :total WHERE name = :of")
+    if numbered:
+        await connection.execute(set_number, numbered)
+        await connection.execute(
+            set_total, [{"total": total, "of": run} for run, total in totals.items()]
+        )
+    ended = text("UPDATE leases SET ended_at = :now WHERE state <> 'open'")
+    await connection.execute(ended, {"now": time.time()})
+
+
+_NEW_TABLES: Final = (
+    """CREATE TABLE deliveries (
+        queue TEXT NOT NULL,
+        seq BIGINT NOT NULL,
+        env TEXT NOT NULL,
+        policy_version BIGINT NOT NULL,
+        stored_bytes BIGINT NOT NULL,
+        state TEXT NOT NULL,
+        lease_id TEXT,
+        settled_at DOUBLE PRECISION,
+        PRIMARY KEY (queue, seq),
+        CONSTRAINT known_state
+            CHECK (state IN ('buffered', 'queued', 'leased', 'acked', 'dropped'))
+    ) {without_rowid}""",
+    """CREATE TABLE checkpoints (
+        run TEXT NOT NULL,
+        name TEXT NOT NULL,
+        ack_number BIGINT NOT NULL,
+        acked_groups BIGINT NOT NULL,
+        created_at DOUBLE PRECISION NOT NULL,
+        PRIMARY KEY (run, name)
+    )""",
+    "CREATE TABLE counters (name TEXT NOT NULL, value BIGINT NOT NULL, PRIMARY KEY (name))",
+    """CREATE TABLE gone (
+        queue TEXT NOT NULL,
+        env TEXT NOT NULL,
+        state TEXT NOT NULL,
+        removed BIGINT NOT NULL,
+        PRIMARY KEY (queue, env, state)
+    )""",
+)
+
+# SQLite cannot drop a column that a constraint names, nor change a constraint.
+_REBUILD_IN_SQLITE: Final = (
+    "DROP INDEX groups_queued",
+    "DROP INDEX groups_buffered",
+    """CREATE TABLE groups_2 (
+        seq INTEGER NOT NULL,
+        group_id TEXT NOT NULL,
+        env TEXT NOT NULL,
+        format TEXT NOT NULL,
+        size BIGINT NOT NULL,
+        tokens BIGINT NOT NULL,
+        max_length BIGINT NOT NULL,
+        policy_version BIGINT NOT NULL,
+        env_id BIGINT,
+        created_at DOUBLE NOT NULL,
+        PRIMARY KEY (seq),
+        UNIQUE (group_id)
+    )""",
+    """INSERT INTO groups_2 SELECT seq, group_id, env, format, size, tokens, max_length,
+        policy_version, env_id, created_at FROM groups ORDER BY seq""",
+    "DROP TABLE groups",
+    "ALTER TABLE groups_2 RENAME TO groups",
+    "DROP INDEX leases_open",
+    """CREATE TABLE leases_2 (
+        lease_id TEXT NOT NULL,
+        run TEXT NOT NULL,
+        group_ids TEXT NOT NULL,
+        created_at DOUBLE NOT NULL,
+        expires_at DOUBLE NOT NULL,
+        state TEXT NOT NULL,
+        PRIMARY KEY (lease_id),
+        CONSTRAINT known_state
+            CHECK (state IN ('open', 'expired', 'acked', 'nacked', 'revoked'))
+    )""",
+    """INSERT INTO leases_2 SELECT lease_id, run, group_ids, created_at, expires_at, state
+        FROM leases""",
+    "DROP TABLE leases",
+    "ALTER TABLE leases_2 RENAME TO leases",
+    "CREATE INDEX leases_open ON leases (expires_at) WHERE state = 'open'",
+)
+
+_CHANGE_IN_POSTGRESQL: Final = (
+    "ALTER TABLE groups DROP COLUMN state, DROP COLUMN lease_id",
+    """ALTER TABLE leases DROP CONSTRAINT known_state, ADD CONSTRAINT known_state
+        CHECK (state IN ('open', 'expired', 'acked', 'nacked', 'revoked'))""",
+)
+
+_NEW_COLUMNS_AND_INDEXES: Final = (
+    "ALTER TABLE leases ADD COLUMN ack_number BIGINT",
+    "ALTER TABLE leases ADD COLUMN ended_at DOUBLE PRECISION",
+    """ALTER TABLE runs ADD COLUMN delivery TEXT NOT NULL DEFAULT 'shared'
+        CONSTRAINT known_delivery CHECK (delivery IN ('shared', 'broadcast'))""",
+    "ALTER TABLE runs ADD COLUMN environments TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE runs ADD COLUMN acked_groups BIGINT NOT NULL DEFAULT 0",
+    "ALTER TABLE runs ADD COLUMN gone_ack_number BIGINT NOT NULL DEFAULT 0",
+    "CREATE INDEX deliveries_queued ON deliveries (queue, seq) WHERE state = 'queued'",
+    "CREATE INDEX deliveries_queued_env ON deliveries (queue, env, seq) WHERE state = 'queued'",
+    "CREATE INDEX deliveries_buffered ON deliveries (queue, seq) WHERE state = 'buffered'",
+    "CREATE INDEX deliveries_settled ON deliveries (settled_at, seq) WHERE settled_at IS NOT NULL",
+    "CREATE INDEX leases_expired ON leases (run) WHERE state = 'expired'",
+    "CREATE INDEX leases_acked ON leases (run, ack_number) WHERE ack_number IS NOT NULL",
+    "CREATE INDEX leases_ended ON leases (ended_at, lease_id) WHERE ended_at IS NOT NULL",
+)
+
+
+async def _from_2_to_3(connection: AsyncConnection) -> None:
+    """Adds task estimates. They start empty: earlier scores are in the bodies only."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    kinds = {
+        "key": "INTEGER" if is_sqlite else "BIGINT",
+        "double": "DOUBLE" if is_sqlite else "DOUBLE PRECISION",
+        "without_rowid": "WITHOUT ROWID" if is_sqlite else "",
+    }
+    for statement in _ESTIMATES:
+        await connection.execute(text(statement.format(**kinds)))
+
+
+_ESTIMATES: Final = (
+    """CREATE TABLE estimates (
+        number {key} NOT NULL,
+        env TEXT NOT NULL,
+        split TEXT NOT NULL,
+        task_id TEXT NOT NULL,
+        attempts BIGINT NOT NULL,
+        weight {double} NOT NULL,
+        solved {double} NOT NULL,
+        policy_version BIGINT NOT NULL,
+        scored_at {double} NOT NULL,
+        PRIMARY KEY (number),
+        UNIQUE (env, split, task_id)
+    )""",
+    "CREATE INDEX estimates_env ON estimates (env, number)",
+    "CREATE TABLE dropped_groups (group_id TEXT NOT NULL, PRIMARY KEY (group_id)) {without_rowid}",
+)
+
+
+async def _from_3_to_4(connection: AsyncConnection) -> None:
+    """Adds the table of damaged groups. It starts empty: earlier findings were not kept."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    key, double = ("INTEGER", "DOUBLE") if is_sqlite else ("BIGINT", "DOUBLE PRECISION")
+    await connection.execute(
+        text(
+            f"CREATE TABLE damaged (seq {key} NOT NULL, reason TEXT NOT NULL,"
+            f" found_at {double} NOT NULL, PRIMARY KEY (seq))"
+        )
+    )
+
+
+async def _from_4_to_5(connection: AsyncConnection) -> None:
+    """Adds the facts that lists show. They start empty: those of earlier groups are in the bodies
+    only."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    key, double = ("INTEGER", "DOUBLE") if is_sqlite else ("BIGINT", "DOUBLE PRECISION")
+    await connection.execute(text(_GROUP_FACTS.format(key=key, double=double)))
+
+
+_GROUP_FACTS: Final = """CREATE TABLE group_facts (
+    seq {key} NOT NULL,
+    task_id TEXT NOT NULL,
+    split TEXT NOT NULL,
+    model TEXT NOT NULL,
+    rewards TEXT NOT NULL,
+    reward_mean {double},
+    reward_min {double},
+    reward_max {double},
+    turns BIGINT,
+    completion_tokens BIGINT,
+    truncated BIGINT NOT NULL,
+    seconds {double},
+    flags TEXT NOT NULL,
+    ends TEXT NOT NULL,
+    PRIMARY KEY (seq),
+    FOREIGN KEY(seq) REFERENCES groups (seq)
+)"""
+
+
+async def _from_5_to_6(connection: AsyncConnection) -> None:
+    """Adds the numbers by the minute. They start empty."""
+    key = "INTEGER" if connection.dialect.name == "sqlite" else "BIGINT"
+    await connection.execute(
+        text(
+            f"CREATE TABLE history (minute {key} NOT NULL, numbers TEXT NOT NULL,"
+            " PRIMARY KEY (minute))"
+        )
+    )
+
+
+async def _from_6_to_7(connection: AsyncConnection) -> None:
+    """Adds what is summed up by task. How many rollouts of earlier groups had a reward is taken to
+    be all of them; how many solved their task is in the bodies only."""
+    for statement in _FACTS_BY_TASK:
+        await connection.execute(text(statement))
+
+
+_FACTS_BY_TASK: Final = (
+    "ALTER TABLE group_facts ADD COLUMN rated BIGINT NOT NULL DEFAULT 0",
+    "ALTER TABLE group_facts ADD COLUMN solved BIGINT",
+    "ALTER TABLE group_facts ADD COLUMN env TEXT NOT NULL DEFAULT ''",
+    """UPDATE group_facts SET
+        env = (SELECT groups.env FROM groups WHERE groups.seq = group_facts.seq),
+        rated = CASE WHEN reward_mean IS NULL THEN 0
+            ELSE (SELECT groups.size FROM groups WHERE groups.seq = group_facts.seq) END""",
+    """CREATE INDEX group_facts_tasks ON group_facts
+        (env, task_id, seq, rated, solved, reward_mean, reward_min, reward_max)""",
+)
+
+
+async def _from_7_to_8(connection: AsyncConnection) -> None:
+    """Changes no table: bodies may now be as they were posted, which older versions cannot read."""
+
+
+STEPS: Final[Mapping[int, Callable[[AsyncConnection], Awaitable[None]]]] = {
+    1: _from_1_to_2,
+    2: _from_2_to_3,
+    3: _from_3_to_4,
+    4: _from_4_to_5,
+    5: _from_5_to_6,
+    6: _from_6_to_7,
+    7: _from_7_to_8,
+}
+"""Steps by the version from which they start; each leads to the next version."""

@@ -25,19 +25,103 @@ from envserver_records.errors import InputError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import Scored
-from . import closing, damage, deliveries, estimates, leases, retention, runs
-from .database import Database
+from . import damage, deliveries, leases, retention, runs
+from . import groups as estimates
+from .database import Database, DatabaseUnreachable, RetryGate
 from .failures import is_unreachable, typed, typed_failures
 from .groups import EncodedPut, encode_puts
-from .history import put_minute
 from .lock import save_time
 from .lookups import DatabaseLookups
-from .memory_lookups import MemoryLookups
-from .retry import DatabaseUnreachable, RetryGate
 from .rows import UNKNOWN_VERSION, Compacted, Delivery, GroupPut, Lease, Run
-from .states import GroupState, RunState
-from .transaction import Transaction
+from .runs import put_minute
+from .schema import SHARED
+from .states import SETTLED, GroupState, RunState
+from .statistics import StoreStatistics
+from .transaction import KnownRun, Transaction
 from .writer import Writer
+
+
+class MemoryLookups:
+    """The part of `interface.LookUp` that is answered from memory."""
+
+    _writer: Writer
+
+    @property
+    def statistics(self) -> StoreStatistics:
+        return self._writer.statistics
+
+    @property
+    def waiting_operations(self) -> int:
+        return self._writer.waiting
+
+    @property
+    def disk_problem(self) -> str:
+        return self._writer.disk_problem
+
+    async def counts(self) -> dict[GroupState, int]:
+        return self._writer.memory.counts(SHARED)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._writer.memory.stored_bytes
+
+    def most_waiting(self) -> int:
+        memory = self._writer.memory
+        waiting = dict.fromkeys(memory.drawn_from(), 0)
+        for (queue, _, state), count in memory.tallies.items():
+            if queue in waiting and state not in SETTLED:
+                waiting[queue] += count
+        return max(waiting.values(), default=0)
+
+    async def depths(self) -> dict[str, int]:
+        memory = self._writer.memory
+        return {
+            name: memory.waiting(run) for name, run in memory.runs.items() if run.state == "open"
+        }
+
+    async def counters(self) -> dict[str, int]:
+        memory = self._writer.memory
+        return {**memory.counters, "conflicting_puts": memory.conflicting_puts}
+
+    @property
+    def changes(self) -> int:
+        return self._writer.changes.number
+
+    async def wait_for_change(
+        self, timeout: float | None = None, *, since: int | None = None
+    ) -> int:
+        self._writer.check_open()
+        known = self._writer.changes.number if since is None else since
+        return await self._writer.changes.wait(known, timeout)
+
+    @property
+    def last_seq(self) -> int:
+        return self._writer.memory.next_seq - 1
+
+    @property
+    def tallies(self) -> Mapping[tuple[str, str, GroupState], int]:
+        return self._writer.memory.tallies
+
+    def may_hold_older(self, version: int) -> bool:
+        known = self._writer.memory.versions
+        return any(UNKNOWN_VERSION < one < version for one in known)
+
+    @property
+    def open_runs(self) -> Mapping[str, KnownRun]:
+        known = self._writer.memory.runs
+        return {name: run for name, run in known.items() if run.state == "open"}
+
+    def hungry_for(self, run: str) -> int:
+        return self._writer.memory.hungry.get(run, 0)
+
+    @property
+    def activity(self) -> int:
+        return self._writer.activity.number
+
+    async def wait_for_activity(self, timeout: float | None, *, since: int) -> int:
+        self._writer.check_open()
+        return await self._writer.activity.wait(since, timeout)
+
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -172,7 +256,7 @@ class Store(DatabaseLookups, MemoryLookups):
         return await self._writer.do(partial(leases.expire, now=at))
 
     async def rewind(self, run: str, checkpoint: str | None) -> list[str]:
-        return await self._writer.do(partial(closing.rewind, name=run, checkpoint=checkpoint))
+        return await self._writer.do(partial(leases.rewind, name=run, checkpoint=checkpoint))
 
     async def drop_stale(self, below_version: int) -> int:
         dropped = 0
@@ -223,7 +307,7 @@ class Store(DatabaseLookups, MemoryLookups):
                 return run
 
     async def close_run(self, name: str) -> Run:
-        return await self._writer.do(partial(closing.close_run, name=name))
+        return await self._writer.do(partial(leases.close_run, name=name))
 
     async def set_run(
         self,
@@ -245,7 +329,7 @@ class Store(DatabaseLookups, MemoryLookups):
 
         async def change(tx: Transaction) -> Run:
             run = await runs.set_run(tx, name, changes)
-            return await closing.close_run(tx, name) if state == "closed" else run
+            return await leases.close_run(tx, name) if state == "closed" else run
 
         run = await self._writer.do(change)
         return await self._open_run(name) if state == "open" else run

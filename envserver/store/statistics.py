@@ -1,9 +1,11 @@
-"""Statistics of an open store since it was opened: commits, leases, what groups came."""
+"""Statistics of an open store since it was opened, and the signal that something has changed."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from ..telemetry.numbers import SHORT_SECONDS, Distribution
@@ -71,3 +73,27 @@ class StoreStatistics:
             if self.on_lease is not None:
                 self.on_lease(lease)
         return lease
+
+
+class Changes:
+    """A number that grows, and any number of coroutines that wait for it to change."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._grown = asyncio.Event()
+
+    def announce(self, number: int) -> None:
+        """Sets the number and wakes all waiting coroutines, if it is a new one."""
+        if number == self.number:
+            return
+        self.number = number
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
+
+    async def wait(self, since: int, timeout: float | None) -> int:
+        """Returns the number as soon as it differs from `since`, or after `timeout` seconds."""
+        if self.number == since:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._grown.wait()
+        return self.number

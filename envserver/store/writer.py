@@ -24,14 +24,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import DISCOUNT
-from .changes import Changes
-from .database import Database
+from .database import Database, DatabaseUnreachable, RetryGate
 from .failures import is_unreachable, typed
 from .groups import EncodedPut, put_all
 from .lock import is_owner, lock_lost, save_time
 from .reserve import free_bytes_inside
-from .retry import DatabaseUnreachable, RetryGate
-from .statistics import StoreStatistics
+from .statistics import Changes, StoreStatistics
 from .transaction import Memory, Transaction, forget_written, load_memory, write_memory
 
 log = structlog.get_logger(__name__)

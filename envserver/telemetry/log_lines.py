@@ -13,8 +13,7 @@ from typing import Any, Final, TextIO
 import structlog
 from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
-from .printable import printable
-from .redaction import redacted
+from .redaction import printable, redacted
 
 _LONGEST: Final = 16_384
 """Characters of one text in a line: an exception of a library may quote all that a model sent."""

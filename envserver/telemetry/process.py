@@ -11,7 +11,7 @@ from typing import Final
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 
-from .families import gauge, single
+from .numbers import gauge, single
 
 _MOST_CHILDREN: Final = 4096
 

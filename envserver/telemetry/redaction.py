@@ -1,4 +1,4 @@
-"""Removes what looks like a secret from each log line before it is written.
+"""Removes secrets and control characters from log lines, and bounds what one rollout writes.
 
 Secrets should not be logged in the first place; this catches those in messages of libraries and
 exceptions. A line may hold what a model wrote: no pattern looks at a character often.
@@ -6,8 +6,11 @@ exceptions. A line may hold what a model wrote: no pattern looks at a character 
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final
+
+from ..buckets import Bucket
 
 STRUCK: Final = "[redacted]"
 
@@ -46,3 +49,51 @@ def redacted(text: str) -> str:
 def _strike(found: re.Match[str]) -> str:
     kept = found.lastgroup and found.group(found.lastgroup)
     return f"{kept or ''}{STRUCK}"
+
+
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;:]*m")
+_CONTROLS: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, other line ends, overrides of the writing direction, lone surrogates."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Returns `text` without colours, and with control characters as escapes (`\x1b`).
+
+    Args:
+        keep: control characters that stay, such as line ends.
+    """
+    if text.isprintable():
+        return text
+
+    def escaped(found: re.Match[str]) -> str:
+        character = found[0]
+        return character if character in keep else character.encode("unicode_escape").decode()
+
+    return _CONTROLS.sub(escaped, _COLOURS.sub("", text))
+
+
+BURST_BYTES = 256 * 1024
+BYTES_PER_SECOND = 32 * 1024
+COST_OF_A_LINE = 200
+"""Cost of logging even an empty line, in bytes of the budget."""
+
+
+class LogBudget:
+    """A bucket of log bytes. `now` is the seconds of any monotonic clock.
+
+    Args:
+        total_bytes: what may be written altogether; default: no limit.
+    """
+
+    def __init__(self, now: float, total_bytes: float = math.inf) -> None:
+        self._bucket = Bucket(BYTES_PER_SECOND, BURST_BYTES, now)
+        self._left_altogether = total_bytes
+
+    def take(self, line_bytes: int, now: float) -> bool:
+        """Returns whether a line may be written; it is then paid."""
+        cost = line_bytes + COST_OF_A_LINE
+        if cost > self._left_altogether or self._bucket.wait_seconds(cost, now):
+            return False
+        self._bucket.take(cost, now)
+        self._left_altogether -= cost
+        return True

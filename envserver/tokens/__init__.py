@@ -28,11 +28,10 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .builder import build, find_parents
     from .chat_format import ChatFormat
-    from .edits import classify
+    from .comparison import classify
     from .flags import DEFAULT, Actions, chosen
-    from .history import History
+    from .history import History, PromptPlan
     from .invariants import check
-    from .prompts import PromptPlan
     from .refusal import Refused
     from .trace import pack_calls
 

@@ -11,7 +11,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
+import numpy as np
 from envserver_records.errors import ConfigError
+from envserver_records.records import Call, Tokens
 
 Action = Literal["train", "mask", "drop"]
 
@@ -98,9 +100,6 @@ class Actions:
 
     Args:
         overrides: action by flag.
-
-    Raises:
-        ConfigError: a flag is not in the table.
     """
 
     def __init__(self, overrides: Mapping[str, Action] | None = None) -> None:
@@ -137,3 +136,23 @@ def chosen(
     overrides.update(dict.fromkeys(mask, "mask"))
     overrides.update(dict.fromkeys(drop, "drop"))
     return Actions(overrides)
+
+
+# Higher versions are newer; -1 (unknown) is older than any.
+
+UNKNOWN = -1
+
+
+def token_versions(call: Call) -> Tokens:
+    """int32[C]: the policy version that sampled each token of the call's completion."""
+    versions = np.full(len(call.completion_ids), UNKNOWN, np.int32)
+    for span in call.versions:
+        versions[span.start : span.end] = span.version
+    return versions
+
+
+def flags_of(call: Call) -> list[str]:
+    """The flags that were recorded with `call`, and those that its version spans add."""
+    sampled = {span.version for span in call.versions if span.end > span.start}
+    mixed = len(sampled) > 1 and "mixed_versions" not in call.flags
+    return sorted([*call.flags, "mixed_versions"]) if mixed else call.flags

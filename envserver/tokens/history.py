@@ -9,9 +9,10 @@ wrong.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,16 +21,281 @@ from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Edge, Message, Tokens
 
 from ..tokens_config import Edit
-from .chain import RequestHashes
 from .chat_format import ChatFormat
-from .comparison import UNREADABLE, Difference, Segment, compare
+from .comparison import (
+    UNREADABLE,
+    Change,
+    Difference,
+    Replay,
+    Segment,
+    answer_of,
+    canonical,
+    change_of,
+    compare,
+    content_key,
+)
 from .flags import FLAGS
 from .images import digest_of, folded, urls_of
-from .parents import Match, Parent, Parents, is_ambiguous, reasoning_of, segment_of
-from .prepare import KeptMessages
-from .prompts import PromptPlan
+from .prepare import KeptMessages, prepare, prepare_tools, same_objects
 from .refusal import Refused
 from .suffix import Completion, Suffix, suffix
+from .vocabulary import Vocabulary
+
+
+class Parent(msgspec.Struct, kw_only=True, eq=False):
+    """A recorded call, and what it added to its conversation.
+
+    Args:
+        before: the call that its prompt continues.
+        ended: whether the model ended its turn itself, not the token limit or a stop string.
+        kwargs: of the chat template.
+        head: the generation prompt, once computed.
+    """
+
+    call: Call
+    segment: Segment
+    ended: bool
+    before: Parent | None
+    kwargs: Mapping[str, Any]
+    head: str | None = None
+
+    def path(self) -> list[Parent]:
+        """Returns the calls of its conversation, first to last, itself included."""
+        path = [self]
+        while path[-1].before is not None:
+            path.append(path[-1].before)
+        return path[::-1]
+
+    def same_tokens(self, other: Parent) -> bool:
+        """Returns whether continuing either gives the same prompt."""
+        return np.array_equal(
+            self.call.completion_ids, other.call.completion_ids
+        ) and np.array_equal(self.call.prompt_ids, other.call.prompt_ids)
+
+
+class Match(NamedTuple):
+    """A call whose answer appears in a request, and how that answer was changed."""
+
+    parent: Parent
+    replay: Replay
+
+
+class Parents:
+    """Calls, by the requests that they answered."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[bytes, list[Parent]] = {}
+        self._by_index: dict[int, Parent] = {}
+        self._answers: set[Hashable] = set()
+
+    def add(self, request: bytes, parent: Parent) -> None:
+        """Adds a call; `request` is the last hash of its request's chain."""
+        self._by_request.setdefault(request, []).append(parent)
+        self._by_index[parent.call.index] = parent
+        self._answers.add(content_key(parent.segment.answer))
+
+    def by_index(self, index: int) -> Parent | None:
+        """Returns the attempt's call `index`."""
+        return self._by_index.get(index)
+
+    def matches(self, request: bytes, replayed: Message) -> list[Match]:
+        """Returns the calls that answered `request` and may have produced `replayed`.
+
+        The least changed come first (the shortest appended text first), then those that reached the
+        agent, then the latest.
+        """
+        now = answer_of(replayed)
+        found = [
+            Match(p, change_of(p.segment.answer, now, ended=p.ended, tail=p.segment.tail))
+            for p in reversed(self._by_request.get(request, []))
+        ]
+        return sorted(found, key=_rank)
+
+    def was_answered(self, message: Message) -> bool:
+        """Returns whether any call of the attempt gave this answer, to any request."""
+        return content_key(answer_of(message)) in self._answers
+
+
+_CHANGES: tuple[Change, ...] = ("exact", "whitespace", "appended", "calls", "edited")
+
+
+def _rank(match: Match) -> tuple[int, int, bool]:
+    change, extra = match.replay
+    return _CHANGES.index(change), len(extra), match.parent.call.delivered == "none"
+
+
+def is_ambiguous(chosen: Match, accepted: Collection[Match]) -> bool:
+    """Returns whether another match is as good as the chosen one but has different tokens."""
+    return any(
+        _rank(match) == _rank(chosen) and not match.parent.same_tokens(chosen.parent)
+        for match in accepted
+        if match is not chosen
+    )
+
+
+def segment_of(call: Call, context: str, vocabulary: Vocabulary) -> tuple[Segment, bool]:
+    """Returns what `call` added after `context`, and whether the model ended its turn itself."""
+    ids = call.completion_ids.tolist()
+    sampled = vocabulary.decode(ids)
+    stopped_by = call.stop_reason if isinstance(call.stop_reason, str) else None
+    ended = stopped_by is None and call.finish_reason in _ENDED
+    specials = vocabulary.special_ids.intersection(ids[:-1] if ended else ids)
+    answer = answer_of(call.engine_message)
+    segment = Segment(
+        context=context,
+        sampled=sampled,
+        answer=answer,
+        reasoning=reasoning_of(call.engine_message),
+        specials=tuple({vocabulary.decode([id]) for id in specials}),
+        tail="" if stopped_by is None else _tail(call, vocabulary, stopped_by, answer.content),
+    )
+    return segment, ended
+
+
+_ENDED = ("stop", "tool_calls")
+
+
+def reasoning_of(message: Message) -> str:
+    """Returns a message's reasoning field, or ""."""
+    for name in ("reasoning", "reasoning_content"):
+        if isinstance(message.get(name), str) and message[name]:
+            return str(message[name])
+    return ""
+
+
+def _tail(call: Call, vocabulary: Vocabulary, stop: str, content: str) -> str:
+    """Returns the sampled text from the stop string on, or after it if the content includes it.
+
+    The search starts near the last token, which ended the answer: the string may occur earlier too.
+    """
+    ids = call.completion_ids.tolist()
+    before, sampled = vocabulary.decode(ids[:-1]), vocabulary.decode(ids)
+    at = sampled.find(stop, max(0, len(before) - len(stop) + 1))
+    if at < 0:  # several tokens came at once
+        at = sampled.rfind(stop)
+    if at < 0:
+        return ""
+    return sampled[at + len(stop) :] if content.endswith(stop) else sampled[at:]
+
+
+# `hashes[i]` identifies the first i messages together with everything else that affects their
+# rendering and answer, images by the SHA-256 of their bytes. So a request continues a recorded one
+# exactly if one of its hashes equals that one's last. Reasoning is left out: agents drop it, and
+# templates decide about it. O(messages).
+
+_encode = msgspec.msgpack.Encoder().encode
+_NOT_MSGPACK = b"\xc1"
+"""A byte that no MessagePack begins with."""
+_REASONING = ("reasoning", "reasoning_content")
+
+
+class RequestHashes:
+    """The hashes of one attempt's requests.
+
+    What a request shares with the one before, the same objects, is not hashed again: a long
+    conversation costs what is new in each turn.
+    """
+
+    def __init__(self) -> None:
+        self._before: _Hashed | None = None
+
+    def of(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        kwargs: Mapping[str, Any],
+        model: str,
+        agent: str | None,
+    ) -> list[bytes]:
+        """Returns the BLAKE2b-128 hash before the first message and after each message.
+
+        Args:
+            messages, tools: not changed later.
+            kwargs: of the chat template.
+        """
+        before, about = self._before, (model, agent)
+        # Variables that are equal may be written differently: 1 and true.
+        if before and before.about == about and before.tools is tools and not kwargs:
+            chain = before.chain[: same_objects(before.messages, messages) + 1]
+        else:
+            start = [prepare_tools(list(tools)), sorted(kwargs.items()), model, agent]
+            chain = [_digest(b"", start)]
+        for message in prepare([*messages[len(chain) - 1 :]], parts=False, images="named"):
+            said = {name: value for name, value in message.items() if name not in _REASONING}
+            chain.append(_digest(chain[-1], said))
+        self._before = None if kwargs else _Hashed(messages, tools, about, chain)
+        return chain
+
+
+class _Hashed(NamedTuple):
+    """A request without variables, and its hashes; `about`: its model and agent."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]]
+    about: tuple[str, str | None]
+    chain: list[bytes]
+
+
+def hashes(
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    *,
+    kwargs: Mapping[str, Any],
+    model: str,
+    agent: str | None,
+) -> list[bytes]:
+    """Returns the hashes of one request, see `RequestHashes.of`."""
+    return RequestHashes().of(messages, tools, kwargs=kwargs, model=model, agent=agent)
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    try:
+        told = _encode(value)
+    except (ValueError, OverflowError):  # half a surrogate pair, a number of over 64 bits
+        told = _NOT_MSGPACK + canonical(value).encode()
+    return blake2b(before + told, digest_size=16).digest()
+
+
+class PromptPlan(msgspec.Struct, kw_only=True):
+    """How the prompt of a call is made.
+
+    Args:
+        ids: the whole prompt, with one token for each image; None: the engine renders it.
+        tokens: `ids` as an array, so that nobody converts them again.
+        text: the whole prompt as our template renders it; None if unknown.
+        parent: index of the continued call, or None.
+        edge, refusal: see Call.
+        flags: flags of the resulting calls.
+        added: the text after the completion of the continued call.
+        key: hash of the whole request, see `chain`; empty: the call cannot be continued.
+        kwargs: the request's variables for the chat template.
+        images: SHA-256 of each image of the request, in order.
+    """
+
+    ids: list[int] | None = None
+    tokens: Tokens | None = None
+    text: str | None = None
+    parent: int | None = None
+    edge: Edge = "root"
+    refusal: str | None = None
+    flags: list[str] = []
+    added: str | None = None
+    key: bytes = b""
+    kwargs: dict[str, Any] = {}
+    images: list[str] = []
+
+    def as_root(self, refusal: str) -> PromptPlan:
+        """Returns the same prompt, rendered by the engine because of `refusal`."""
+        return PromptPlan(
+            text=self.text,
+            refusal=refusal,
+            flags=[flag for flag in self.flags if flag != "think_kept"] + ["suffix_refused"],
+            key=self.key,
+            kwargs=self.kwargs,
+            images=self.images,
+        )
+
 
 _MOST_TRIES = 3
 """Maximum number of calls tried for one request: each takes several renderings."""

@@ -30,9 +30,8 @@ from envserver_records.records import Call, Sequence
 from envserver_records.sampling import LOGPROB_ROUNDING
 from numpy.typing import NDArray
 
-from .flags import DEFAULT, Actions
+from .flags import DEFAULT, Actions, flags_of, token_versions
 from .images import images_before
-from .versions import flags_of, token_versions
 
 Positions = NDArray[np.int64]
 

@@ -118,9 +118,6 @@ def prepare(
         images: `shown`: as the parts that templates write a placeholder for; `named`: by their
             SHA-256, to tell conversations apart.
         kept: those of the conversation's request before.
-
-    Raises:
-        Refused: multimodal, unusual_message: only the engine can render it (or refuse it).
     """
     prepared = (kept or KeptMessages()).prepare(messages, parts, images)
     if not developer and any(message["role"] == "developer" for message in prepared):

@@ -16,12 +16,10 @@ import msgspec
 from envserver_records.errors import InputError, NotFoundError
 
 from ..evaluation.comparison import Comparison, compare, task_pairs
-from ..evaluation.comparison_tables import comparison_notes, verdicts_of
-from ..evaluation.folders import RUN_FILE, View
+from ..evaluation.folders import RUN_FILE, View, called_alike, read_run
 from ..evaluation.report import Report, Rules, RunReport, TaskRow, counted_rewards
 from ..evaluation.suite import suite_of
-from ..evaluation.tables import notes_of
-from ..evaluation.two_runs import called_alike, read_run
+from ..evaluation.tables import comparison_notes, notes_of, verdicts_of
 from .index_reader import IndexReader
 from .sources import Viewed
 
@@ -83,11 +81,6 @@ class Evaluations:
 
         Args:
             a, b: names of runs; "": the first and the second.
-
-        Raises:
-            NotFoundError: there is no such run.
-            InputError: a run cannot be read, or the cursor is wrong.
-            UsageError: they have no environment in common.
         """
         names = self._viewed.runs
         a, b = a or names[0], b or names[min(1, len(names) - 1)]

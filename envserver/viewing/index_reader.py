@@ -6,23 +6,120 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
+import orjson
 from envserver_records.errors import InputError, NotFoundError
 from envserver_records.records import Group, pack, unpack
 from msgspec.structs import replace
 from sqlalchemy import text
+from sqlalchemy import text as sql
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from ..store.compression import RAW, decode
 from ..store.failures import typed_failures
 from ..store.listing import GroupQuery, Page
-from ..store.lookups import GroupLookups
+from ..store.lookups import GroupLookups, RewardCounts
 from ..store.reading import only_reading, sqlite_url
-from ..store.rewards import RewardCounts
 from .lines import group_of_line
-from .searching import TextSearch
+
+MOST_BYTES: Final = 2 << 30
+"""Size of all groups above which their texts are not searched."""
+_PAGE: Final = 64
+_PLACES: Final = sql(
+    "SELECT p.seq, f.path, p.start, p.length, b.encoding, b.body FROM places p"
+    " LEFT JOIN files f ON f.number = p.file LEFT JOIN bodies b ON b.seq = p.seq"
+    " WHERE p.seq > :after ORDER BY p.seq LIMIT :most"
+)
+_SIZE: Final = sql("SELECT coalesce(sum(length), 0) FROM places")
+
+
+class _Search(NamedTuple):
+    """A search: where it has come to, and what it found."""
+
+    text: str
+    after: int
+    found: list[int]
+
+
+class TextSearch:
+    """Searches the groups of one index; remembers the last search."""
+
+    def __init__(self) -> None:
+        self._last = _Search("", 0, [])
+        self._lock = asyncio.Lock()
+        self._wanted = ""
+
+    async def matching(self, connection: AsyncConnection, text: str) -> list[int]:
+        """Returns the numbers of the groups that have `text`; none of too large a file."""
+        self._wanted = text
+        async with self._lock:
+            if text != self._last.text:
+                self._last = _Search(text, 0, [])
+            if (await connection.execute(_SIZE)).scalar_one() > MOST_BYTES:
+                return []
+            needle = orjson.dumps(text)[1:-1].lower()
+            while self._wanted == text:
+                values = {"after": self._last.after, "most": _PAGE}
+                rows = (await connection.execute(_PLACES, values)).all()
+                if not rows:
+                    break
+                found = await asyncio.to_thread(_those, rows, needle)
+                self._last = _Search(text, rows[-1].seq, self._last.found + found)
+            return self._last.found
+
+
+class _Rollout(msgspec.Struct):
+    messages: msgspec.Raw = msgspec.Raw()
+    output: msgspec.Raw = msgspec.Raw()
+    others: msgspec.Raw = msgspec.Raw()
+
+
+class _Origin(msgspec.Struct):
+    rollouts: list[_Rollout] = []
+
+
+class _Texts(msgspec.Struct):
+    """The part of a line that people search."""
+
+    messages: msgspec.Raw = msgspec.Raw()
+    envserver: _Origin | None = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Texts)
+
+
+def _has(line: bytes, needle: bytes) -> bool:
+    """Returns whether conversations or outputs of a line have `needle`, which is in lower case."""
+    if needle not in line.lower():
+        return False
+    try:
+        texts = _DECODER.decode(line)
+    except msgspec.DecodeError:
+        return False
+    rollouts = texts.envserver.rollouts if texts.envserver is not None else []
+    parts = [texts.messages, *(part for one in rollouts for part in msgspec.structs.astuple(one))]
+    return any(needle in bytes(part).lower() for part in parts)
+
+
+def _those(rows: Any, needle: bytes) -> list[int]:
+    """Returns the numbers of those of these groups whose text matches."""
+    found = []
+    for seq, path, start, length, encoding, body in rows:
+        if encoding is not None:
+            line = decode(encoding, body)
+        else:
+            try:
+                with Path(path or "").open("rb") as file:
+                    file.seek(start)
+                    line = file.read(length)
+            except OSError:  # it was removed meanwhile
+                continue
+        if _has(line, needle):
+            found.append(seq)
+    return found
+
 
 _PLACE = text(
     "SELECT f.path, p.start, p.length, p.line, b.encoding, b.body FROM groups g"
@@ -54,12 +151,7 @@ class IndexReader(GroupLookups):
         return replace(query, found=found)
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
-        """Returns the packed groups, in order.
-
-        Raises:
-            NotFoundError: there is no such group.
-            InputError: what is in the file is not a group, or has changed meanwhile.
-        """
+        """Returns the packed groups, in order."""
         return [await self._body(group_id) for group_id in group_ids]
 
     async def stored_bodies(self, group_ids: Sequence[str]) -> list[tuple[int, bytes]]:

@@ -59,13 +59,7 @@ class Viewed(msgspec.Struct, frozen=True):
         return self.kind not in ("store", "server")
 
     def files(self) -> list[ViewedFile]:
-        """Returns the files that there are now, in their order.
-
-        Raises:
-            NotFoundError: a place has none.
-            InputError: the name of a file is not UTF-8, or the run file of an evaluation cannot be
-                read.
-        """
+        """Returns the files that there are now, in their order."""
         found: list[ViewedFile] = []
         for place, run in zip(self.places, self.runs, strict=True):
             found += _files(place, run if len(self.runs) > 1 else "")

@@ -41,10 +41,6 @@ async def asked_elsewhere(
 
     Args:
         sandbox: the environment's sandbox, for its files; None: it has none.
-
-    Raises:
-        AgentError: the agent cannot be reached, failed, or answered something else.
-        LimitReached: it took too long.
     """
     archive = base64.b64encode(task.archive).decode()
     body = {

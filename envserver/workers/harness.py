@@ -84,12 +84,7 @@ async def play(
     run: AttemptRun,
     record: Record,
 ) -> Any:
-    """Runs the program on a task and returns its output.
-
-    Raises:
-        AgentError: it could not be started, or ended without asking the model.
-        LimitReached: its time was used up, or it crashed.
-    """
+    """Runs the program on a task and returns its output."""
     task = await harness_task(environment, public, run)
     workspace = OwnWorkspace(*_folders())
     await asyncio.to_thread(workspace.fill, task.archive, task.files)

@@ -61,10 +61,6 @@ class HttpClient:
         Args:
             url: `http://HOST[:PORT]/PATH` or https, quoted.
             seconds: until the whole answer is there.
-
-        Raises:
-            TimeoutError: there was no whole answer in time.
-            RequestFailed: the server gave no whole answer.
         """
         scheme, _, rest = url.partition("://")
         place, _, path = rest.partition("/")

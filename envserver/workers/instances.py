@@ -31,12 +31,7 @@ class Instances:
         self._building: dict[bytes, asyncio.Task[Environment]] = {}
 
     async def get(self, reference: str, config: dict[str, Any]) -> Environment:
-        """The environment, after its `setup`. One that failed is built anew for the next rollout.
-
-        Raises:
-            ConfigError, NotFoundError: there is no such environment, or the config is not for it.
-            Exception: whatever its `setup` raised.
-        """
+        """The environment after its `setup`; one that failed is built anew for the next rollout."""
         key = orjson.dumps([reference, config], option=orjson.OPT_SORT_KEYS)
         task = self._building.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import re
 
-from ..telemetry.log_budget import LogBudget
-from ..telemetry.printable import printable
+from ..telemetry.redaction import LogBudget, printable
 
 MAX_LINE_BYTES = 4096
 TAIL_BYTES = 2048

@@ -53,14 +53,6 @@ class WorkerPool(Protocol):
         process of its own, that one has ended: what it used, None where it shared one.
 
         Cancelling it cancels the agent; it ends only when the agent has, or its process is killed.
-
-        Raises:
-            WorkerDied: the process ended; `detail` has its `exit_code` or `signal`, and `output`.
-            WorkerHung: it said nothing for too long, or went on past the deadline; it was killed.
-            WorkerGarbage: it broke the protocol; it was killed.
-                In all three `detail["mate"]` is true when the rollout is not known to be the cause:
-                trying it again should not count as an attempt. It is then run in a process of its
-                own, so the same death a second time is certainly its own.
         """
 
     def workers(self) -> dict[str, int]:

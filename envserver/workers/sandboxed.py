@@ -84,9 +84,6 @@ def fork_sandboxed(
         seen: what it will see; see `sandbox.layout`.
         uid: user of the worker; None: the current user, who is not root.
         hand_out: in the worker, gives a listening socket to the server.
-
-    Raises:
-        OSError: the kernel refused the fork.
     """
     if sandbox.backend not in NAMESPACE_BACKENDS:
         pid = os.fork()

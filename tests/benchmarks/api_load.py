@@ -43,7 +43,7 @@ from support.process_tree import cpu_seconds as cpu_of_ended_too
 from support.process_tree import descendants, own_megabytes
 from support.records import trajectory
 
-from envserver.remote import batch
+from envserver.remote import messages
 from envserver.remote.messages import KEY_HEADER
 from envserver.rollouts.stream import group_id as stream_group_id
 from envserver.rollouts.stream import stream_prefix
@@ -236,7 +236,7 @@ def renumbered(body: bytes, index: int) -> bytes:
     group = unpack(body, Group)
     group.index = index
     group.group_id = stream_group_id(stream_prefix(ENVIRONMENT, "train", 0), index, "task")
-    return batch.compressed(pack(group))
+    return messages.compressed(pack(group))
 
 
 @cache
@@ -308,7 +308,7 @@ class Wire:
         body = registration(ENVIRONMENT, env=ENVIRONMENT, group_size=1)
         welcome = await self._post("/v1/environments", body)
         self._joined = f"{self.url}/v1/environments/{welcome['id']}/groups"
-        self._headers = {KEY_HEADER: welcome["key"], "content-type": batch.GROUP_LIST_MSGPACK}
+        self._headers = {KEY_HEADER: welcome["key"], "content-type": messages.GROUP_LIST_MSGPACK}
 
     async def post_packed(self, bodies: Sequence[bytes], at_once: int) -> None:
         """Posts `bodies`, so many in each request, over connections that are kept, as `envserver
@@ -318,7 +318,7 @@ class Wire:
 
         async def environment(session: aiohttp.ClientSession) -> None:
             for first in waiting:
-                post = batch.encode_batch(bodies[first : first + at_once])
+                post = messages.encode_batch(bodies[first : first + at_once])
                 async with session.post(self._joined, data=post, headers=self._headers) as answer:
                     answer.raise_for_status()
                     if (await answer.json())["refused"]:
@@ -357,9 +357,9 @@ async def post_and_fetch(wire: Wire, costs: Costs, tokens: int, groups: int) -> 
     await wire.start(groups * GROUP_SIZE)
     posting = wire.post_all(bodies(tokens), groups, "/scored_data")
     await costs.measure(f"post 8 x {tokens}", groups, posting)
-    batch = await costs.measure(f"fetch {groups * GROUP_SIZE} x {tokens}", 1, wire.fetch())
+    messages = await costs.measure(f"fetch {groups * GROUP_SIZE} x {tokens}", 1, wire.fetch())
     stream = zlib.decompressobj(16 + zlib.MAX_WBITS)
-    text = stream.decompress(batch)
+    text = stream.decompress(messages)
     if not stream.eof or stream.unused_data or len(json.loads(text)["batch"]) != groups:
         raise RuntimeError("the answer is another batch, or not a complete gzip stream")
 

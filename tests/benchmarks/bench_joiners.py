@@ -38,7 +38,7 @@ from proxy_load import cpu_seconds
 from support import process_tree
 from support.api import registration
 
-from envserver.remote import batch
+from envserver.remote import messages
 from envserver.remote.messages import GROUP_MSGPACK, KEY_HEADER, NEXT_SECONDS
 from envserver.rollouts.stream import group_id, stream_prefix
 
@@ -113,7 +113,7 @@ class Joiner:
             began = time.monotonic()
             await self._send(
                 "groups?open=0",
-                data=batch.compressed(pack(group)),
+                data=messages.compressed(pack(group)),
                 headers={"content-type": GROUP_MSGPACK},
             )
             self.seen.posts.append(time.monotonic() - began)

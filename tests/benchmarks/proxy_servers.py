@@ -38,8 +38,7 @@ from envserver.api.proxy_server import serve_proxy
 from envserver.cli.loop import run_loop
 from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.addresses import EngineAddresses
-from envserver.models.connections import Connections, whole
-from envserver.models.decoding import Decoder
+from envserver.models.connections import Connections, Decoder, whole
 from envserver.models.replicas import Replica
 from envserver.proxy import (
     AsgiApp,
@@ -55,9 +54,9 @@ from envserver.proxy.asgi import send_json
 from envserver.proxy.bounds import AttemptBounds
 from envserver.proxy.engine_client.generated import BareGenerated
 from envserver.proxy.engine_client.tokens import GENERATE, RENDER
-from envserver.proxy.requests import answer_lifespan
+from envserver.proxy.request_handler import answer_lifespan
 from envserver.running import make_endpoint
-from envserver.tokens.template import ChatTemplate
+from envserver.tokens.chat_format import ChatTemplate
 
 UNBOUNDED = AttemptBounds(
     max_connections=10**6,

@@ -34,7 +34,7 @@ from support.waiting import PATIENCE
 
 from envserver import TokensConfig
 from envserver.proxy import EngineEndpoint, Proxy
-from envserver.telemetry.log_budget import BURST_BYTES, BYTES_PER_SECOND
+from envserver.telemetry.redaction import BURST_BYTES, BYTES_PER_SECOND
 
 Json = dict[str, Any]
 

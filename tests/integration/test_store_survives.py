@@ -29,7 +29,7 @@ from support.stores import group, ids, noise
 from support.waiting import PATIENCE, settled, until
 
 from envserver.store import Store, database, open_store
-from envserver.store.clock import SteadyClock
+from envserver.store.database import SteadyClock
 
 CASES = cases_of(__file__)
 

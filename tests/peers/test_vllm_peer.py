@@ -24,7 +24,7 @@ import envserver
 from envserver import Group, OpenAIConfig, pack
 from envserver.models import OpenAIEngine
 from envserver.models.probe import probe
-from envserver.proxy.capabilities import Capabilities, capabilities_of
+from envserver.proxy.endpoint import Capabilities, capabilities_of
 from envserver.tokens import build
 from envserver.tokens_config import TokensConfig
 

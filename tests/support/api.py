@@ -20,7 +20,7 @@ from envserver_records.sampling import SamplingSpan
 from envserver import ServerConfig
 from envserver.api import create_api, serve_api
 from envserver.remote import GROUP_LIST_MSGPACK
-from envserver.remote.batch import encode_batch
+from envserver.remote.messages import encode_batch
 from envserver.rollouts import group_id as group_id_of
 from envserver.rollouts.stream import GroupRequest
 from envserver.store import Store, open_store

@@ -26,7 +26,7 @@ from aiohttp import web
 from envserver_records.errors import EngineRefused
 
 from envserver.models import ReplicaHealth
-from envserver.models.decoding import Decoder
+from envserver.models.connections import Decoder
 from envserver.tokens import ChatFormat
 from support.beside import in_a_thread
 from support.serving import AiohttpServer, serving_aiohttp

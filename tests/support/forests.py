@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from envserver.tokens import DEFAULT, Actions, chosen
-from envserver.tokens.versions import flags_of
+from envserver.tokens.flags import flags_of
 from support.extent import examples
 
 END = 7

@@ -24,8 +24,8 @@ from envserver.config import Mode
 from envserver.models import OpenAIEngine
 from envserver.models.probe import probe
 from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
-from envserver.proxy.capabilities import capabilities_of
-from envserver.rollouts.rescoring import Rescorer
+from envserver.proxy.endpoint import capabilities_of
+from envserver.rollouts.audit import Rescorer
 from envserver.tokens import DEFAULT, ChatFormat, build, check
 from envserver.tokens.flags import Actions
 from support.relay import Echo, Relay, relay

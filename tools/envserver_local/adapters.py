@@ -55,12 +55,7 @@ class Adapters:
         return self._loaded.get(name)
 
     def load(self, name: str, folder: Path, *, replace: bool = False) -> Adapter:
-        """Loads the adapter in `folder` under `name`.
-
-        Raises:
-            InputError: the name is taken and `replace` is not set; the folder holds no adapter, or
-                one that does not fit the model.
-        """
+        """Loads the adapter in `folder` under `name`."""
         if name in self._loaded and not replace:
             raise InputError(
                 f"The lora adapter {name!r} has already been loaded.",

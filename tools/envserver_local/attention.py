@@ -36,9 +36,6 @@ def attend(
 
     Args:
         attention_mask: [rows, 1, queries, length], true where a query may attend.
-
-    Raises:
-        ConfigError: the model's attention has inputs that are not supported.
     """
     if any(kwargs.get(name) is not None for name in _FOREIGN):
         raise ConfigError("The local engine does not know this model's attention.", hint=OTHERS)

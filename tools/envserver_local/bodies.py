@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from envserver_records.errors import EngineRefused
 
-from envserver.models.sim import requests
+from envserver.models.sim import conversation
 
 Unit = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -33,7 +33,7 @@ _FOREIGN = (
 )
 
 
-class Sampled(requests.Sampled, kw_only=True):
+class Sampled(conversation.Sampled, kw_only=True):
     """Fields of all sampling endpoints; None: the value of the model's generation config."""
 
     top_p: Unit | None = None
@@ -47,7 +47,7 @@ class Sampled(requests.Sampled, kw_only=True):
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = 0
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
-    max_tokens: requests.Length | None = None
+    max_tokens: conversation.Length | None = None
 
 
 class Body(Sampled, kw_only=True):
@@ -55,8 +55,8 @@ class Body(Sampled, kw_only=True):
 
     model: str | None = None
     stream: bool | None = False
-    stream_options: requests.StreamOptions | None = None
-    max_completion_tokens: requests.Length | None = None
+    stream_options: conversation.StreamOptions | None = None
+    max_completion_tokens: conversation.Length | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
 
@@ -74,7 +74,7 @@ class ChatBody(Body, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     logprobs: bool | None = False
-    top_logprobs: requests.Top | None = 0
+    top_logprobs: conversation.Top | None = 0
     continue_final_message: bool | None = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -86,8 +86,8 @@ class CompletionBody(Body, kw_only=True):
     """See vLLM's completions."""
 
     prompt: Any
-    max_tokens: requests.Length | None = 16
-    logprobs: requests.Top | bool | None = None
+    max_tokens: conversation.Length | None = 16
+    logprobs: conversation.Top | bool | None = None
     echo: bool | None = False
     add_special_tokens: bool = True
 
@@ -95,7 +95,7 @@ class CompletionBody(Body, kw_only=True):
 class SamplingParams(Sampled, kw_only=True):
     """Sampling settings of a request for ids; `logprobs`: number of alternatives, None for none."""
 
-    logprobs: requests.Top | None = None
+    logprobs: conversation.Top | None = None
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
@@ -108,7 +108,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = False
     output_mode: str = "tokens"
     stream: bool | None = False
-    stream_options: requests.StreamOptions | None = None
+    stream_options: conversation.StreamOptions | None = None
 
 
 class LoraBody(msgspec.Struct, kw_only=True):
@@ -150,7 +150,7 @@ class FinishBody(msgspec.Struct, kw_only=True):
     weight_version: str | None = None
 
 
-class TokenizeBody(requests.TokenizeBody, kw_only=True):
+class TokenizeBody(conversation.TokenizeBody, kw_only=True):
     """Add special tokens to plain text, as vLLM does by default."""
 
     add_special_tokens: bool = True

@@ -24,11 +24,7 @@ _ROUGH = 0.5
 
 
 def check(generator: Generator) -> float:
-    """Returns the largest difference of a logprob, for two prompts that were sampled together.
-
-    Raises:
-        ConfigError: it is larger than rounding explains, or the model cannot be run here at all.
-    """
+    """Returns the largest difference of a logprob, for two prompts that were sampled together."""
     model = generator.model
     size = model.get_input_embeddings().num_embeddings
     rows = [

@@ -39,12 +39,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 def load(options: Options) -> Loaded:
-    """Loads the model that `options` name.
-
-    Raises:
-        ConfigError: the model does not exist, is not supported, or needs a library that is not
-            installed.
-    """
+    """Loads the model that `options` name."""
     device = _device(options)
     try:
         trust = options.trust_remote_code

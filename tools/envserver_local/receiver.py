@@ -54,9 +54,6 @@ class Receiver:
 
         Args:
             paused: whether the engine does not sample.
-
-        Raises:
-            EngineRefused: it cannot be used, or the engine samples; the update has ended.
         """
         missing, self._missing = self._missing, None
         if not paused:
@@ -83,9 +80,6 @@ class Receiver:
 
         Args:
             named: whether the weights get a new name, so that they must be whole and new.
-
-        Raises:
-            EngineRefused: no update is open, or tensors are missing.
         """
         missing, self._missing = self._missing, None
         if missing is None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from envserver_records.errors import EngineRefused
 
-from envserver.models.sim.requests import DetokenizeBody, read
+from envserver.models.sim.conversation import DetokenizeBody, read
 
 from . import answers
 from .bodies import ChatBody, GenerateBody, TokenizeBody

@@ -91,9 +91,6 @@ class Asking:
             limit: maximum number of tokens of the answer, None: all that the context leaves.
             top: number of most likely tokens to return.
             raw: whether special tokens are returned as text.
-
-        Raises:
-            EngineRefused: the answer does not fit the context, or an id is outside the vocabulary.
         """
         room = self.most_tokens - len(prompt)
         if limit is not None and limit > room:

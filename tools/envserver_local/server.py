@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from envserver.models.sim.programs_only import ProgramsOnly
-from envserver.models.sim.requests import DetokenizeBody, read
+from envserver.models.sim.conversation import DetokenizeBody, read
+from envserver.models.sim.engine import ProgramsOnly
 
 from .bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody, refuse_foreign
 from .calls import CallReader

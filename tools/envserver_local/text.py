@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from envserver_records.errors import EngineRefused
 
+from envserver.tokens.chat_format import ChatTemplate
 from envserver.tokens.prepare import prepare, prepare_tools, template_kwargs, with_defaults
 from envserver.tokens.refusal import Refused
-from envserver.tokens.template import ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,9 +59,6 @@ class Text:
 
         Args:
             fields: of the chat request.
-
-        Raises:
-            EngineRefused: there is no template, or it does not accept the conversation.
         """
         try:
             template = ChatTemplate(self._tokenizer.get_chat_template(tools=tools or None), {})

@@ -20,12 +20,7 @@ _PATTERN = "*.safetensors"
 
 
 def reload(model: PreTrainedModel, folder: Path) -> None:
-    """Loads the weights in `folder` into `model`.
-
-    Raises:
-        InputError: the folder does not hold exactly the weights of this model, or the model is
-            quantized and cannot be changed; the model is unchanged.
-    """
+    """Loads the weights in `folder` into `model`."""
     if getattr(model, "is_quantized", False):
         raise InputError(
             "The weights of a model in 4 bits cannot be replaced.",

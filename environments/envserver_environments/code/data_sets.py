@@ -73,9 +73,6 @@ def read_problem(
     Args:
         data_set: a name for rows that do not have one.
         columns: the row's fields by role (`ROLES`), where its names are unknown.
-
-    Raises:
-        InputError: the instruction is missing, or tests that can be judged.
     """
     found = roles_of(row, ROLES, columns or {})
     text = _instruction(found)

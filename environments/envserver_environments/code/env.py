@@ -201,11 +201,7 @@ def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
 
 
 def _usable(row: Row, data_set: str, columns: Mapping[str, str]) -> Problem:
-    """The problem in a row of a data set.
-
-    Raises:
-        InputError: it is of no use for training.
-    """
+    """The problem in a row of a data set."""
     problem = read_problem(row, data_set, columns)
     if len(problem.instruction) > MAX_INSTRUCTION_CHARACTERS:
         raise InputError("The instruction is too long.")

@@ -75,10 +75,6 @@ def evaluate(expression: ast.expr, values: Scope) -> Any:
 
     Args:
         values: by name; a missing name is a call without a value.
-
-    Raises:
-        Unevaluable: it has no value here.
-        Exception: the errors of Python itself (TypeError, ZeroDivisionError ...).
     """
     try:
         return _Evaluator().value(expression, values)

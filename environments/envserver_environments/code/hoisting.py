@@ -120,11 +120,7 @@ def prelude(sources: tuple[str, ...]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def hoisted(source: str, entry_point: str) -> HoistedTest:
-    """`source`, one assert, taken apart.
-
-    Raises:
-        NotHoistable: it cannot be.
-    """
+    """`source`, one assert, taken apart."""
     if len(source) > MAX_TEST_CHARACTERS:
         raise NotHoistable("it is too long")
     tree = parsed(source.strip())

@@ -42,9 +42,6 @@ async def judged_pairs(
     Args:
         seconds: of CPU for each.
         opened: the sandbox for a test.
-
-    Raises:
-        SandboxError: a sandbox failed, not the program.
     """
     limits = _limits(seconds)
     verdicts: list[Verdict] = []

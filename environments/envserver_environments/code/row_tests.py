@@ -92,11 +92,7 @@ class RowTests:
 
 
 def read_tests(value: Any) -> RowTests:
-    """The tests in `value`.
-
-    Raises:
-        InputError: it has none of the known forms.
-    """
+    """The tests in `value`."""
     value = _unpacked(value) if isinstance(value, str) and _PACKED.fullmatch(value) else value
     match decoded(value):
         case str(script):
@@ -128,11 +124,7 @@ def read_tests(value: Any) -> RowTests:
 def kept(
     public: list[Test | None], hidden: list[Test | None], *, is_program: bool
 ) -> tuple[tuple[Test, ...], int, int]:
-    """Tests within our limits, how many of them are visible, and how many were left out.
-
-    Raises:
-        InputError: there are none.
-    """
+    """Tests within our limits, how many of them are visible, and how many were left out."""
     most = MAX_PAIRS if is_program else MAX_ASSERTS
     left = MAX_PAIRS_CHARACTERS if is_program else MAX_ASSERTS_CHARACTERS
     largest = left // 2

@@ -136,11 +136,7 @@ class Trial:
         )
 
     def take(self, result: ExecResult) -> None:
-        """Takes the result of the last request.
-
-        Raises:
-            SandboxError: the sandbox failed, not the program.
-        """
+        """Takes the result of the last request."""
         if result.killed_by in NOT_THE_PROGRAM:
             raise SandboxError(f"The run of a program was {result.killed_by}.")
         self.runs += 1
@@ -170,11 +166,7 @@ class Trial:
 
 
 async def run_trial(trial: Trial, sandbox: Sandbox) -> Trial:
-    """Runs all calls of `trial`.
-
-    Raises:
-        SandboxError: the sandbox failed.
-    """
+    """Runs all calls of `trial`."""
     while (request := trial.request()) is not None:
         trial.take(await sandbox.run_python(harness(), stdin=request, limits=trial.limits()))
     return trial

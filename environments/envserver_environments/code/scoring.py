@@ -78,12 +78,7 @@ class References:
 async def score_rollout(
     task: Task, result: Result, rules: ScoringRules, sandboxes: Sandboxes, references: References
 ) -> Score:
-    """The score of `result`.
-
-    Raises:
-        SandboxError: a sandbox failed.
-        NotHoistable: the task holds a test that cannot be judged.
-    """
+    """The score of `result`."""
     entry_point = str(task.public["entry_point"])
     count = len(all_tests(task))
     metrics = {
@@ -104,11 +99,7 @@ async def score_rollout(
 
 
 async def judged_program(task: Task, code: str, sandboxes: Sandboxes) -> list[Verdict]:
-    """Judges a whole program: each test in a separate sandbox.
-
-    Raises:
-        SandboxError: a sandbox failed.
-    """
+    """Judges a whole program: each test in a separate sandbox."""
     seconds = task.public.get("seconds")
     return await judged_pairs(code, all_tests(task), seconds, lambda: sandboxes.open(SPEC))
 
@@ -211,11 +202,7 @@ BATCH = 8
 
 
 def checked(tasks: Iterable[Task], sandboxes: Sandboxes) -> Iterator[tuple[Task, str | None]]:
-    """Yields each task with the fault of its reference, or None if it passes.
-
-    Raises:
-        SandboxError: a sandbox failed.
-    """
+    """Yields each task with the fault of its reference, or None if it passes."""
     waiting = iter(tasks)
     # The first alone, so that a first task is there soon.
     size = 1

@@ -39,11 +39,7 @@ class BadValue(Exception):
 
 
 def read_json(text: str) -> Any:
-    """A line of the harness, whose values are still shapes.
-
-    Raises:
-        BadValue: it is not JSON that the harness writes, or too large.
-    """
+    """A line of the harness, whose values are still shapes."""
     if len(text) > MAX_TEXT + 1000:
         raise BadValue("the line is too long")
     try:
@@ -53,21 +49,12 @@ def read_json(text: str) -> Any:
 
 
 def read_value(shape: Any) -> Any:
-    """Returns the value that `shape` encodes.
-
-    Raises:
-        BadValue: it encodes none, or is too large.
-    """
+    """Returns the value that `shape` encodes."""
     return _Reader().read(shape, MAX_DEPTH)
 
 
 def checked_hashes(items: Iterable[Hashable]) -> None:
-    """Refuses elements that would make a set or a dict slow.
-
-    Raises:
-        BadValue: too many have the same hash.
-        TypeError: one is not hashable.
-    """
+    """Refuses elements that would make a set or a dict slow."""
     hashes = Counter(map(hash, items))
     if hashes and max(hashes.values()) > MAX_EQUAL_HASHES:
         raise BadValue("too many elements have the same hash")

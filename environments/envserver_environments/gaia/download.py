@@ -47,9 +47,6 @@ def fetch(source: Source, folder: Path, *, endpoint: str | None = None) -> int:
 
     Returns:
         How many files there are.
-
-    Raises:
-        ConfigError: no access, no connection, or the files are still wrong after a second try.
     """
     try:
         import huggingface_hub as hub
@@ -143,11 +140,7 @@ def _explained(error: Exception, source: Source) -> EnvserverError:
 
 
 def summary(folder: Path) -> str:
-    """Summarises the usable tasks of a copy.
-
-    Raises:
-        ConfigError, NotFoundError: there are none.
-    """
+    """Summarises the usable tasks of a copy."""
     levels: Counter[int] = Counter()
     refused: Counter[str] = Counter()
     attachments = 0

@@ -69,10 +69,6 @@ def read_copy(
     Args:
         split: an official copy has answers for "validation" only; copies without folders for splits
         are the same for each.
-
-    Raises:
-        NotFoundError: there is no copy, or it has no such split.
-        ConfigError: the Parquet reader is not installed, or a file is damaged.
     """
     files = copy if copy.is_file() else _metadata(copy, split)
     root = copy.parent if copy.is_file() else copy
@@ -88,9 +84,6 @@ def read_row(
     Args:
         root, folder: where its file may be: the folders of the copy and of the split.
         columns: the row's fields by role (`ROLES`), where its names are unknown.
-
-    Raises:
-        InputError: it is not usable; the message is counted as the reason.
     """
     found = {role: text_of(value) for role, value in roles_of(row, ROLES, columns or {}).items()}
     if lacking := [role for role in ("question", "answer", "level") if not found.get(role)]:

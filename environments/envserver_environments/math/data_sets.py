@@ -146,9 +146,6 @@ def read_problem(
         data_set: a name for rows that do not have one.
         columns: the row's fields by role (`ROLES`), where its names are unknown.
         first: the number of the first option.
-
-    Raises:
-        InputError: the question or the answer is missing, or is none.
     """
     found = roles_of(row, ROLES, columns or {})
     truth = row.get((columns or {}).get("answer", "answer"), row.get("Answer"))

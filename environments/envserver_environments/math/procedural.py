@@ -37,11 +37,7 @@ Entry = dict[str, Any]
 
 
 def entries(names: Sequence[str], split: Split, seed: int) -> Iterator[tuple[str, Entry]]:
-    """(id, entry), without end, the same for the same names, split and seed.
-
-    Raises:
-        ConfigError: a name is not allowed, or the library is missing.
-    """
+    """(id, entry), without end, the same for the same names, split and seed."""
     for name in names:
         _check_allowed(name)
     rng = random.Random(f"procedural-{split}-{seed}")
@@ -59,11 +55,7 @@ def entries(names: Sequence[str], split: Split, seed: int) -> Iterator[tuple[str
 
 
 def entry_from_row(row: Entry) -> tuple[str, Entry]:
-    """Returns the generator's name and the entry in a row with `metadata.source_dataset`.
-
-    Raises:
-        InputError: the row is not such an entry.
-    """
+    """Returns the generator's name and the entry in a row with `metadata.source_dataset`."""
     name = row["metadata"].get("source_dataset")
     if name not in ALLOWED:
         raise InputError(f"{name!r} is not one of the generators allowed here.")
@@ -84,9 +76,6 @@ def score_entry(name: str, entry: Entry, answer: str, *, partial_credit: bool) -
     Args:
         partial_credit: pass scores between 0 and 1 on; otherwise only a full score counts, since
             several scorers pay for a matching prefix or for garbage.
-
-    Raises:
-        ConfigError: the library is missing.
     """
     answer = _plain(answer)
     if name == "polynomial_multiplication":

@@ -100,9 +100,6 @@ def compare(gold: str, answer: str, *, lenient: bool = False, in_percent: bool =
     Args:
         lenient: also accept plain expressions, as math-verify does by default.
         in_percent: the question asks for percents, so `7\%` equals the gold `7`.
-
-    Raises:
-        ConfigError: math-verify is not installed.
     """
     decided = _decided(gold, answer)
     if decided is not None:

@@ -136,9 +136,6 @@ def read_item(
         columns: the row's fields by role (`ROLES`), where its names are unknown.
         aliases: further right answers by `answer_id` (2Wiki).
         first: the number of the first option, where the row has options.
-
-    Raises:
-        InputError: the question or the answer is missing, or a field has another form.
     """
     columns = columns or {}
     found = roles_of(spelled(row), ROLES, columns)

@@ -34,10 +34,6 @@ DATA = DataSets(SAMPLE, HUBS)
 def read_corpus(path: Path) -> Iterator[Passage]:
     """Returns the passages of a JSONL file, one per line: `title`, and `sentences`, `text` or
     `contents`.
-
-    Raises:
-        NotFoundError: there is no such file.
-        ConfigError: a line is not a passage.
     """
     if not path.is_file():
         raise NotFoundError(f"There is no corpus file {str(path)!r}.")
@@ -54,10 +50,6 @@ def read_corpus(path: Path) -> Iterator[Passage]:
 def read_aliases(path: Path | None) -> dict[str, list[str]]:
     """Returns the names of answers by `Q_id`, as in 2Wiki's `id_aliases.json`; none without a
     path.
-
-    Raises:
-        NotFoundError: there is no such file.
-        ConfigError: it has no ids.
     """
     found = [] if path is None else list(every_row(path))
     if not all("Q_id" in row for row in found):
@@ -85,10 +77,6 @@ def read_context(path: Path) -> list[Passage]:
 
     `.jsonl` and `.json` hold them as a corpus does. Any other file is text: passages are separated
     by blank lines; a first line that begins with `#` is a title.
-
-    Raises:
-        NotFoundError: there is no such file.
-        InputError: it holds no passages.
     """
     if not path.is_file():
         raise NotFoundError(f"There is no file {str(path)!r}.")

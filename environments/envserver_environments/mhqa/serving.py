@@ -50,11 +50,7 @@ def search_of(task: PublicTask, run: Rollout, scope: Scope) -> Search:
 async def corpus_services(
     read_passages: Callable[[], Iterable[Passage]],
 ) -> AsyncIterator[Mapping[str, Service]]:
-    """The services over one corpus, which is read and indexed here, beside the event loop.
-
-    Raises:
-        ConfigError: bm25s is not installed, or the corpus cannot be read.
-    """
+    """The services over one corpus, which is read and indexed here, beside the event loop."""
     index = await asyncio.to_thread(lambda: PassageIndex(read_passages()))
 
     async def search(query: str, top_k: int) -> list[Hit]:

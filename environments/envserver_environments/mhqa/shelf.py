@@ -48,11 +48,7 @@ class Shelf:
         self.tools = self.look | toolbox(Tool(_finish(evidence), self._finish))
 
     async def search(self, query: str, top_k: int | None = None) -> str:
-        """The hits of `query`, as the model reads them.
-
-        Raises:
-            ToolError: all searches are used up.
-        """
+        """The hits of `query`, as the model reads them."""
         if not self._searches_left:
             raise ToolError(
                 f"all {self._max_searches} searches are used up: answer from what was found."

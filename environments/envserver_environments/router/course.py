@@ -25,11 +25,7 @@ _MODE = re.compile(r"\bmode\s*=\s*[\"']?(?:web|rag|both)\b")
 
 
 def read_course(text: str) -> Plan:
-    """Parses the plan in an answer of this profile.
-
-    Raises:
-        PlanError: there is none, or it is invalid.
-    """
+    """Parses the plan in an answer of this profile."""
     return plan_of_course(read_json(text))
 
 

@@ -70,11 +70,7 @@ class Problem:
     results: dict[str, str] = field(default_factory=dict)
 
     def gold(self, profile: Profile) -> tuple[Plan, dict[str, Any] | None]:
-        """The right plan as it is scored in `profile`, with the ten keys where that has them.
-
-        Raises:
-            InputError: it cannot be had in that profile.
-        """
+        """The right plan as it is scored in `profile`, with the ten keys where that has them."""
         if self.plan is None:
             raise InputError("The row has no plan.")
         if profile == "graph":
@@ -91,9 +87,6 @@ def read_problem(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
 
     Args:
         columns: the row's fields by role (`ROLES`), where its names are unknown.
-
-    Raises:
-        InputError: the row has an unknown format, or its plan is invalid.
     """
     problem = read_query(row, columns)
     gold = decoded(roles_of(row, ROLES, columns or {}).get("plan", row))
@@ -112,11 +105,7 @@ def read_problem(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
 
 
 def read_query(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
-    """Reads the query in a row, with what running a plan for it needs; the plan is left out.
-
-    Raises:
-        InputError: its documents or its answer are of no known form.
-    """
+    """Reads the query in a row, with what running a plan for it needs; the plan is left out."""
     found = roles_of(row, ROLES, columns or {})
     query = found.get("query")
     return Problem(
@@ -137,11 +126,7 @@ def answer_of(text: str) -> dict[str, Any]:
 
 
 def read_documents(path: Path) -> list[dict[str, str]]:
-    """The documents in a file: JSON or JSONL with objects of `title` and `text`, else one text.
-
-    Raises:
-        NotFoundError, ConfigError, InputError: it cannot be read, or holds something else.
-    """
+    """The documents in a file: JSON or JSONL with objects of `title` and `text`, else one text."""
     if path.suffix in (".jsonl", ".json"):
         return checked_documents([*every_row(path)], str(path))
     try:
@@ -170,11 +155,7 @@ def public_part(problem: Problem, profile: Profile) -> dict[str, Any]:
 
 
 def hidden_part(problem: Problem, profile: Profile) -> dict[str, Any]:
-    """Returns what scoring needs.
-
-    Raises:
-        InputError: that profile cannot express the plan.
-    """
+    """Returns what scoring needs."""
     plan, target = (None, None) if problem.plan is None else problem.gold(profile)
     return {
         "plan": None if plan is None else as_json(plan),

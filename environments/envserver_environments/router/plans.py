@@ -77,20 +77,12 @@ class Plan:
 
 
 def read_plan(text: str) -> Plan:
-    """Parses the plan in an answer of the profile `graph`.
-
-    Raises:
-        PlanError: there is none, or it is invalid.
-    """
+    """Parses the plan in an answer of the profile `graph`."""
     return plan_of(read_json(text))
 
 
 def read_json(text: str) -> Any:
-    """The one JSON value that the visible part of an answer is.
-
-    Raises:
-        PlanError: of the kinds `unclosed_think` and `json`; `schema` where it is too long.
-    """
+    """The one JSON value that the visible part of an answer is."""
     seen = visible_text(text)
     if seen is None:
         raise PlanError("unclosed_think", "<think> was never closed.")

@@ -31,11 +31,6 @@ def query_tasks(path: Path | None, profile: Profile, *, skip_bad: bool) -> Itera
 
     Args:
         skip_bad: leave out lines that are not queries.
-
-    Raises:
-        ConfigError: no file is given, or it has no query.
-        NotFoundError: there is no such file.
-        InputError: a line is not a query, unless `skip_bad`; the first ones are named.
     """
     if path is None:
         raise ConfigError(

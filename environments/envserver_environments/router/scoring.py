@@ -50,9 +50,6 @@ async def score_rollout(
     Args:
         execute: plans are run, where the task has an answer.
         sandboxes: for functions that are the answer.
-
-    Raises:
-        SandboxError: a sandbox failed.
     """
     model_plan = read_plan(result)
     # If the plan was executed, only text after it was cut off.
@@ -107,11 +104,7 @@ def last_plan(messages: list[dict[str, Any]]) -> ModelPlan:
 
 
 async def outcome(task: Task, model_plan: ModelPlan, sandboxes: Sandboxes | None) -> float:
-    """1.0 where the run of the plan gave the task's answer, else 0.0.
-
-    Raises:
-        SandboxError: a sandbox failed.
-    """
+    """1.0 where the run of the plan gave the task's answer, else 0.0."""
     answer = task.hidden["answer"]
     match answer["kind"]:
         case "function":

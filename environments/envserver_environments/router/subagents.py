@@ -66,12 +66,7 @@ class Brief:
 
 
 async def carry_out(agent: str, brief: Brief, run: Rollout) -> Finding:
-    """Runs the sub-agent of that name; returns its finding.
-
-    Raises:
-        LimitReached: it has no more turns, tokens or time.
-        SandboxError: a sandbox failed.
-    """
+    """Runs the sub-agent of that name; returns its finding."""
     own = _OwnRun(run, agent)
     finding = await SUBAGENTS[agent](brief, cast("Rollout", own))
     return Finding(finding.text, "") if own.cut_off else finding

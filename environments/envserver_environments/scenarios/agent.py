@@ -74,11 +74,7 @@ async def work(
     command_seconds: int,
     window: Window | None,
 ) -> dict[str, Any]:
-    """Runs once; returns `{"answer", "ending", "checks", "trace"}`, whatever the model did.
-
-    Raises:
-        EngineError, SandboxError: a failure that is not the model's fault.
-    """
+    """Runs once; returns `{"answer", "ending", "checks", "trace"}`, whatever the model did."""
     public, started = task.public, time.time()
     done = ProtocolRun()
     checks: list[dict[str, Any]] = []

@@ -105,11 +105,7 @@ class Scenario(_Part):
     solution: list[str] = []
 
     def asked(self, label: str) -> str:
-        """Returns the prompt under `label`.
-
-        Raises:
-            InputError: there is none.
-        """
+        """Returns the prompt under `label`."""
         text = self.prompts.get(label, self.prompt)
         if not text.strip():
             known = ", ".join(self.prompts) or "none"
@@ -121,12 +117,7 @@ class Scenario(_Part):
 
 
 def read_scenario(path: Path) -> tuple[Scenario, Tree]:
-    """Reads the scenario at `path`, or of this name in `scenarios/` or here; and its workspace.
-
-    Raises:
-        NotFoundError: there is none.
-        InputError: it is incomplete, or its workspace is too large or leads outside of it.
-    """
+    """Reads the scenario at `path`, or of this name in `scenarios/` or here; and its workspace."""
     named = (path, Path("scenarios") / path, SAMPLE / f"{path}.yaml")
     path = next((one for one in named if one.exists()), path)
     if path.is_dir():

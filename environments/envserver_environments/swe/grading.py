@@ -147,11 +147,7 @@ async def grade(
     limits: SandboxLimits,
     container: Container | None = None,
 ) -> Verdict:
-    """Grades `patch`, which was made by an agent that started from `tree`.
-
-    Raises:
-        SandboxError: there was no sandbox, or it failed.
-    """
+    """Grades `patch`, which was made by an agent that started from `tree`."""
     verdict = Verdict()
     try:
         kept, dropped = split_protected(read_patch(patch), tests.paths, tests.protected)

@@ -52,12 +52,7 @@ class HoistedTests:
 
 
 def hoist(source: str, seen: str) -> HoistedTests:
-    """The tests of `source`, which call `seen` instead of asserting.
-
-    Raises:
-        NotHoistable: an answer would have to stay.
-        SyntaxError: this is not Python.
-    """
+    """The tests of `source`, which call `seen` instead of asserting."""
     module = ast.parse(source)
     answers: dict[str, tuple[Answer, ...]] = {}
     for prefix, body in _bodies(module):

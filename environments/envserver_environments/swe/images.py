@@ -109,9 +109,6 @@ def image_of(row: dict[str, Any], template: str) -> str:
     Args:
         template: image of rows that name none: `{owner}` and `{name}` are the two parts of an
         `instance_id` (`django__django-1`: django, django-1).
-
-    Raises:
-        ConfigError: the template has another placeholder.
     """
     for field in ("image", "image_name", "docker_image"):
         if row.get(field):

@@ -92,9 +92,6 @@ def shape(value: "Any", exact: bool) -> "Any":
 
     Args:
         exact: refuse subclasses; else those that compare as their built-in class are it.
-
-    Raises:
-        Unwritable: it has none.
     """
     return _shape(value, 0, [20000], exact)
 

@@ -83,9 +83,6 @@ def read_row(
 
     Args:
         in_image: an image, and the repository's files in it, instead of a mirror.
-
-    Raises:
-        InputError: the row has an unknown format, or cannot be run here.
     """
     _need(row, "problem_statement")
     problem = str(row["problem_statement"]).strip()

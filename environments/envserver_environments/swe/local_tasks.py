@@ -54,11 +54,7 @@ def folder_rows(folders: list[Path]) -> Iterator[NumberedRow]:
 
 
 def read_folder(row: dict[str, Any], folder: Path) -> tuple[str, Tree, Tree]:
-    """Returns the path of a task's archive, the tree in it, and the files for grading.
-
-    Raises:
-        InputError: something is missing, is outside of the folder, or is not for this Python.
-    """
+    """Returns the path of a task's archive, the tree in it, and the files for grading."""
     _check_needs(row)
     archive = _below(folder, str(row["repo_archive"]))
     place = _below(folder, str(row.get("hidden_tests") or "hidden"))

@@ -83,11 +83,7 @@ class Change:
 
 
 def read_patch(text: str) -> list[Change]:
-    """The changes of a patch, in order.
-
-    Raises:
-        PatchError: it is refused as a whole.
-    """
+    """The changes of a patch, in order."""
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
@@ -149,11 +145,7 @@ def _in_the_way(path: str, files: frozenset[str]) -> bool:
 
 
 def apply_changes(tree: Tree, changes: Iterable[Change]) -> Tree:
-    """The tree after the changes, which must fit its files.
-
-    Raises:
-        PatchError: they do not.
-    """
+    """The tree after the changes, which must fit its files."""
     result = dict(tree)
     for change in changes:
         entry = Entry(b"")

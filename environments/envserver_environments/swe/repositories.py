@@ -58,9 +58,6 @@ def base_tree(public: dict[str, Any], in_image: Tree | None = None) -> Tree:
 
     Args:
         in_image: the files in the task's image, if it has one.
-
-    Raises:
-        ConfigError: the mirror lacks the repository or the commit.
     """
     if "files" in public:
         return tree_of(public["files"])
@@ -83,21 +80,13 @@ def base_tree(public: dict[str, Any], in_image: Tree | None = None) -> Tree:
 
 @functools.lru_cache(maxsize=4)
 def mirror_tree(mirror: str, commit: str) -> Tree:
-    """Returns the tree of a commit of a repository on this machine.
-
-    Raises:
-        InputError: there is no such repository or commit.
-    """
+    """Returns the tree of a commit of a repository on this machine."""
     return tree_of_tar(git(mirror, "archive", "--format=tar", commit))
 
 
 @functools.lru_cache(maxsize=4)
 def archived_tree(path: str) -> Tree:
-    """Returns the tree in a tar file on this machine.
-
-    Raises:
-        InputError: there is no such file, or it is not a tar.
-    """
+    """Returns the tree in a tar file on this machine."""
     try:
         return tree_of_tar(Path(path).read_bytes())
     except (OSError, tarfile.TarError) as error:
@@ -108,9 +97,6 @@ def archived_tree(path: str) -> Tree:
 def folder_tree(path: str) -> Tree:
     """Returns the files in a folder on this machine: of a git repository those that git does not
     ignore, else all but the temporary files of tools.
-
-    Raises:
-        InputError: they cannot be read, or are too large for a sandbox.
     """
     root = Path(path)
     tree: Tree = {}

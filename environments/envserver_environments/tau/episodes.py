@@ -83,9 +83,6 @@ class Episode:
 
         Returns:
             The results of its calls (`role` "tool"), in their order.
-
-        Raises:
-            RuntimeError: the conversation is over.
         """
         if self.ending is not None:
             raise RuntimeError("The conversation is over.")

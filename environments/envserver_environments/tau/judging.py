@@ -27,11 +27,7 @@ class _Verdicts(BaseModel):
 
 
 def verdicts(judge: Judge, assertions: Sequence[str], messages: Sequence[TauMessage]) -> list[bool]:
-    """Returns whether each assertion is met; without assertions no model is called.
-
-    Raises:
-        JudgeError: no answer was valid.
-    """
+    """Returns whether each assertion is met; without assertions no model is called."""
     if not assertions:
         return []
     asked = judge_messages(assertions, messages)

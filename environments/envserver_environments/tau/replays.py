@@ -57,12 +57,7 @@ class Replay:
 
 
 def replay(domain: Domain, vector: Mapping[str, Any]) -> Replay:
-    """Plays the scripts of `vector` in `domain` and evaluates the conversation.
-
-    Raises:
-        InputError: the domain has no such task, or a script ends before the conversation.
-        MissingVerdicts, EvaluationError: see `evaluate`.
-    """
+    """Plays the scripts of `vector` in `domain` and evaluates the conversation."""
     recorded = read_recorded_task({"domain": domain.name, **vector})
     if recorded.task_id not in domain.tasks:
         raise InputError(f"The domain {domain.name!r} has no task {recorded.task_id!r}.")
@@ -81,11 +76,7 @@ def replay(domain: Domain, vector: Mapping[str, Any]) -> Replay:
 
 
 def play(episode: Episode, agent_script: list[Any], user_script: list[Any]) -> None:
-    """Lets both sides say what their scripts hold until the conversation ends.
-
-    Raises:
-        InputError: the side whose turn it is has no message left.
-    """
+    """Lets both sides say what their scripts hold until the conversation ends."""
     scripts = {"assistant": deque(agent_script), "user": deque(user_script)}
     while (speaker := episode.speaker) is not None:
         if not scripts[speaker]:

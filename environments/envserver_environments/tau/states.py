@@ -23,11 +23,7 @@ class ReplayMismatch(Exception):
 
 
 def start(domain: Domain, task: TauTask) -> World:
-    """The world in which `task` starts, after its message history.
-
-    Raises:
-        InputError: the task's own set-up fails.
-    """
+    """The world in which `task` starts, after its message history."""
     world = set_up(domain, task)
     try:
         replay_messages(world, task.history)
@@ -37,11 +33,7 @@ def start(domain: Domain, task: TauTask) -> World:
 
 
 def set_up(domain: Domain, task: TauTask) -> World:
-    """The world of `task` before its message history.
-
-    Raises:
-        InputError: the task's own set-up fails.
-    """
+    """The world of `task` before its message history."""
     world = domain.world()
     initial = task.initial_state
     if initial is None:
@@ -58,11 +50,7 @@ def set_up(domain: Domain, task: TauTask) -> World:
 
 
 def replay_messages(world: World, messages: Sequence[TauMessage]) -> None:
-    """Makes the calls of `messages` that change data, in their order.
-
-    Raises:
-        ReplayMismatch: a call's result is missing, or is not the one that was recorded.
-    """
+    """Makes the calls of `messages` that change data, in their order."""
     for call, recorded in calls_with_results(messages):
         tool = world.tool(call["name"])
         if tool is None or not tool.mutates:
@@ -79,11 +67,7 @@ def replay_messages(world: World, messages: Sequence[TauMessage]) -> None:
 def calls_with_results(
     messages: Sequence[TauMessage],
 ) -> Iterator[tuple[Mapping[str, Any], TauMessage]]:
-    """Each call of a conversation with the message that holds its result.
-
-    Raises:
-        ReplayMismatch: results do not directly follow their calls, in the same order.
-    """
+    """Each call of a conversation with the message that holds its result."""
     remaining = iter(messages)
     for message in remaining:
         if message["role"] == "tool":

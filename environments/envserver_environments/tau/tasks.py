@@ -95,11 +95,7 @@ class TauTask(BaseModel):
 
 
 def read_task(row: Mapping[str, Any]) -> TauTask:
-    """A task from a row of tasks.json.
-
-    Raises:
-        InputError: it has not that format.
-    """
+    """A task from a row of tasks.json."""
     try:
         return TauTask.model_validate(row)
     except ValidationError as error:
@@ -109,11 +105,7 @@ def read_task(row: Mapping[str, Any]) -> TauTask:
 
 
 def message_of_row(message: Mapping[str, Any], number: int) -> TauMessage:
-    """A message of either shape in tau2-bench's.
-
-    Raises:
-        InputError: it has neither shape.
-    """
+    """A message of either shape in tau2-bench's."""
     role = message.get("role")
     if role not in ("assistant", "user", "tool", "system"):
         raise InputError(f"message {number}: the role {role!r} is unknown.")

@@ -34,11 +34,7 @@ MAX_REPEATS = 5
 def customer_of(
     kind: UserKind, script: Sequence[Rule], task: TauTask, episode: Episode, run: Rollout
 ) -> Speaker:
-    """Returns the customer of a task.
-
-    Raises:
-        InputError: the settings ask for a script and there is none.
-    """
+    """Returns the customer of a task."""
     if kind == "script" and not script:
         raise InputError(f"Task {task.id!r} has no script for its customer.")
     if script and kind != "model":

@@ -115,9 +115,6 @@ def video_context(value: object, fps: float = 1.0) -> VideoContext:
 
     Args:
         fps: captions per second, if they are a plain list without an fps of their own.
-
-    Raises:
-        InputError: it is empty, or malformed.
     """
     try:
         context = _context(value, fps)

@@ -134,9 +134,6 @@ def read_item(
         answers: by question or by video, for rows that have none.
         columns: the row's fields by role (`ROLES`), where its names are unknown.
         first: the number of the first option, where the row does not show it.
-
-    Raises:
-        InputError: the question or the answer is missing, or is none.
     """
     found = roles_of(spelled(row), ROLES, columns or {})
     if isinstance(row.get("choice"), list):

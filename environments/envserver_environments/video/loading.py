@@ -49,12 +49,7 @@ def answers_file(path: Path | None) -> dict[str, Any]:
 
 
 def context_file(path: Path, fps: float = 1.0) -> VideoContext:
-    """Reads the text about one video.
-
-    Raises:
-        NotFoundError: there is no such file.
-        InputError: it has another suffix than those of CAPTIONS, is too large, or cannot be read.
-    """
+    """Reads the text about one video."""
     if not path.is_file():
         raise NotFoundError(f"There is no file {str(path)!r}.")
     if path.suffix not in CAPTIONS:
@@ -102,11 +97,7 @@ class Folder:
 
 
 def video_file(videos: Folder, item: VideoQuestion) -> str:
-    """Returns the path of the video, or of a folder of its frames, in the folder of videos.
-
-    Raises:
-        InputError: there is neither in the folder.
-    """
+    """Returns the path of the video, or of a folder of its frames, in the folder of videos."""
     found = videos.find([item.file, *(f"{name}{end}" for name in item.names for end in SUFFIXES)])
     found = found or videos.find(item.names, pictures_in)
     if found is None:
@@ -121,10 +112,6 @@ class Videos:
         place: a folder with `NAME.json`, `.txt`, `.srt` or `.vtt`, or one file: a JSON object by
             name, or rows with a video and its captions.
         fps: captions per second, if they are a plain list.
-
-    Raises:
-        NotFoundError: there is nothing at `place`.
-        ConfigError: the file has no captions by video.
     """
 
     def __init__(self, place: Path, fps: float) -> None:
@@ -139,11 +126,7 @@ class Videos:
             self._all = value if isinstance(value, dict) else _by_video(place)
 
     def context(self, item: VideoQuestion) -> VideoContext | None:
-        """The text about the video; None if there is none.
-
-        Raises:
-            InputError: it cannot be read.
-        """
+        """The text about the video; None if there is none."""
         if self._all is not None:
             name = next(filter(self._all.__contains__, item.names), None)
             return None if name is None else video_context(self._all[name], self._fps)

@@ -189,12 +189,7 @@ class Gymnasium(Environment):
 
 
 def gymnasium_environment(world: str) -> type[Environment]:
-    """Returns the environment of `ID` or `MODULE:ID`.
-
-    Raises:
-        NotFoundError: no such environment is registered.
-        ConfigError: its module cannot be imported.
-    """
+    """Returns the environment of `ID` or `MODULE:ID`."""
     spec = _spec(world)
     is_gymnasiums = str(spec.entry_point).startswith("gymnasium.")
     about = {
@@ -207,11 +202,7 @@ def gymnasium_environment(world: str) -> type[Environment]:
 
 
 def made(world: str, options: dict[str, Any]) -> Any:
-    """Makes an environment; it draws pictures in text where it can.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Makes an environment; it draws pictures in text where it can."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
 

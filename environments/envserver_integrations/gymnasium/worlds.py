@@ -82,9 +82,6 @@ def action(space: Any, said: str, names: Sequence[str]) -> Any:
 
     Args:
         names: of the numbers of a discrete space, in order.
-
-    Raises:
-        BadAction: it names none.
     """
     if _kind(space) == "Discrete":
         return _numbered(space, said.strip("[] \t\n.").lower(), [name.lower() for name in names])

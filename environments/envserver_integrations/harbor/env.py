@@ -201,11 +201,7 @@ class Harbor(Environment):
 
 
 def harbor_environment(folder: Path) -> type[Environment]:
-    """Returns the class of the tasks in a folder.
-
-    Raises:
-        NotFoundError: there are none.
-    """
+    """Returns the class of the tasks in a folder."""
     if not task_folders(folder):
         raise NotFoundError(f"There is no task.toml in {folder}, nor in a folder in it.")
     facts = {"folder": folder, "name": "harbor", "__doc__": Harbor.__doc__}

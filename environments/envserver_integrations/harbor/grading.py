@@ -34,9 +34,6 @@ async def grade(workspace: Tree, tests: Tree, sandboxes: Sandboxes, spec: Sandbo
 
     Args:
         spec: limits, image and variables of the tests.
-
-    Raises:
-        SandboxError: the sandbox failed.
     """
     placed = {f"{TESTS}/{path}": entry for path, entry in tests.items()}
     placed |= {f"{LOGS}/{name}/.keep": Entry(b"") for name in ("verifier", "agent", "artifacts")}

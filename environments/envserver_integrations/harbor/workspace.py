@@ -68,9 +68,6 @@ print(json.dumps(sorted(set(base) - seen)))
 async def changes_in(sandbox: Sandbox, base: Tree) -> dict[str, Any]:
     """Returns what differs from `base`: `{"deleted": [path], "changed": [base64]}`, or
     `{"too_large": bytes}`.
-
-    Raises:
-        SandboxError: the files could not be read.
     """
     known = {path: _digest(entry) for path, entry in base.items()}
     ran = await sandbox.run_python(_CHANGES, argv=[PLACE], stdin=json.dumps(known).encode())

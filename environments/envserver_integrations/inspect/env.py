@@ -208,12 +208,7 @@ def _outcome(output: Any) -> Outcome | None:
 
 
 def environment_of(spec: str) -> type[Environment]:
-    """Returns the class of a task.
-
-    Raises:
-        NotFoundError: there is no such task.
-        ConfigError: its code cannot be imported.
-    """
+    """Returns the class of a task."""
     doc = loading.check_exists(spec)
     name = re.sub(r"\W+", "_", re.split(r"[/@]", spec)[-1].removesuffix(".py")).lower()
     return type(

@@ -33,12 +33,7 @@ entrypoints._inspect_ai_eps_loaded.append(None)
 
 
 def check_exists(spec: str) -> str:
-    """Imports the code of a task; returns the docstring of its function.
-
-    Raises:
-        NotFoundError: there is no such file, package or task.
-        ConfigError: it cannot be imported.
-    """
+    """Imports the code of a task; returns the docstring of its function."""
     path, _, name = spec.partition("@")
     with _failures_of(spec):
         if path.endswith(".py"):
@@ -82,11 +77,7 @@ def _import_module_of(spec: str) -> None:
 
 
 def load(spec: str, arguments: Mapping[str, Any]) -> Task:
-    """Constructs the task, with its data set.
-
-    Raises:
-        ConfigError: it cannot be constructed: an unknown argument, or data that cannot be had.
-    """
+    """Constructs the task, with its data set."""
     with _failures_of(spec):
         tasks = inspect_loader.load_tasks([spec], dict(arguments))
     if len(tasks) != 1:
@@ -111,11 +102,7 @@ def _failures_of(spec: str) -> Iterator[None]:
 
 
 def samples_by_id(task: Task) -> dict[str, Sample]:
-    """Returns the task's samples by id; one without an id gets its position, from 1.
-
-    Raises:
-        ConfigError: an id occurs twice.
-    """
+    """Returns the task's samples by id; one without an id gets its position, from 1."""
     samples: dict[str, Sample] = {}
     for position, sample in enumerate(task.dataset, start=1):
         sample.id = position if sample.id is None else sample.id

@@ -74,10 +74,6 @@ async def run_sample(
     Args:
         image: of the sample's sandbox, see `sandboxes.image_of`.
         roles: the agents that models of other roles are.
-
-    Raises:
-        LimitReached: a limit of the task ended it.
-        AgentError: the sample has an error; where the proxy ended it, that is a limit.
     """
     outcome = Outcome()
     grader = _model(run, "grader") if "grader" in roles else None

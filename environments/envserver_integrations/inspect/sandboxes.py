@@ -63,9 +63,6 @@ def image_of(task: Task, sample: Sample, wanted: str, ignored: bool) -> str | No
     Args:
         wanted: the image to use instead of that of the task.
         ignored: whether to do without a plain image.
-
-    Raises:
-        ConfigError: the sample needs more than one container made from an existing image.
     """
     kind = task.sandbox or sample.sandbox
     if kind is None:
@@ -152,11 +149,7 @@ class EnvserverSandbox(SandboxEnvironment):  # type: ignore[misc] # Inspect is n
         timeout_retry: bool = True,
         concurrency: bool = True,
     ) -> ExecResult[str]:
-        """Runs a program as the sandbox's only user; its end at a limit is told on its stderr.
-
-        Raises:
-            TimeoutError: it ran longer than `timeout`.
-        """
+        """Runs a program as the sandbox's only user; its end at a limit is told on its stderr."""
         ended = await to_thread(
             self.sandbox.exec,
             cmd,

@@ -158,12 +158,7 @@ class JudgeAPI(ModelAPI):  # type: ignore[misc] # Inspect is not installed here
     async def generate(
         self, input: list[ChatMessage], tools: list[Any], tool_choice: Any, config: GenerateConfig
     ) -> ModelOutput:
-        """Asks the judge.
-
-        Raises:
-            ConfigError: the scorer offers tools, or no judge is set.
-            JudgeError: the judge gave no answer.
-        """
+        """Asks the judge."""
         if tools:
             raise ConfigError(
                 "A scorer of this task gives tools to its model, which a judge cannot use.",

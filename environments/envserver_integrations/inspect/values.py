@@ -30,9 +30,6 @@ def as_score(
         values: of each scorer, by name; None: it gave no score.
         weights: by SCORER or SCORER/KEY; empty: there is one scorer.
         bounds: values that become 0 and 1.
-
-    Raises:
-        ConfigError: a value is not a number or outside of `bounds`, or a weight names nothing.
     """
     parts = {name: _parts(name, value, bounds) for name, value in values.items()}
     components = {each: number for part in parts.values() for each, number in part.items()}

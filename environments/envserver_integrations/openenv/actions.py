@@ -63,11 +63,7 @@ def tools_of(listed: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def filled(template: str, answer: str) -> dict[str, Any]:
-    """Returns the action of a JSON template in which "{answer}" stands for the model's text.
-
-    Raises:
-        ValueError: it is not JSON, or not an object.
-    """
+    """Returns the action of a JSON template in which "{answer}" stands for the model's text."""
     made = json.loads(template)
     if not isinstance(made, dict):
         raise ValueError("it is not a JSON object")

@@ -68,12 +68,7 @@ class Session:
         self._turn = asyncio.Lock()
 
     async def reset(self, arguments: Mapping[str, Any]) -> StepResult:
-        """Begins an episode.
-
-        Raises:
-            Full: the server has no place for it.
-            ServiceError: see the module.
-        """
+        """Begins an episode."""
         try:
             return StepResult(await self._ask("reset", dict(arguments)))
         except InvalidAction as error:
@@ -82,12 +77,7 @@ class Session:
             ) from error
 
     async def step(self, action: Mapping[str, Any]) -> StepResult:
-        """Takes an action.
-
-        Raises:
-            InvalidAction: the server refuses it.
-            ServiceError: see the module.
-        """
+        """Takes an action."""
         return StepResult(await self._ask("step", dict(action)))
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> Any:
@@ -140,11 +130,7 @@ class Session:
 async def session(
     http: aiohttp.ClientSession, url: str, timeouts: Timeouts, *, blames_model: bool
 ) -> AsyncIterator[Session]:
-    """Connects to a server; the session ends with the block.
-
-    Raises:
-        ServiceError: it does not answer.
-    """
+    """Connects to a server; the session ends with the block."""
     try:
         async with asyncio.timeout(timeouts.connect):
             socket = await http.ws_connect(f"{url}/ws", max_msg_size=_MOST_BYTES)
@@ -161,11 +147,7 @@ async def session(
 async def action_schema(
     http: aiohttp.ClientSession, url: str, timeouts: Timeouts
 ) -> dict[str, Any]:
-    """Returns the JSON schema of the server's actions.
-
-    Raises:
-        ServiceError: it does not answer, or has none.
-    """
+    """Returns the JSON schema of the server's actions."""
     try:
         async with asyncio.timeout(timeouts.answer), http.get(f"{url}/schema") as answer:
             answer.raise_for_status()

@@ -18,11 +18,7 @@ _START_SECONDS = 120.0
 
 @asynccontextmanager
 async def started(address: str) -> AsyncIterator[str]:
-    """Yields the address of a server; that of an image's container, which ends with the block.
-
-    Raises:
-        ConfigError: there is no Docker, or the container does not become healthy.
-    """
+    """Yields the address of a server; that of an image's container, which ends with the block."""
     if not address.startswith(_SCHEME):
         yield address
         return

@@ -145,11 +145,7 @@ class OpenEnv(Environment):
 
 
 def openenv_environment(address: str) -> type[Environment]:
-    """Returns the class for a server.
-
-    Raises:
-        ConfigError: the address is not one.
-    """
+    """Returns the class for a server."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https", "docker") or not parts.netloc:
         raise ConfigError(

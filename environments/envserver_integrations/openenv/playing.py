@@ -35,9 +35,6 @@ class Player:
     async def play(self, reset: Mapping[str, Any]) -> None:
         """Plays until the server says that it is done, or the model neither acts nor answers where
         it must act by tools.
-
-        Raises:
-            LimitReached, ServiceError: see Rollout.
         """
         run, config = self._run, self._config
         self._how = await run.call_tool("begin", {})

@@ -203,11 +203,7 @@ class TextArena(Environment):
 
 
 def textarena_environment(game: str) -> type[Environment]:
-    """Returns the environment of one of TextArena's games.
-
-    Raises:
-        NotFoundError: TextArena has no such game.
-    """
+    """Returns the environment of one of TextArena's games."""
     check_game(game)
     name = "textarena_" + re.sub(r"\W+", "_", game.lower())
     about = {"game": game, "name": name, "__doc__": f"{game} of TextArena."}

@@ -140,9 +140,6 @@ def fewest_players(game: str, options: str) -> int:
 
     Args:
         options: JSON.
-
-    Raises:
-        ConfigError: it cannot be played.
     """
     from textarena.envs.registration import ENV_REGISTRY
 

@@ -54,11 +54,7 @@ def look_for_words_in(folders: str) -> None:
 
 @contextmanager
 def without_downloads(game: str) -> Iterator[None]:
-    """Within the block nothing is downloaded, and nothing is printed to standard output.
-
-    Raises:
-        ConfigError: the block needs lists that are not there.
-    """
+    """Within the block nothing is downloaded, and nothing is printed to standard output."""
     import nltk
 
     missing: set[str] = set()

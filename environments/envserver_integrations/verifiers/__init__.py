@@ -17,11 +17,7 @@ from .backends import backend_of, is_classic
 
 
 def environment(name: str) -> type[Environment]:
-    """Returns the class of the package `name`, for the generation of verifiers that is here.
-
-    Raises:
-        ConfigError, NotFoundError: it cannot be imported, or is of the other generation.
-    """
+    """Returns the class of the package `name`, for the generation of verifiers that is here."""
     _without_progress_bars()
     if is_classic(version("verifiers")):
         from .classic import classic_class

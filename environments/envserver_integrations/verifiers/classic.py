@@ -71,9 +71,6 @@ class ClassicEnvironment(VerifiersEnvironment):
     def tasks(self, split: Split) -> Iterator[Task]:
         """Yields a task for each row, one after the other; validation and test are its evaluation
         data set, or else its only one.
-
-        Raises:
-            ConfigError: it has no data set for training.
         """
         if split == "train" and self._env.build_dataset() is None:
             raise ConfigError(
@@ -170,12 +167,7 @@ class ClassicEnvironment(VerifiersEnvironment):
 
 
 def classic_class(name: str) -> type[Environment]:
-    """Returns the class of a package.
-
-    Raises:
-        NotFoundError: there is no such package.
-        ConfigError: it has no `load_environment`.
-    """
+    """Returns the class of a package."""
     try:
         module = import_env_module(name)
     except ModuleNotFoundError as error:

@@ -26,11 +26,7 @@ def watch(rubric: Any) -> None:
 
 
 async def score_one(rubric: Any, state: Any) -> Score:
-    """Scores one state.
-
-    Raises:
-        Exception: what a reward function raised first.
-    """
+    """Scores one state."""
     await _checked(rubric.score_rollout(state))
     return score_of(rubric, state)
 

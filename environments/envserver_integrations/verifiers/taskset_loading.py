@@ -36,11 +36,7 @@ def refuse_own_harness(name: str) -> None:
 
 
 def loaded(name: str, own: Any) -> Any:
-    """Makes its environment, with our harness for each role.
-
-    Raises:
-        ConfigError: a setting is wrong, or a role needs a program.
-    """
+    """Makes its environment, with our harness for each role."""
     try:
         kind = environment_class(name)
         config = concrete_type(kind, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig

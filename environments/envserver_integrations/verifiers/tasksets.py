@@ -87,11 +87,7 @@ class TasksetEnvironment(VerifiersEnvironment):
         return {role: AgentRole(trained=trained[role]) for role in self._roles}
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        """Yields its tasks, perhaps forever; the same in each split, since it has none.
-
-        Raises:
-            ConfigError: a task needs a container.
-        """
+        """Yields its tasks, perhaps forever; the same in each split, since it has none."""
         for number, task in enumerate(self._env.taskset):
             if task.NEEDS_CONTAINER or task.data.image:
                 raise ConfigError(
@@ -229,12 +225,7 @@ def _scored(trace: Any) -> dict[str, Any]:
 
 
 def taskset_class(name: str) -> type[Environment]:
-    """Returns the class of a package.
-
-    Raises:
-        NotFoundError: there is no such package.
-        ConfigError: it offers no task set.
-    """
+    """Returns the class of a package."""
     try:
         kind = find_taskset(name)
     except ModuleNotFoundError as error:

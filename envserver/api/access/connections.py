@@ -11,15 +11,69 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from envserver_records.errors import UsageError
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ...server_config import ServerConfig
 from ..lifespan import ABORT
 from ..problems import error_answer
-from .joined import JoinedHttp
+
+# What is written in one turn of the event loop goes out at its end, or as soon as it is 64 KB. The
+# order of what is written, and of closing, stays.
+
+_MOST_BYTES: Final = 64 * 1024
+
+
+class JoinedWrites:
+    """A transport that joins writes; everything else is done by the transport that it is given."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: bytes) -> None:
+        """Writes `data` at the end of this turn of the loop."""
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > _MOST_BYTES:
+            self._flush()
+
+    def writelines(self, parts: list[bytes]) -> None:
+        """See `write`."""
+        self.write(b"".join(parts))
+
+    def write_eof(self) -> None:
+        """Ends what is written."""
+        self._flush()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        """Closes the connection once all is written."""
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def _flush(self) -> None:
+        parts, self._parts, self._size = self._parts, [], 0
+        if parts and not self._transport.is_closing():
+            self._transport.write(b"".join(parts))
+
+
+class JoinedHttp(HttpToolsProtocol):
+    """uvicorn's protocol with joined writes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        joined = JoinedWrites(cast(asyncio.Transport, transport), self.loop)
+        super().connection_made(cast(asyncio.Transport, joined))
+
 
 _MOST_PIPELINED: Final = 16
 """Requests that were sent before the one in front of them was answered; hardly any client does."""

@@ -49,11 +49,7 @@ class Usage:
         self.open_streams = 0
 
     def begin(self, *, is_stream: bool) -> None:
-        """Counts a request.
-
-        Raises:
-            TooManyRequests: the quota is used up; the request is not counted.
-        """
+        """Counts a request."""
         now = self._clock()
         if self._bytes is not None and (wait := self._bytes.wait_seconds(1, now)):
             raise TooManyRequests("This access token has moved as many bytes as it may.", wait)

@@ -70,12 +70,7 @@ class _File(BaseModel):
 def create_token(
     path: Path, name: str, role: Role, lifetime: timedelta | None = None
 ) -> tuple[str, Token]:
-    """Creates a token and adds its entry to the file; returns the token and the entry.
-
-    Raises:
-        ConflictError: a token of this name exists.
-        ConfigError: the file cannot be read or written, or the name is invalid.
-    """
+    """Creates a token and adds its entry to the file; returns the token and the entry."""
     now = datetime.now(UTC).replace(microsecond=0)
     with _changed(path) as tokens:
         if any(token.name == name for token in tokens):
@@ -106,12 +101,7 @@ def create_token(
 
 
 def revoke_token(path: Path, name: str) -> Token:
-    """Removes the token with this name or id from the file.
-
-    Raises:
-        NotFoundError: there is no such token.
-        ConfigError: the file cannot be read or written.
-    """
+    """Removes the token with this name or id from the file."""
     with _changed(path) as tokens:
         for token in tokens:
             if name in (token.name, token.id):
@@ -160,9 +150,6 @@ class AccessTokens:
     Args:
         path: the file; it must exist and contain a token.
         now: returns the current time, to check expiry.
-
-    Raises:
-        ConfigError: the file does not exist, is malformed, or contains no token.
     """
 
     def __init__(

@@ -64,13 +64,7 @@ class EncodedGroups:
         self._bytes -= len(self._kept.pop(group_id, b""))
 
     async def get(self, groups: Sequence[Waiting]) -> list[bytes]:
-        """Returns one JSON object per group, in this order.
-
-        Raises:
-            NotFoundError: a group is not in the store.
-            DamagedBodies: some bodies cannot be read.
-            BrokenBody: a native body is not a group, or has no row to train on.
-        """
+        """Returns one JSON object per group, in this order."""
         found = {g.group_id: self._kept[g.group_id] for g in groups if g.group_id in self._kept}
         missing = [group for group in groups if group.group_id not in found]
         if missing:

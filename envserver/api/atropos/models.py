@@ -110,9 +110,6 @@ def check_groups(groups: Sequence[ScoredData], *, listed: bool) -> None:
 
     Args:
         listed: whether the groups came as a list, so that places start with an index.
-
-    Raises:
-        Refused: with up to 100 errors.
     """
     errors: list[dict[str, Any]] = []
     for index, group in enumerate(groups):

@@ -73,10 +73,6 @@ def read_group(raw: bytes, gzipped: bytes | None = None) -> PostedGroup:
 
     Args:
         gzipped: `raw` as one gzip member, as it came: stored as it is where that is enough.
-
-    Raises:
-        Refused: it is invalid; the errors have FastAPI's form.
-        Unreadable, TooLargeError: as for `parse_body`.
     """
     found = _read_quickly(raw, gzipped) if len(raw) <= _QUICK_BYTES else None
     if found is not None:

@@ -22,9 +22,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ..bodies import Refused, Unreadable, read_body, request_body
-from ..direct import Endpoint
 from ..native.answers import MEANINGS
-from ..transfer import GZIPPED
+from ..transfer import GZIPPED, Endpoint
 from .models import (
     EnvironmentIdentifier,
     EnvironmentRegistration,

@@ -22,8 +22,7 @@ from starlette.responses import Response
 from ...described import Described
 from ...rollouts.events import Event, GroupDropped, Observer, RolloutFailed
 from ...store import GroupRow
-from ...telemetry.printable import printable
-from ...telemetry.redaction import redacted
+from ...telemetry.redaction import printable, redacted
 from ..native.answers import answers, json_answer
 
 What = Literal["attempt", "rollout", "group", "drop"]

@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from ...store.changes import Changes
+from ...store.statistics import Changes
 
 MOST_EVENTS: Final = 4096
 MOST_BYTES: Final = 8 * 1024 * 1024

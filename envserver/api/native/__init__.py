@@ -17,22 +17,22 @@ from ...telemetry.alarms import AlarmBook
 from ..atropos.service import AtroposService
 from ..leasing import GroupEncoder
 from ..recording import Recorder
-from .alarms import add_alarm_routes
-from .estimates import add_estimate_routes
-from .evaluations import HeldOutEvaluations, add_evaluation_routes
-from .filters import FilterWarnings
-from .groups import add_group_routes
+from .groups import add_group_routes, add_rollout_routes, add_task_routes
 from .leases import SetAside, add_lease_routes
 from .models import VERSION_LIMIT
 from .policy import PolicyVersion, add_policy_routes
-from .rollouts import add_rollout_routes
-from .runs import add_run_routes
-from .series import add_series_routes
+from .runs import FilterWarnings, add_run_routes
 from .session import Logins, add_session_routes
-from .source import add_source_routes
-from .status import add_status_routes
+from .status import (
+    HeldOutEvaluations,
+    add_alarm_routes,
+    add_estimate_routes,
+    add_evaluation_routes,
+    add_series_routes,
+    add_source_routes,
+    add_status_routes,
+)
 from .streams import Streams
-from .tasks_seen import add_task_routes
 from .waiting import Leasing
 
 if TYPE_CHECKING:

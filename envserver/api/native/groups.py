@@ -2,25 +2,127 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Final
 
 import msgspec
+import orjson
+from envserver_records.errors import ConflictError, InputError, NotFoundError
+from envserver_records.records import Group, Trajectory, unpack
+from envserver_records.records import Sequence as Row
 from envserver_records.wire import GROUP_MSGPACK, GroupSummary
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...described import Described
+from ...formats.rollout_json import (
+    PICTURES,
+    link_of,
+    picture_of,
+    rollouts_as_json,
+    shown_group,
+    shown_rollout,
+)
+from ...formats.token_texts import token_texts
+from ...store import GroupRow
+from ...store.compression import CHECKED, DamagedBody, decode
+from ...store.facts import facts_of
 from ...store.interface import ReadGroups
-from ...store.listing import GroupQuery, ListedGroup
-from ...store.rewards import RewardCounts
-from ..cache import Cache
-from ..leasing import GroupEncoder, PackedAnswer
+from ...store.listing import GroupQuery, ListedGroup, TaskOrder
+from ...store.lookups import RewardCounts
+from ..leasing import Cache, GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
-from .models import GroupsAnswer, LeasedGroup, RewardsAnswer
+from .models import (
+    MOST_GROUPS,
+    GroupsAnswer,
+    LeasedGroup,
+    RewardsAnswer,
+    RolloutAnswer,
+    RolloutsAnswer,
+    TaskId,
+    TokensAnswer,
+)
 from .searching import GroupFilter, GroupSearch
-from .words import find
+
+_MOST_READ: Final = 256
+_AT_A_TIME: Final = 32
+_UNREADABLE: Final = (CHECKED, b"\1")
+"""Stands for a group that cannot be read: its checksum is wrong."""
+
+
+class FoundPage(msgspec.Struct):
+    """Groups that have the words.
+
+    Args:
+        cursor: of the next page; "" on the last one.
+        searched: number of groups that were read for this page.
+    """
+
+    groups: list[ListedGroup]
+    cursor: str
+    searched: int
+
+
+async def find(
+    store: ReadGroups, query: GroupQuery, words: str, cursor: str, limit: int
+) -> FoundPage:
+    """Returns the next page of at most `limit` groups of `query` whose conversations or outputs
+    have `words`, upper and lower case alike (of ASCII letters).
+    """
+    found: list[ListedGroup] = []
+    searched = 0
+    while len(found) < limit and searched < _MOST_READ:
+        most = min(_AT_A_TIME, limit - len(found), _MOST_READ - searched)
+        page = await store.list_groups(query, cursor, most)
+        bodies = await _bodies(store, [one.row.group_id for one in page.groups])
+        found += await asyncio.to_thread(_those, page.groups, bodies, words)
+        searched += len(page.groups)
+        cursor = page.cursor
+        if not cursor:
+            break
+    return FoundPage(found, cursor, searched)
+
+
+async def _bodies(store: ReadGroups, group_ids: list[str]) -> list[tuple[int, bytes]]:
+    """Returns the stored bodies; an empty one for a group that cannot be read."""
+    try:
+        return await store.stored_bodies(group_ids)
+    except (InputError, NotFoundError):
+        if len(group_ids) == 1:
+            return [_UNREADABLE]
+    return [body for one in group_ids for body in await _bodies(store, [one])]
+
+
+def _those(
+    groups: list[ListedGroup], bodies: list[tuple[int, bytes]], words: str
+) -> list[ListedGroup]:
+    needle = orjson.dumps(words)[1:-1].lower()
+    return [
+        one
+        for one, (encoding, data) in zip(groups, bodies, strict=True)
+        if needle in _texts(one, encoding, data, words.encode().lower()).lower()
+    ]
+
+
+def _texts(one: ListedGroup, encoding: int, data: bytes, words: bytes) -> bytes:
+    """Returns the texts of a group as JSON; b"" where there are none, or it is damaged."""
+    try:
+        body = decode(encoding, data)
+    except DamagedBody:
+        return b""
+    if one.row.format == "atropos":
+        return orjson.dumps(orjson.loads(body).get("messages"))
+    if words not in body.lower():  # a packed group holds texts as they are
+        return b""
+    parts: list[Any] = []
+    for rollout in unpack(body, Group).trajectories:
+        parts += [rollout.messages, rollout.output, [other.messages for other in rollout.others]]
+    return orjson.dumps(parts, default=str)
+
 
 _COUNT_SECONDS: Final = 5.0
 """Counts are this old at most; however many pages watch, the store counts once in this time."""
@@ -84,3 +186,188 @@ def summary(one: ListedGroup) -> dict[str, Any]:
     summary = msgspec.convert(one.row, GroupSummary, from_attributes=True)
     facts = msgspec.structs.asdict(one.facts) if one.facts is not None else {}
     return msgspec.structs.asdict(summary) | facts
+
+
+MOST_TOKENS: Final = 32_768
+_MOST_ROLLOUTS: Final = 2**31 - 1
+_OF_PICTURES: Final = {
+    "content-security-policy": "default-src 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "private, max-age=3600",
+}
+
+_Number = Annotated[int, Path(ge=0, le=_MOST_ROLLOUTS, description="position in the group, from 0")]
+
+
+def add_rollout_routes(router: APIRouter, store: ReadGroups) -> None:
+    @router.get(
+        "/v1/groups/{group_id:path}/rollouts",
+        responses=answers(RolloutsAnswer, 404, 409, 422, what="The rollouts."),
+    )
+    async def list_rollouts(group_id: str) -> Response:
+        """Returns all rollouts of a group, each as `.../rollouts/N` has it. Of more than 8 MB,
+        later rollouts come without their texts (`cut`). Nothing is leased or consumed.
+        """
+        row, group = await _read_group(store, group_id)
+        body = await asyncio.to_thread(_all_shown, row, group)
+        return Response(body, media_type="application/json")
+
+    @router.get(
+        "/v1/groups/{group_id:path}/rollouts/{number}",
+        responses=answers(RolloutAnswer, 404, 409, 422, what="The rollout."),
+    )
+    async def get_rollout(group_id: str, number: _Number) -> Response:
+        """Returns one rollout of a group: conversations, score, usage, flags, times, failures of
+        earlier attempts, printed lines, and what is known of its rows but their tokens (`/tokens`
+        has those). Pictures in messages are links to `/images/K`. Nothing is leased or consumed.
+        """
+        group, rollout = await _read(store, group_id, number)
+        # A long rollout takes longer to write as JSON than the event loop may wait.
+        return await asyncio.to_thread(
+            lambda: json_answer(_shown(group, rollout, group_id, number))
+        )
+
+    @router.get(
+        "/v1/groups/{group_id:path}/rollouts/{number}/images/{image}",
+        responses=answers(None, 404, 409, 422, media_types=PICTURES, what="The picture."),
+    )
+    async def get_image(
+        group_id: str,
+        number: _Number,
+        image: Annotated[int, Path(ge=0, le=_MOST_ROLLOUTS, description="number, from 0")],
+    ) -> Response:
+        """Returns a picture in the messages of a rollout, with the media type that its bytes show:
+        PNG, JPEG, WebP or GIF.
+        """
+        _, rollout = await _read(store, group_id, number)
+        kind, data = await asyncio.to_thread(picture_of, rollout, image)
+        return Response(data, media_type=kind, headers=_OF_PICTURES)
+
+    @router.get(
+        "/v1/groups/{group_id:path}/rollouts/{number}/tokens",
+        responses=answers(TokensAnswer, 404, 409, 422, what="Tokens of a row."),
+    )
+    async def get_tokens(
+        group_id: str,
+        number: _Number,
+        row: Annotated[int, Query(ge=0, le=_MOST_ROLLOUTS, description="row of the rollout")] = 0,
+        start: Annotated[int, Query(ge=0, le=_MOST_ROLLOUTS, description="first token")] = 0,
+        count: Annotated[
+            int, Query(ge=1, le=MOST_TOKENS, description="maximum number of tokens")
+        ] = 8192,
+    ) -> Response:
+        """Returns tokens of one row of a rollout, as columns of equal length."""
+        group, rollout = await _read(store, group_id, number)
+        if row >= len(rollout.sequences):
+            raise NotFoundError(
+                f"Rollout {number} of {group_id} has {len(rollout.sequences)} rows.",
+                place="query.row",
+            )
+        tokens = rollout.sequences[row]
+        return json_answer(await asyncio.to_thread(_columns, tokens, group.model, start, count))
+
+
+async def _read(store: ReadGroups, group_id: str, number: int) -> tuple[Group, Trajectory]:
+    _, group = await _read_group(store, group_id)
+    if number >= len(group.trajectories):
+        raise NotFoundError(f"{group_id} has {len(group.trajectories)} rollouts.")
+    return group, group.trajectories[number]
+
+
+async def _read_group(store: ReadGroups, group_id: str) -> tuple[GroupRow, Group]:
+    (stored,) = await store.rows([group_id])
+    if stored.format != "group":
+        raise ConflictError(
+            f"{group_id} was posted over the Atropos wire, which has rows and no rollouts.",
+            hint="GET /v1/groups/ID has all of it.",
+        )
+    (body,) = await store.bodies([group_id])
+    return stored, await asyncio.to_thread(unpack, body, Group)
+
+
+def _all_shown(row: GroupRow, group: Group) -> bytes:
+    facts = summary(ListedGroup(row, facts_of(group)))
+    return rollouts_as_json(group, facts, link_of(row.group_id))
+
+
+def _shown(group: Group, rollout: Trajectory, group_id: str, number: int) -> dict[str, Any]:
+    return {
+        "group": shown_group(group),
+        "rollouts": len(group.trajectories),
+        "number": number,
+        "rollout": shown_rollout(rollout, f"{link_of(group_id)}/{number}"),
+    }
+
+
+def _columns(row: Row, model: str, start: int, count: int) -> dict[str, Any]:
+    part = slice(start, start + count)
+    ids = row.tokens[part].tolist()
+    text_of = _text_of(model)
+    return {
+        "start": start,
+        "length": row.tokens.size,
+        "ids": ids,
+        "texts": [text_of(one) for one in ids],
+        "mask": row.mask[part].tolist(),
+        "logprobs": row.logprobs[part].tolist(),
+        "versions": row.versions[part].tolist(),
+        "calls": row.calls[part].tolist(),
+    }
+
+
+@lru_cache(maxsize=4)
+def _text_of(model: str) -> Callable[[int], str | None]:
+    return token_texts(model)
+
+
+_PLAIN: Final = r"^[^\x00]*$"
+
+
+class SeenTask(Described):
+    environment: str
+    task_id: str
+    groups: int
+    """Number of its kept groups."""
+    rollouts: int
+    """Number of their rollouts with a reward."""
+    reward_mean: float | None
+    """Mean reward of these rollouts; null if there are none."""
+    spread: float | None
+    """Mean over its groups of the largest less the smallest reward."""
+    solved_share: float | None
+    """Share of the rollouts that solved it; null: unknown."""
+    last_group_id: str
+    last_time: float
+    """Seconds since 1970 at which its last group arrived."""
+    last_version: int
+    """Policy version of its last group; -1: unknown."""
+
+
+class SeenTasksAnswer(Described):
+    tasks: list[SeenTask]
+    cursor: str
+    """Leads to the next page with the same parameters; "" on the last one."""
+
+
+def add_task_routes(router: APIRouter, store: ReadGroups) -> None:
+    @router.get("/v1/tasks/seen", responses=answers(SeenTasksAnswer, 422, what="A page of tasks."))
+    async def list_seen_tasks(
+        environment: Annotated[
+            str, Query(max_length=1024, pattern=_PLAIN, description="only this environment")
+        ] = "",
+        text: Annotated[TaskId, Query(description="part of the task's id")] = "",
+        order: Annotated[
+            TaskOrder,
+            Query(description="best, worst: by mean reward; widest: spread; most: groups"),
+        ] = "newest",
+        cursor: Annotated[
+            str, Query(max_length=1024, pattern=_PLAIN, description="of the page before")
+        ] = "",
+        limit: Annotated[int, Query(ge=1, le=MOST_GROUPS, description="maximum number")] = 100,
+    ) -> Response:
+        """Lists the tasks of kept groups with what their groups have in common. `GET /v1/groups`
+        with `environment` and `task` has a task's groups. Tasks without a reward are left out of
+        the orders by reward and spread.
+        """
+        page = await store.seen_tasks(order, cursor, limit, environment=environment, text=text)
+        return json_answer(msgspec.to_builtins(page))

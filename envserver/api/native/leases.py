@@ -27,7 +27,6 @@ from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
 from ..leasing import GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
-from .filters import FilterWarnings, warning_headers
 from .models import (
     Ack,
     ExtendedAnswer,
@@ -37,6 +36,7 @@ from .models import (
     Nack,
     StreamRequest,
 )
+from .runs import FilterWarnings, warning_headers
 from .streams import EVENTS, LeaseStream, StreamAnswer, Streams, stream_of
 from .waiting import Hangup, Leasing, lease_id_of
 

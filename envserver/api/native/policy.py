@@ -47,10 +47,6 @@ class PolicyVersion:
 
         Args:
             engines: ids or addresses of engines that tell their own versions and serve it.
-
-        Raises:
-            ConflictError: `version` is lower than the current one.
-            NotFoundError: there is no such engine.
         """
         async with self._lock:
             if version < self.version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import msgspec
@@ -11,19 +12,63 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...store import ATROPOS_RUN, GroupStore, Run
+from ...store import ATROPOS_RUN, UNKNOWN_VERSION, GroupStore, Run
 from ..atropos.service import AtroposService
 from ..bodies import read_body, request_body
 from .answers import answers, json_answer
-from .filters import FilterWarnings, warning_headers
-from .models import (
-    CheckpointsAnswer,
-    ResumedAnswer,
-    RunAnswer,
-    RunRequest,
-    RunsAnswer,
-)
+from .models import CheckpointsAnswer, Limits, ResumedAnswer, RunAnswer, RunRequest, RunsAnswer
+from .policy import PolicyVersion
 from .streams import Streams
+
+WARNING_HEADER: Final = "x-envserver-warning"
+_MOST_SHOWN: Final = 10
+_LONGEST_HEADER: Final = 1000
+
+
+class FilterWarnings:
+    """The warnings of one server.
+
+    Args:
+        present: returns the names of the environments that are registered or local.
+    """
+
+    def __init__(
+        self, store: GroupStore, policy: PolicyVersion, present: Callable[[], Collection[str]]
+    ) -> None:
+        self._store = store
+        self._policy = policy
+        self._present = present
+
+    def of_names(self, environments: Collection[str]) -> list[str]:
+        """Returns a warning for the names that no environment has or had."""
+        if not environments:
+            return []
+        known = {env for _, env, _ in self._store.tallies} | set(self._present())
+        unknown = sorted(set(environments) - known)
+        if not unknown:
+            return []
+        shown = ", ".join(sorted(known)[:_MOST_SHOWN]) or "none"
+        more = ", ..." if len(known) > _MOST_SHOWN else ""
+        names = ", ".join(map(repr, unknown))
+        return [f"No environment is called {names} so far; known: {shown}{more}."]
+
+    def of_limits(self, wanted: Limits) -> list[str]:
+        """Returns the warnings for the filters of a lease."""
+        warnings = self.of_names(wanted.environments or ())
+        if wanted.max_staleness is not None and self._policy.version == UNKNOWN_VERSION:
+            warnings.append(
+                "max_staleness filters nothing: no policy version is published"
+                " (POST /v1/policy-version)."
+            )
+        return warnings
+
+
+def warning_headers(warnings: Collection[str]) -> dict[str, str]:
+    """Returns the warnings as a header. Names in them may hold any characters, and be long."""
+    text = " ".join(warnings).encode("ascii", "backslashreplace").decode()
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST_HEADER])
+    return {WARNING_HEADER: shown.strip()} if warnings else {}
+
 
 _RUN: Final = TypeAdapter(RunRequest)
 _BATCH_SIZE: Final = 8

@@ -57,13 +57,7 @@ class Logins:
         self.strangers = strangers
 
     def log_in(self, text: str, address: str) -> Token:
-        """Returns the entry of the token that a person logs in with.
-
-        Raises:
-            Unauthorized: it is not valid.
-            TooManyRequests: there were too many wrong ones from this address.
-            Forbidden: its role may not read.
-        """
+        """Returns the entry of the token that a person logs in with."""
         token = self.tokens.find(text.strip())
         if token is None:
             self.strangers.failed(address)

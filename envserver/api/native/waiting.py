@@ -104,10 +104,6 @@ class Leasing:
 
         Args:
             lease_id: id for the lease; if a lease with this id is open, it is returned again.
-
-        Raises:
-            NotFoundError: the run does not exist.
-            ConflictError: the run is closed, or the lease with this id has ended.
         """
         bounded = wanted.max_groups or wanted.max_sequences or wanted.max_tokens
         max_groups = wanted.max_groups or MOST_GROUPS

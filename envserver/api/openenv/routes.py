@@ -7,22 +7,188 @@ the WebSocket.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
+from contextlib import suppress
 from typing import Any, Final
 
 import orjson
+import structlog
+from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EnvserverError, UsageError
-from fastapi import FastAPI, Request, WebSocket
+from fastapi import FastAPI, Request, WebSocket, WebSocketDisconnect
+from pydantic import ValidationError
 from starlette.responses import Response
 
 from ...environment import Environment
-from ...rollouts.episodes import Episodes
+from ...rollouts.episodes import Episodes, EpisodesFull
 from .. import problems
-from .models import Action, Answer, Observation, Reset, State, Step
-from .rpc import INVALID_REQUEST, answer_rpc, rpc_error
-from .session import Session, failure_text
-from .sockets import converse
+from .session import Action, Answer, Observation, Reset, Session, State, Step, failure_text
+
+INVALID_REQUEST: Final = -32600
+_NO_METHOD: Final = -32601
+_INVALID_PARAMS: Final = -32602
+_FAILED: Final = -32603
+
+
+async def answer_rpc(request: Any, session: Session | None) -> dict[str, Any]:
+    """Returns the answer to a JSON-RPC request.
+
+    Args:
+        session: None: the request belongs to none.
+    """
+    if not isinstance(request, dict) or request.get("jsonrpc") != "2.0":
+        return rpc_error(None, INVALID_REQUEST, "This is no JSON-RPC 2.0 request.")
+    number, method, params = request.get("id"), request.get("method"), request.get("params") or {}
+    if not isinstance(number, str | int | float | None):
+        return rpc_error(None, INVALID_REQUEST, "id must be a string or a number.")
+    if not isinstance(params, dict):
+        return rpc_error(number, _INVALID_PARAMS, "params must be an object.")
+    if session is None:
+        return rpc_error(number, _NO_METHOD, "Tools belong to an episode: use them at /ws.")
+    try:
+        match method:
+            case "tools/list":
+                answer = await session.step(Action(type="list_tools"))
+                return rpc_result(number, {"tools": answer.observation["tools"]})
+            case "tools/call":
+                return rpc_result(number, await _called(params, session))
+    except ValidationError as error:
+        return rpc_error(number, _INVALID_PARAMS, str(error))
+    except UsageError as error:
+        return rpc_error(number, _INVALID_PARAMS, error.message)
+    except EnvserverError as error:
+        return rpc_error(number, _FAILED, f"The episode failed: {error.kind}.")
+    return rpc_error(number, _NO_METHOD, f"There is no method {str(method)[:80]!r}.")
+
+
+async def _called(params: dict[str, Any], session: Session) -> dict[str, Any]:
+    action = Action(
+        type="call_tool",
+        tool_name=params.get("name") or "",
+        arguments=params.get("arguments") or {},
+    )
+    answer = await session.step(action)
+    text = answer.observation["text"]
+    return {
+        "content": [{"type": "text", "text": text}],
+        "isError": False,
+        "reward": answer.reward,
+        "done": answer.done,
+    }
+
+
+def rpc_result(number: Any, result: dict[str, Any]) -> dict[str, Any]:
+    """Returns the answer to a request that succeeded."""
+    return {"jsonrpc": "2.0", "id": number, "result": result}
+
+
+def rpc_error(number: Any, code: int, message: str) -> dict[str, Any]:
+    """Returns the answer to a request that failed."""
+    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message}}
+
+
+_MOST_AHEAD: Final = 16
+"""Messages that a client may send before it has an answer; its protocol sends one."""
+_CLOSE_SECONDS: Final = 10.0
+"""For the end of a connection whose client may take nothing any more."""
+
+_log = structlog.get_logger(__name__)
+
+
+async def converse(websocket: WebSocket, session: Session, idle_seconds: float) -> None:
+    """Serves one connection until its client ends it or is silent for `idle_seconds`."""
+    await websocket.accept()
+    incoming: asyncio.Queue[str] = asyncio.Queue(_MOST_AHEAD)
+    tasks = (
+        asyncio.create_task(_receive(websocket, incoming)),
+        asyncio.create_task(_answer_all(websocket, incoming, session, idle_seconds)),
+    )
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ends = await cancel_and_wait(*tasks)
+        await session.close()
+        with suppress(RuntimeError, WebSocketDisconnect, TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await websocket.close()
+    for end in ends:
+        if isinstance(end, Exception) and not isinstance(end, WebSocketDisconnect):
+            raise end
+
+
+async def _receive(websocket: WebSocket, incoming: asyncio.Queue[str]) -> None:
+    """Puts what comes into `incoming`; ends with the connection, or if too much comes."""
+    with suppress(WebSocketDisconnect, asyncio.QueueFull):
+        while True:
+            incoming.put_nowait(await websocket.receive_text())
+
+
+async def _answer_all(
+    websocket: WebSocket, incoming: asyncio.Queue[str], session: Session, idle_seconds: float
+) -> None:
+    while True:
+        try:
+            async with asyncio.timeout(idle_seconds):
+                text = await incoming.get()
+        except TimeoutError:
+            silence = _error(f"Nothing came for {idle_seconds:g} seconds.", "SESSION_ERROR")
+            await websocket.send_text(orjson.dumps(silence).decode())
+            return
+        answer = await _answered(text, session)
+        if answer is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(idle_seconds):
+                await websocket.send_text(orjson.dumps(answer).decode())
+                continue
+        return  # the client takes nothing any more
+
+
+async def _answered(text: str, session: Session) -> dict[str, Any] | None:
+    """Returns the answer to one message; None: the client says that it ends."""
+    try:
+        message = orjson.loads(text)
+    except ValueError as error:
+        return _error(f"Invalid JSON: {error}", "INVALID_JSON")
+    kind = message.get("type") if isinstance(message, dict) else None
+    data = message.get("data") if isinstance(message, dict) else None
+    try:
+        match kind:
+            case "reset":
+                return _observed(await session.reset(Reset.model_validate(data or {})))
+            case "step":
+                return _observed(await session.step(Action.model_validate(data)))
+            case "state":
+                return {"type": "state", "data": session.state().model_dump()}
+            case "mcp":
+                return {"type": "mcp", "data": await answer_rpc(data, session)}
+            case "close":
+                return None
+            case _:
+                return _error(f"Unknown message type: {str(kind)[:80]!r}", "UNKNOWN_TYPE")
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        return _error("Invalid message", "VALIDATION_ERROR", errors=errors)
+    except EpisodesFull as error:
+        return _error(str(error), "CAPACITY_REACHED", **error.detail)
+    except UsageError as error:
+        return _error(str(error), "EXECUTION_ERROR", kind=error.kind)
+    except EnvserverError as error:
+        return _error(failure_text(error), "EXECUTION_ERROR", kind=error.kind)
+    except Exception as error:  # noqa: BLE001 - logged; the session stays open
+        _log.exception("session_failed")
+        return _error(f"The server failed: {type(error).__name__}.", "EXECUTION_ERROR")
+
+
+def _observed(answer: Answer) -> dict[str, Any]:
+    return {"type": "observation", "data": answer.model_dump()}
+
+
+def _error(message: str, code: str, **more: Any) -> dict[str, Any]:
+    return {"type": "error", "data": {"message": message, "code": code, **more}}
+
 
 PREFIX: Final = "/openenv"
 _VERSION: Final = "1.0.0"

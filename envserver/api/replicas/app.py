@@ -7,11 +7,18 @@ and bodies, refusing unknown tokens, inflating posts, compressing answers, the p
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import AsyncIterator
 from functools import partial
+from typing import Final
 
+import aiohttp
+from envserver_records.cancelling import cancel_and_wait
+from envserver_records.errors import EnvserverError
 from fastapi import FastAPI
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...dashboard import Dashboard
 from ...server_config import ServerConfig
@@ -21,11 +28,228 @@ from ..access.middleware import Access, KnownNames
 from ..access.quotas import Strangers
 from ..access.tokens import AccessTokens
 from ..health import Health, health_routes
+from ..lifespan import ABORT, SERVER_ENDS
 from ..metrics import CountedRequests, Metrics, metric_routes
-from ..transfer import CompressedAnswers, RequestBodies, accepts
-from .facts import leads_metric, role
-from .link import LeaderLink
-from .passing import COMPRESSED, PassedOn
+from ..problems import answer_to, error_answer
+from ..transfer import CompressedAnswers, Passed, RequestBodies, accepts
+from .link import (
+    LeaderLink,
+    answer_headers,
+    end,
+    gone,
+    headers_of,
+    is_disconnect,
+    leads_metric,
+    no_leader,
+    role,
+    url_of,
+)
+
+# A session ends with either connection; it does not survive its leader, as it does not survive a
+# restart of a server.
+
+_TRY_AGAIN: Final = 1013
+_BROKE_OFF: Final = 1011
+_HANDSHAKE: Final = ("sec-websocket-", "host")
+"""Beginnings of the names of headers that the connection to the leader makes anew."""
+
+
+async def pass_socket(link: LeaderLink, scope: Scope, receive: Receive, send: Send) -> None:
+    """Passes one WebSocket on until either side ends it."""
+    await receive()  # websocket.connect
+    accepted = False
+    try:
+        leader = link.leader_for(scope)
+        headers = [
+            (name, value)
+            for name, value in headers_of(leader, scope)
+            if not name.startswith(_HANDSHAKE)
+        ]
+        connecting = link.session.ws_connect(
+            url_of(leader, scope),
+            headers=headers,
+            protocols=scope.get("subprotocols", ()),
+            max_msg_size=0,
+        )
+        async with link.bound(leader), connecting as socket:
+            await send({"type": "websocket.accept", "subprotocol": socket.protocol})
+            accepted = True
+            code = await _both_ways(socket, receive, send)
+    except aiohttp.WSServerHandshakeError as refusal:
+        await _refuse(refusal.status, refusal.message, send)
+        return
+    except (EnvserverError, aiohttp.ClientError, OSError):
+        if accepted:
+            await send({"type": "websocket.close", "code": _TRY_AGAIN})
+        else:
+            error = no_leader()
+            await _refuse(error.status, error.message, send)
+        return
+    if code is not None:
+        await send({"type": "websocket.close", "code": code})
+
+
+async def _refuse(status: int, message: str, send: Send) -> None:
+    """Answers the handshake."""
+    answer = error_answer("/v1", status, message, headers={"retry-after": "1"})
+    head = {"status": answer.status_code, "headers": answer.raw_headers}
+    await send({"type": "websocket.http.response.start", **head})
+    await send({"type": "websocket.http.response.body", "body": answer.body})
+
+
+async def _both_ways(
+    socket: aiohttp.ClientWebSocketResponse, receive: Receive, send: Send
+) -> int | None:
+    """Returns the leader's close code; None if the client ended the session."""
+    there = asyncio.create_task(_to_leader(socket, receive))
+    back = asyncio.create_task(_to_client(socket, send))
+    try:
+        await asyncio.wait({there, back}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel_and_wait(there, back)
+    if there.cancelled():
+        return socket.close_code if back.exception() is None else _BROKE_OFF
+    there.result()
+    return None
+
+
+async def _to_leader(socket: aiohttp.ClientWebSocketResponse, receive: Receive) -> None:
+    while not is_disconnect(message := await receive()):
+        if message.get("text") is not None:
+            await socket.send_str(message["text"])
+        elif message.get("bytes") is not None:
+            await socket.send_bytes(message["bytes"])
+
+
+async def _to_client(socket: aiohttp.ClientWebSocketResponse, send: Send) -> None:
+    async for message in socket:
+        passed: Message = {"type": "websocket.send"}
+        if message.type is aiohttp.WSMsgType.TEXT:
+            passed["text"] = message.data
+        elif message.type is aiohttp.WSMsgType.BINARY:
+            passed["bytes"] = message.data
+        else:
+            continue
+        await send(passed)
+
+
+_ROUTE: Final = Passed("passed on")
+"""The route under which passed requests are counted."""
+COMPRESSED: Final = "envserver.compressed"
+"""Key in a scope: whether a middleware compresses answers, which it can if they are one message."""
+_AT_ONCE_BYTES: Final = 512 * 1024
+_COMPRESSED_BYTES: Final = 256 * 1024 * 1024
+"""Larger answers are streamed as they are."""
+_BINARY: Final = "application/vnd."
+_END_SECONDS: Final = 1.0
+"""For requests that are under way when this server is told to stop."""
+
+
+class PassedOn:
+    """The innermost application of a follower."""
+
+    def __init__(self, link: LeaderLink) -> None:
+        self._link = link
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await pass_socket(self._link, scope, receive, send)
+            return
+        scope["route"] = _ROUTE
+        exchange = _Exchange(scope, receive, send)
+        try:
+            await exchange.run(self._link)
+        except EnvserverError as error:
+            await exchange.fail(error)
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._body_ended = asyncio.Event()
+        self._client_left = False
+        self._begun = False
+
+    async def run(self, link: LeaderLink) -> None:
+        """Sends the request and passes the answer back, until the client leaves."""
+        leader = link.leader_for(self._scope)
+        watching: asyncio.Task[None] | None = None
+        try:
+            async with link.bound(leader) as limit:
+                watching = asyncio.create_task(self._watch(limit))
+                async with link.sent(leader, self._scope, self._body()) as response:
+                    await self._answer(response)
+        except TimeoutError as error:  # the client left, this server ends, or another one leads
+            if not self._client_left:
+                raise gone(error) from None
+        finally:
+            if watching is not None:
+                watching.cancel()
+
+    async def fail(self, error: EnvserverError) -> None:
+        """Answers with an error; cuts an answer that has begun."""
+        if self._client_left:
+            return
+        if self._begun:
+            self._scope["extensions"][ABORT]["abort"]()
+            return
+        # A line for each client that waits for a leader would fill the log.
+        answer = answer_to(self._scope["path"], error)
+        await answer(self._scope, self._receive, self._send)
+
+    def _body(self) -> AsyncIterator[bytes] | None:
+        headers = Headers(scope=self._scope)
+        if "content-length" in headers or "transfer-encoding" in headers:
+            return self._chunks()
+        self._body_ended.set()
+        return None
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            message = await self._receive()
+            if is_disconnect(message):
+                self._client_left = True
+                raise ConnectionError("The client left while it sent its request.")
+            if message.get("body"):
+                yield message["body"]
+            more = message.get("more_body", False)
+        self._body_ended.set()
+
+    async def _watch(self, limit: asyncio.Timeout) -> None:
+        """Ends the exchange when the client leaves: the leader sees it leave, too."""
+        await self._body_ended.wait()
+        while not is_disconnect(message := await self._receive()):
+            pass
+        self._client_left = not message.get(SERVER_ENDS)
+        end(limit, 0.0 if self._client_left else _END_SECONDS)
+
+    def _most_at_once(self, response: aiohttp.ClientResponse) -> int:
+        is_text = not response.content_type.startswith(_BINARY)
+        return _COMPRESSED_BYTES if is_text and self._scope.get(COMPRESSED) else _AT_ONCE_BYTES
+
+    async def _answer(self, response: aiohttp.ClientResponse) -> None:
+        headers = answer_headers(response)
+        start: Message = {
+            "type": "http.response.start",
+            "status": response.status,
+            "headers": headers,
+        }
+        if (response.content_length or math.inf) <= self._most_at_once(response):
+            body = await response.read()
+            self._begun = True
+            await self._send(start)
+            await self._send({"type": "http.response.body", "body": body, "more_body": False})
+            return
+        self._begun = True
+        await self._send(start)
+        async for chunk in response.content.iter_any():
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def follower_app(

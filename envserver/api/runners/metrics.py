@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from prometheus_client.core import Metric
 
-from ...telemetry.families import gauge
+from ...telemetry.numbers import gauge
 from .registry import RunnerRegistry
 
 

@@ -22,9 +22,9 @@ from pydantic import BaseModel, StringConstraints, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...remote.batch import GROUP_LIST_MSGPACK
 from ...remote.messages import (
     ENGINES,
+    GROUP_LIST_MSGPACK,
     GROUP_MSGPACK,
     KEY_HEADER,
     NEXT_SECONDS,
@@ -37,9 +37,9 @@ from ...remote.messages import (
     Welcome,
 )
 from ..bodies import read_body, request_body
-from ..direct import Endpoint
 from ..native.answers import answers, json_answer
 from ..native.waiting import key_of
+from ..transfer import Endpoint
 from .registry import RunnerRegistry
 
 Addition = Annotated[str, StringConstraints(max_length=64)]

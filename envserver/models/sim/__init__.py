@@ -24,9 +24,8 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from .engine import SimEngine
-    from .policy import Speaker
+    from .policy import RolloutSolver, Solution, Solver, Speaker, TextSolver
     from .server import serve_sim, sim_app
-    from .solver import RolloutSolver, Solution, Solver, TextSolver
 
 __all__ = [
     "RolloutSolver",

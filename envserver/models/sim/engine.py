@@ -8,23 +8,205 @@ script (policy.py) makes the text. Answers are recognisable: the model is called
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
-from collections.abc import AsyncIterator
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from envserver_records.errors import EngineGarbage, EngineTimeout, EngineUnavailable
+import msgspec
+import orjson
+from envserver_records.errors import (
+    ConfigError,
+    EngineGarbage,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnavailable,
+)
+from envserver_records.records import Message
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import __version__
 from ...config import SimConfig
 from ..engine import ReplicaHealth
 from .answers import MODEL
-from .conversation import refusal
+from .conversation import Conversation, plain_messages, refusal
+from .faulty_answers import Said
 from .planner import Json, Plan, Planner
-from .policy import Policy, Speaker
-from .solver import Solver
-from .tokenizer import SimTokenizer, shared_tokenizer
-from .transcript import Transcript
+from .policy import Policy, Solver, Speaker, Wish, without_specials
+from .tokenizer import SimTokenizer, assistant_text, shared_tokenizer
+
+_REMEMBERED_ROLLOUTS = 16_384
+_SHOWN = 80
+_AGENT = re.compile(r"(-r\d+)/\w+(\|\d+)$")
+"""The end of a declared agent's fate: GROUP-rNUMBER/AGENT|CHOICE."""
+
+Opening = tuple[tuple[str, str], ...]
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """The answers of one conversation.
+
+    Args:
+        rollout: the recorded rollout that it belongs to, with those of the other agents.
+        answers: the texts of the assistant's turns.
+    """
+
+    rollout: str
+    answers: list[str]
+
+
+class Transcript:
+    """Recorded conversations by their opening.
+
+    A rollout plays one recorded rollout, all its agents included, from the first to the last turn;
+    rollouts with the same opening take those recorded in turn. Requests without a rollout go on
+    with a recording that has said the same so far.
+
+    Args:
+        conversations: each with its rollout, and with text contents as `plain_messages` gives them.
+    """
+
+    def __init__(self, conversations: Iterable[tuple[str, list[Message]]]) -> None:
+        self._recordings: dict[Opening, list[Recording]] = {}
+        for rollout, messages in conversations:
+            answers = _answers(messages)
+            if answers:
+                for key in _keys(messages):
+                    recording = Recording(rollout, answers)
+                    self._recordings.setdefault(key, []).append(recording)
+        self._next: Counter[Opening] = Counter()
+        self._playing: OrderedDict[str, tuple[str, dict[Opening, Recording]]] = OrderedDict()
+
+    @classmethod
+    def read(cls, path: Path) -> Transcript:
+        """Reads the file. Raises ConfigError: it cannot be read, or holds no answer."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The transcript {str(path)!r} cannot be read: {error}.") from error
+        transcript = cls(_conversations(text, path))
+        if not transcript._recordings:
+            raise ConfigError(
+                f"The transcript {str(path)!r} holds no conversation with an answer.",
+                hint="Give a file of `process`, or JSONL with `messages` in each line.",
+            )
+        return transcript
+
+    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
+        """Returns the recorded text of the next assistant turn.
+        Raises EngineRefused: no recording begins so, or it has no further turn.
+        """
+        keys = _keys(conversation.messages)
+        opening = next((one for one in keys if one in self._recordings), None)
+        if opening is None:
+            last = conversation.messages[-1]["content"][:_SHOWN]
+            raise refusal(f"The transcript has no conversation that begins so: {last!r}.")
+        turn = conversation.turn()
+        if wish.rollout_id:
+            answers = self._of_rollout(_AGENT.sub(r"\1\2", fate), opening).answers
+        else:
+            answers = self._of_nobody(opening, conversation, turn).answers
+        if turn >= len(answers):
+            raise refusal(f"The recorded conversation has no turn {turn + 1}.")
+        return Said(without_specials(answers[turn]))
+
+    def _of_rollout(self, rollout: str, opening: Opening) -> Recording:
+        """Returns what this rollout plays after `opening`, always the same."""
+        if rollout not in self._playing:
+            self._playing[rollout] = (self._taken(opening).rollout, {})
+            if len(self._playing) > _REMEMBERED_ROLLOUTS:
+                self._playing.popitem(last=False)
+        recorded, chosen = self._playing[rollout]
+        if opening not in chosen:
+            same = [one for one in self._recordings[opening] if one.rollout == recorded]
+            chosen[opening] = same[0] if same else self._taken(opening)
+        return chosen[opening]
+
+    def _of_nobody(self, opening: Opening, conversation: Conversation, turn: int) -> Recording:
+        """Returns a recording that has said what this conversation has."""
+        if not turn:
+            return self._taken(opening)
+        so_far = _answers(conversation.messages)
+        recordings = self._recordings[opening]
+        same = (one for one in recordings if one.answers[:turn] == so_far)
+        return max(same, key=lambda one: len(one.answers), default=recordings[0])
+
+    def _taken(self, opening: Opening) -> Recording:
+        """Returns the recordings of an opening in turn."""
+        recordings = self._recordings[opening]
+        self._next[opening] += 1
+        return recordings[(self._next[opening] - 1) % len(recordings)]
+
+
+def _keys(messages: list[Message]) -> Iterator[Opening]:
+    """Yields the opening with and without system messages, which may hold the time or the tools."""
+    opening = []
+    for message in messages:
+        if message["role"] == "assistant":
+            break
+        opening.append((message["role"], message["content"].strip()))
+    yield tuple(opening)
+    without = tuple(one for one in opening if one[0] != "system")
+    if len(without) < len(opening):
+        yield without
+
+
+def _answers(messages: list[Message]) -> list[str]:
+    return [assistant_text(message) for message in messages if message["role"] == "assistant"]
+
+
+def _conversations(text: str, path: Path) -> Iterator[tuple[str, list[Message]]]:
+    for place, document in _documents(text, path):
+        for number, (rollout, messages) in enumerate(_messages_in(document)):
+            try:
+                yield rollout or f"{place}, {number}", plain_messages(messages)
+            except (EngineRefused, AttributeError) as error:
+                raise ConfigError(f"{place}: a conversation cannot be read: {error}") from error
+
+
+def _documents(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the JSON documents with their places: the whole file, or else its lines."""
+    try:
+        yield str(path), json.loads(text)
+        return
+    except ValueError:
+        pass
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                yield place, json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{place}: it is not JSON: {error}.") from error
+
+
+def _messages_in(document: Any) -> Iterator[tuple[str, list[Message]]]:
+    """Yields the conversations of a group, of a unified trajectory or of a plain row, each with the
+    rollout that it belongs to ("" if there is none)."""
+    if not isinstance(document, dict):
+        return
+    held = document.get("messages")
+    held = held if isinstance(held, list) else []
+    rollouts = (document.get("envserver") or {}).get("rollouts") or []
+    for rollout in rollouts:
+        # A row has its agent's conversation, and so may several rows, and `others`.
+        own = [held[row] for row in rollout["rows"] if row < len(held)]
+        others = [other["messages"] for other in rollout.get("others") or ()]
+        distinct = {json.dumps(one): one for one in (*own, *others) if one}
+        yield from ((str(rollout["rollout_id"]), one) for one in distinct.values())
+    if not rollouts:
+        yield from (("", one) for one in held if isinstance(one, list) and one)
+    if held and isinstance(held[0], dict):
+        yield "", held
+    for agent in (document.get("metadata") or {}).get("sequences") or ():
+        if agent.get("messages"):
+            yield "the rollout of the document", agent["messages"]
+
 
 OWNER = "envserver-simulated"
 _BROKE = "The simulated engine broke off in the middle, as its disconnect_rate asks."
@@ -41,9 +223,6 @@ class SimEngine:
         config: see SimConfig.
         solver: source of right answers; without one the answers are arbitrary text.
         speaker: says the answers instead of the script, which then has no part in them.
-
-    Raises:
-        ConfigError: the transcript of `config` cannot be used.
     """
 
     kind = "sim"
@@ -174,3 +353,27 @@ async def _until(deadline: float, seconds: float) -> None:
     await asyncio.sleep(max(0.0, min(seconds, left)))
     if seconds > left:
         raise EngineTimeout("The simulated engine had no answer in time.")
+
+
+_MESSAGE: Final = "This engine answers programs, not pages in a browser."
+
+
+class ProgramsOnly:
+    """The middleware."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and any(map(_is_of_a_page, scope["headers"])):
+            error: dict[str, Any] = {"message": _MESSAGE, "type": "PermissionDenied", "code": 403}
+            body = orjson.dumps({"error": error})
+            answer = Response(body, 403, media_type="application/json")
+            await answer(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_of_a_page(header: tuple[bytes, bytes]) -> bool:
+    name, value = header
+    return name == b"origin" or (name == b"sec-fetch-site" and value != b"none")

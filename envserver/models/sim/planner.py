@@ -18,27 +18,24 @@ from typing import Any, Literal
 import msgspec
 
 from ...config import SimConfig
-from .answers import MODEL, ChatAnswer, CompletionAnswer, GenerateAnswer, Sampled
-from .completion import Ending, completed
+from .answers import MODEL, ChatAnswer, CompletionAnswer, Ending, GenerateAnswer, Sampled, completed
 from .conversation import (
-    Conversation,
-    checked_tools,
-    conversation_of_text,
-    plain_messages,
-    refusal,
-)
-from .policy import Speaker, Wish, generator
-from .requests import (
     Body,
     ChatBody,
     CompletionBody,
+    Conversation,
     DetokenizeBody,
     GenerateBody,
     TokenizeBody,
     check_chat,
     check_sampling,
+    checked_tools,
+    conversation_of_text,
+    plain_messages,
     read,
+    refusal,
 )
+from .policy import Speaker, Wish, generator
 from .tokenizer import Prompt, SimTokenizer
 
 Json = dict[str, Any]

@@ -26,10 +26,9 @@ from starlette.types import Send
 
 from ...config import SimConfig
 from .answers import FINGERPRINT
-from .engine import SimEngine
+from .engine import ProgramsOnly, SimEngine
 from .planner import Plan
-from .programs_only import ProgramsOnly
-from .solver import Solver
+from .policy import Solver
 
 _HEADERS = {"server": FINGERPRINT}
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize")
@@ -87,9 +86,6 @@ async def serve_sim(
         port: 0 takes a free one.
         listening: called with the base URL (with /v1) as soon as connections are accepted.
         stop: set it to stop; open requests get two seconds.
-
-    Raises:
-        ConfigError: the address cannot be bound.
     """
     with listening_socket(host, port) as listener:
         server = QuietServer(

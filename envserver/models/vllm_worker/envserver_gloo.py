@@ -67,12 +67,7 @@ def join(info: JoinInfo, rank: int) -> Any:
 
 
 def receive(group: Any, info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
-    """Returns the tensors of the next broadcast by name; they share the memory of the bucket.
-
-    Raises:
-        RuntimeError: the trainer is gone.
-        ValueError: bytes were changed on their way.
-    """
+    """Returns the tensors of the next broadcast by name; they share the memory of the bucket."""
     dtypes = [getattr(torch, name) for name in info.dtype_names]
     counts = map(math.prod, info.shapes)
     sizes = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]

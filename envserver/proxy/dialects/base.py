@@ -44,11 +44,7 @@ class DialectAdapter(Protocol):
     """The fields of a request; `read` gets no others, and none that is null."""
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """Reads a decoded request body.
-
-        Raises:
-            InputError: a field is missing, malformed or not supported; `place` names it.
-        """
+        """Reads a decoded request body."""
 
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory

@@ -5,15 +5,156 @@ from __future__ import annotations
 from typing import Any
 
 from envserver_records.errors import EnvserverError
-from envserver_records.records import Dialect
+from envserver_records.records import Dialect, Message
 
 from ..asgi import DONE, error_body, event
 from ..model_request import ModelRequest
 from .base import Memory
-from .chat_messages import chat_messages, chat_tool_choice, chat_tools
-from .fields import response_format
-from .reading import bad, count
+from .checks import KIBIBYTE, LONG_TEXT, NAME, Check, an_object, instance, items, kept, one_of, text
+from .fields import function_tool, own_tools, response_format
+from .media import media_part
+from .reading import bad, count, mapping, objects, string
 from .tables import CHAT
+
+_ID = text(64 * KIBIBYTE)
+"""Id of a tool call. Some clients keep signatures in it, so it may be long."""
+_MOST_ROLE = 64
+_PLAIN = frozenset({"role", "content", "tool_calls", "tool_call_id"})
+_MESSAGE: dict[str, Check] = {
+    "role": text(_MOST_ROLE),
+    "content": instance(str, list, what="a text or a list of parts"),
+    "name": NAME,
+    "tool_calls": items(10_000, an_object),
+    "tool_call_id": _ID,
+    "function_call": an_object,
+    "refusal": LONG_TEXT,
+    "reasoning": LONG_TEXT,
+    "reasoning_content": LONG_TEXT,
+}
+"""Clients send more back (annotations, parsed values, costs), which no engine reads."""
+_CALL: dict[str, Check] = {"id": _ID, "type": one_of("function"), "function": an_object}
+_CALLED: dict[str, Check] = {
+    "name": NAME,
+    "arguments": instance(str, dict, what="a text or an object"),
+}
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of text parts, with the field that holds the text."""
+
+
+def chat_messages(body: dict[str, Any], checked: int = 0) -> list[Message]:
+    """Returns the messages in field `messages`.
+
+    Args:
+        checked: how many of them, at the beginning, this function has returned before.
+    """
+    given = objects(body, "messages", needed=True)
+    return given[:checked] + [
+        message if _is_plain(message) else _message(message, f"messages[{index}]")
+        for index, message in enumerate(given[checked:], checked)
+    ]
+
+
+def chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the tools in field `tools`.
+    Raises InputError: a tool is not one of the agent's own functions.
+    """
+    return [_tool(tool, place) for tool, place in own_tools(body)]
+
+
+def chat_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
+    """Returns the value of field `tool_choice`, and the tools that it leaves.
+    Raises InputError: it chooses something other than functions among `tools`.
+    """
+    if isinstance(choice, str):
+        return choice, tools
+    match choice.get("type"):
+        case "function":
+            name = _function_name(choice, "tool_choice")
+            return {"type": "function", "function": {"name": name}}, tools
+        case "allowed_tools":
+            place = "tool_choice.allowed_tools"
+            allowed = mapping(choice, "allowed_tools", "tool_choice")
+            if allowed.get("mode") not in ("auto", "required"):
+                raise bad(f"{place}.mode", "must be auto or required")
+            given = enumerate(objects(allowed, "tools", needed=True))
+            names = {_function_name(tool, f"{place}.tools[{index}]") for index, tool in given}
+            return allowed["mode"], [tool for tool in tools if tool["function"]["name"] in names]
+        case kind:
+            raise bad("tool_choice.type", f"{str(kind)[:80]!r} is not supported")
+
+
+def _function_name(holder: dict[str, Any], place: str) -> str:
+    return string(mapping(holder, "function", place), "name", f"{place}.function")
+
+
+def _is_plain(message: Message) -> bool:
+    """Returns whether nothing in `message` needs a closer look, as in most of a conversation."""
+    if not message.keys() <= _PLAIN:
+        return False
+    for name, value in message.items():
+        if name == "tool_calls":
+            if type(value) is not list or not all(map(_is_plain_call, value)):
+                return False
+        elif type(value) is not str and (value is not None or name == "role"):
+            return False
+    ids = message.get("tool_call_id") or ""
+    return 0 < len(message.get("role", "")) <= _MOST_ROLE and len(ids) <= KIBIBYTE
+
+
+def _is_plain_call(call: Any) -> bool:
+    if type(call) is not dict or call.keys() != _CALL.keys() or call["type"] != "function":
+        return False
+    function, call_id = call["function"], call["id"]
+    if type(function) is not dict or function.keys() != _CALLED.keys() or type(call_id) is not str:
+        return False
+    name, arguments = function["name"], function["arguments"]
+    is_text = type(name) is str and type(arguments) is str
+    return is_text and len(call_id) <= KIBIBYTE and len(name) <= KIBIBYTE
+
+
+def _message(message: Message, place: str) -> Message:
+    string(message, "role", place)
+    known = kept(message, _MESSAGE, place)
+    if isinstance(known.get("content"), list):
+        parts = enumerate(known["content"])
+        known["content"] = [_part(part, f"{place}.content[{index}]") for index, part in parts]
+    if known.get("tool_calls"):
+        calls = enumerate(known["tool_calls"])
+        known["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in calls]
+    if known.get("function_call"):
+        known["function_call"] = kept(known["function_call"], _CALLED, f"{place}.function_call")
+    return known
+
+
+def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns what is known of a tool call; its arguments may be text that is not JSON."""
+    known = kept(call, _CALL, place)
+    if known.get("function") is not None:
+        known["function"] = kept(known["function"], _CALLED, f"{place}.function")
+    return known
+
+
+def _part(part: Any, place: str) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        raise bad(place, "must be an object")
+    kind = part.get("type")
+    if isinstance(kind, str) and kind in _TEXTS:
+        return {"type": kind, _TEXTS[kind]: string(part, _TEXTS[kind], place)}
+    media = media_part(part, place)
+    if media is None:
+        raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
+    return media
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind not in (None, "function"):
+        raise bad(
+            f"{place}.type",
+            f"{str(kind)[:80]!r} is not supported: all tools must be the agent's own functions",
+        )
+    return function_tool(mapping(tool, "function", place), f"{place}.function")
+
 
 CHECKED = "checked"
 """How many of the messages were in an earlier request of the attempt, and need no check."""

@@ -47,9 +47,6 @@ def effort_fields(effort: Any, place: str) -> dict[str, Any]:
 def own_tools(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields the tools in field `tools` with their places, without a provider's own web search,
     which clients offer by default: nothing here could run it.
-
-    Raises:
-        InputError: the field is not a list of objects.
     """
     for index, tool in enumerate(objects(body, "tools")):
         if not str(tool.get("type")).startswith("web_search"):
@@ -57,11 +54,7 @@ def own_tools(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def function_tool(function: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a tool of the chat API from the fields of `function`, which is found at `place`.
-
-    Raises:
-        InputError: it has no name, or a field has another type.
-    """
+    """Returns a tool of the chat API from the fields of `function`, which is found at `place`."""
     string(function, "name", place)
     return {"type": "function", "function": kept(function, _FUNCTION, place)}
 

@@ -67,12 +67,7 @@ def detail(given: Any, place: str) -> str:
 
 
 def data_url(url: Any, kind: str, place: str) -> str:
-    """Returns `url` if it is a `data:` address that holds an image, audio or video (`kind`).
-
-    Raises:
-        InputError: it is not; or its bytes are not of a known binary format. Others, such as
-            playlists, SVG and PostScript, can name other addresses or be programs.
-    """
+    """Returns `url` if it is a `data:` address that holds an image, audio or video (`kind`)."""
     if not isinstance(url, str):
         raise bad(place, "must be a text")
     head = _HEAD.match(url[:400])

@@ -1,35 +1,311 @@
-"""OpenAI's responses API.
+"""OpenAI's responses API: streams, and what later requests of the attempt can refer to.
 
-responses_request   fields of a request -> fields of the chat API
-responses_tools     tools, and the names of their calls in both directions
-responses_input     input items -> chat messages
-responses_answer    a whole chat answer -> the response object
-responses_events    a streamed one -> events; responses_items has those of each item
-    responses_memory    what later requests of the attempt can refer to
-
-Reasoning is shown unchanged as the content of a reasoning item; nothing is summarised or
-encrypted.
+`responses_input` reads requests and `responses_answer` writes whole answers. Reasoning is shown
+unchanged as the content of a reasoning item; nothing is summarised or encrypted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from envserver_records.errors import EnvserverError
+from envserver_records.http_errors import CONTEXT_IS_FULL
 from envserver_records.records import Dialect, Message
 
 from ..asgi import error_body
+from ..context_length import is_context_limit
 from ..model_request import ModelRequest
-from .answers import choice_of, ending_of, parts_of
 from .base import Memory
-from .reading import boolean, count, string
-from .responses_answer import Head, output_of, status_of
-from .responses_events import ResponsesWriter
-from .responses_input import messages_of
-from .responses_memory import earlier_messages, find_item, remember
-from .responses_request import fields_of, refuse_impossible, wants_logprobs
-from .responses_tools import tools_of
+from .conversation import (
+    AnswerEnd,
+    TextPart,
+    ToolCall,
+    answer_message,
+    choice_of,
+    ending_of,
+    named_event,
+    new_id,
+    parts_of,
+)
+from .reading import bad, boolean, count, string
+from .responses_answer import (
+    Head,
+    Item,
+    Status,
+    call_item,
+    logprobs_of,
+    output_of,
+    reasoning_item,
+    reasoning_part,
+    status_of,
+    text_item,
+    text_part,
+)
+from .responses_input import fields_of, messages_of, refuse_impossible, tools_of, wants_logprobs
 from .tables import RESPONSES
+
+# Events have neither `output_index` nor `sequence_number` yet.
+
+Event = dict[str, Any]
+
+
+class OpenText:
+    """A message item that grows.
+
+    Args:
+        logprobs: those that have arrived and are not sent yet.
+    """
+
+    def __init__(self, logprobs: list[Any]) -> None:
+        self._id = new_id("msg")
+        self._texts: list[str] = []
+        self._arrived = logprobs
+        self._logprobs: list[Any] = []
+
+    def begin(self) -> Iterator[Event]:
+        """Returns its first events."""
+        yield _added(text_item(self._id, "", []) | {"content": []})
+        yield self._event("content_part.added", part=text_part("", []))
+
+    def grow(self, text: str) -> Event:
+        """The event for some more text."""
+        self._texts.append(text)
+        return self._event("output_text.delta", delta=text, logprobs=self._taken())
+
+    def end(self, status: Status) -> Iterator[Event]:
+        """Returns its last events; the very last holds the item."""
+        self._taken()
+        text = "".join(self._texts)
+        item = text_item(self._id, text, self._logprobs) | {"status": status}
+        yield self._event("output_text.done", text=text, logprobs=self._logprobs)
+        yield self._event("content_part.done", part=item["content"][0])
+        yield _done(item)
+
+    def _taken(self) -> list[Any]:
+        taken = [*self._arrived]
+        self._arrived.clear()
+        self._logprobs += taken
+        return taken
+
+    def _event(self, kind: str, **more: Any) -> Event:
+        return {"type": f"response.{kind}", "item_id": self._id, "content_index": 0, **more}
+
+
+class OpenReasoning:
+    """A reasoning item that grows."""
+
+    def __init__(self) -> None:
+        self._id = new_id("rs")
+        self._texts: list[str] = []
+
+    def begin(self) -> Iterator[Event]:
+        """Returns its first events."""
+        yield _added(reasoning_item(self._id, "") | {"content": []})
+        yield self._event("content_part.added", part=reasoning_part(""))
+
+    def grow(self, text: str) -> Event:
+        """The event for some more text."""
+        self._texts.append(text)
+        return self._event("reasoning_text.delta", delta=text)
+
+    def end(self, status: Status) -> Iterator[Event]:
+        """Returns its last events; the very last holds the item."""
+        text = "".join(self._texts)
+        yield self._event("reasoning_text.done", text=text)
+        yield self._event("content_part.done", part=reasoning_part(text))
+        yield _done(reasoning_item(self._id, text) | {"status": status})
+
+    def _event(self, kind: str, **more: Any) -> Event:
+        return {"type": f"response.{kind}", "item_id": self._id, "content_index": 0, **more}
+
+
+class OpenCall:
+    """A function call; it comes whole."""
+
+    def __init__(self, call: ToolCall, request: ModelRequest) -> None:
+        self._item = call_item(new_id("fc"), call, request)
+
+    def begin(self) -> Iterator[Event]:
+        """Returns its first events."""
+        yield _added(self._item | {"arguments": ""})
+        yield self._event("delta", delta=self._item["arguments"])
+
+    def end(self, status: Status) -> Iterator[Event]:
+        """Returns its last events; the very last holds the item."""
+        yield self._event("done", arguments=self._item["arguments"])
+        yield _done(self._item | {"status": status})
+
+    def _event(self, kind: str, **more: Any) -> Event:
+        name = f"response.function_call_arguments.{kind}"
+        return {"type": name, "item_id": self._item["id"], **more}
+
+
+OpenItem = OpenText | OpenReasoning | OpenCall
+
+
+def _added(item: Item) -> Event:
+    return {"type": "response.output_item.added", "item": item | {"status": "in_progress"}}
+
+
+def _done(item: Item) -> Event:
+    return {"type": "response.output_item.done", "item": item}
+
+
+# The conversation up to each response is kept under the response's id, without the instructions,
+# which hold for one response only; so is the response itself, and each output item under its id.
+# What the agent asked not to `store` is not kept.
+
+_RESPONSES = "responses"
+_ITEMS = "items"
+_WHOLE = "whole"
+
+
+def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
+    """Returns the conversation that `previous_response_id` names, or [].
+    Raises InputError: no such response was stored.
+    """
+    if body.get("previous_response_id") is None:
+        return []
+    previous = string(body, "previous_response_id")
+    kept: list[Message] | None = memory.get(_RESPONSES, {}).get(previous)
+    if kept is None:
+        raise bad(
+            "previous_response_id",
+            f"does not name a stored response of this attempt: {previous[:80]!r}",
+        )
+    return kept
+
+
+def find_item(memory: Memory, item_id: str) -> dict[str, Any] | None:
+    """Returns the output item with this id, or None."""
+    item: dict[str, Any] | None = memory.get(_ITEMS, {}).get(item_id)
+    return item
+
+
+def find_response(memory: Memory, response_id: str) -> dict[str, Any] | None:
+    """Returns the response with this id, or None."""
+    response: dict[str, Any] | None = memory.get(_WHOLE, {}).get(response_id)
+    return response
+
+
+def remember(
+    memory: Memory,
+    request: ModelRequest,
+    response: dict[str, Any],
+    said: Iterable[TextPart | ToolCall],
+) -> None:
+    """Stores `response` to `request`; `said` is the model's part of it."""
+    if request.body.get("store") is False:
+        return
+    instructed = bool(request.body.get("instructions"))
+    messages = [*request.messages[instructed:], _message(list(said))]
+    memory.setdefault(_RESPONSES, {})[response["id"]] = messages
+    memory.setdefault(_WHOLE, {})[response["id"]] = response
+    memory.setdefault(_ITEMS, {}).update({item["id"]: item for item in response["output"]})
+
+
+def _message(said: list[TextPart | ToolCall]) -> Message:
+    text_part = [part for part in said if isinstance(part, TextPart)]
+    return answer_message(
+        "".join(part.text for part in text_part if part.kind == "reasoning"),
+        "".join(part.text for part in text_part if part.kind == "text"),
+        [part for part in said if isinstance(part, ToolCall)],
+    )
+
+
+class ResponsesWriter:
+    """See EventWriter. At most one item is open at a time; the last stays open until the end."""
+
+    def __init__(self, request: ModelRequest, memory: Memory) -> None:
+        self._request = request
+        self._memory = memory
+        self._head: Head | None = None
+        self._events = 0
+        self._items: list[Item] = []
+        self._open: OpenItem | None = None
+        self._logprobs: list[Any] = []
+        self._said: list[TextPart | ToolCall] = []
+        self._ending = AnswerEnd()
+
+    def begin(self) -> bytes:
+        """See EventWriter. The first events need the first chunk."""
+        return b""
+
+    def chunk(self, chunk: dict[str, Any]) -> bytes:
+        _, events = self._begun(chunk)
+        self._ending.take(chunk)
+        choice = choice_of(chunk)
+        self._logprobs += logprobs_of(choice)
+        for part in parts_of(choice.get("delta") or {}):
+            self._said.append(part)
+            events += self._call(part) if isinstance(part, ToolCall) else self._text(part)
+        return events
+
+    def end(self) -> bytes:
+        head, events = self._begun({})
+        if self._open is None:
+            events += self._opened(OpenText(self._logprobs))
+        status = status_of(self._ending)
+        events += self._closed(status)
+        response = head.response(status, self._items, self._ending)
+        remember(self._memory, self._request, response, self._said)
+        return events + self._tell({"type": f"response.{status}", "response": response})
+
+    def fail(self, error: EnvserverError) -> bytes:
+        head, events = self._begun({})
+        events += self._closed("incomplete")
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        if is_context_limit(error):
+            code = CONTEXT_IS_FULL
+        said = {"code": code, "message": str(error)}
+        response = head.response("failed", self._items, error=said)
+        return events + self._tell({"type": "response.failed", "response": response})
+
+    def _begun(self, chunk: dict[str, Any]) -> tuple[Head, bytes]:
+        """Returns the response's head, with its first events if it has just begun."""
+        if self._head is not None:
+            return self._head, b""
+        self._head = Head(self._request, chunk)
+        response = self._head.response("in_progress", [])
+        kinds = ("response.created", "response.in_progress")
+        return self._head, self._tell(*({"type": kind, "response": response} for kind in kinds))
+
+    def _text(self, text_part: TextPart) -> bytes:
+        events = b""
+        growing = self._open
+        wanted = OpenReasoning if text_part.kind == "reasoning" else OpenText
+        if not isinstance(growing, wanted):
+            growing = OpenReasoning() if wanted is OpenReasoning else OpenText(self._logprobs)
+            events = self._closed("completed") + self._opened(growing)
+        return events + self._tell_of_item(growing.grow(text_part.text))
+
+    def _call(self, call: ToolCall) -> bytes:
+        return self._closed("completed") + self._opened(OpenCall(call, self._request))
+
+    def _opened(self, item: OpenItem) -> bytes:
+        self._open = item
+        return self._tell_of_item(*item.begin())
+
+    def _closed(self, status: Status) -> bytes:
+        if self._open is None:
+            return b""
+        last = list(self._open.end(status))
+        events = self._tell_of_item(*last)
+        self._items.append(last[-1]["item"])
+        self._open = None
+        return events
+
+    def _tell_of_item(self, *events: Event) -> bytes:
+        """Numbers events of the item that comes after those in `_items`."""
+        index = len(self._items)
+        return self._tell(*(event | {"output_index": index} for event in events))
+
+    def _tell(self, *events: Event) -> bytes:
+        first = self._events
+        self._events += len(events)
+        numbered = (e | {"sequence_number": first + n} for n, e in enumerate(events))
+        return b"".join(named_event(event) for event in numbered)
 
 
 class ResponsesDialect:

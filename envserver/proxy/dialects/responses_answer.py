@@ -6,8 +6,8 @@ import time
 from typing import Any, Literal
 
 from ..model_request import ModelRequest
-from .answers import AnswerEnd, ToolCall, choice_of, ending_of, new_id, parts_of
-from .responses_tools import names_of
+from .conversation import AnswerEnd, ToolCall, choice_of, ending_of, new_id, parts_of
+from .responses_input import names_of
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Item = dict[str, Any]

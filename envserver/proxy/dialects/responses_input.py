@@ -1,4 +1,4 @@
-"""Converts the input items of OpenAI's responses API to chat messages. Pure.
+"""Converts a request of OpenAI's responses API, its items and tools, to the chat API. Pure.
 
 What the model said in one answer comes back as several items (reasoning, a message, function calls)
 and becomes one assistant message again. Developer messages become system messages, since chat
@@ -7,16 +7,97 @@ templates drop roles that they do not know.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from envserver_records.records import Message
 
-from .answers import ToolCall
-from .conversation import Conversation, Part, image_part, text_part
+from .conversation import Conversation, Part, ToolCall, image_part, text_part
+from .fields import effort_fields, engine_fields, function_tool, own_tools, schema_format
 from .media import data_url, detail
-from .reading import bad, objects, string
-from .responses_tools import flat_name
+from .reading import bad, boolean, mapping, objects, string
+
+# A chat has no namespaces: the tool `save` of the namespace `mcp__env` is `mcp__env__save` to the
+# engine, and its calls have both names again in the agent's answer.
+
+_JOINT = "__"
+
+
+def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the tools in the chat API's format; only the allowed ones if the agent limits them.
+    Raises InputError: a tool is not one of the agent's own functions.
+    """
+    tools = [function_tool(tool, place) for tool, place in _functions(body)]
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return tools
+    allowed = objects(choice, "tools", needed=True)
+    names = {flat_name(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(allowed)}
+    unknown = names - {tool["function"]["name"] for tool in tools}
+    if unknown:
+        raise bad("tool_choice.tools", f"names unknown tools: {sorted(unknown)}")
+    return [tool for tool in tools if tool["function"]["name"] in names]
+
+
+def flat_name(holder: dict[str, Any], place: str) -> str:
+    """Returns the engine's name for the function that `name` and `namespace` of `holder` name.
+    Raises InputError: one of them is not a text.
+    """
+    name = string(holder, "name", place)
+    if holder.get("namespace") is None:
+        return name
+    return string(holder, "namespace", place) + _JOINT + name
+
+
+def names_of(body: dict[str, Any], flat: str) -> dict[str, str]:
+    """Returns the fields that name the function in an answer to `body`.
+
+    Args:
+        flat: the engine's name for it; one that the agent did not offer stays as it is.
+    """
+    for space in _spaces(body):
+        prefix = space["name"] + _JOINT
+        name = flat.removeprefix(prefix)
+        if name != flat and any(tool.get("name") == name for tool in space["tools"]):
+            return {"name": name, "namespace": space["name"]}
+    return {"name": flat}
+
+
+def _functions(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields the fields of each function, with its place."""
+    taken: set[str] = set()
+    for tool, place in own_tools(body):
+        match tool.get("type"):
+            case "function":
+                functions = [(tool, place)]
+            case "namespace":
+                string(tool, "name", place)
+                inner = enumerate(objects(tool, "tools", needed=True))
+                functions = [(one, f"{place}.tools[{number}]") for number, one in inner]
+            case kind:
+                raise _not_own(kind, place)
+        for function, at in functions:
+            if function.get("type") != "function":
+                raise _not_own(function.get("type"), at)
+            known = {name: value for name, value in function.items() if value is not None}
+            if function is not tool:
+                known["name"] = flat_name({**function, "namespace": tool["name"]}, at)
+                if known["name"] in taken:
+                    raise bad(f"{at}.name", f"is taken: {known['name'][:80]!r} is another tool")
+            taken.add(str(known.get("name")))
+            yield known, at
+
+
+def _spaces(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    return (tool for tool in body.get("tools") or () if tool.get("type") == "namespace")
+
+
+def _not_own(kind: Any, place: str) -> Exception:
+    return bad(
+        f"{place}.type",
+        f"{str(kind)[:80]!r} is not supported: all tools must be the agent's own functions",
+    )
+
 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of text content parts, with the field that holds the text."""
@@ -179,3 +260,87 @@ def _part(part: Any, place: str) -> Part:
     url = data_url(part["image_url"], "image", f"{place}.image_url")
     given = part.get("detail")
     return image_part(url, None if given is None else detail(given, f"{place}.detail"))
+
+
+# Values that are not supported, or would make the record inexact, are refused by name.
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+def refuse_impossible(body: dict[str, Any]) -> None:
+    """Raises InputError: the request asks for something unsupported."""
+    if body.get("truncation") not in (None, "disabled"):
+        raise bad("truncation", "must be disabled: it would cut the prompt silently")
+    if body.get("n") not in (None, 1):
+        raise bad("n", "must be 1: a response is one answer")
+
+
+def wants_logprobs(body: dict[str, Any]) -> bool:
+    """Returns whether the agent asked for logprobs."""
+    included = body.get("include") or []
+    return _LOGPROBS in included or bool(_top_logprobs(body))
+
+
+def fields_of(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the engine's fields other than messages and tools.
+    Raises InputError: a field is malformed or not supported.
+    """
+    fields = engine_fields(body)
+    if wants_logprobs(body):
+        fields["top_logprobs"] = _top_logprobs(body)
+    if tools:
+        fields |= _tool_fields(body, tools)
+    elif body.get("tool_choice") not in (None, "auto", "none"):
+        raise bad("tool_choice", "needs tools")
+    form = _response_format(mapping(mapping(body, "text"), "format", "text"))
+    if form is not None:
+        fields["response_format"] = form
+    effort = mapping(body, "reasoning").get("effort")
+    return fields | effort_fields(effort, "reasoning.effort")
+
+
+def _tool_fields(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    choice = body.get("tool_choice")
+    if choice is not None:
+        fields["tool_choice"] = _tool_choice(choice, tools)
+    parallel = boolean(body, "parallel_tool_calls")
+    if parallel is not None:
+        fields["parallel_tool_calls"] = parallel
+    return fields
+
+
+def _tool_choice(choice: Any, tools: list[dict[str, Any]]) -> Any:
+    if choice in ("auto", "none", "required"):
+        return choice
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind == "allowed_tools":
+        if choice.get("mode") not in ("auto", "required"):
+            raise bad("tool_choice.mode", "must be auto or required")
+        return choice["mode"]
+    if kind != "function":
+        raise bad("tool_choice", f"{str(kind)[:80]!r} is not supported")
+    name = flat_name(choice, "tool_choice")
+    if all(tool["function"]["name"] != name for tool in tools):
+        raise bad("tool_choice.name", f"{name[:80]!r} is not among the tools")
+    return {"type": "function", "function": {"name": name}}
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any] | None:
+    kind = form.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind != "json_schema":
+        raise bad("text.format.type", f"{str(kind)[:80]!r} is not supported")
+    if not isinstance(form.get("schema"), dict):
+        raise bad("text.format.schema", "must be an object")
+    string(form, "name", "text.format")
+    schema = {name: form[name] for name in form if name != "type" and form[name] is not None}
+    return schema_format(schema, "text.format")
+
+
+def _top_logprobs(body: dict[str, Any]) -> int:
+    wanted: int = body.get("top_logprobs") or 0
+    return wanted

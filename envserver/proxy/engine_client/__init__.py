@@ -11,10 +11,8 @@ from __future__ import annotations
 from ...models.engine import Engine
 from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
-from .base import ChatAnswer, ChatBody, EngineClient, Prompt
-from .chat import ChatClient
-from .completions import CompletionsClient
-from .texts import stream_text, whole_text
+from .base import ChatAnswer, ChatBody, ChatClient, EngineClient, Prompt
+from .completions import CompletionsClient, stream_text, whole_text
 from .tokens import TokensClient
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
 from envserver_records.errors import EngineGarbage, EngineTimeout
@@ -263,3 +263,59 @@ def answer_fields(
         "token_ids": ids,
         **({EXPERTS: choice[EXPERTS]} if choice.get(EXPERTS) is not None else {}),
     }
+
+
+# Calls cannot be continued by ids this way. It serves engines that offer nothing better, and calls
+# that only the engine can render.
+
+PATH = "/v1/chat/completions"
+
+
+class ChatClient:
+    """See EngineClient. `prompt.ids` must be None."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def can_continue(self, body: ChatBody) -> str | None:
+        return "engine_renders"
+
+    def streams(self, body: ChatBody, prompt: Prompt) -> bool:
+        """See EngineClient. With tools, a parsed stream may differ from the whole answer."""
+        return not has_tools(body)
+
+    async def whole(
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        bare: bool = False,
+    ) -> ChatAnswer:
+        session = EngineSession(self._engine, rollout_id, timeout_seconds)
+        return await session.post(PATH, not_streamed(body))
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        body: ChatBody,
+        prompt: Prompt,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        bare: bool = False,
+    ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
+        session = EngineSession(self._engine, rollout_id, timeout_seconds)
+        async with session.stream(PATH, streamed(body)) as chunks:
+            yield chunks
+
+
+def not_streamed(body: ChatBody) -> ChatBody:
+    """Returns `body` for a whole answer."""
+    return {name: body[name] for name in body if name not in ("stream", "stream_options")}
+
+
+def streamed(body: ChatBody) -> ChatBody:
+    """Returns `body` for a stream that ends with the usage."""
+    return {**body, "stream": True, "stream_options": {"include_usage": True}}

@@ -18,9 +18,11 @@ from ...models.engine import Engine
 from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
 from .base import (
+    EXPERTS,
     EXPERTS_START,
     ChatAnswer,
     ChatBody,
+    ChatClient,
     EngineSession,
     Prompt,
     answer_fields,
@@ -34,11 +36,12 @@ from .base import (
     index_of,
     is_strict,
     max_tokens,
+    not_streamed,
     require,
     role_chunk,
+    streamed,
     top_logprobs,
 )
-from .chat import ChatClient, streamed
 from .generated import count_of
 from .parsers import AnswerParser, calls_are_free, keeps_special
 
@@ -280,3 +283,66 @@ def _foreign_field(body: ChatBody) -> str | None:
 
 def _id(answer: ChatAnswer) -> str:
     return chat_id(answer, "id", "cmpl-")
+
+
+# Answers and chunks take the form of a chat whose assistant says the text. Each choice keeps the
+# completion's own `logprobs` and `prompt_token_ids`, since there may be several prompts.
+
+_KEPT = (
+    "index",
+    "finish_reason",
+    "stop_reason",
+    "logprobs",
+    "token_ids",
+    "prompt_token_ids",
+    "prompt_logprobs",
+    EXPERTS,
+)
+
+
+async def whole_text(
+    engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
+) -> ChatAnswer:
+    """Returns the answer to `body`, a complete request for /v1/completions.
+    Raises EngineError: as the engine's `post`; EngineGarbage where a choice has no text.
+    """
+    session = EngineSession(engine, rollout_id, timeout_seconds)
+    answer = await session.post(PATH, not_streamed(body))
+    choices = []
+    for choice in require(answer, "choices", list, _WHERE):
+        message = {"role": "assistant", "content": require(choice, "text", str, _WHERE)}
+        choices.append({**_kept(choice), "message": message})
+    return _with_text(answer, choices)
+
+
+@asynccontextmanager
+async def stream_text(
+    engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
+) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
+    """Streams the answer to `body` as chunks."""
+    session = EngineSession(engine, rollout_id, timeout_seconds)
+    async with session.stream(PATH, streamed(body)) as chunks:
+        yield _chunks(chunks)
+
+
+async def _chunks(stream: AsyncIterator[ChatAnswer]) -> AsyncIterator[ChatAnswer]:
+    async for chunk in stream:
+        choices = []
+        for choice in require(chunk, "choices", list, _CHUNK):
+            delta = {"content": require(choice, "text", str, _CHUNK)}
+            choices.append({**_kept(choice), "delta": delta})
+        yield _with_text(chunk, choices)
+
+
+def _kept(choice: dict[str, Any]) -> dict[str, Any]:
+    return {name: choice[name] for name in _KEPT if name in choice}
+
+
+def _with_text(answer: ChatAnswer, choices: list[dict[str, Any]]) -> ChatAnswer:
+    """Returns `answer` with `choices`, and the prompt's ids at the top if there is only one
+    prompt."""
+    told = {**answer, "choices": choices}
+    prompts = [choice.get("prompt_token_ids") for choice in choices]
+    if prompts and isinstance(prompts[0], list) and all(ids == prompts[0] for ids in prompts):
+        told["prompt_token_ids"] = prompts[0]
+    return told

@@ -6,10 +6,14 @@ begin with the first token instead of a chunk for the role.
 
 from __future__ import annotations
 
+import base64
+import binascii
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 import msgspec
+import numpy as np
 import orjson
 from envserver_records.errors import EngineGarbage
 from envserver_records.records import Message
@@ -29,7 +33,61 @@ from .base import (
     role_chunk,
     top_logprobs,
 )
-from .grids import Grid
+
+Grid = tuple[int, ...]
+_NAME = "image_grid_thw"
+_MOST_GRIDS = 4096
+_INTEGERS = ("int32", "int64")
+
+
+class Grids:
+    """The grids of the images that were rendered last, by their SHA-256."""
+
+    def __init__(self) -> None:
+        self._grids: OrderedDict[str, Grid] = OrderedDict()
+
+    def lack(self, digests: Sequence[str]) -> bool:
+        """Whether the grid of any of these images is unknown."""
+        return any(digest not in self._grids for digest in digests)
+
+    def learn(self, digests: Sequence[str], rendered: ChatAnswer) -> None:
+        """Remembers the grids in a rendered request of these images; () where it says none."""
+        told = _items(rendered.get("features"), len(digests))
+        for digest, item in zip(digests, told, strict=True):
+            self._grids[digest] = _grid(item)
+        while len(self._grids) > _MOST_GRIDS:
+            self._grids.popitem(last=False)
+
+    def of(self, digests: Sequence[str]) -> list[Grid]:
+        """Returns the grid of each image; () if it is unknown."""
+        return [self._grids.get(digest, ()) for digest in digests]
+
+
+def _items(features: Any, count: int) -> list[Any]:
+    """Returns vLLM's serialised facts for each image: without pixels, if it gives those."""
+    for name in ("mm_metadata", "kwargs_data"):
+        told = features.get(name) if isinstance(features, dict) else None
+        items = told.get("image") if isinstance(told, dict) else None
+        if isinstance(items, list) and len(items) == count and all(items):
+            return items
+    return [None] * count
+
+
+def _grid(item: Any) -> Grid:
+    """Reads the grid from an item: base64 of MessagePack, {name: {"data": (dtype, shape, bytes)}}.
+
+    An engine of another version may write it otherwise; trainers compute it from the image then.
+    """
+    if not isinstance(item, str):
+        return ()
+    try:
+        kind, _, raw = msgspec.msgpack.decode(base64.b64decode(item))[_NAME]["data"]
+        if kind not in _INTEGERS:
+            return ()
+        return tuple(np.frombuffer(raw.data, kind).tolist())
+    except (KeyError, TypeError, ValueError, AttributeError, binascii.Error, msgspec.DecodeError):
+        return ()
+
 
 IMAGES = "prompt_images"
 """Field of an answer: offset, length and grid of each image in its prompt. No agent gets it."""
@@ -156,9 +214,6 @@ class GeneratedAnswer:
         body: the chat body of the request.
         sent: the prompt.
         is_bare: it was asked for as `BareGenerated`.
-
-    Raises:
-        EngineGarbage: a field is missing, or the engine saw another prompt.
     """
 
     def __init__(
@@ -212,9 +267,6 @@ async def chunks_of(
 
     Args:
         is_bare: it was asked for as `BareGeneratedChunk`.
-
-    Raises:
-        EngineGarbage: a field is missing, or the engine saw another prompt.
     """
     count = count_of(body)
     head: dict[str, Any] = {}

@@ -13,9 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
 
 import orjson
-from envserver_records.errors import EngineGarbage
+from envserver_records.errors import EngineGarbage, EngineRefused
+from envserver_records.records import Message
 
 from ...models.engine import Engine
 from ...models.probe import ProbeResult
@@ -23,24 +26,117 @@ from ...tokens.images import facts_of_all, folded, folds_to, urls_of
 from .base import (
     ChatAnswer,
     ChatBody,
+    ChatClient,
     EngineSession,
     Prompt,
+    choices_of,
     has_media,
     has_only_images,
     has_tools,
+    not_streamed,
+    require,
+    require_ids,
 )
-from .chat import ChatClient, not_streamed
-from .derendering import derendered
 from .generated import (
     BareGenerated,
     BareGeneratedChunk,
     GeneratedAnswer,
+    Grids,
     SentPrompt,
     chunks_of,
     image_ranges,
 )
-from .grids import Grids
 from .render_cache import RenderCache, RenderedPrompts, check_rendered, with_prompt
+
+# That endpoint decodes the ids it is given. A chat answer's text ends before its end token and
+# before its stop string, so these are removed first. Tool calls set the finish reason here, as in a
+# chat answer; the endpoint leaves that out.
+
+DERENDER = "/v1/chat/completions/derender"
+TOKENIZE = "/tokenize"
+
+_GENERATED = "The engine's generated answer"
+_WHERE = "The engine's derendered answer"
+_CUT = "The engine's tokenized text"
+
+
+async def derendered(
+    session: EngineSession,
+    body: ChatBody,
+    prompt_ids: Any,
+    choices: Sequence[dict[str, Any]],
+    *,
+    reasons: bool,
+) -> list[Message]:
+    """Returns the messages in `choices`, which the engine generated after `prompt_ids`.
+
+    Sets each choice's `finish_reason` to that of a chat answer.
+
+    Args:
+        prompt_ids: as ids, or as JSON of them.
+        reasons: whether the engine separates reasoning from content.
+    """
+    texts = [await _text_ids(session, body, choice) for choice in choices]
+    # The endpoint refuses empty answers; in a chat answer their content is null or empty.
+    nothing = None if reasons else ""
+    messages: list[Message] = [{"role": "assistant", "content": nothing} for _ in choices]
+    asked = [place for place, ids in enumerate(texts) if ids]
+    if asked:
+        answer = await session.post(
+            DERENDER,
+            {
+                "model": body.get("model"),
+                "chat_request": body,
+                "generate_response": {
+                    "prompt_token_ids": prompt_ids,
+                    "choices": [
+                        {
+                            "index": index,
+                            "token_ids": texts[place],
+                            "finish_reason": choices[place].get("finish_reason"),
+                        }
+                        for index, place in enumerate(asked)
+                    ],
+                },
+            },
+        )
+        for place, choice in zip(asked, choices_of(answer, len(asked), _WHERE), strict=True):
+            messages[place] = _message(require(choice, "message", dict, _WHERE))
+    for choice, message in zip(choices, messages, strict=True):
+        choice["finish_reason"] = _finish_reason(body, choice, message)
+    return messages
+
+
+async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, Any]) -> list[int]:
+    """Returns ids that decode to the text of `choice`."""
+    ids = require_ids(choice, "token_ids", _GENERATED)
+    if choice.get("finish_reason") != "stop":
+        return ids
+    if not isinstance(choice.get("stop_reason"), str):
+        return ids if body.get("include_stop_str_in_output") else ids[:-1]
+    if not choice["text"]:
+        return []
+    # The text was cut, perhaps within a token, so it is tokenised again.
+    asked = {"model": body.get("model"), "prompt": choice["text"], "add_special_tokens": False}
+    return require_ids(await session.post(TOKENIZE, asked), "tokens", _CUT)
+
+
+def _message(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise EngineGarbage(f"{_WHERE} holds tool_calls that are not a list.")
+    return message
+
+
+def _finish_reason(body: ChatBody, choice: dict[str, Any], message: Message) -> str | None:
+    reason: str | None = choice.get("finish_reason")
+    wanted = body.get("tool_choice", "auto")
+    if not has_tools(body):
+        return reason
+    if wanted in (None, "auto") and message.get("tool_calls"):
+        return "tool_calls"
+    return "tool_calls" if wanted == "required" and reason == "stop" else reason
+
 
 RENDER = "/v1/chat/completions/render"
 GENERATE = "/inference/v1/generate"
@@ -189,3 +285,30 @@ class TokensClient:
         if has_media(body) and (self._image_token is None or not has_only_images(body)):
             return "multimodal"
         return next((f"field_{name}" for name in _CHAT_ONLY if body.get(name)), None)
+
+
+_FIELDS = ("model", "messages", "tools", "chat_template_kwargs")
+_UNKNOWN = (
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.METHOD_NOT_ALLOWED,
+    HTTPStatus.UNPROCESSABLE_ENTITY,  # it takes texts only
+    HTTPStatus.NOT_IMPLEMENTED,
+)
+
+
+async def tokenized(
+    engine: Engine, body: ChatBody, rollout_id: str, timeout_seconds: float
+) -> int | None:
+    """Returns the number of tokens of the prompt of `body`; None: the engine has no such endpoint.
+    Raises EngineError: the engine failed, or refuses the conversation.
+    """
+    session = EngineSession(engine, rollout_id, timeout_seconds)
+    request = {name: body[name] for name in _FIELDS if name in body}
+    try:
+        answer = await session.post(TOKENIZE, request)
+    except EngineRefused as error:
+        if error.detail.get("status") in _UNKNOWN:
+            return None
+        raise
+    count: int = require(answer, "count", int, "The engine's count")
+    return count

@@ -15,11 +15,7 @@ class Link(Protocol):
     """A connection that carries pieces of bytes, in order."""
 
     async def send(self, piece: bytes) -> None:
-        """Sends a piece, when the connection can take it.
-
-        Raises:
-            ConnectionError: the other side is gone.
-        """
+        """Sends a piece, when the connection can take it."""
 
     async def receive(self) -> bytes:
         """Returns the next piece; b"" at the end of the connection."""

@@ -120,9 +120,6 @@ class SandboxMachine:
 
         Args:
             size: bytes that the request for it keeps in memory.
-
-        Raises:
-            MachineBusy: it takes no more, or too many wait.
         """
         if self.draining:
             raise MachineBusy("This machine is about to stop.")

@@ -17,7 +17,7 @@ from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EnvserverError, InputError
 
 from ...proxy.egress import Closable, OnConnection
-from ...proxy.egress_heads import MOST_HEAD_BYTES
+from ...proxy.egress_rules import MOST_HEAD_BYTES
 from ..maker import TalkingSandbox
 from .messages import Pass
 

@@ -64,12 +64,7 @@ class MachineSandbox:
         self._reading = asyncio.create_task(self._read_answers(), name="remote-sandbox")
 
     async def set_up(self, spec: SandboxSpec) -> Opened:
-        """Waits until the machine has made the sandbox.
-
-        Raises:
-            MachineGone, MachineBusy: another machine may make it.
-            InputError, SandboxLost, SandboxUnavailable: see `Sandboxes.open`.
-        """
+        """Waits until the machine has made the sandbox."""
         self._limits = spec.limits
         try:
             opened = await self._ask("open", spec, Opened)

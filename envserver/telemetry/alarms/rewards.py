@@ -8,8 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from .curves import Array
-from .situation import Finding, Situation, counted, duration, of_groups, percent
+from .situation import Array, Finding, Situation, counted, duration, of_groups, percent
 
 _LEAST_FALL: Final = 0.15
 """Part of the range of rewards."""

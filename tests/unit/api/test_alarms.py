@@ -17,13 +17,12 @@ from support.api import running_api
 from support.waiting import until
 
 from envserver.alarms_config import AlarmsConfig
-from envserver.api.alarms import AlarmWatch
 from envserver.api.metrics import Metrics
-from envserver.api.recording import Recorder
+from envserver.api.recording import AlarmWatch, Recorder
 from envserver.store import open_store
 from envserver.telemetry.alarms import AlarmBook, AlarmFacts, Finding
-from envserver.telemetry.families import counter, gauge
 from envserver.telemetry.history import MOST_NAMES, History, Name, curves
+from envserver.telemetry.numbers import counter, gauge
 
 START = 1_700_000_000.0
 

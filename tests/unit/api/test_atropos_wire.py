@@ -32,9 +32,9 @@ from support.waiting import until
 
 from envserver.api.atropos import reading
 from envserver.api.atropos.batching import Waiting, form_batches
-from envserver.api.atropos.buffer import groups_summing_to
 from envserver.api.atropos.models import ScoredData, check_groups
 from envserver.api.atropos.reading import PostedGroup, read_group
+from envserver.api.atropos.view import groups_summing_to
 from envserver.api.bodies import Refused, Unreadable, parse_body
 from envserver.store import GroupPut, compression
 

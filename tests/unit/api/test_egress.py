@@ -23,10 +23,16 @@ from envserver import ConfigError, OpenAIConfig
 from envserver.api.proxy_server import ProxyServer, serve_proxy
 from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt, egress
-from envserver.proxy.egress import Egress
-from envserver.proxy.egress_heads import BadHead, asks_a_proxy, read_answer, read_request
-from envserver.proxy.egress_rules import EgressRefused, EgressRules, is_public
-from envserver.proxy.egress_tls import NotTls, server_name
+from envserver.proxy.egress import Egress, NotTls, server_name
+from envserver.proxy.egress_rules import (
+    BadHead,
+    EgressRefused,
+    EgressRules,
+    asks_a_proxy,
+    is_public,
+    read_answer,
+    read_request,
+)
 
 
 class Outside:

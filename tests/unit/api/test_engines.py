@@ -18,12 +18,11 @@ from support.fleets import FleetHouse, attributed, fleet_house, sampled_by, says
 from support.waiting import until
 
 from envserver.models.addresses import EngineAddresses
-from envserver.models.discovery import read_list
+from envserver.models.fleet import read_list
 from envserver.models.replicas import Registration as KnownEngine
 from envserver.models.sim.tokenizer import ASSETS
 from envserver.proxy import ProxyAttempt
-from envserver.remote.gate import RunnerGate
-from envserver.remote.link import Link
+from envserver.remote.link import Link, RunnerGate
 from envserver.remote.messages import Registration
 from envserver.tokens import ChatFormat
 
@@ -450,7 +449,7 @@ async def test_a_list_that_is_read_while_it_is_written_removes_no_engine(
         looks += 1
         return [] if looks == 3 else [KnownEngine(url=one.url)]
 
-    monkeypatch.setattr("envserver.models.discovery.read_list", read)
+    monkeypatch.setattr("envserver.models.fleet.read_list", read)
     async with fleet_house(tmp_path / "s.db", file=tmp_path / "list", poll_seconds=0.01):
         await until(lambda: looks > 5)
     assert "engine_gone" not in capsys.readouterr().out

@@ -30,7 +30,7 @@ from envserver.api.access.tokens import AccessTokens, read_tokens, revoke_token
 from envserver.api.metrics import Metrics
 from envserver.proxy import Gate
 from envserver.proxy.gate import InFlight
-from envserver.rollouts.auditor import Auditor
+from envserver.rollouts.audit import Auditor
 
 OWN = {"sec-fetch-site": "same-origin"}
 HTTPS = {"x-forwarded-proto": "https"}

@@ -29,8 +29,8 @@ from envserver.cli.overview import Overview
 from envserver.cli.progress import summary_table
 from envserver.cli.samples import Samples
 from envserver.running.tally import Tally
-from envserver.telemetry.families import gauge
 from envserver.telemetry.history import Name, Row
+from envserver.telemetry.numbers import gauge
 
 CASES = cases_of(__file__)
 

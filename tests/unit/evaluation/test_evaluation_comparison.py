@@ -27,17 +27,14 @@ from support.models_on_disk import floats, read_model, write_model
 from envserver import main
 from envserver.cli import sweep_command
 from envserver.evaluation import AttemptResult, Rules, TaskResult, report_run
-from envserver.evaluation.comparison import Comparison, compare
-from envserver.evaluation.comparison_tables import comparison_markdown, comparison_notes
+from envserver.evaluation.comparison import Comparison, compare, sign_flip_test
 from envserver.evaluation.harness import HarnessRun, harvest, report_harness
 from envserver.evaluation.page import comparison_page, report_page
 from envserver.evaluation.perturbations import KINDS, perturbed
-from envserver.evaluation.report import Counted, Report
-from envserver.evaluation.robustness import Asked, robustness
-from envserver.evaluation.signs import sign_flip_test
-from envserver.evaluation.steps import Action, Steps, steps_of
+from envserver.evaluation.report import Asked, Counted, Report, robustness
+from envserver.evaluation.results import Action, Steps, steps_of
 from envserver.evaluation.suite import suite_of
-from envserver.evaluation.tables import markdown_of
+from envserver.evaluation.tables import comparison_markdown, comparison_notes, markdown_of
 from envserver.running.evaluating import Evaluation, Member
 
 CASES = cases_of(__file__)

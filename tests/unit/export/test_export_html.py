@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from envserver.export import Options, group_of, html_view
+from envserver.export import Options, group_of, html
 from envserver.export.html import Html, HtmlPages
 from envserver.models import shared_tokenizer
 
@@ -123,11 +123,11 @@ def test_a_big_run_is_an_index_with_pages_of_bounded_size(tmp_path: Path) -> Non
 
 
 def test_what_is_too_long_is_cut_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html_view, "MOST_TOKENS", 3)
-    monkeypatch.setattr(html_view, "MOST_MESSAGES", 2)
-    long = "x" * (html_view.MOST_CHARACTERS + 1234)
+    monkeypatch.setattr(html, "MOST_TOKENS", 3)
+    monkeypatch.setattr(html, "MOST_MESSAGES", 2)
+    long = "x" * (html.MOST_CHARACTERS + 1234)
     page = pages(tmp_path, [line(0, long)], HtmlPages())["index.html"]
-    assert len(page) < 40 * html_view.MOST_CHARACTERS
+    assert len(page) < 40 * html.MOST_CHARACTERS
     text = Page(page).text
     assert "… 1,234 more characters" in text
     assert "2 messages left out" in text

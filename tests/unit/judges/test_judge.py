@@ -45,8 +45,7 @@ from envserver import (
     rubric_bias,
     rubric_marks,
 )
-from envserver.evaluation.folders import View
-from envserver.evaluation.group_files import report_of_files
+from envserver.evaluation.folders import View, report_of_files
 from envserver.judge_config import JudgeConfig
 from envserver.judges.client import ScorerJudge
 from envserver.judges.server import JudgeServer

@@ -25,7 +25,7 @@ from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
-from envserver.models.decoding import retry_after
+from envserver.models.connections import retry_after
 
 SECONDS, HANG_SECONDS = 60.0, 0.1
 """For a call; where nothing comes any more."""

@@ -11,7 +11,7 @@ import pytest
 from envserver_records.errors import ConfigError
 
 from envserver.models import ProbeResult
-from envserver.models.model_files import find_model_files, without_folders
+from envserver.models.catalogue import find_model_files, without_folders
 
 NAME = "owner/model"
 

@@ -18,11 +18,9 @@ from support.raw_server import RawServer, head, raw_server
 from support.waiting import until
 
 from envserver.models import FLOOR, Replica
-from envserver.models.adaptive import AdaptiveLimit, Load, read_load
-from envserver.models.breaker import Breaker
 from envserver.models.connections import watchful_socket
 from envserver.models.http_client import BrokenOff, HttpPool, NoConnection, Response, origin_of
-from envserver.models.slots import Slots
+from envserver.models.replicas import AdaptiveLimit, Breaker, Load, Slots, read_load
 
 calm = settings(deadline=None, max_examples=examples(60))
 

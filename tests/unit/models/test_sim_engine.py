@@ -51,7 +51,7 @@ from envserver.models import ASSETS, OpenAIEngine, RolloutSolver, SimEngine, Tex
 from envserver.models.sim import Solution, serve_sim
 from envserver.models.sim.faulty_answers import REFUSALS
 from envserver.models.sim.make_tokenizer import build_tokenizer, tokenizer_config
-from envserver.models.sim.spoil import spoiled_answer
+from envserver.models.sim.wording import spoiled_answer
 from envserver.running.simulated_server import demonstration_solver, question_text
 
 CASES = cases_of(__file__)

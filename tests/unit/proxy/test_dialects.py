@@ -39,7 +39,7 @@ from support.dialects import (
 )
 from support.extent import examples
 
-from envserver.proxy.constraints import RAW
+from envserver.proxy.body import RAW
 from envserver.tokens import classify
 
 Json = dict[str, Any]

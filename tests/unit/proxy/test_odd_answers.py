@@ -25,7 +25,7 @@ from support.templates import OWN, chat_format, user
 from envserver.models import ProbeResult
 from envserver.models.probe import EngineMode
 from envserver.proxy import EngineEndpoint, Proxy, ProxyAttempt
-from envserver.proxy.capabilities import Capabilities
+from envserver.proxy.endpoint import Capabilities
 from envserver.tokens.invariants import check_calls
 
 Json = dict[str, Any]

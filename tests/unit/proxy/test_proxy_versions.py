@@ -118,7 +118,7 @@ async def test_a_version_that_went_is_asked_for_as_it_is_now(home: House, stream
 
 
 async def test_a_missing_version_is_its_fault(home: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envserver.proxy.missing_version.PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr("envserver.proxy.endpoint.PATIENCE_SECONDS", 1.0)
     home.proxy.publish_version(1)
     home.fake.faults.extend([404] * 20)
     attempt, client = named(home)

@@ -39,7 +39,7 @@ from envserver.proxy.recorded import RecordedRequests, size_of
 from envserver.proxy.worker import job_of
 from envserver.rollouts import ending_limit
 from envserver.tokens import images
-from envserver.tokens.image_size import image_size
+from envserver.tokens.images import image_size
 from envserver.workers.attempt import _failure
 
 Json = dict[str, Any]

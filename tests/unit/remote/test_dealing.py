@@ -22,17 +22,16 @@ from support.waiting import settled
 from envserver.api import Stream
 from envserver.api.dealing import dealing_app
 from envserver.api.runners import runner
-from envserver.api.runners.allotment import fair_shares
 from envserver.api.runners.local_sink import LocalEnvironmentSink
-from envserver.api.runners.polling import LONGEST_SECONDS
-from envserver.api.runners.posted_groups import read_batch
-from envserver.api.runners.registry import RunnerRegistry
+from envserver.api.runners.registry import RunnerRegistry, read_batch
+from envserver.api.runners.runner import LONGEST_SECONDS
+from envserver.api.runners.sharing import fair_shares
 from envserver.api.runners.validation import read_group
 from envserver.api.server import serve_api
 from envserver.remote import GROUP_LIST_MSGPACK, Heartbeat, Registration
-from envserver.remote.batch import MOST_GROUPS, compressed, encode_batch
 from envserver.remote.dealing import Dealer, Made, Rules, Take
-from envserver.remote.posts import GroupPoster
+from envserver.remote.link import GroupPoster
+from envserver.remote.messages import MOST_GROUPS, compressed, encode_batch
 from envserver.rollouts import CATCH_UP_GROUPS, Bounds, Share
 from envserver.rollouts.stream import GroupRequest
 from envserver.store import GroupStore, open_store
@@ -332,7 +331,7 @@ async def test_those_that_left_make_room_for_others(
 async def test_those_who_understand_it_poll_less_often_when_there_are_many(
     api: Api, silence: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserver.api.runners.polling._BEATS_PER_SECOND", 0.01)
+    monkeypatch.setattr("envserver.api.runners.runner._BEATS_PER_SECOND", 0.01)
     old = await join(api, "math@old")
     assert "next_seconds" not in await old.beat()
     new = await join(api, "math@new", "?understands=next_seconds")

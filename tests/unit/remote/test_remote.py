@@ -43,10 +43,8 @@ from envserver.api import Stream, create_token
 from envserver.api.runners.validation import read_group
 from envserver.proxy.gate import Aborted
 from envserver.remote import Heartbeat, Registration
-from envserver.remote.gate import RunnerGate
 from envserver.remote.identity import held_identity
-from envserver.remote.link import Link
-from envserver.remote.sink import missing_requests
+from envserver.remote.link import Link, RunnerGate, missing_requests
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 
@@ -274,7 +272,7 @@ def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_onc
         asked.extend(group_ids)
         return ids & set(group_ids)
 
-    with mock.patch("envserver.remote.sink._ASKED_AT_ONCE", asked_at_once):
+    with mock.patch("envserver.remote.link._ASKED_AT_ONCE", asked_at_once):
         missing = missing_requests(map(requested, range(40)), known, len(has))
         left = [request.index for request in missing]
     assert left == [n for n in range(40) if n not in has]
@@ -358,7 +356,7 @@ async def test_a_link_needs_a_token_where_the_server_has_some(tmp_path: Path) ->
 
 async def test_what_is_sampled_unheard_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("envserver.remote.gate.time", clock)
+    monkeypatch.setattr("envserver.remote.link.time", clock)
     gate = RunnerGate()
     gate.longest_silence_seconds = 15.0
 

@@ -46,6 +46,8 @@ from envserver.rollouts.policy import (
     Drop,
     GroupRules,
     Tries,
+    Untrained,
+    UntrainedCeiling,
     blames_model,
     counts_as_attempt,
     group_seconds_left,
@@ -54,10 +56,10 @@ from envserver.rollouts.policy import (
     judge_losses,
     limit_of_death,
     rules_of,
+    untrained_of,
 )
 from envserver.rollouts.scheduler import Scheduler
 from envserver.rollouts.stream import GroupRequest
-from envserver.rollouts.untrained import Untrained, UntrainedCeiling, untrained_of
 from envserver.tokens import build
 from envserver.tokens.flags import Actions
 

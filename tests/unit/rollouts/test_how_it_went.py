@@ -23,9 +23,9 @@ from envserver.export.stored import group_of
 from envserver.export.stored_group import group_record
 from envserver.export.unified import problems_of, unified_of
 from envserver.proxy.timeline import Timeline
-from envserver.rollouts.hidden_text import without_hidden
-from envserver.rollouts.public_part import MOST_BYTES, bounded_public
-from envserver.rollouts.timings import timings_of
+from envserver.rollouts.attempt import timings_of
+from envserver.rollouts.failures import without_hidden
+from envserver.rollouts.provenance import MOST_BYTES, bounded_public
 from envserver.workers.printing import PrintedLines
 
 CASES = cases_of(__file__)

@@ -25,9 +25,9 @@ from envserver.evaluation.report import Report
 from envserver.export import group_of
 from envserver.export.jsonl import group_line
 from envserver.formats.atropos import group_to_atropos
+from envserver.rollouts.attempt import answered_calls
 from envserver.rollouts.events import GroupDelivered
 from envserver.rollouts.rewards import RewardRules, checked_score, with_turn_rewards
-from envserver.rollouts.turn_rewards import answered_calls
 from envserver.running.metrics import RolloutNumbers
 
 CASES = cases_of(__file__)

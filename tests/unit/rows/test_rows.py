@@ -12,7 +12,7 @@ from support.commands import envserver
 
 from envserver import ConfigError, Environment, InputError, NotFoundError, Result, Split, Task
 from envserver.registry import absolute, find
-from envserver.running.api_settings import reference_of
+from envserver.running.python_api import reference_of
 
 ROWS = [
     {"question": "What is 2 + 3?", "answer": "5", "level": 1},

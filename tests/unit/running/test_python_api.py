@@ -40,7 +40,7 @@ from envserver import (
     NotFoundError,
     SamplingConfig,
 )
-from envserver.models.model_files import model_source
+from envserver.models.catalogue import model_source
 from envserver.proxy import ProxyAttempt
 from envserver.registry import find
 from envserver.rollouts.provenance import made_with

@@ -164,7 +164,7 @@ def table(tokens: int) -> str:
 
 
 async def test_the_record_has_them_bounded_no_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envserver.proxy.experts.MOST_BYTES", 200)
+    monkeypatch.setattr("envserver.proxy.engine_answer.MOST_BYTES", 200)
     async with house(experts=table, tokens=TokensConfig(experts=True)) as home:
         attempt, client = home.open()
         for streamed in (False, True):

@@ -21,8 +21,7 @@ import envserver
 from envserver import ConfigError
 from envserver.rollouts.events import GroupDelivered, GroupDropped, RolloutScored
 from envserver.running.metrics import Deliveries, RolloutNumbers
-from envserver.running.tracked_numbers import TrackedNumbers
-from envserver.running.tracking import without_secrets
+from envserver.running.tracking import TrackedNumbers, without_secrets
 from envserver.store import open_store
 from envserver.telemetry.history import Name, numbers_of
 

@@ -21,7 +21,7 @@ from support.vllm_server import VllmServer
 
 from envserver.export import group_line
 from envserver.models import SimEngine
-from envserver.running.group_sources import FileSource
+from envserver.running.delivered import FileSource
 from envserver.running.verifying import Report, Sample, verify
 
 Check = Callable[..., Any]

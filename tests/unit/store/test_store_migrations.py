@@ -27,7 +27,7 @@ from support.postgres import Postgres
 from support.stores import group, ids
 
 from envserver.rollouts.ordered import GroupsOrder
-from envserver.store import migrations, open_store
+from envserver.store import open_store, schema
 from envserver.store.facts import facts_of_rewards
 from envserver.store.listing import GroupQuery, Page
 
@@ -208,7 +208,7 @@ async def test_where_a_step_fails_or_is_killed_it_is_as_it_was(
     assert subprocess.run([sys.executable, "-c", _KILLED, str(old)], check=False).returncode == 9
     assert dump(old) == before
     with monkeypatch.context() as patched:
-        patched.setattr(migrations, "_number_acks", fail)
+        patched.setattr(schema, "_number_acks", fail)
         with pytest.raises(RuntimeError):
             async with open_store(old):
                 pass

@@ -28,7 +28,7 @@ from support.store_model import SHARED, Group, Model
 from support.stores import group
 
 from envserver.store import Delivery, Run, Store, deliveries, open_store
-from envserver.store.clock import SteadyClock
+from envserver.store.database import SteadyClock
 
 MEMORY = Path("/dev/shm")
 """Durability is tested elsewhere."""

@@ -26,7 +26,7 @@ from support.traps import Trap
 
 from envserver.tokens import Actions, ChatFormat, PromptPlan, build, check, classify
 from envserver.tokens.builder import all_flags
-from envserver.tokens.chain import RequestHashes, hashes
+from envserver.tokens.history import RequestHashes, hashes
 from envserver.tokens.prepare import KeptMessages, prepare
 
 SHOWN, ENDED = "'\\n' + message.content }}", "{%- endfor %}\n{{- '<|im_end|>\\n' }}"

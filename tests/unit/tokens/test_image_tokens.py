@@ -32,7 +32,7 @@ from envserver.proxy.engine_client import client_for
 from envserver.rollouts.kept_calls import calls_in, kept_calls
 from envserver.running.delivered import read_line
 from envserver.tokens import ChatFormat, History, PromptPlan, build, check, find_parents, pack_calls
-from envserver.tokens.experts import first_unknown, read_experts
+from envserver.tokens.builder import first_unknown, read_experts
 from envserver.tokens.images import digest_of, folded, placed, url_from
 
 Json = dict[str, Any]

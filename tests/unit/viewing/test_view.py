@@ -42,7 +42,7 @@ from envserver.running.viewing import viewing
 from envserver.store import open_store
 from envserver.store.listing import GroupQuery, ListedGroup
 from envserver.viewing.failure_files import FailureFiles
-from envserver.viewing.index_place import index_path
+from envserver.viewing.index_file import index_path
 from envserver.viewing.sources import viewed
 
 

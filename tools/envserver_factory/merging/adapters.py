@@ -62,12 +62,7 @@ class _Pair:
 
 
 class Adapted:
-    """A model with an adapter merged in; see `Model`.
-
-    Raises:
-        InputError: the adapter is of another kind, or for another model.
-        NotFoundError: one of its files is missing.
-    """
+    """A model with an adapter merged in; see `Model`."""
 
     def __init__(self, folder: Path, below: Model) -> None:
         self.folder = folder

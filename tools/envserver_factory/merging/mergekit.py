@@ -61,11 +61,6 @@ def merge_with(
 
     Returns:
         Notes on harmless differences between the inputs.
-
-    Raises:
-        ConfigError: mergekit is not installed, or the method does not take these models.
-        EnvserverError: mergekit failed.
-        Others as for `merge`.
     """
     config = config_of(method, recipe)
     program = find_program()

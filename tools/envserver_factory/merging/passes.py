@@ -77,12 +77,6 @@ def merge(
         allow_not_finite: also write infinities and NaNs.
         overwrite: replace models of an earlier merge.
         begin, report: called with bytes of the base's weights: the total, then each part done.
-
-    Raises:
-        NotFoundError: an input is missing.
-        InputError: an input is broken, they do not fit together, or a merged value is not finite.
-        ConflictError: one of `places` exists.
-        StoreError: the output cannot be written.
     """
     with ExitStack() as stack:
         base = stack.enter_context(_opened_base(recipe.base))

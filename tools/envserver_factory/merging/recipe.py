@@ -31,12 +31,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A base and what is added to it, once for each alpha.
-
-    Raises:
-        ConfigError: nothing is added, a difference of a task vector is asked for, or a number is
-            invalid.
-    """
+    """A base and what is added to it, once for each alpha."""
 
     base: Path
     vectors: tuple[Vector, ...]

@@ -102,12 +102,7 @@ class File:
 
 
 class Weights:
-    """The weights of a folder, or of a single file; a context manager that closes its files.
-
-    Raises:
-        NotFoundError: there is no such folder, or no safetensors file in it.
-        InputError: a file or the index of shards is broken.
-    """
+    """The weights of a folder, or of a single file; a context manager that closes its files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = self.described_by = folder

@@ -91,12 +91,7 @@ class VectorWriter:
 
 @contextmanager
 def vector_writer(layout: File, *, overwrite: bool) -> Iterator[VectorWriter]:
-    """Yields the writer of a file that appears when the block ends without an error.
-
-    Raises:
-        ConflictError: the file exists, and is not a vector that may be overwritten.
-        StoreError: it cannot be written.
-    """
+    """Yields the writer of a file that appears when the block ends without an error."""
     _check_place(layout.path, overwrite)
     with storing(layout.path):
         layout.path.parent.mkdir(parents=True, exist_ok=True)

@@ -102,11 +102,6 @@ def write_index(folder: Path, files: Sequence[File]) -> None:
 def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
     """Checks that all of `places` are free and the disk has `size` bytes, after removing leftovers
     of killed merges.
-
-    Raises:
-        ConflictError: one of them exists.
-        StoreFull: there is not enough space; nothing was written.
-        StoreError: the parent folder cannot be made.
     """
     for place in places:
         taken = place.is_file() or (place.is_dir() and any(place.iterdir()))
@@ -136,10 +131,6 @@ def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
 def appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
     """Yields folders that become `places` (all of one parent) at the end; after an error nothing
     of them remains.
-
-    Raises:
-        StoreFull: the disk became full.
-        StoreError: it cannot be written.
     """
     if not places:
         yield []

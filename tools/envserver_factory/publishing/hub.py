@@ -33,9 +33,6 @@ def push(folder: Path, name: str) -> str:
 
     Returns:
         Its address.
-
-    Raises:
-        StoreError: the hub refused, or could not be reached; `folder` stays as it is.
     """
     upload(folder, _target(name))
     return _target(name)

@@ -48,9 +48,6 @@ def with_results(text: str, name: str, results: Sequence[Result]) -> str:
 
     Args:
         name: name of the model, for `model-index`.
-
-    Raises:
-        InputError: the card's header is not YAML.
     """
     header, body = split_card(text)
     others = [one for one in _entries(header) if not _is_ours(one)]

@@ -110,11 +110,6 @@ def plan(
         results: evaluations to write into the card.
         base_model: hub id of the base model, for the card and the adapter's config.
         license: license, for the card.
-
-    Raises:
-        ConfigError: `repository` is not a name.
-        InputError: the folder is not a finished model or adapter, names a folder of this machine,
-            or a file seems to have a secret.
     """
     if not _NAME.fullmatch(repository):
         raise ConfigError(f"{repository!r} is not a name on the hub.", hint="Write OWNER/NAME.")
@@ -128,13 +123,7 @@ def plan(
 
 
 def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> str:
-    """Uploads the files of a plan in one commit; returns the address of the commit.
-
-    Raises:
-        ConfigError: the repository is public though the plan is private; or huggingface_hub is
-            missing.
-        StoreError: the hub refused, or could not be reached.
-    """
+    """Uploads the files of a plan in one commit; returns the address of the commit."""
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:

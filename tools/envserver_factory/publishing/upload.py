@@ -30,10 +30,6 @@ def upload(
 
     Returns:
         The addresses of the files.
-
-    Raises:
-        ConfigError: the target is invalid, or a library for it is not installed.
-        StoreError: it refused, or broke off; what was copied before stays.
     """
     files = sorted(
         (path for path in folder.rglob("*") if path.is_file()),

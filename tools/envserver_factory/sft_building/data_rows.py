@@ -27,11 +27,6 @@ def rows_of(source: str, *, limit: int | None = None, split: str = "train") -> I
         source: a file, a folder, a glob, or a name on the hub: `owner/name` or `owner/name:config`.
         limit: maximum number of rows.
         split: split of a hub data set, or of a folder with splits.
-
-    Raises:
-        NotFoundError: there is no such file.
-        ConfigError: it cannot be read, a required library is not installed, or the hub does not
-            have it.
     """
     is_hub = _HUB_NAME.fullmatch(source) and not Path(source).exists()
     name, _, config = source.partition(":")

@@ -67,10 +67,6 @@ def template_of(tokenizer: str) -> Template:
 
     Args:
         tokenizer: a folder, or a name on the hub.
-
-    Raises:
-        ConfigError: transformers is not installed, there is no such tokenizer, or its template is
-            missing or does not extend its own prompt.
     """
     try:
         from transformers import AutoTokenizer

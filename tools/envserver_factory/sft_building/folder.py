@@ -25,10 +25,6 @@ def new_folder(place: Path, *, mark: str) -> Iterator[Path]:
 
     Args:
         mark: a file that every such folder has (`SUMMARY.json`); a folder with it may be replaced.
-
-    Raises:
-        ConfigError: `place` is a file, or a folder with other contents.
-        StoreError: it cannot be written.
     """
     _refuse(place, mark)
     place = place.absolute()

@@ -62,12 +62,7 @@ class _Candidate:
 
 
 def write_plans(groups: Path, out: Path, selection: Selection) -> Json:
-    """Writes the rows of `groups` to `out`; returns counts for a summary.
-
-    Raises:
-        InputError: a line of `groups` is not a group.
-        StoreError: `out` cannot be written; it is unchanged.
-    """
+    """Writes the rows of `groups` to `out`; returns counts for a summary."""
     dropped: Counter[str] = Counter()
     spent: Counter[str] = Counter()
     found: list[_Candidate] = []

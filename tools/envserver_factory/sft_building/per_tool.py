@@ -90,10 +90,6 @@ def build(
     Args:
         sources: files, folders and globs of unified trajectories.
         out: a new or empty folder, or one of an earlier build, which is replaced.
-
-    Raises:
-        NotFoundError, InputError: a source cannot be read, or no action became a row.
-        ConfigError, StoreError: `out` cannot be written.
     """
     choice = choice or Choice()
     report = Report()

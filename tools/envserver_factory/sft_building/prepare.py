@@ -68,11 +68,6 @@ def prepare(
     Args:
         out: a new or empty folder, or one of an earlier run, which is replaced.
         source: origin of the rows, for the summary.
-
-    Raises:
-        InputError: no row is usable.
-        ConfigError: the shares leave nothing to train on, or `out` holds something else.
-        StoreError: `out` cannot be written.
     """
     if plan.val_ratio < 0 or plan.test_ratio < 0 or plan.val_ratio + plan.test_ratio >= 1:
         raise ConfigError("val_ratio and test_ratio must be 0 or more, and below 1 together.")

@@ -33,9 +33,6 @@ def split_three(
 
     Args:
         val_ratio, test_ratio: shares of the rows, rounded down; the rest is for training.
-
-    Raises:
-        ValueError: a share is negative, or nothing would be left to train on.
     """
     if val_ratio < 0 or test_ratio < 0 or val_ratio + test_ratio >= 1:
         raise ValueError(f"{val_ratio} and {test_ratio} leave nothing to train on")

@@ -109,12 +109,7 @@ class Shown:
 
 
 def read_templates(path: Path) -> Templates:
-    """Reads the templates in a file, see `shipped`.
-
-    Raises:
-        NotFoundError: there is no such file.
-        ConfigError: it cannot be read, or a template is wrong; says which.
-    """
+    """Reads the templates in a file, see `shipped`."""
     path = shipped(path)
     if not path.is_file():
         raise NotFoundError(f"There is no file of templates {str(path)!r}.")

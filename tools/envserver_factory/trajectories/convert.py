@@ -68,11 +68,6 @@ def convert(
         domain: domain of foreign trajectories; unset: as they state, else their folder's name.
         tokens: include the training rows of groups, and of logs of Inspect that have them.
         failed: called for each skipped document; the others are still written.
-
-    Raises:
-        NotFoundError: a source names no file.
-        ConfigError: the domain is unknown.
-        StoreError: a file cannot be written.
     """
     if domain is not None and domain not in DOMAINS:
         raise ConfigError(f"There is no domain {domain!r}.", hint=f"One of {', '.join(DOMAINS)}.")

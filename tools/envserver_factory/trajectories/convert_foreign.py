@@ -55,9 +55,6 @@ def unified_of_foreign(value: Any, *, task_id: str, domain: str) -> Json:
     Args:
         value: an object, or a list of steps or messages.
         task_id: full id, with its domain.
-
-    Raises:
-        ValueError: it cannot be read as a trajectory.
     """
     document = _document(value)
     messages = _messages(document)

@@ -58,12 +58,7 @@ def documents(files: Iterable[Path]) -> Iterator[Document]:
 
 
 def objects(sources: Sequence[str]) -> Iterator[Document]:
-    """Yields the documents of `sources`, all of which must be JSON objects.
-
-    Raises:
-        NotFoundError: see `files_of`.
-        InputError: a document is not a JSON object; with its place.
-    """
+    """Yields the documents of `sources`, all of which must be JSON objects."""
     for document in documents(files_of(sources)):
         problem = document.problem
         if problem is None and not isinstance(document.value, dict):

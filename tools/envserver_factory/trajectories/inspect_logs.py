@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from envserver.export.inspect_format import STORE, require_inspect
-from envserver.export.inspect_messages import message_of
-from envserver.export.inspect_samples import LOST, REWARD
+from envserver.export.inspect_samples import LOST, REWARD, message_of
 
 from .document import Document
 

@@ -49,9 +49,6 @@ def validate(
     Args:
         bad: called for each problem.
         domains: the known domains.
-
-    Raises:
-        NotFoundError: a source names no file.
     """
     report = Report()
     seen: dict[Path, set[bytes]] = {}

@@ -94,12 +94,7 @@ class TinyView(Protocol):
 
 
 def check_folder(folder: Path, *, overwrite: bool) -> None:
-    """Checks that a model can be made in `folder` by this Python.
-
-    Raises:
-        ConfigError: torch or transformers are missing.
-        ConflictError: the folder already exists.
-    """
+    """Checks that a model can be made in `folder` by this Python."""
     missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
     if missing:
         raise ConfigError(

@@ -25,9 +25,6 @@ def make(
     Args:
         experts: files of `envserver process`, one for each kind of task; trained on in turn.
         folder: made here.
-
-    Raises:
-        InputError: a file holds no conversation.
     """
     kinds = [read_conversations(path) for path in experts]
     tokenizer = trained_tokenizer(texts(one for kind in kinds for one in kind))

@@ -49,10 +49,6 @@ async def solve(
 
     Returns:
         {"answer": a text or None, "state": see `Ending`, "steps": see `trace.step_data`}.
-
-    Raises:
-        ConfigError: smolagents or a module of `rules.extra_imports` is not installed.
-        EngineError: the engine failed.
     """
     rules.check()
     seconds = run.deadline - time.time()

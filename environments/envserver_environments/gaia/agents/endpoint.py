@@ -74,11 +74,6 @@ class Endpoint:
 
         Args:
             fields: of this request only.
-
-        Raises:
-            LimitReached: turns, tokens, time or context are used up.
-            EngineError: the engine failed.
-            CutOff: the turn was cut off.
         """
         body = {**self._common, "messages": messages, **self.extra, **fields}
         if self._tokens_left is not None:
@@ -178,10 +173,6 @@ class Connection:
 
         Args:
             seconds: that the server may be silent.
-
-        Raises:
-            TimeoutError: it was.
-            OSError: it cannot be reached, or the connection broke.
         """
         if self._socket is None:
             self._socket = self._connected(seconds)

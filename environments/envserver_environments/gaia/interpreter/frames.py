@@ -16,20 +16,12 @@ class BrokenFrame(Exception):
 
 
 def send(channel: socket.socket, message: dict[str, Any]) -> None:
-    """Sends one message; what JSON has no form for is sent as text.
-
-    Raises:
-        OSError: the other side is gone.
-    """
+    """Sends one message; what JSON has no form for is sent as text."""
     channel.sendall(framing.frame(json.dumps(message, default=str).encode()))
 
 
 def receive(channel: socket.socket) -> dict[str, Any]:
-    """Returns the next message; waits for it, no longer than the socket's timeout.
-
-    Raises:
-        BrokenFrame: no message came.
-    """
+    """Returns the next message; waits for it, no longer than the socket's timeout."""
     try:
         message = json.loads(framing.receive_frame(channel, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:

@@ -17,13 +17,7 @@ _MAX_BITS = 100_000
 
 
 def calculate(expression: str) -> str:
-    """The value of `expression`, rounded to two decimals, as a float is printed.
-
-    Raises:
-        ValueError: it has other characters, or is not an expression (SyntaxError).
-        ArithmeticError: division by zero, or a value that is too large.
-        TypeError: it is not a number ("(1)(2)", "()").
-    """
+    """The value of `expression`, rounded to two decimals, as a float is printed."""
     if not all(character in _ALLOWED for character in expression):
         raise ValueError("Invalid characters in expression")
     tree = ast.parse(expression.lstrip(" \t"), filename="<string>", mode="eval")

@@ -30,9 +30,6 @@ class Base:
         content: the parsed file.
         keyed: fields of `model` that map keys to records; changes to them are kept per record,
             to all other fields as a whole.
-
-    Raises:
-        pydantic.ValidationError: `content` does not match `model`.
     """
 
     def __init__(
@@ -65,11 +62,7 @@ class Database:
         self._tables: dict[str, Any] = {}
 
     def table(self, name: str) -> Any:
-        """Returns the whole table `name`, to be read only.
-
-        Raises:
-            AttributeError: there is none, with Python's message about `model`.
-        """
+        """Returns the whole table `name`, to be read only."""
         if name in self._tables:
             return self._tables[name]
         try:
@@ -114,11 +107,7 @@ class Database:
         return self._tables[name]
 
     def merge(self, update: Mapping[str, Any]) -> None:
-        """Lays `update` over the content: objects are merged, all else (lists too) replaced.
-
-        Raises:
-            pydantic.ValidationError: the outcome does not look like the model; nothing is changed.
-        """
+        """Lays `update` over the content: objects are merged, all else (lists too) replaced."""
         touched: dict[str, Any] = {
             name: {} if name in self.base.keyed else self.table(name) for name in self.base.tables
         }

@@ -47,10 +47,6 @@ def find_domain(name: str, data: Path | None, *, with_tasks: bool = True) -> Dom
     Args:
         data: the folder of tau2-bench's data; unset: those of the package inspect_evals.
         with_tasks: with tasks and splits; conversations do not need them.
-
-    Raises:
-        InputError: there is no such domain.
-        NotFoundError, ConfigError: its data are missing, or cannot be read.
     """
     if name in OWN:
         return load_domain(OWN[name], SHIPPED / name, with_tasks=with_tasks)
@@ -61,10 +57,6 @@ def tau2_domain(name: str, data: Path | None, *, with_tasks: bool = True) -> Dom
     """Loads tau2-bench's domain `name` with its data.
 
     Args as in `find_domain`.
-
-    Raises:
-        InputError: there is no such domain.
-        NotFoundError, ConfigError: its data are missing, or cannot be read.
     """
     if name not in KINDS:
         known = ", ".join([*OWN, *KINDS])

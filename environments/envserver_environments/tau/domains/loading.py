@@ -29,10 +29,6 @@ def load_domain(kind: DomainKind, folder: Path, *, with_tasks: bool = True) -> D
 
     Args:
         with_tasks: read the last two.
-
-    Raises:
-        NotFoundError: a file is missing.
-        ConfigError: a file cannot be parsed.
     """
     return _load(kind, folder.resolve(), with_tasks)
 
@@ -42,9 +38,6 @@ def data_folder(name: str, data: Path | None) -> Path:
 
     Args:
         data: where to look; unset: the data of the package inspect_evals, if it is installed.
-
-    Raises:
-        NotFoundError: it is not there.
     """
     root = data or _package_data()
     if root is None:
@@ -117,11 +110,7 @@ def _parsed(path: Path) -> Any:
 
 
 def read_text(folder: Path, name: str) -> str:
-    """A text file of a domain's folder, compressed or not, ".md" or (inspect_evals) ".txt".
-
-    Raises:
-        NotFoundError: it is missing.
-    """
+    """A text file of a domain's folder, compressed or not, ".md" or (inspect_evals) ".txt"."""
     text = Path(name).with_suffix(".txt")
     for path in (folder / name, folder / f"{name}.gz", folder / text):
         if path.is_file():

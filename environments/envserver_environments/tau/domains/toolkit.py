@@ -108,12 +108,7 @@ class Toolkit:
         return _TOOLS[cls]
 
     def use(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Calls a tool.
-
-        Raises:
-            ValueError: there is no such tool.
-            Exception: any error of the tool, also about its arguments.
-        """
+        """Calls a tool."""
         if name not in self.tools():
             raise ValueError(f"Tool '{name}' not found.")
         return getattr(self, name)(**arguments)
@@ -170,9 +165,6 @@ def result_text(result: Any) -> str:
 
     Strings stay as they are. Records (`DatabaseRow`, pydantic models) become JSON with all their
     fields; in other values numbers and booleans become strings, as in tau2-bench.
-
-    Raises:
-        ValueError: it is of a type that no tool may return.
     """
     return result if isinstance(result, str) else json.dumps(_shown(result), default=str)
 

@@ -115,11 +115,7 @@ class World:
         return CallResult(result_text(result), error=False)
 
     def act(self, requestor: Requestor, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Calls a tool without the sync that follows a model's call.
-
-        Raises:
-            Exception: any error of the tool; ValueError: there is no such tool.
-        """
+        """Calls a tool without the sync that follows a model's call."""
         for reserved in ("self", "tool_name", "requestor"):
             if reserved in arguments:
                 raise TypeError(_RESERVED[reserved])
@@ -128,12 +124,7 @@ class World:
         return self._side(requestor).use(name, arguments)
 
     def run_function(self, env_type: Requestor, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Runs any function of a toolkit: a step of the set-up, or an assertion.
-
-        Raises:
-            AttributeError: there is no such function.
-            Exception: any error of the function.
-        """
+        """Runs any function of a toolkit: a step of the set-up, or an assertion."""
         function = getattr(self._side(env_type), name)
         result = function(**arguments)
         self.sync()

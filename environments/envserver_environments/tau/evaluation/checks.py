@@ -107,9 +107,6 @@ def pass_hat_ks(rewards: Mapping[str, Sequence[float]]) -> dict[int, float]:
 
     Args:
         rewards: of each task's attempts, in [0, 1]; a success is 1.
-
-    Raises:
-        ValueError: there are no tasks, or one has no attempt.
     """
     fewest = min((len(attempts) for attempts in rewards.values()), default=0)
     if not fewest:

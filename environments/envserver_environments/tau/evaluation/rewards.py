@@ -91,10 +91,6 @@ def evaluate(
     Args:
         ending: why it ended (`episodes.Ending`); only a stop can earn a reward.
         nl_verdicts: a judge's verdicts on the task's `nl_assertions`.
-
-    Raises:
-        EvaluationError: the recorded results differ from those of the calls.
-        MissingVerdicts: verdicts are needed, and their number differs from the assertions'.
     """
     if ending not in COMPLETE:
         return Evaluation(0.0)

@@ -66,11 +66,7 @@ def limit(cpu_seconds: int, memory_mb: int) -> None:
 
 
 def confine() -> None:
-    """Has the kernel refuse all system calls but those of a program that only computes.
-
-    Raises:
-        OSError: the kernel or the machine cannot do that.
-    """
+    """Has the kernel refuse all system calls but those of a program that only computes."""
     if platform.machine() not in _COLUMNS:
         raise OSError(f"no list of system calls for {platform.machine()}")
     column, machine = _COLUMNS[platform.machine()]

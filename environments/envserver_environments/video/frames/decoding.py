@@ -179,11 +179,7 @@ class Video:
 def decoded(
     av: Any, numpy: Any, file: Any, request: Request
 ) -> tuple[float, list[tuple[float, bytes]]]:
-    """Returns the length of a video and the frames that are asked for: (seconds, JPEG).
-
-    Raises:
-        Refused: the file is not a video, or none of its frames can be shown.
-    """
+    """Returns the length of a video and the frames that are asked for: (seconds, JPEG)."""
     try:
         video = Video(av, numpy, file, request.max_pixels)
         seconds = video.seconds()

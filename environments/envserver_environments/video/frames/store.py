@@ -112,12 +112,7 @@ class FrameStore:
         return {"frames_decoded": float(self._decoded_parts)}
 
     async def answer(self, arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
-        """Answers a request for the frames of a part of the task's video.
-
-        Raises:
-            InputError: the times are not numbers, or not in order.
-            ServiceError: the file cannot be shown.
-        """
+        """Answers a request for the frames of a part of the task's video."""
         t0, t1 = arguments.get("t0", 0.0), arguments.get("t1")
         if not _is_time(t0) or not (t1 is None or (_is_time(t1) and t1 >= t0)):
             raise InputError("t0 and t1 are seconds from the start, t1 not before t0.")
@@ -134,9 +129,6 @@ class FrameStore:
     async def frames(self, name: str, t0: float, t1: float | None) -> Shown:
         """Returns frames of the seconds `t0` to `t1` of a file, or a folder of pictures, of the
         folder.
-
-        Raises:
-            Broken: the file cannot be shown.
         """
         if pictures := pictures_in(self._folder / name):
             return await self._pictures(pictures, t0, t1)

@@ -27,11 +27,7 @@ class FrameViewer:
         self._shown = 0
 
     async def show(self, t0: float = 0.0, t1: float | None = None) -> str:
-        """Has the agent see frames of a part of the video; returns what is said of them.
-
-        Raises:
-            ToolError: there are none, or it has seen too many.
-        """
+        """Has the agent see frames of a part of the video; returns what is said of them."""
         try:
             told = await self._run.call_tool("frames", {"t0": t0, "t1": t1})
         except InputError as error:

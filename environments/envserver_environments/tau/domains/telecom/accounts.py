@@ -34,11 +34,7 @@ class Accounts(Toolkit):
     """The company's records of one episode."""
 
     def found(self, table: str, record_id: str) -> Record:
-        """Returns the record `record_id` of `table`, to be read only.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Returns the record `record_id` of `table`, to be read only."""
         label, field = _LABELS[table]
         for record in self.db.table(table):
             if record[field] == record_id:
@@ -46,43 +42,27 @@ class Accounts(Toolkit):
         raise ValueError(f"{label} with ID {record_id} not found")
 
     def edited(self, table: str, record_id: str) -> Record:
-        """Returns the record `record_id` of `table`, to be changed in place.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Returns the record `record_id` of `table`, to be changed in place."""
         self.found(table, record_id)
         self.db.edit_table(table)
         return self.found(table, record_id)
 
     def line_of(self, customer_id: str, line_id: str) -> Record:
-        """Returns a line of that customer, to be read only.
-
-        Raises:
-            ValueError: there is no such customer or line, or the line is another customer's.
-        """
+        """Returns a line of that customer, to be read only."""
         customer = self.found("customers", customer_id)
         if line_id not in customer["line_ids"]:
             raise ValueError(f"Line {line_id} not found for customer {customer_id}")
         return self.found("lines", line_id)
 
     def line_by_number(self, phone_number: str) -> Record:
-        """Returns the line with that number, to be read only.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Returns the line with that number, to be read only."""
         for line in self.db.table("lines"):
             if line["phone_number"] == phone_number:
                 return line  # type: ignore[no-any-return]
         raise ValueError(f"Line with phone number {phone_number} not found")
 
     def customer_by_number(self, phone_number: str) -> Record:
-        """Returns the customer with that number, or with a line of that number, to be read only.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Returns the customer with that number, or with a line of that number, to be read only."""
         owners = {line["line_id"] for line in self._lines_with(phone_number)}
         for customer in self.db.table("customers"):
             if customer["phone_number"] == phone_number or owners & {*customer["line_ids"]}:

@@ -14,9 +14,6 @@ def sync(company: TelecomTools, phone: TelecomUserTools) -> None:
     """Carries over line, usage and payments between the company's records and the phone.
 
     A phone without a number belongs to no customer: nothing is carried over.
-
-    Raises:
-        ValueError: no line has the phone's number.
     """
     around = phone.surroundings
     if around["phone_number"] is None:

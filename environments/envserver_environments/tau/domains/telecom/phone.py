@@ -79,11 +79,7 @@ class Phone(Toolkit):
         self.simulate_network_search()
 
     def use_apn(self, settings: Mapping[str, Any]) -> None:
-        """Replaces the APN settings.
-
-        Raises:
-            pydantic.ValidationError: they are invalid.
-        """
+        """Replaces the APN settings."""
         self.change(active_apn_settings=APNSettings.model_validate(settings).model_dump())
         self.simulate_network_search()
 
@@ -103,11 +99,7 @@ class Phone(Toolkit):
         self.change(vpn_connected=False, vpn_details=None)
 
     def permit(self, app_name: str, permission: str, allowed: bool) -> None:
-        """Grants or revokes a permission of an app.
-
-        Raises:
-            KeyError: there is no such app.
-        """
+        """Grants or revokes a permission of an app."""
         app = self.db.edit_table("device")["app_statuses"][app_name]
         app["permissions"][permission] = allowed
 

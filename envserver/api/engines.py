@@ -1,35 +1,88 @@
-"""Routes of engines that come and go; `live/engines.py` lists them.
+"""Engines that are registered while the server runs.
 
-POST   /v1/engines               registers an engine, or is its heartbeat
-POST   /v1/engines/{id}/version  tells the policy version that it serves
-POST   /v1/engines/{id}/drain    it gets no new rollouts
-POST   /v1/engines/{id}/pause    it gets no calls
-POST   /v1/engines/{id}/resume   it gets calls and new rollouts again
-DELETE /v1/engines/{id}          removes it
+book    what the store keeps of them
+routes  POST /v1/engines, and what is done with one engine
+telling what runners on other machines hear of them
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+import orjson
 from envserver_records.errors import ConfigError, ConflictError, InputError
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...described import Described
-from ...environment_config import check_url
-from ...models.replicas import Replica
-from ...proxy.gate import InFlight
-from ..bodies import read_body, request_body
-from ..native import VERSION_LIMIT
-from ..native.answers import answers, json_answer
-from .book import EngineBook
+from ..described import Described
+from ..environment_config import check_url
+from ..models.replicas import Registration, Replica
+from ..proxy.gate import InFlight
+from ..remote.messages import EngineList, ToldEngine
+from ..store import GroupStore
+from .bodies import read_body, request_body
+from .native import VERSION_LIMIT
+from .native.answers import answers, json_answer
 
 if TYPE_CHECKING:
-    from ...models.fleet import Fleet
+    from ..models.fleet import Fleet
+
+
+# A registration, a version, a drain and a pause are on disk before they are answered; of heartbeats
+# only some are written, so that many engines do not write all the time.
+
+_KEY: Final = "engines"
+_WRITTEN_SHARE: Final = 0.5
+"""Share of its ttl by which the end of a registration moves before that is written."""
+
+
+class EngineBook:
+    """The stored registrations of `fleet`; call `load` first."""
+
+    def __init__(self, fleet: Fleet, store: GroupStore) -> None:
+        self.fleet = fleet
+        self._store = store
+        self._written: list[Registration] = []
+
+    async def load(self) -> None:
+        """Registers again what the store has."""
+        stored = await self._store.get_value(_KEY)
+        self._written = msgspec.convert(stored or [], list[Registration])
+        self.fleet.restore(self._written)
+
+    async def save(self) -> None:
+        """Writes what has changed."""
+        now = self.fleet.registrations()
+        if len(now) != len(self._written) or any(map(_differs, self._written, now)):
+            await self._store.set_value(_KEY, msgspec.to_builtins(now))
+            self._written = now
+
+    async def tell_version(self, named: Sequence[str], version: int) -> None:
+        """Notes that the engines with these ids or addresses serve `version`.
+        Raises NotFoundError: there is no such engine; then nothing was changed.
+        """
+        for replica in [self.fleet.named(one) for one in named]:
+            self.fleet.tell_version(replica, version)
+        await self.save()
+
+
+def _differs(written: Registration, now: Registration) -> bool:
+    if written.expires_at is None or now.expires_at is None or now.ttl_seconds is None:
+        return written != now
+    moved = now.expires_at - written.expires_at
+    same_end = msgspec.structs.replace(now, expires_at=written.expires_at)
+    return same_end != written or moved > _WRITTEN_SHARE * now.ttl_seconds
+
+
+# POST /v1/engines registers an engine, or is its heartbeat POST /v1/engines/{id}/version tells the
+# policy version that it serves POST /v1/engines/{id}/drain it gets no new rollouts POST
+# /v1/engines/{id}/pause it gets no calls POST /v1/engines/{id}/resume it gets calls and new
+# rollouts again DELETE /v1/engines/{id} removes it
 
 _PLACE: Final = "/v1/engines"
 _LONGEST_TTL_SECONDS: Final = 30 * 24 * 3600.0
@@ -218,3 +271,11 @@ async def _check_model(fleet: Fleet, model: str | None) -> None:
         raise ConflictError(
             f"This server's engines serve {served!r}, not {model[:100]!r}.", model=served
         )
+
+
+def engine_list(fleet: Fleet) -> EngineList:
+    """Returns the engines of `fleet` that runners may call."""
+    facts = [msgspec.structs.asdict(one) for one in sorted(fleet.shared(), key=lambda one: one.url)]
+    engines = [ToldEngine(**{name: one[name] for name in ToldEngine.model_fields}) for one in facts]
+    told = orjson.dumps([one.model_dump() for one in engines])
+    return EngineList(id=hashlib.blake2b(told, digest_size=8).hexdigest(), engines=engines)
