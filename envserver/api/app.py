@@ -221,7 +221,7 @@ def create_api(
     if pausing is not None:
         routers.append(weight_routes(pausing, policy, evaluations))
     for router in routers:  # include_router would build each route twice
-        app.routes.extend(router.routes)
+        app.router.routes += router.routes
     posts = wire_posts | limit.limited(runner_posts(runners, settings.max_body_bytes))
     app.add_middleware(DirectPosts, endpoints=posts | runner_beats(runners))
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes, smaller=_SMALL_BODIES)
