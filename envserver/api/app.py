@@ -88,15 +88,14 @@ def create_api(
         store: must stay open while the app runs.
         settings: body limit, lease duration and other server settings.
         status: JSON-like facts for `GET /v1/status`; called on the event loop, so it must be fast.
-        on_policy_version: called with each version that a trainer publishes, and at start-up with
-            the stored version.
+        on_policy_version: called with the stored version, and each that a trainer publishes.
         metrics: metrics for `GET /metrics`; None: the route does not exist.
         health: parts that must be ready; None: only the store.
         gate: pauses model calls at the engine; None if this server has no engine.
         include_messages, score_range: how groups of local environments are sent to Atropos
             trainers.
         retention: which delivered groups are deleted from the store; None: none.
-        environments: the registry of runners; None: a new one with the default capacity.
+        runners: the registry of runners; None: a new one with the default capacity.
         orders: makes rollouts on demand; None: those routes do not exist.
         episodes: serves OpenEnv's protocol at /openenv/{environment}; None: it does not.
         alarms: says what is wrong; None: by the default thresholds, if there are metrics.
@@ -215,7 +214,7 @@ def create_api(
     if pausing is not None:
         routers.append(weight_routes(pausing, policy, evaluations))
     for router in routers:  # include_router would build each route twice
-        app.routes.extend(router.routes)
+        app.router.routes += router.routes
     posts = wire_posts | limit.limited(runner_posts(runners, settings.max_body_bytes))
     app.add_middleware(DirectPosts, endpoints=posts | runner_beats(runners))
     app.add_middleware(RequestBodies, max_body_bytes=settings.max_body_bytes, smaller=_SMALL_BODIES)

@@ -54,10 +54,10 @@ def alive_with(mark: str) -> list[int]:
 
 def descendants(pid: int) -> set[int]:
     known = parents()
-    found, last = set[int](), {pid}
+    found = last = {pid}
     while last := {child for child, parent in known.items() if parent in last}:
         found |= last
-    return found
+    return found - {pid}
 
 
 def _words(pid: int) -> list[bytes]:

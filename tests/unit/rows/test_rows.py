@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import envserver
+from support.commands import envserver, read_jsonl
 
 from envserver import ConfigError, Environment, InputError, NotFoundError, Result, Split, Task
 from envserver.registry import absolute, find
@@ -183,10 +183,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def groups_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_command_takes_rows_and_functions(folder: Path) -> None:
     flags = ["--env", "sums.jsonl", "--env.prompt", "question"]
     rewards = ["--env.reward", "my_rewards.py:exact", "--env.reward", "my_rewards.py:short=0.5"]
@@ -196,7 +192,7 @@ def test_the_command_takes_rows_and_functions(folder: Path) -> None:
         folder=folder,
     )
     assert ran.returncode == 0, ran.stderr
-    scores = [set(group["scores"]) for group in groups_of(folder / "out.jsonl")]
+    scores = [set(group["scores"]) for group in read_jsonl(folder / "out.jsonl")]
     assert scores == [{1.5}] * 3
     assert absolute("sums.jsonl") == str(Path("sums.jsonl").resolve())
 
@@ -242,7 +238,7 @@ def test_functions_of_the_sampled_tokens_get_them_in_every_command(folder: Path)
         return done.stdout + done.stderr
 
     def lengths(path: str) -> list[float]:
-        groups = groups_of(folder / path)
+        groups = read_jsonl(folder / path)
         told = [one for group in groups for one in group["envserver"]["rollouts"]]
         return [one["components"]["tokens"] for one in told]
 
@@ -252,7 +248,7 @@ def test_functions_of_the_sampled_tokens_get_them_in_every_command(folder: Path)
     assert len(lengths("out.jsonl")) == 6 and min(lengths("out.jsonl")) >= 2
     ran("rescore", "out.jsonl", *flags, *bounds, "--out", "again.jsonl")
     assert lengths("again.jsonl") == lengths("out.jsonl")
-    told = groups_of(folder / "out.jsonl")[0]["envserver"]["rollouts"][0]
+    told = read_jsonl(folder / "out.jsonl")[0]["envserver"]["rollouts"][0]
     ran("replay", "out.jsonl", "--rollout", told["rollout_id"], *flags, *bounds)
     ran("run", *flags, *bounds, *play, "--task", "row-0", "--debug", "-o", "t.json")
     assert json.loads((folder / "t.json").read_text())["metadata"]["reward"] > 0.9

@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import structlog
 from envserver_records.records import Score, Usage
 from envserver_records.tracking import JsonLinesTracker
 from support.api import native_group, put_native
+from support.commands import read_jsonl
 from support.waiting import PATIENCE, until
 
 import envserver
@@ -27,10 +27,6 @@ from envserver.telemetry.history import Name, numbers_of
 
 SIM: dict[str, Any] = {"model": "sim", "env": {"total_steps": 2, "group_size": 2}}
 KEY = "sk-" + "a1b2c3d4" * 4
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def delivered(numbers: TrackedNumbers, environment: str, **changes: Any) -> None:
@@ -141,7 +137,7 @@ async def test_a_tracker_that_fails_or_hangs_stops_nothing_and_is_told_once(
     assert told.pop("mlflow").startswith("It did not end in time")
     assert told == {"wandb": "OSError: no such host", "trackio": "RuntimeError: no room"}
     assert sum(one["event"] == "tracker_failed" for one in logged) == 3
-    lines = lines_of(tmp_path / "run.jsonl")
+    lines = read_jsonl(tmp_path / "run.jsonl")
     assert lines[0]["config"]["env"]["group_size"] == 2
     assert [line["step"] for line in lines if "reward" in line][-1] == 2
     assert any(row["link"] == "" for line in lines for row in line.get("rollouts", ()))
@@ -162,14 +158,14 @@ async def test_a_server_goes_on_where_it_was_and_an_evaluation_has_results(tmp_p
     track = {"track": ["jsonl"], "tracking": {"folder": tmp_path, "name": "serve", "seconds": 0.1}}
     path, steps = tmp_path / "serve.jsonl", [0]
     for _ in range(2):
-        before = len(lines_of(path)) if path.exists() else 0
+        before = len(read_jsonl(path)) if path.exists() else 0
         async with (
             envserver.aio.serve("math", **settings, **track) as server,
             httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http,
         ):
-            await until(lambda: path.exists() and len(lines_of(path)) > before + 3)  # noqa: B023
+            await until(lambda: path.exists() and len(read_jsonl(path)) > before + 3)  # noqa: B023
             assert (await http.get("/v1/groups")).is_success
-        lines = lines_of(path)[before:]
+        lines = read_jsonl(path)[before:]
         found = [line["step"] for line in lines if "time" in line]
         assert found[0] > steps[-1] and found == sorted(set(found))
         steps = found
@@ -177,7 +173,7 @@ async def test_a_server_goes_on_where_it_was_and_an_evaluation_has_results(tmp_p
         assert links and all(link.startswith(f"{server.url}/#/groups/math-") for link in links)
     track["tracking"] = {"folder": tmp_path, "name": "evaluate"}
     evaluation = await envserver.aio.evaluate("math", out=tmp_path / "e", **SIM, **track)
-    last = [line for line in lines_of(tmp_path / "evaluate.jsonl") if "time" in line][-1]
+    last = [line for line in read_jsonl(tmp_path / "evaluate.jsonl") if "time" in line][-1]
     assert evaluation.report is not None
     mean = evaluation.report.run.overall.mean_reward.value  # type: ignore[union-attr]
     assert (last["step"], last["evaluate/math/mean_reward"]) == (2, mean)
