@@ -457,8 +457,6 @@ def test_what_a_model_wrote_is_only_text(house: GroupsHouse, visitor: Visitor) -
     page.goto(f"{house.url}/#/groups/hostile/1")
     expect(page.locator("[data-message='10']")).to_be_attached()  # the last of the odd ones
     expect(page.get_by_text('"no": "list"')).to_be_visible()
-    page.goto(f"{house.url}/#/tasks/rooms/{'lamp%20%3Cb%3E'}")
-    expect(page.get_by_text("lamp <b>")).to_be_visible()
     page.goto(f"{house.url}/#/groups/long/0")
     page.get_by_role("button", name="all 1.15 M").click()
     expect(page.locator(".piece").last).to_be_attached()
@@ -473,25 +471,27 @@ def test_what_a_model_wrote_is_only_text(house: GroupsHouse, visitor: Visitor) -
 
 
 LONG_ID = "astropy-" * 400
-ODD_IDS = {
-    f"{LONG_ID}1": f"{LONG_ID}1",
-    f"{LONG_ID}2": f"{LONG_ID}2",
+PLAIN_IDS = (
+    f"{LONG_ID}1",
+    f"{LONG_ID}2",
+    "a b",
+    "\u05e9\u05dc\u05d5\u05dd",
+    "../..",
+    "a%2Fb",
+    "a/b",
+    "/",
+    "?a=b&c#d",
+    "<script>document.title = 'pwned'</script>",
+    "\U0001f600",
+)
+ODD_IDS = dict(zip(PLAIN_IDS, PLAIN_IDS, strict=True)) | {
     " ": r"\u0020",
     "\u00a0": r"\u00a0",
     "\u3164": r"\u3164",
-    "a b": "a b",
     "a  b": r"a\u0020 b",
     "a\nb": r"a\u000ab",
     "a b ": r"a b\u0020",
     "\u202eb a": r"\u202eb a",
-    "\u05e9\u05dc\u05d5\u05dd": "\u05e9\u05dc\u05d5\u05dd",
-    "../..": "../..",
-    "a%2Fb": "a%2Fb",
-    "a/b": "a/b",
-    "/": "/",
-    "?a=b&c#d": "?a=b&c#d",
-    "<script>document.title = 'pwned'</script>": "<script>document.title = 'pwned'</script>",
-    "\U0001f600": "\U0001f600",
 }
 """Ids of tasks, and how the page shows them."""
 
