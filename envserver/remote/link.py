@@ -180,7 +180,7 @@ M = TypeVar("M", bound=BaseModel)
 _PLACE: Final = "/v1/environments"
 _POLL_SECONDS: Final = 5.0
 _SILENT_POLLS: Final = 1.5
-"""Half of after how many polls the server takes a runner for silent, see its `polling`."""
+"""Half of after how many polls the server takes a runner for silent (api/runners/runner.py)."""
 _SHORTEST_BEAT_SECONDS: Final = 0.01
 _GOODBYE_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 60.0
@@ -322,8 +322,8 @@ class Link:
             await self._more.wait()
 
     async def post(self, body: bytes) -> None:
-        """Posts a packed group, compressed with `batch.compressed` or not; returns when the server
-        has it on disk. Groups posted while a request is running share the next request.
+        """Posts a packed group, with `messages.compressed` or not; returns when the server has it
+        on disk. Groups posted while a request is running share the next request.
         """
         await self._posts.put(body)
 

@@ -1,8 +1,7 @@
 """Runs inside a scorer process: loads one environment and scores in the main thread.
 
 `serve` is the only entry point. A request never raises: a `ScorerAnswer` holds the value or the
-failure.
-A score that leaves this module is valid: see `rewards.checked_score`.
+failure. A score that leaves this module is valid: see `rewards.checked_score`.
 
 The process that the server starts is a keeper: it forks the scorer and ends with it, with the same
 status, or when the server closes its end of the socket. It leaves no process that the scorer
@@ -276,7 +275,7 @@ def load(
     """Runs first in each process. A failure is kept and returned to every request for a score.
 
     Args:
-        rubric: scores instead of the environment (see `rubric`).
+        rubric: scores instead of the environment (see `with_rubric`).
         judge: where the server answers for the judge.
     """
     global _loaded, _sandboxes, _judge

@@ -268,7 +268,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
         edge, refusal: see Call.
         flags: flags of the resulting calls.
         added: the text after the completion of the continued call.
-        key: hash of the whole request, see `chain`; empty: the call cannot be continued.
+        key: hash of the whole request, see `hashes`; empty: the call cannot be continued.
         kwargs: the request's variables for the chat template.
         images: SHA-256 of each image of the request, in order.
     """
