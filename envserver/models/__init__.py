@@ -43,7 +43,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "ASSETS": "sim.tokenizer",
-        "FLOOR": "adaptive",
+        "FLOOR": "replicas",
         "OpenAIEngine": "openai",
         "ProbeResult": "probe",
         "Replica": "replicas",
