@@ -110,7 +110,7 @@ FORMATS = {
     "atropos": ".atropos_format:Atropos",
     "messages": ".messages:Messages",
     "unified": ".unified_format:Unified",
-    "dpo": ".dpo:Dpo",
+    "dpo": ".messages:Dpo",
     "traces": ".traces_format:Traces",
     "parquet": ".parquet:Parquet",
     "html": ".html:Html",

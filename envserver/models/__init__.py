@@ -42,7 +42,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "ASSETS": "sim.tokenizer",
-        "FLOOR": "adaptive",
+        "FLOOR": "replicas",
         "OpenAIEngine": "openai",
         "ProbeResult": "probe",
         "Replica": "replicas",

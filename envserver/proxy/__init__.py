@@ -59,7 +59,7 @@ __getattr__ = lazy_names(
     {
         "AsgiApp": "asgi",
         "AttemptSpec": "attempts",
-        "Capabilities": "capabilities",
+        "Capabilities": "endpoint",
         "EngineEndpoint": "endpoint",
         "Gate": "gate",
         "Limits": "attempts",

@@ -19,5 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["GROUP_LIST_MSGPACK", "Heartbeat", "Registration"]
 
 __getattr__ = lazy_names(
-    __name__, {"GROUP_LIST_MSGPACK": "batch", "Heartbeat": "messages", "Registration": "messages"}
+    __name__,
+    {"GROUP_LIST_MSGPACK": "messages", "Heartbeat": "messages", "Registration": "messages"},
 )

@@ -19,7 +19,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "ProcessSettings": "run_settings",
-        "RunSpec": "spec",
+        "RunSpec": "mix",
         "alone": "mix",
         "make_endpoint": "engines",
         "process_run": "processing",

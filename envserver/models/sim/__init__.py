@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "SimEngine": "engine",
-    "RolloutSolver": "solver",
-    "Solution": "solver",
+    "RolloutSolver": "policy",
+    "Solution": "policy",
     "Speaker": "policy",
-    "Solver": "solver",
-    "TextSolver": "solver",
+    "Solver": "policy",
+    "TextSolver": "policy",
     "serve_sim": "server",
     "sim_app": "server",
 }
