@@ -42,15 +42,13 @@ def is_conversation(rollout: StoredRollout) -> bool:
     return any(message.get("role") == "assistant" for message in rollout.messages)
 
 
-# What holds for a pair: `prompt + chosen` and `prompt + rejected` are the two conversations; the
-# prompt ends before the model's first message, and is the same for both; the rewards differ.
-
-
 class Dpo:
     """Pairs the best rollout of a group with the worst, the second best with the second worst, and
     so on.
 
     Each rollout is in at most one pair. Rewards of a pair differ by at least `Options.margin`.
+    `prompt + chosen` and `prompt + rejected` are the two conversations; the prompt ends before the
+    model's first message.
     """
 
     name = "dpo"
