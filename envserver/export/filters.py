@@ -1,4 +1,4 @@
-"""Selects rollouts: by an expression over each, and by a choice within each group.
+"""Selects rollouts: by an expression over each, by a choice within each group, without repeats.
 
 In: rollouts. Out: those that are kept, and counts of the others by reason. An expression is parsed
 once and allows no attributes, no assignments and only a few numeric functions: people write it, not

@@ -1,4 +1,5 @@
-"""`--to messages`: conversations for supervised training, one row a rollout, the best first."""
+"""`--to messages`: conversations for supervised training, one row a rollout, the best first.
+`--to dpo`: pairs of them."""
 
 from __future__ import annotations
 

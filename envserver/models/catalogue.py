@@ -1,4 +1,4 @@
-"""Looks up models by name in `configs/models.yaml`.
+"""Looks up models by name in `configs/models.yaml`, and finds the files of served models.
 
 In: a file, and what the user typed. Out: an entry that says where the model's files are and how to
 serve it. A folder or a hub name (`owner/name`) needs no entry.

@@ -1,4 +1,4 @@
-"""HTTP requests to the replicas of an engine, and what their failures mean.
+"""HTTP requests to the replicas of an engine, and what their answers and failures mean.
 
 The HTTP client's errors leave this module as `RetryableError`. TCP keep-alive detects a peer whose
 machine has vanished, however long an answer may take.

@@ -1,4 +1,4 @@
-"""Which replica of an engine serves a call.
+"""Which replica of an engine serves a call, and how often a call is tried again.
 
 A rollout has a home: the replica that its first call went to, so that the engine's prefix cache
 serves its later turns. It leaves its home only for as long as that is unhealthy or full, and for

@@ -1,4 +1,4 @@
-"""Answers a client's retry with the first request's answer instead of a second sample.
+"""Answers a client's retry with the first request's answer; tells side calls of programs apart.
 
 A client that lost an answer sends the same request again. If it says so (`Idempotency-Key`, or
 `x-stainless-retry-count` as the official SDKs send it), it joins the first request's call, running

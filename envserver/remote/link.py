@@ -131,13 +131,12 @@ def _answer(done: asyncio.Future[None], outcome: Exception | None) -> None:
         done.set_exception(outcome)
 
 
-# Without contact to the server, a runner cannot know which policy version its engine serves. So its
-# calls wait, and tokens sampled in the meantime are discarded and sampled again: no token is
-# labelled with a wrong version.
-
-
 class RunnerGate(Gate):
     """A gate that stays closed until `hear` is first called, and whenever the server is silent.
+
+    Without contact to the server, a runner cannot know which policy version its engine serves. So
+    its calls wait, and tokens sampled in the meantime are discarded and sampled again: no token is
+    labelled with a wrong version.
 
     Attributes:
         longest_silence_seconds: time after the last response during which calls still pass.

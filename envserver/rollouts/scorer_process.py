@@ -66,22 +66,22 @@ from .rewards import (
 )
 from .task_digests import digest_of, first_tasks
 
-#     class Shorter:
-#         def __init__(self, environment):
-#             self.environment = environment
-#
-#         def score(self, task, result):
-#             score = self.environment.score(task, result)
-#             return Score(reward=score.reward * (0.5 if result.turns > 4 else 1.0))
-#
-# `score` is as of `Environment` and may be `async`; `score_group`, where there is one, has the last
-# word on a group; `environment.judge` asks a model (`--judge.*`); `prepare_scoring` loads libraries
-# before the first score. The constructor takes the environment, or nothing. A subclass of
-# Environment is a rubric, too: it is made with the environment's settings.
-
 
 def with_rubric(environment: Environment, reference: str) -> Environment:
-    """`environment`, scoring as the class says that `reference` names.
+    """Returns `environment`, scoring as the class that `reference` names:
+
+        class Shorter:
+            def __init__(self, environment):
+                self.environment = environment
+
+            def score(self, task, result):
+                score = self.environment.score(task, result)
+                return Score(reward=score.reward * (0.5 if result.turns > 4 else 1.0))
+
+    `score` is as of `Environment` and may be `async`; `score_group`, where there is one, has the
+    last word on a group; `environment.judge` asks a model (`--judge.*`); `prepare_scoring` loads
+    libraries before the first score. The constructor takes the environment, or nothing. A subclass
+    of Environment is a rubric, too: it is made with the environment's settings.
 
     Args:
         reference: `path/to/file.py:Class`, or without the class where the file has only one.

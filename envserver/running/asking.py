@@ -65,7 +65,7 @@ Answer = Callable[[Asked], Message | None]
 
 
 class PersonEngine(SimEngine):
-    """See the module."""
+    """The simulated engine with a person as the model: `answer` gives each message."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(SimConfig(latency_seconds=0.0), speaker=self)

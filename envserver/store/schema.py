@@ -273,8 +273,8 @@ values = Table(
 )
 
 
-# Each step is plain text that does not depend on `schema`: it contains what its version had and
-# what the next one has. A step that fails or is killed leaves the store unchanged.
+# Each step is plain SQL that does not depend on the tables above: it contains what its version had
+# and what the next one has. A step that fails or is killed leaves the store unchanged.
 
 
 async def migrate(connection: AsyncConnection, version: int) -> None:
