@@ -127,7 +127,7 @@ _CACHED_BLOCKS = 4096
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """The input of the engine: its ids, the fold of the ids (see tokenizer.py) and its text."""
+    """The input of the engine: its ids, the fold of the ids (see `Logits`) and its text."""
 
     ids: list[int]
     fold: int
