@@ -27,8 +27,8 @@ from envserver_clients.training.ranks import Ranks, whole
 from envserver_clients.training.settings import TrainerSettings
 from envserver_records.images import RowImage
 from envserver_records.sampling import SamplingSpan
+from peers.learning.test_images import picture
 
-from .image_rows import picture
 from .rows_to_learn import group
 from .rows_to_learn import row as row_of
 from .tiny_model import VOCABULARY

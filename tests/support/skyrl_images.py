@@ -20,8 +20,8 @@ from envserver_clients.training.padding import padded
 from envserver_clients.training.policy import Policy
 from envserver_records import InputError
 from envserver_records.images import ImageSpan
+from peers.learning.test_images import picture, row_of
 
-from .image_rows import picture, row_of
 from .tiny_vlm import main as make_tiny
 from .trajectories import sequence, trajectory
 
