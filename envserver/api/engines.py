@@ -79,11 +79,6 @@ def _differs(written: Registration, now: Registration) -> bool:
     return same_end != written or moved > _WRITTEN_SHARE * now.ttl_seconds
 
 
-# POST /v1/engines registers an engine, or is its heartbeat POST /v1/engines/{id}/version tells the
-# policy version that it serves POST /v1/engines/{id}/drain it gets no new rollouts POST
-# /v1/engines/{id}/pause it gets no calls POST /v1/engines/{id}/resume it gets calls and new
-# rollouts again DELETE /v1/engines/{id} removes it
-
 _PLACE: Final = "/v1/engines"
 _LONGEST_TTL_SECONDS: Final = 30 * 24 * 3600.0
 _LONGEST_WAIT_SECONDS: Final = 60.0

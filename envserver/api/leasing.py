@@ -34,14 +34,14 @@ from ..store.damage import DamagedBodies, decode_all
 from ..store.interface import ReadGroups
 from .transfer import accepts
 
-# Concurrent requests for a key load it once; if one caller is cancelled or the load fails, the
-# others still get the value, or the same error.
-
 V = TypeVar("V")
 
 
 class Cache(Generic[V]):
     """A cache of values by key.
+
+    Concurrent requests for a key load it once; if one caller is cancelled or the load fails, the
+    others still get the value, or the same error.
 
     Args:
         load: makes the values of missing keys.

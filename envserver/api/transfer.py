@@ -1,4 +1,4 @@
-"""Limits, decompresses and compresses HTTP bodies. Two ASGI middlewares.
+"""Limits, decompresses and compresses HTTP bodies, and shortens the way of posts. ASGI middlewares.
 
 What holds: a request's body uses at most `max_body_bytes` of memory, before or after
 decompression; compression and decompression block the event loop for at most one or two

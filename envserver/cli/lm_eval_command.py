@@ -1,5 +1,4 @@
-"""`envserver lm-eval TASKS`: runs the harness and prints the report; the work is in
-`running.lm_evaluating`."""
+"""`envserver lm-eval TASKS`: runs the harness and prints the report; see `running.lm_eval`."""
 
 from __future__ import annotations
 

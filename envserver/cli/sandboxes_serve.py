@@ -1,5 +1,4 @@
-"""`envserver sandboxes serve`: makes sandboxes for servers elsewhere; the work is in
-`running.sandbox_serving`."""
+"""`envserver sandboxes serve`: makes sandboxes for servers elsewhere; see `running.sandboxes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`envserver validate PATH...`: checks unified trajectories; see `export/validation`."""
+"""`envserver validate PATH...`: checks unified trajectories; the work is in `envserver_factory`."""
 
 from __future__ import annotations
 

@@ -17,10 +17,6 @@ import numpy as np
 from .estimators import Estimate, estimate
 from .report import Report, Rules, TaskRow, counted_rewards, passes
 
-# Without a difference between two runs, each pair's difference could as well have the other sign.
-# The p-value is the share of all 2**n choices of signs whose sum is at least as far from 0 as the
-# observed one. For differences of 1 and -1 that is McNemar's exact test.
-
 DRAWS: Final = 100_000
 _MOST_ENUMERATED: Final = 16
 _LARGEST_SUM: Final = 2_000_000
@@ -47,6 +43,10 @@ class SignTest(msgspec.Struct, frozen=True, kw_only=True):
 
 def sign_flip_test(differences: Sequence[float], *, seed: int = 0) -> SignTest:
     """The test of paired differences; those of 0 say nothing, and without any other p is 1.
+
+    Without a difference between two runs, each pair's difference could as well have the other
+    sign. The p-value is the share of all 2**n choices of signs whose sum is at least as far from 0
+    as the observed one. For differences of 1 and -1 that is McNemar's exact test.
 
     Args:
         seed: of the random signs, where there are too many choices to take them all.

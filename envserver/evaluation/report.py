@@ -18,11 +18,9 @@ from ..evaluation_config import Failures, Truncated
 from .estimators import Estimate, estimate, pass_at_k, pass_hat_k
 from .results import AttemptResult, Stepped, TaskResult, shortest, step_measures
 
-# Each task has attempts at its original and at some variants; only tasks with a variant count.
-
 
 class Robustness(msgspec.Struct, frozen=True, kw_only=True):
-    """Measures over tasks that were asked in several ways.
+    """Measures over tasks that were asked in several ways: originally, and in variants.
 
     Args:
         variants: names of the runs with other words.

@@ -1,4 +1,4 @@
-"""Selects rollouts: by an expression over each, and by a choice within each group.
+"""Selects rollouts: by an expression over each, by a choice within each group, without repeats.
 
 In: rollouts. Out: those that are kept, and counts of the others by reason. An expression is parsed
 once and allows no attributes, no assignments and only a few numeric functions: people write it, not
@@ -168,13 +168,13 @@ def _of_known(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]
     return lambda left, right: left is not None and right is not None and compare(left, right)
 
 
-# Two rollouts are equal if their conversations are: role, text and calls of each message, with
-# white space normalised and the keys of arguments in any order. Without conversations the tokens
-# are compared, without tokens the outputs. Each takes 16 bytes of memory.
-
-
 class Seen:
-    """The rollouts seen so far."""
+    """The rollouts seen so far; each takes 16 bytes of memory.
+
+    Two rollouts are equal if their conversations are: role, text and calls of each message, with
+    white space normalised and the keys of arguments in any order. Without conversations the tokens
+    are compared, without tokens the outputs.
+    """
 
     def __init__(self) -> None:
         self._digests: set[bytes] = set()

@@ -1,4 +1,5 @@
-"""`--to messages`: conversations for supervised training, one row a rollout, the best first."""
+"""`--to messages`: conversations for supervised training, one row a rollout, the best first.
+`--to dpo`: pairs of them."""
 
 from __future__ import annotations
 
@@ -42,15 +43,13 @@ def is_conversation(rollout: StoredRollout) -> bool:
     return any(message.get("role") == "assistant" for message in rollout.messages)
 
 
-# What holds for a pair: `prompt + chosen` and `prompt + rejected` are the two conversations; the
-# prompt ends before the model's first message, and is the same for both; the rewards differ.
-
-
 class Dpo:
     """Pairs the best rollout of a group with the worst, the second best with the second worst, and
     so on.
 
     Each rollout is in at most one pair. Rewards of a pair differ by at least `Options.margin`.
+    `prompt + chosen` and `prompt + rejected` are the two conversations; the prompt ends before the
+    model's first message.
     """
 
     name = "dpo"

@@ -2,11 +2,10 @@
 
 engine       the interface that every engine implements
 openai       any OpenAI-compatible server, or several replicas of one; below it
-             connections, decoding, sse (HTTP), replicas, routing, retrying (choice and retries),
-             breaker, monitor (health), slots, adaptive (calls in flight)
-fleet        replicas that come and go; below it discovery, addresses
-probe        finds out what an engine can do; below it probe_modes, probe_client
-model_files  where a served model's tokenizer and chat template are
+             routing (choice, retries), replicas (health, calls in flight), connections (HTTP)
+fleet        replicas that come and go; below it addresses
+probe        finds out what an engine can do; below it probe_client
+catalogue    configs/models.yaml, and where a model's tokenizer and chat template are
 manager      starts engines and keeps them running
 sim          the simulated engine, for tests, load and demos
 local        a small engine on transformers

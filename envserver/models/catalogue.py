@@ -1,4 +1,4 @@
-"""Looks up models by name in `configs/models.yaml`.
+"""Looks up models by name in `configs/models.yaml`, and finds the files of served models.
 
 In: a file, and what the user typed. Out: an entry that says where the model's files are and how to
 serve it. A folder or a hub name (`owner/name`) needs no entry.
@@ -162,11 +162,6 @@ def _entry(raw: object, place: str) -> ModelEntry:
         ) from error
 
 
-# In flows a probe's result; out flows a folder, or a sentence that says why there is none and what
-# to do. Searched in this order: the folder that the user names; the model's own folder, if it
-# exists on this machine; the Hugging Face cache; the Hugging Face hub, from which only a few small
-# files are downloaded (not with HF_HUB_OFFLINE).
-
 _TOKENIZER = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -189,7 +184,7 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder with tokenizer.json and a chat template, or why there is none."""
+    """A folder with tokenizer.json and a chat template, or why there is none and what to do."""
 
     folder: Path | None = None
     reason: str = ""
@@ -197,6 +192,10 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) -> ModelFiles:
     """Finds the files of the model that an engine serves. May wait for the network.
+
+    Searched in this order: the folder that the user names; the model's own folder, if it exists on
+    this machine; the Hugging Face cache; the Hugging Face hub, from which only a few small files
+    are downloaded (not with HF_HUB_OFFLINE).
 
     Args:
         explicit: the folder that the user names.

@@ -1,4 +1,4 @@
-"""HTTP requests to the replicas of an engine, and what their failures mean.
+"""HTTP requests to the replicas of an engine, and what their answers and failures mean.
 
 The HTTP client's errors leave this module as `RetryableError`. TCP keep-alive detects a peer whose
 machine has vanished, however long an answer may take.
@@ -78,9 +78,6 @@ def nests_too_deeply(data: bytes, value: Any) -> bool:
     return False
 
 
-# `decode` accepts strict JSON only, with finite numbers and valid text: an engine that writes NaN
-# for a logprob has computed nothing to train on.
-
 MAX_REFUSAL_BYTES = 64 * 1024
 _MAX_WORDS = 600
 _MAX_NAMES = 10
@@ -102,7 +99,8 @@ class Decoder:
         self._key = key
 
     def decode(self, data: bytes, form: type | None = None) -> dict[str, Any]:
-        """Decodes `data` as a JSON object that is not an error.
+        """Decodes `data` as a JSON object that is not an error: strict JSON with finite numbers,
+        since an engine that writes NaN for a logprob has computed nothing to train on.
 
         Args:
             form: a TypedDict of the fields that are read, with `error` and `object`; if the data
@@ -452,15 +450,14 @@ async def _beginning(response: Response) -> bytes:
     return data
 
 
-# Follows the event-stream grammar of the HTML standard: lines end in LF, CRLF or CR, several `data`
-# lines are joined by LF, comments and other fields are ignored. How the bytes are cut never changes
-# what comes out.
-
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class SseParser:
-    """Feed it chunks; it gives the data of the events that are complete.
+    """Feed it chunks, cut anywhere; it gives the data of the events that are complete.
+
+    Follows the event-stream grammar of the HTML standard: lines end in LF, CRLF or CR, several
+    `data` lines are joined by LF, comments and other fields are ignored.
 
     Args:
         max_event_bytes: a longer line or event raises EngineGarbage.

@@ -387,8 +387,6 @@ def _ignore() -> None:
     """Does nothing: nobody else needs to know."""
 
 
-# A list that cannot be read, or that is being written, changes nothing, and is warned of once.
-
 Listed = list[Registration]
 """The engines that a file lists."""
 
@@ -406,7 +404,8 @@ _LINE: Final = msgspec.json.Decoder(_Line)
 
 @contextlib.asynccontextmanager
 async def discovering(fleet: Fleet, config: EnginesConfig) -> AsyncIterator[None]:
-    """Reads `engines.file` again and again while the block runs; once before it begins."""
+    """Reads `engines.file` again and again while the block runs; once before it begins. A file that
+    cannot be read, or is being written, changes nothing, and is warned of once."""
     if (file := config.file) is None:
         yield
         return

@@ -51,13 +51,6 @@ from .http_client import HttpError, Response
 from .replicas import Origin, Replica, ReplicaRequest, read_load
 from .routing import Replicas, Retrying, Routing, late, versions_noted
 
-# Health: every few seconds, at once after a failed call, and with growing pauses while it is
-# unhealthy. Load, from its metrics: about once a second while it has calls in flight.
-#
-# A process that is gone breaks its connections; one that hangs keeps them and answers nothing. So
-# calls at a replica that missed several checks in a row, without any other sign of life, are
-# stopped and sent to another one.
-
 _LONGEST_PAUSE_SECONDS = 30.0
 _MISSES = 3
 """Missed checks in a row after which its calls are given up."""
@@ -65,7 +58,14 @@ _MAX_METRICS_BYTES = 16 * 1024 * 1024
 
 
 class ReplicaMonitor:
-    """The background checks of an engine; use with `async with`.
+    """The background checks of an engine's replicas; use with `async with`.
+
+    Health: every few seconds, at once after a failed call, and with growing pauses while a replica
+    is unhealthy. Load, from its metrics: about once a second while it has calls in flight.
+
+    A process that is gone breaks its connections; one that hangs keeps them and answers nothing. So
+    calls at a replica that missed several checks in a row, without any other sign of life, are
+    stopped and sent to another one.
 
     Args:
         check_seconds: between two health checks, and the longest that one may take. An engine's

@@ -21,13 +21,6 @@ from envserver_records.backoff import Backoff
 
 from ..telemetry.numbers import SECONDS, Distribution
 
-# Closed: calls go there. Open: none do, because it refused a connection, missed a health check, or
-# failed half of its recent calls. Half-open: one call at a time tests it; a success closes the
-# breaker, a failure opens it for twice as long. Results of calls that began before it opened are
-# ignored.
-#
-# A request that is itself at fault (HTTP 4xx) counts as a success: the replica answered it.
-
 State = Literal["closed", "open", "half_open"]
 
 _WINDOW_SECONDS = 30.0
@@ -39,6 +32,11 @@ _ASIDE = Backoff(first_seconds=0.5, max_seconds=30.0)
 
 class Breaker:
     """The breaker of one replica. Times are those of `clock`, in seconds.
+
+    Closed: calls go there. Open: none do, because it refused a connection, missed a health check,
+    or failed half of its recent calls. Half-open: one call at a time tests it; a success closes the
+    breaker, a failure opens it for twice as long. Results of calls that began before it opened are
+    ignored. A request that is itself at fault (HTTP 4xx) counts as a success: the replica answered.
 
     Args:
         reason: why it opened last.

@@ -1,4 +1,4 @@
-"""Which replica of an engine serves a call.
+"""Which replica of an engine serves a call, and how often a call is tried again.
 
 A rollout has a home: the replica that its first call went to, so that the engine's prefix cache
 serves its later turns. It leaves its home only for as long as that is unhealthy or full, and for
@@ -268,9 +268,6 @@ def _weight(rollout_id: str, url: str) -> bytes:
     return hashlib.blake2b(f"{rollout_id}\0{url}".encode(), digest_size=8).digest()
 
 
-# Another replica is tried at once, the same one after a pause that doubles, with jitter, and is
-# never shorter than the engine asks for. How each try went is told to the replica.
-
 T = TypeVar("T")
 
 _MAX_PAUSE_SECONDS = 5.0
@@ -280,7 +277,10 @@ rollout's time is over, so that nobody takes the lack of an engine for the model
 
 
 class Retrying:
-    """Sends calls to `replicas`.
+    """Sends calls to `replicas`, which learn how each try went.
+
+    Another replica is tried at once, the same one after a pause that doubles, with jitter, and is
+    never shorter than the engine asks for.
 
     Args:
         tries: requests sent for one call, over all replicas.

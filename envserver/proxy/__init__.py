@@ -17,7 +17,7 @@ README.md draws the path of one call. The files in that order:
     endpoint         the engine and its capabilities; plans the prompt
     body             ModelRequest -> the body that the engine is sent
     engine_client/   sends it, by token ids or by messages
-    engine_answer    what the engine answered, checked by answer_schema; streaming: its chunks
+    engine_answer    what the engine answered, checked; streaming: its chunks
     recording        EngineAnswer -> Calls
     sandboxing, services, worker    requests of workers that are not model calls
     guest            model calls of foreign environments, unrecorded

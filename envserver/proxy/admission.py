@@ -105,9 +105,9 @@ def _unknown(name: str) -> InputError:
     )
 
 
-# They differ from other agents in two ways. A conversation of theirs only grows, so an equal
-# request right after an answer is a retry, which they do not mark. And they ask for titles and
-# summaries beside their conversation (see `side_calls`).
+# Coding programs differ from other agents in two ways. A conversation of theirs only grows, so an
+# equal request right after an answer is a retry, which they do not mark. And they ask for titles
+# and summaries beside their conversation (see `retries.SideCalls`).
 
 _NAMES = ("claude-cli/", "codex", "opencode/", "qwencode/")
 

@@ -1,4 +1,4 @@
-"""Which hosts agents may reach through the server, and to which address a name leads.
+"""Which hosts agents may reach through the server, to which address a name leads, and HTTP heads.
 
 In: an environment's list (`Environment.egress`). Out: a decision for each host and port, and
 addresses to connect to. What holds: names are resolved here, never by an agent; an address that is

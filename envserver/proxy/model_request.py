@@ -27,8 +27,8 @@ class ModelRequest(msgspec.Struct, kw_only=True):
         stream: whether the agent wants a stream.
         unchecked: whether `fields` hold some that the run passes on unchecked.
         ignored: names of the agent's fields that have no effect here.
-        strict_dropped: whether `tools` were strict (see `constraints.without_strict`).
-        may_be_side: see `side_calls`.
+        strict_dropped: whether `tools` were strict (see `body.without_strict`).
+        may_be_side: see `retries.SideCalls`.
         wants_*: the agent's options on what its answer shows.
     """
 

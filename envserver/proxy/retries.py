@@ -1,11 +1,11 @@
-"""Answers a client's retry with the first request's answer instead of a second sample.
+"""Answers a client's retry with the first request's answer; tells side calls of programs apart.
 
 A client that lost an answer sends the same request again. If it says so (`Idempotency-Key`, or
 `x-stainless-retry-count` as the official SDKs send it), it joins the first request's call, running
 or done. So does an equal request without a mark whose predecessor's answer reached nobody, or that
-a coding program sends right after an answer that it could use (`programs`): one that was empty, cut
-off or malformed is sampled again. A true stream is not repeated but sampled again. Other equal
-requests are new samples: that is what an agent wants that asks twice.
+a coding program (`admission.is_program`) sends right after an answer that it could use: one that
+was empty, cut off or malformed is sampled again. A true stream is not repeated but sampled again.
+Other equal requests are new samples: that is what an agent wants that asks twice.
 """
 
 from __future__ import annotations

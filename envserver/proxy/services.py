@@ -2,8 +2,8 @@
 
 `POST tools/{name}` takes and returns a JSON object; errors look as everywhere. Only the environment
 knows what a service does (`Environment.services`). A failure that is not the agent's fault is
-recorded before the agent sees it, since the agent may hide it. What a service keeps for one attempt
-is `service_state.AttemptState`.
+recorded before the agent sees it, since the agent may hide it. `AttemptState` is what a service
+keeps for one attempt.
 """
 
 from __future__ import annotations

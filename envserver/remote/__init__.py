@@ -2,9 +2,9 @@
 
 messages   the messages of the protocol
 identity   the runner's name and secret, kept across restarts
-link       the session with the server: register, heartbeat, reconnect
-gate       pauses the runner's model calls while the server cannot be reached
-sink       sends finished groups to the server
+link       the session with the server: register, heartbeat, reconnect, post finished groups; pauses
+           model calls while the server cannot be reached
+dealing    deals single groups of `process` and `evaluate` to runners, for `--ray`
 """
 
 from __future__ import annotations

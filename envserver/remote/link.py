@@ -131,13 +131,12 @@ def _answer(done: asyncio.Future[None], outcome: Exception | None) -> None:
         done.set_exception(outcome)
 
 
-# Without contact to the server, a runner cannot know which policy version its engine serves. So its
-# calls wait, and tokens sampled in the meantime are discarded and sampled again: no token is
-# labelled with a wrong version.
-
-
 class RunnerGate(Gate):
     """A gate that stays closed until `hear` is first called, and whenever the server is silent.
+
+    Without contact to the server, a runner cannot know which policy version its engine serves. So
+    its calls wait, and tokens sampled in the meantime are discarded and sampled again: no token is
+    labelled with a wrong version.
 
     Attributes:
         longest_silence_seconds: time after the last response during which calls still pass.
@@ -180,7 +179,7 @@ M = TypeVar("M", bound=BaseModel)
 _PLACE: Final = "/v1/environments"
 _POLL_SECONDS: Final = 5.0
 _SILENT_POLLS: Final = 1.5
-"""Half of after how many polls the server takes a runner for silent, see its `polling`."""
+"""Half of after how many polls the server takes a runner for silent (api/runners/runner.py)."""
 _SHORTEST_BEAT_SECONDS: Final = 0.01
 _GOODBYE_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 60.0
@@ -322,8 +321,8 @@ class Link:
             await self._more.wait()
 
     async def post(self, body: bytes) -> None:
-        """Posts a packed group, compressed with `batch.compressed` or not; returns when the server
-        has it on disk. Groups posted while a request is running share the next request.
+        """Posts a packed group, with `messages.compressed` or not; returns when the server has it
+        on disk. Groups posted while a request is running share the next request.
         """
         await self._posts.put(body)
 

@@ -201,13 +201,12 @@ class GroupIds(_Message):
     group_ids: list[Annotated[str, Field(max_length=512)]] = Field(max_length=MOST_IDS)
 
 
-# A MessagePack array of binaries. Each is a group as packed by `records.pack`, or the same as one
-# zstd frame with its size and checksum, which the server stores unchanged: what the runner has
-# compressed is not compressed again. One request for many groups costs the server much less than
-# many requests.
-
 GROUP_LIST_MSGPACK: Final = "application/vnd.envserver.group-list+msgpack"
-"""Media type of a post of several groups."""
+"""Media type of a post of several groups, which costs the server much less than many requests.
+
+A MessagePack array of binaries. Each is a group as packed by `records.pack`, or the same as one
+zstd frame with its size and checksum, which the server stores unchanged.
+"""
 MOST_GROUPS: Final = 64
 """Maximum number of groups in one request."""
 MOST_BYTES: Final = 16 * 1024 * 1024

@@ -1,6 +1,6 @@
 """The seats at the proxy of the agents of an environment's rollouts.
 
-In: an environment with its settings, and its roles (`roles`). Out: the route of each. Pure.
+In: an environment with its settings, and its roles. Out: the route of each. Pure.
 """
 
 from __future__ import annotations

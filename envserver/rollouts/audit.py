@@ -27,11 +27,6 @@ from ..models.engine import Engine
 from ..proxy.gate import Aborted, Gate
 from ..tokens.images import folded, url_from
 
-# A row's token ids go to `/v1/completions` as the prompt, with `prompt_logprobs`; nothing of the
-# row is rendered or tokenized again. In float32 on a CPU, with one request at a time, vLLM returns
-# exactly the numbers that it gave when it sampled; on a GPU kernels and batches differ, and so do
-# the last digits.
-
 _PATH: Final = "/v1/completions"
 _GENERATE: Final = "/inference/v1/generate"
 _PROBE_TEMPERATURE: Final = 2.0
@@ -46,7 +41,13 @@ ones, even for a model that was certain at first.
 
 
 class Rescorer:
-    """Asks `engine` for logprobs of given tokens."""
+    """Asks `engine` for logprobs of given tokens.
+
+    A row's token ids go to `/v1/completions` as the prompt, with `prompt_logprobs`; nothing of the
+    row is rendered or tokenized again. In float32 on a CPU, with one request at a time, vLLM
+    returns exactly the numbers that it gave when it sampled; on a GPU kernels and batches differ,
+    and so do the last digits.
+    """
 
     def __init__(self, engine: Engine, *, timeout_seconds: float = 600.0) -> None:
         self._engine = engine
@@ -432,10 +433,6 @@ def share_of(seed: int, key: str) -> float:
     return int.from_bytes(digest) / 2**64
 
 
-# `offer` never waits: rollouts that do not fit in the queue are dropped and counted. The engine
-# gets one request at a time, so rollouts are hardly slowed; differences are logged as
-# `audit_mismatch` and counted in `report`. Whether a rollout is audited depends on its id alone.
-
 _log = structlog.get_logger("envserver.audit")
 
 _MOST_WAITING: Final = 64
@@ -445,6 +442,10 @@ _LAST_SECONDS: Final = 10.0
 
 class Auditor:
     """Audits a share of the rollouts offered to it; an async context manager.
+
+    `offer` never waits: rollouts that do not fit in the queue are dropped and counted. The engine
+    gets one request at a time, so rollouts are hardly slowed; differences are logged as
+    `audit_mismatch` and counted in `report`. Whether a rollout is audited depends on its id alone.
 
     Args:
         engine: open for as long as the auditor works.

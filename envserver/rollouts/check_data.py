@@ -1,4 +1,5 @@
-"""Looks at the questions and answers of a data set: repeated ones, and their lengths. Pure.
+"""Looks at the questions and answers of a data set: repeated ones, and their lengths; makes absurd
+results. Pure.
 
 In: tasks, those of an evaluation set if there is one, and a tokenizer. Out: `Repeats` and
 `Lengths`. Two questions are equal if they differ only in case, spaces and plain punctuation, and
@@ -22,9 +23,6 @@ from envserver_records.tasks import Task, text_of
 
 from ..environment import KnownResult
 from .check_report import PLACES_SHOWN, Lengths, Repeats
-
-# Pure. In: the public part of a task, and outputs that its agents really leave. Out: results with
-# their names; most come in the form of such an output, for that is what a scorer looks into.
 
 HUGE_CHARACTERS = 1 << 20
 ORDERS = (
@@ -52,10 +50,12 @@ _ODD_MESSAGES: tuple[dict[str, Any], ...] = (
 
 
 def absurd_results(public: dict[str, Any], outputs: list[Any]) -> Iterator[KnownResult]:
-    """Results that must not be rewarded: 0, or less where rewards may be.
+    """Yields named results that must not be rewarded: 0, or less where rewards may be.
 
     Args:
-        outputs: of results that are right; those that are dicts are imitated.
+        public: the public part of a task.
+        outputs: of results that are right. Most absurd results imitate the form of one that is a
+            dict, for that is what a scorer looks into.
     """
     forms = [output for output in outputs if isinstance(output, dict)][:1]
     echo = "\n".join(strings_in(public))

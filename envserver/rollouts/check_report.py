@@ -48,7 +48,7 @@ class Played(msgspec.Struct, kw_only=True):
     """All tasks played in one way through the environment's rollout.
 
     Args:
-        way: "demonstration", "spoiled", "refusal", ... (`running.check_plays`).
+        way: "demonstration", "spoiled", "refusal", ... (`running.checking`).
         cheat: it must not be rewarded like a solved task.
         rewards: of the plays that were scored, in the order of the tasks.
         solved: how many of them are those of a solved task.

@@ -3,7 +3,7 @@
 In: an environment and its scorers. Every result whose reward is known (the author's own, and absurd
 ones) goes through the real scorer. Out: an EnvironmentReport: one row per kind of result, and every
 task with an unexpected reward. A scorer that fails is wrong, too, because the rollout would be
-lost, except for results that no agent produces. `running.check_plays` plays the rollouts.
+lost, except for results that no agent produces. `running.checking` plays the rollouts.
 """
 
 from __future__ import annotations

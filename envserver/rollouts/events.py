@@ -54,7 +54,7 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
         reason: zero_variance, incomplete, unscorable, too_long, stale or untrained.
         failed: whether that counts as a failure (a filtered group does not).
         scored: its result for the curriculum; None if too few rollouts were scored.
-        alike: see `rewards.alike`; known of groups that were dropped for zero variance.
+        alike: see `policy.alike`; known of groups that were dropped for zero variance.
     """
 
     group_id: str

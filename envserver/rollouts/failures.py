@@ -28,10 +28,6 @@ from .events import Observer, RolloutFailed
 from .policy import Drop, is_bug
 from .stream import GroupRequest
 
-# A scorer knows the hidden part, and its exceptions quote what they stumbled over. What is struck:
-# every string and number of the hidden part that is long enough not to be a common word, also as
-# Python and JSON write it, and each longer line of its texts.
-
 STRUCK = "[hidden]"
 _SHORTEST = 4
 _SHORTEST_LINE = 8
@@ -39,7 +35,9 @@ _MOST_PIECES = 5000
 
 
 def without_hidden(text: str, hidden: dict[str, Any]) -> str:
-    """Returns `text` without the values of `hidden`."""
+    """Returns `text`, such as a scorer's exception, without the values of `hidden`: every string
+    and number that is long enough not to be a common word, also as Python and JSON write it, and
+    each longer line of its texts."""
     pieces: set[str] = set()
     for value in _values(hidden):
         if len(pieces) >= _MOST_PIECES:

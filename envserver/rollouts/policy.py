@@ -185,7 +185,7 @@ class Drop(msgspec.Struct, frozen=True):
 
     `scored`: what the group still tells about its task; None unless all required were scored.
     `bug`: the group ended at its first failure, a bug of the environment. `hopeless`: a library or
-    a setting is missing, so no other group can succeed. `alike`: see `rewards.alike`.
+    a setting is missing, so no other group can succeed. `alike`: see the function of that name.
     """
 
     reason: str

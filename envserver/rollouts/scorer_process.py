@@ -1,8 +1,7 @@
 """Runs inside a scorer process: loads one environment and scores in the main thread.
 
 `serve` is the only entry point. A request never raises: a `ScorerAnswer` holds the value or the
-failure.
-A score that leaves this module is valid: see `rewards.checked_score`.
+failure. A score that leaves this module is valid: see `rewards.checked_score`.
 
 The process that the server starts is a keeper: it forks the scorer and ends with it, with the same
 status, or when the server closes its end of the socket. It leaves no process that the scorer
@@ -67,22 +66,22 @@ from .rewards import (
 )
 from .task_digests import digest_of, first_tasks
 
-#     class Shorter:
-#         def __init__(self, environment):
-#             self.environment = environment
-#
-#         def score(self, task, result):
-#             score = self.environment.score(task, result)
-#             return Score(reward=score.reward * (0.5 if result.turns > 4 else 1.0))
-#
-# `score` is as of `Environment` and may be `async`; `score_group`, where there is one, has the last
-# word on a group; `environment.judge` asks a model (`--judge.*`); `prepare_scoring` loads libraries
-# before the first score. The constructor takes the environment, or nothing. A subclass of
-# Environment is a rubric, too: it is made with the environment's settings.
-
 
 def with_rubric(environment: Environment, reference: str) -> Environment:
-    """`environment`, scoring as the class says that `reference` names.
+    """Returns `environment`, scoring as the class that `reference` names:
+
+        class Shorter:
+            def __init__(self, environment):
+                self.environment = environment
+
+            def score(self, task, result):
+                score = self.environment.score(task, result)
+                return Score(reward=score.reward * (0.5 if result.turns > 4 else 1.0))
+
+    `score` is as of `Environment` and may be `async`; `score_group`, where there is one, has the
+    last word on a group; `environment.judge` asks a model (`--judge.*`); `prepare_scoring` loads
+    libraries before the first score. The constructor takes the environment, or nothing. A subclass
+    of Environment is a rubric, too: it is made with the environment's settings.
 
     Args:
         reference: `path/to/file.py:Class`, or without the class where the file has only one.
@@ -276,7 +275,7 @@ def load(
     """Runs first in each process. A failure is kept and returned to every request for a score.
 
     Args:
-        rubric: scores instead of the environment (see `rubric`).
+        rubric: scores instead of the environment (see `with_rubric`).
         judge: where the server answers for the judge.
     """
     global _loaded, _sandboxes, _judge

@@ -81,7 +81,7 @@ class ScorerPool:
         processes: number of scorer processes; 0: nothing is scored here, see `declared`.
         declared: what the environment declares, where there is no process to ask.
         sandbox_address: where the environment's `sandboxes` are made; unset: it has none.
-        rubric: scores instead of the environment (see `rubric`); its file should be absolute.
+        rubric: scores instead of the environment (see `with_rubric`); its file should be absolute.
         judge: what `self.judge` asks; it stays open for as long as this pool.
         spent: is called with the seconds by the clock and the CPU seconds of each score.
     """

@@ -29,11 +29,12 @@ from .stream import GroupRequest, again_prefix, group_id, stream_prefix
 # A run's stream of tasks is the environment's own order, with earlier tasks mixed in:
 #
 # - `difficulty`: a remembered task is drawn with w(p) = (p/t)^(st) ((1-p)/(1-t))^(s(1-t)), at most
-# 1, where p is its chance of success, t the target and s the sharpness (t = 1/2, s = 2: 4p(1-p),
-# what T. Foster and J. Foerster call learnability, "Learning to reason at the frontier of
-# learnability", arXiv:2502.12272, 2025). It is repeated with that probability, too; otherwise the
-# environment's order continues: if all remembered tasks are too easy or too hard, most tasks are
-# new. - `replay`: with a fixed probability, a remembered unsolved task is repeated.
+#   1, where p is its chance of success, t the target and s the sharpness (t = 1/2, s = 2: 4p(1-p),
+#   what T. Foster and J. Foerster call learnability, "Learning to reason at the frontier of
+#   learnability", arXiv:2502.12272, 2025). It is repeated with that probability, too; otherwise the
+#   environment's order continues: if all remembered tasks are too easy or too hard, most tasks are
+#   new.
+# - `replay`: with a fixed probability, a remembered unsolved task is repeated.
 #
 # The environment's own order gets at least the configured share, so that no task waits forever; a
 # task that has just run rests while others are remembered; the same seed, estimates and settings

@@ -65,7 +65,10 @@ Answer = Callable[[Asked], Message | None]
 
 
 class PersonEngine(SimEngine):
-    """See the module."""
+    """The simulated engine with a person as the model, whose messages come from `answer`.
+
+    One request is shown at a time; the event loop goes on while the person types.
+    """
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(SimConfig(latency_seconds=0.0), speaker=self)

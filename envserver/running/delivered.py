@@ -457,9 +457,6 @@ def _read_sequence(
         )
 
 
-# Both yield one `Delivery` per group, in the order in which the groups were written. Groups of a
-# server are only read, neither leased nor consumed.
-
 _PAGE: Final = 256
 _SECONDS: Final = 60.0
 _NOT_DELIVERED: Final = ("buffered", "dropped")
@@ -476,7 +473,7 @@ class Source(Protocol):
         """Returns the policy version that the engine most likely serves now; -1 if unknown."""
 
     def deliveries(self) -> AsyncIterator[Delivery]:
-        """Yields one delivery per group."""
+        """Yields one delivery per group, in the order in which the groups were written."""
 
 
 class FileSource:
@@ -518,7 +515,8 @@ class FileSource:
 
 
 class ServerSource:
-    """A running server; an async context manager that owns its connections."""
+    """A running server, whose groups are only read; an async context manager that owns its
+    connections."""
 
     size = None
 

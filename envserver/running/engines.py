@@ -1,4 +1,4 @@
-"""Makes the engine that the settings name, and the endpoint through which it is called."""
+"""Makes the engine that the settings name, and its endpoint; compares engines that come later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the folder of an evaluation: its run file, tasks and report.
+"""Writes the folder of an evaluation: its run file, tasks and report; merges those of shards.
 
 What holds: a folder belongs to one run and its settings; its report is what `read_folder` makes of
 its files, in three forms with the same content (`report.json`, `report.md`, `report.html`).
@@ -125,15 +125,13 @@ def write_text(path: Path, text: str) -> None:
         replace_file(path, text, sync=False)
 
 
-# The shards of a stream have all of its tasks, each once, with the group ids that a whole run gives
-# them.
-
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard `number` (from 1) of `count`."""
+    """Shard `number` (from 1) of `count`. Together they have all tasks of a stream, each once, with
+    the group ids of a whole run."""
 
     number: int = 1
     count: int = 1

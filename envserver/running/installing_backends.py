@@ -40,8 +40,8 @@ from ..registry.integrated import INTEGRATIONS
 from ..registry.interpreters import variables
 from ..registry.manifest import Manifest, as_yaml, completed
 
-# Nothing that envserver's own interpreter has is changed, and a package's folder is there wholly or
-# not at all.
+# Installing changes nothing in envserver's own interpreter, and a package's folder is there wholly
+# or not at all.
 
 _OURS = ("envserver", "envserver-clients")
 _DESCRIBE = (

@@ -1,4 +1,4 @@
-"""Several environments in one run, each with its own settings and share."""
+"""What a run is of: one environment with its settings, or several, each with its share."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ async def rescore(
         sources: see `read_groups`.
         env_reference, env_config: the environment and its settings; split and seed come from each
             group.
-        rubric: scores instead of the environment (see `rollouts.rubric`).
+        rubric: scores instead of the environment (see `rollouts.scorer_process.with_rubric`).
         judge: the model that scorers may ask; its cache is beside the first source.
         processes: number of parallel scorers.
         without_messages: score groups that were written without their conversations.

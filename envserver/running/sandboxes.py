@@ -1,4 +1,4 @@
-"""Starts the sandboxes of one environment, if it declares them."""
+"""Starts the sandboxes of one environment, if it declares them, and serves sandboxes to others."""
 
 from __future__ import annotations
 

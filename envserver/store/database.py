@@ -584,9 +584,9 @@ def _check_version(name: str, version: int | None) -> int:
     raise ConfigError(f"The store {name} has tables of an unknown version ({version}).")
 
 
-# A lease lasts as long as it was granted, also while the machine sleeps; setting the wall clock has
-# no effect on it. A restart begins at the wall clock's time or at the last saved time, whichever is
-# later.
+# The store's time: a lease lasts as long as it was granted, also while the machine sleeps; setting
+# the wall clock has no effect on it. A restart begins at the wall clock's time or at the last saved
+# time, whichever is later.
 
 
 def passing_seconds() -> float:

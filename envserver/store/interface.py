@@ -307,7 +307,7 @@ class ReadGroups(Protocol):
     async def seen_tasks(
         self, order: TaskOrder, cursor: str, limit: int, *, environment: str = "", text: str = ""
     ) -> TasksPage:
-        """Returns a page of tasks, as their kept groups show them; see `tasks_seen`. Raises as
+        """Returns a page of tasks, as their kept groups show them; see `SeenTask`. Raises as
         `list_groups`.
         """
 

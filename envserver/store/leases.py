@@ -1,7 +1,7 @@
-"""The SQL of leases. An expired lease keeps its claim until one of its groups is leased again.
+"""The SQL of leases, and of closing and rewinding runs.
 
 Each function is one operation inside a transaction of the writer. `expire` is what happens when a
-lease expires.
+lease expires, which keeps its claim until one of its groups is leased again.
 """
 
 from __future__ import annotations

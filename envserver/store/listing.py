@@ -241,15 +241,13 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-# Read from one index of `group_facts`, without bodies. Groups without a task (posts that do not
-# name theirs, and groups of older versions) are left out.
-
 TaskOrder = Literal["newest", "best", "worst", "widest", "most"]
 """best, worst: by mean reward; widest: by spread; most: by number of groups."""
 
 
 class SeenTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A task and what its kept groups have in common.
+    """A task and what its kept groups have in common, from one index of `group_facts`. Groups
+    without a task (posts that do not name theirs, and groups of older versions) are left out.
 
     Args:
         groups, rollouts: number of its groups, and of their rollouts with a reward.

@@ -3,19 +3,19 @@
 Before a call: messages -> prompt ids, so that a conversation continues from its recorded tokens.
 
     history      finds the recorded call that a request continues, and plans the prompt
-    chain, edits, parents      find that call: hash requests, classify agents' edits, look calls up
-    comparison   compares the template's rendering with what the model has in its context
-    suffix, shape              what a chat template writes after an answer
-    chat_format, template, prepare, vocabulary      a model's chat template and tokenizer
-    prompts, refusal, agreement      the plan; refusals; whether our rendering equals the engine's
+    comparison   classifies agents' edits, and compares the template's rendering with what the
+                 model has in its context
+    suffix       what a chat template writes after an answer
+    chat_format, prepare, vocabulary      a model's chat template and tokenizer
+    refusal, agreement      refusals; whether our rendering equals the engine's
+    images       images in prompts, and where the engine put their tokens
 
 After a rollout: recorded calls -> training rows. No messages, tokenizer or text: only recorded ids
 can get into a row, whatever the first part did.
 
     builder      builds the forest of calls and its rows
-    versions     the policy version of each token
     invariants   what always holds of a trajectory
-    flags        what may be unusual, and what is done about it
+    flags        what may be unusual, and what is done about it; the policy version of each token
     trace        stores all calls compactly
 """
 

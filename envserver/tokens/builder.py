@@ -27,15 +27,13 @@ from .flags import DEFAULT, Actions, flags_of, token_versions
 from .images import images_before
 from .invariants import check_calls
 
-# A call has those of its prompt and answer but for the last token, which the engine never computed;
-# one that continues another is only asked for what that lacks: from the last token of it on.
-
 _MOST_PER_TOKEN = 2**16
 """Experts of one token over all layers; the largest models have a few thousand."""
 
 
 def first_unknown(call: Call) -> int:
-    """Returns the position from which on a call that continues `call` has to tell the experts."""
+    """Returns the position from which on a call that continues `call` has to tell the experts:
+    `call` lacks those of its last token, which the engine never computed."""
     if call.experts is None:
         return 0
     return len(call.prompt_ids) + len(call.completion_ids) - 1

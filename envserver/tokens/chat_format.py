@@ -292,7 +292,7 @@ class ChatFormat:
         self.banned = banned
         self.processor = processor
         self.shapes: dict[bytes, str] = {}
-        """Results of the checks in `shape`, by the shape of a conversation."""
+        """Results of the checks in `suffix`, by the shape of a conversation."""
         self._sources = dict(templates)
         self._templates = {
             name: ChatTemplate(source, vocabulary.variables) for name, source in templates.items()

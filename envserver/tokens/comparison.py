@@ -214,7 +214,7 @@ class Segment(NamedTuple):
         answer: as the agent got it.
         reasoning: as the engine separated it.
         specials: special tokens that were sampled inside the answer.
-        tail: what was sampled beyond the answer's content, see `edits.classify`.
+        tail: what was sampled beyond the answer's content, see `classify`.
     """
 
     context: str

@@ -138,9 +138,8 @@ def chosen(
     return Actions(overrides)
 
 
-# Higher versions are newer; -1 (unknown) is older than any.
-
 UNKNOWN = -1
+"""The unknown policy version, older than any."""
 
 
 def token_versions(call: Call) -> Tokens:

@@ -178,11 +178,6 @@ def _tail(call: Call, vocabulary: Vocabulary, stop: str, content: str) -> str:
     return sampled[at + len(stop) :] if content.endswith(stop) else sampled[at:]
 
 
-# `hashes[i]` identifies the first i messages together with everything else that affects their
-# rendering and answer, images by the SHA-256 of their bytes. So a request continues a recorded one
-# exactly if one of its hashes equals that one's last. Reasoning is left out: agents drop it, and
-# templates decide about it. O(messages).
-
 _encode = msgspec.msgpack.Encoder().encode
 _NOT_MSGPACK = b"\xc1"
 """A byte that no MessagePack begins with."""
@@ -191,6 +186,11 @@ _REASONING = ("reasoning", "reasoning_content")
 
 class RequestHashes:
     """The hashes of one attempt's requests.
+
+    Hash i of a request identifies its first i messages together with everything else that affects
+    their rendering and answer, images by the SHA-256 of their bytes. So a request continues a
+    recorded one exactly if one of its hashes equals that one's last. Reasoning is left out: agents
+    drop it, and templates decide about it.
 
     What a request shares with the one before, the same objects, is not hashed again: a long
     conversation costs what is new in each turn.
@@ -268,7 +268,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
         edge, refusal: see Call.
         flags: flags of the resulting calls.
         added: the text after the completion of the continued call.
-        key: hash of the whole request, see `chain`; empty: the call cannot be continued.
+        key: hash of the whole request, see `hashes`; empty: the call cannot be continued.
         kwargs: the request's variables for the chat template.
         images: SHA-256 of each image of the request, in order.
     """

@@ -22,9 +22,6 @@ import msgspec
 from envserver_records.images import ImageSpan, sha256_of
 from envserver_records.records import Message, Trajectory
 
-# Nothing is decoded, and each file is read in few steps: a file of some bytes may declare
-# gigabytes.
-
 Read = Callable[[int, int], bytes]
 """Returns the bytes of a file from an offset on, so many at most."""
 Size = tuple[int, int]
@@ -38,7 +35,10 @@ _TIFF_TYPES = {3: "H", 4: "I"}
 
 
 def image_size(read: Read) -> Size | None:
-    """Returns width and height of a PNG, JPEG, GIF, WebP, BMP, TIFF, AVIF or HEIC, or None."""
+    """Returns width and height of a PNG, JPEG, GIF, WebP, BMP, TIFF, AVIF or HEIC, or None.
+
+    Decodes nothing and reads in few steps, since a file of a few bytes may declare gigabytes.
+    """
     head = read(0, 32)
     try:
         if head.startswith(b"\x89PNG"):

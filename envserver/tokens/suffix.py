@@ -1,11 +1,9 @@
-"""Computes what follows a sampled answer in the prompt of the next call, leaving the answer as it
-is.
+"""Computes what follows a sampled answer in the next call's prompt, leaving the answer as it is.
 
-The template says what it writes after the answer (the tail, see `shape`). The model has sampled the
-beginning of the tail, up to its end-of-turn token, or was cut off before it; the rest is the
-suffix.
-Only the tail is encoded, from the end-of-turn token on: text before that token never affects what
-follows it.
+The template says what it writes after the answer (see `tail`). The model has sampled the beginning
+of the tail, up to its end-of-turn token, or was cut off before it; the rest is the suffix. Only the
+tail is encoded, from the end-of-turn token on: text before that token never affects what follows
+it.
 
 Anything uncertain is refused: templates that move, drop, repeat or change messages, answers whose
 end is not where the template has it, calls that were cut off.

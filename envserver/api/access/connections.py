@@ -20,14 +20,15 @@ from ...server_config import ServerConfig
 from ..lifespan import ABORT
 from ..problems import error_answer
 
-# What is written in one turn of the event loop goes out at its end, or as soon as it is 64 KB. The
-# order of what is written, and of closing, stays.
-
 _MOST_BYTES: Final = 64 * 1024
 
 
 class JoinedWrites:
-    """A transport that joins writes; everything else is done by the transport that it is given."""
+    """A transport that joins writes; everything else is done by the transport that it is given.
+
+    What is written in one turn of the event loop goes out at its end, or as soon as it is 64 KB.
+    The order of writes, and of closing, stays.
+    """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport

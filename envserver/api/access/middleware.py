@@ -1,4 +1,4 @@
-"""Access control: access tokens and their roles, quotas, and the host names of the server.
+"""Access control: access tokens and their roles, quotas, host names, pages of other origins.
 
 ASGI middlewares. `Access` runs before anything reads a body: without a valid token the response is
 401, with another role 403, above the quota 429. What holds: a response never reveals whether a

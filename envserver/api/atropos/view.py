@@ -71,13 +71,11 @@ def _by_subset(sizes: Sequence[int], target: int) -> list[int]:
     return taken[::-1]
 
 
-# Stored under one key and written whole: a few hundred bytes per environment.
-
 KEY: Final = "atropos"
 
 
 class WireState(msgspec.Struct, kw_only=True):
-    """The trainer, its environments and its progress.
+    """The trainer, its environments and its progress: one stored value, which is written whole.
 
     Args:
         wandb_group .. num_steps: as registered by the trainer; the values after a reset are those

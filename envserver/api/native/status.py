@@ -228,10 +228,6 @@ def _shown(row: EstimateRow) -> dict[str, Any]:
     }
 
 
-# POST /v1/evaluations evaluates the current policy version now GET /v1/evaluations all evaluations
-# with their numbers, the oldest first
-
-
 class HeldOutEvaluations(Protocol):
     """Runs evaluations, one at a time; see `running.held_out`."""
 

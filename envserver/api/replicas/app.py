@@ -45,9 +45,6 @@ from .link import (
     url_of,
 )
 
-# A session ends with either connection; it does not survive its leader, as it does not survive a
-# restart of a server.
-
 _TRY_AGAIN: Final = 1013
 _BROKE_OFF: Final = 1011
 _HANDSHAKE: Final = ("sec-websocket-", "host")
@@ -55,7 +52,7 @@ _HANDSHAKE: Final = ("sec-websocket-", "host")
 
 
 async def pass_socket(link: LeaderLink, scope: Scope, receive: Receive, send: Send) -> None:
-    """Passes one WebSocket on until either side ends it."""
+    """Passes one WebSocket on until either side ends it; it does not survive its leader."""
     await receive()  # websocket.connect
     accepted = False
     try:

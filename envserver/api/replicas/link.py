@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from ...store.leadership import Leadership
 
 
-# In at the leader: requests. Out: passed ones with the address and the scheme that the follower
-# saw. What holds: the header counts only with the leader's id, which only those know who read the
-# store; a request with any other one is refused (`no_leader`). So quotas, refused tokens and logs
-# are about the client, a client cannot say that it is somebody else, and a server that got the
-# address of a leader that is gone does nothing for the followers of another store.
+# A header tells the leader the address and the scheme that the follower saw, so quotas, refused
+# tokens and logs are about the client. It counts only with the leader's id, which only readers of
+# the store know; a request with another id is refused (`no_leader`). So no client can pass as
+# another one, and a server at a former leader's address serves no followers of another store.
 
 PASSED: Final = b"x-envserver-passed-on"
 _SCHEMES: Final = {"http": "ws", "https": "wss"}

@@ -71,9 +71,6 @@ class Streams:
             del self._taken[prefix]
 
 
-# However many runners wait, the server answers about the same number of idle heartbeats a second.
-# News never waits for a poll: it is sent at once.
-
 SILENT_POLLS: Final = 3
 """A runner counts as silent when it should have asked this often."""
 LONGEST_SECONDS: Final = 20.0
@@ -83,7 +80,8 @@ _BEATS_PER_SECOND: Final = 50.0
 
 
 def poll_seconds(runners: int, silent_after_seconds: float) -> float:
-    """Returns how long a runner should wait for news, if there are this many.
+    """Returns how long a runner should wait for news, if there are this many: so that the server
+    answers about the same number of idle heartbeats a second. News itself is sent at once.
 
     Args:
         silent_after_seconds: after which a runner is silent that asks often.

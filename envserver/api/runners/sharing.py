@@ -158,8 +158,8 @@ class SharedCapacity:
     """Capacity shared by all environments of a server.
 
     Args:
-        stretches: whether more groups may open when rollouts are slow (see
-            `allotment.ExtraCapacity`); not used with a staleness limit.
+        stretches: whether more groups may open when rollouts are slow (see `ExtraCapacity`);
+            not used with a staleness limit.
     """
 
     def __init__(self, demand: Demand, *, stretches: bool = True) -> None:

@@ -1,8 +1,8 @@
 """Runs one engine: starts it, waits for it, restarts it when it dies, and stops it with us.
 
-In: a `Spec`. Out: an address that stays the same. Always: what was started is ended on the way
-out, and by the keeper (`keeper.py`) where we are killed. An engine that dies is started again after
-1, 2, 4 ... seconds, a bounded number of times in a row; it then has the weights of its files again.
+In: an `EngineSpec`. Out: an address that stays the same. Always: what was started is ended on the
+way out, and by the keeper (`keeper.py`) where we are killed. An engine that dies is started again
+after 1, 2, 4 ... seconds, a bounded number of times in a row; it then has the weights of its files.
 """
 
 from __future__ import annotations

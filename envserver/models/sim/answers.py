@@ -18,9 +18,6 @@ import msgspec
 from .conversation import ChatBody, CompletionBody, GenerateBody
 from .tokenizer import Prompt, SimTokenizer, call_spans, parsed
 
-# Follows vLLM: a stop string cuts the text, but all sampled tokens stay, including the one that
-# completed the stop string; the end-of-turn token and stop tokens have no text.
-
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions that end an answer early.
@@ -54,7 +51,9 @@ def completed(
 ) -> Completion:
     """Returns the answer `sampled` after `prompt`, up to what ends it first.
 
-    If the ids do not end with the end-of-turn token, they were cut off already.
+    As in vLLM, a stop string cuts the text, but all sampled tokens stay, including the one that
+    completed the stop string; the end-of-turn token and stop tokens have no text. If the ids do not
+    end with the end-of-turn token, they were cut off already.
     """
     ids, finish, reason = _cut(sampled, ending, tokenizer.im_end)
     silent = reason is not None and not ending.keep_stop

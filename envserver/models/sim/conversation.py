@@ -1,4 +1,4 @@
-"""Reads the conversation from a chat request's messages or from a prompt's text.
+"""Checks request bodies; reads the conversation from messages or from a prompt's text.
 
 Both give the same conversation, so the policy gives the same answer whether an agent sends messages
 or a proxy sends the ids of the rendered prompt.

@@ -24,17 +24,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-# In flow token ids, out flow float32 numbers in (-6, 0). What always holds: the number depends on
-# the ids before the token and on the token alone, so sampling and re-scoring give the same bits on
-# every machine and in pieces of any size (64-bit integers, then a table; no floating point of the
-# CPU).
-#
-# The numbers look like a confident model's (mean about -0.55) but are no distribution: over the
-# whole vocabulary they do not sum to one.
-#
-# A prefix is known by its fold, the sum of mix(id) * BASE**position modulo 2**64. Folds add up, so
-# the fold of a prompt comes from the folds of its pieces without touching their tokens again.
-
 _MASK = (1 << 64) - 1
 _BASE = 0x9E3779B97F4A7C15
 _BINS = 4096
@@ -58,7 +47,16 @@ def _table() -> Logprobs:
 
 
 class Logits:
-    """The logprob function, for ids below `vocabulary_size`, prefixes up to `max_length` tokens."""
+    """The logprob function, for ids below `vocabulary_size`, prefixes up to `max_length` tokens.
+
+    A logprob is a float32 in (-6, 0) that depends only on the token and the ids before it. So
+    sampling and re-scoring give the same bits on every machine and in pieces of any size (64-bit
+    integers, then a table; no floating point of the CPU). The numbers look like a confident model's
+    (mean about -0.55), but their probabilities over the whole vocabulary do not sum to one.
+
+    A prefix is known by its fold, the sum of mix(id) * BASE**position modulo 2**64. Folds add up,
+    so the fold of a prompt comes from the folds of its pieces without touching their tokens again.
+    """
 
     def __init__(self, vocabulary_size: int, max_length: int) -> None:
         self.vocabulary_size = vocabulary_size
@@ -129,7 +127,7 @@ _CACHED_BLOCKS = 4096
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """The input of the engine: its ids, the fold of the ids (see tokenizer.py) and its text."""
+    """The input of the engine: its ids, the fold of the ids (see `Logits`) and its text."""
 
     ids: list[int]
     fold: int

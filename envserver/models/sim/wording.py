@@ -53,10 +53,6 @@ NOUNS, VERBS = tuple(_NOUNS.split()), tuple(_VERBS.split())
 """Words of arbitrary text."""
 
 
-# Covered: type, enum, const, properties, required, items, minItems, string lengths, numeric bounds,
-# multipleOf, anyOf/oneOf (the first), allOf (merged), local $ref and common formats of text (dates,
-# addresses, ids). `pattern` is not.
-
 _OPTIONAL_DEPTH = 6
 """Below this depth optional values are left out."""
 _MAX_DEPTH = 32
@@ -76,7 +72,12 @@ _FORMATS = {
 
 
 def drawn_value(schema: Any, rng: random.Random) -> Any:
-    """Draws a small value for `schema`; the same state of `rng` gives the same value."""
+    """Draws a small value for `schema`; the same state of `rng` gives the same value.
+
+    Covered: type, enum, const, properties, required, items, minItems, string lengths, numeric
+    bounds, multipleOf, anyOf/oneOf (the first), allOf (merged), local $ref and common formats of
+    text (dates, addresses, ids). `pattern` is not.
+    """
     return _Drawer(schema if isinstance(schema, dict) else {}, rng).draw(schema, 0)
 
 

@@ -1,4 +1,4 @@
-"""Builds chat messages from the items of other dialects. Pure.
+"""Builds chat messages from the items of other dialects; takes answers apart. Pure.
 
 What always holds: the results of tool calls follow each other, and one answer of the model is one
 message, so a history reads as the chat that it was.
@@ -13,8 +13,6 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import orjson
 from envserver_records.records import Message
-
-# The parts come in one order: reasoning, text, tool calls.
 
 _REASONING = ("reasoning", "reasoning_content")
 _TEXTS = ("content", "refusal")
@@ -82,7 +80,7 @@ def choice_of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def parts_of(message: dict[str, Any]) -> Iterator[TextPart | ToolCall]:
-    """Yields the parts of a message or of a chunk's delta."""
+    """Yields the parts of a message or of a chunk's delta: reasoning, text, tool calls."""
     for name in _REASONING:
         if message.get(name):
             yield TextPart("reasoning", message[name])

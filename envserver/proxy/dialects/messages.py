@@ -35,14 +35,15 @@ from .media import data_url
 from .reading import bad, boolean, count, mapping, objects, string
 from .tables import MESSAGES
 
-# An agent gets the object and sends it back, but the history must hold the text that the model
-# wrote, with its exact spaces and numbers. So the text of each call is kept for the attempt.
-
 _NOT_AN_OBJECT = "arguments"
 
 
 class Arguments:
-    """The arguments of all tool calls of one attempt, kept in `memory`."""
+    """The arguments of all tool calls of one attempt, kept in `memory`.
+
+    An agent gets an object and sends it back, but the history must hold the text that the model
+    wrote, with its exact spaces and numbers.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._texts: dict[str, str] = memory.setdefault("arguments", {})
@@ -304,10 +305,6 @@ class MessagesWriter:
 _PING = named_event({"type": "ping"})
 
 
-# A user's turn with tool results becomes their messages, in order, followed by the rest of the
-# turn. An assistant's turn becomes one message. What chats have no place for (signatures, encrypted
-# reasoning, cache marks) is left out.
-
 _BILLING = "x-anthropic-billing-header"
 """Prefix of a system block that clients send for billing, not for the model."""
 
@@ -315,6 +312,10 @@ _BILLING = "x-anthropic-billing-header"
 def messages_of(body: dict[str, Any], arguments: Arguments) -> list[Message]:
     """Returns the messages in fields `system` and `messages`, without an empty turn at the end.
     Raises InputError: a block is not supported; `place` names it.
+
+    A user's turn with tool results becomes their messages, in order, followed by the rest of the
+    turn. An assistant's turn becomes one message. What chats have no place for (signatures,
+    encrypted reasoning, cache marks) is left out.
     """
     conversation = Conversation()
     if body.get("system") is not None:
@@ -458,8 +459,7 @@ def _document(block: dict[str, Any], place: str) -> str:
     return "\n".join([*heads, text])
 
 
-# Values that are not supported are refused by name. `budget_tokens` for thinking is not enforced,
-# since tokens that an engine forces are not sampled.
+# `budget_tokens` for thinking is not enforced: tokens that an engine forces are not sampled.
 
 _NO_THREADS = "thread_unsupported_request"
 """The error code on which Anthropic's client sends the whole conversation instead of a thread."""

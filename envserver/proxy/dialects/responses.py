@@ -45,9 +45,8 @@ from .responses_answer import (
 from .responses_input import fields_of, messages_of, refuse_impossible, tools_of, wants_logprobs
 from .tables import RESPONSES
 
-# Events have neither `output_index` nor `sequence_number` yet.
-
 Event = dict[str, Any]
+"""An event without `output_index` and `sequence_number`, which the writer adds."""
 
 
 class OpenText:

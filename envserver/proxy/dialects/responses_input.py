@@ -262,13 +262,12 @@ def _part(part: Any, place: str) -> Part:
     return image_part(url, None if given is None else detail(given, f"{place}.detail"))
 
 
-# Values that are not supported, or would make the record inexact, are refused by name.
-
 _LOGPROBS = "message.output_text.logprobs"
 
 
 def refuse_impossible(body: dict[str, Any]) -> None:
-    """Raises InputError: the request asks for something unsupported."""
+    """Raises InputError: the request asks for something unsupported, or that would make the record
+    inexact."""
     if body.get("truncation") not in (None, "disabled"):
         raise bad("truncation", "must be disabled: it would cut the prompt silently")
     if body.get("n") not in (None, 1):

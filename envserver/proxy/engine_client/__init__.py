@@ -1,9 +1,8 @@
 """Clients for an engine: one interface, OpenAI's chat format with vLLM's token ids.
 
-One module for each mode: `tokens` (render, generate, derender), `completions` (continue ids),
-`chat`
-(the engine does everything); `texts` serves agents that send text completions. In flow a chat body
-and, if the call continues an earlier one, the ids of its prompt. Out flow an answer or chunks.
+One client for each mode: `tokens` (render, generate, derender), `completions` (continue ids, and
+whole text completions), `base.ChatClient` (the engine does everything). In flow a chat body and,
+if the call continues an earlier one, the ids of its prompt. Out flow an answer or chunks.
 """
 
 from __future__ import annotations

@@ -265,14 +265,12 @@ def answer_fields(
     }
 
 
-# Calls cannot be continued by ids this way. It serves engines that offer nothing better, and calls
-# that only the engine can render.
-
 PATH = "/v1/chat/completions"
 
 
 class ChatClient:
-    """See EngineClient. `prompt.ids` must be None."""
+    """Client for chat completions: for engines that offer nothing better, and calls that only the
+    engine can render. Calls cannot be continued by ids, so `prompt.ids` must be None."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

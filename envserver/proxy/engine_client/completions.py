@@ -285,8 +285,9 @@ def _id(answer: ChatAnswer) -> str:
     return chat_id(answer, "id", "cmpl-")
 
 
-# Answers and chunks take the form of a chat whose assistant says the text. Each choice keeps the
-# completion's own `logprobs` and `prompt_token_ids`, since there may be several prompts.
+# Answers to an agent's text completions, and their chunks, take the form of a chat whose assistant
+# says the text. Each choice keeps the completion's own `logprobs` and `prompt_token_ids`, since
+# there may be several prompts.
 
 _KEPT = (
     "index",

@@ -48,10 +48,6 @@ from .generated import (
 )
 from .render_cache import RenderCache, RenderedPrompts, check_rendered, with_prompt
 
-# That endpoint decodes the ids it is given. A chat answer's text ends before its end token and
-# before its stop string, so these are removed first. Tool calls set the finish reason here, as in a
-# chat answer; the endpoint leaves that out.
-
 DERENDER = "/v1/chat/completions/derender"
 TOKENIZE = "/tokenize"
 
@@ -70,7 +66,9 @@ async def derendered(
 ) -> list[Message]:
     """Returns the messages in `choices`, which the engine generated after `prompt_ids`.
 
-    Sets each choice's `finish_reason` to that of a chat answer.
+    The endpoint decodes all ids that it is given, but a chat answer's text ends before its end
+    token and its stop string, so these are removed first. Sets each choice's `finish_reason` to
+    that of a chat answer, which the endpoint leaves out.
 
     Args:
         prompt_ids: as ids, or as JSON of them.
