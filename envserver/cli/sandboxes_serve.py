@@ -7,7 +7,7 @@ import signal
 import sys
 
 from ..running.run_settings import SandboxesServeSettings
-from ..running.sandboxes import sandbox_serving
+from ..running.sandbox_serving import sandbox_serving
 from .logs import show_logs
 from .loop import run_loop
 from .specs.sandboxes_serve import COMMAND

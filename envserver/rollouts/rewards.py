@@ -19,7 +19,7 @@ from envserver_records.scores import RewardRange, Score, TurnReward, with_totals
 from envserver_records.tasks import Result
 
 from ..environment import Environment
-from .agents import roles_of
+from .roles import roles_of
 
 
 class RewardRules(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from ..api.bootstrap import BootstrapApp
 from ..api.health import Health, disk_probe, store_probe
 from ..api.live import Live
 from ..api.metrics import Metrics
-from ..api.replicas.link import FromFollowers, leads_metric, role
+from ..api.replicas.facts import FromFollowers, leads_metric, role
 from ..api.server import RunningServer, serve_api
 from ..config import StorePlace
 from ..server_config import ServerConfig, TelemetryConfig

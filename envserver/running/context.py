@@ -28,12 +28,13 @@ from ..proxy.gate import Gate
 from ..proxy.hooks import hooks_of
 from ..proxy.server import Proxy
 from ..registry import absolute
-from ..rollouts.agents import roles_of, seats_of
+from ..rollouts.agents import seats_of
 from ..rollouts.demonstrating import Demonstrator
 from ..rollouts.events import Event, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.policy import UntrainedCeiling
 from ..rollouts.provenance import made_with
+from ..rollouts.roles import roles_of
 from ..rollouts.scorer_process import declared_by
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
@@ -46,12 +47,12 @@ from ..tools.serving import services_of
 from ..workers.local import LocalPool
 from ..workers.sandboxed import WorkerSandbox
 from .agent_engines import OwnEndpoint, own_endpoints
-from .alarm_facts import tracer_of
 from .engines import look_at, make_endpoint, make_engine, started
 from .harnesses import ChosenHarness, chosen_harness, isolation_of
 from .judging import folder_of, judge_of, scorer_processes
 from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
+from .tracing import tracer_of
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet
@@ -124,7 +125,7 @@ async def _fleet(
     if engine.kind != "openai":
         yield None
         return
-    from .engines import fleet_of
+    from .engine_fleet import fleet_of
 
     async with fleet_of(settings, engine, endpoint, need_exact=need_exact) as fleet:
         yield fleet

@@ -39,13 +39,13 @@ from ..rollouts.mixing import Share
 from ..rollouts.rewards import range_of
 from ..rollouts.stream import GroupRequest, group_requests
 from .context import SharedEngine, shared_engine
+from .elsewhere import makers_of
 from .engines import SIMULATED
 from .evaluation_folder import Shard, claim, shard_of, write_report, write_run_file, write_tasks
 from .group_run import GroupRun, Part, Show, show_nothing
 from .harnesses import identity_of
 from .judging import judge_line
 from .mix import RunSpec
-from .ray_making import makers_of
 from .stopping import Stop
 from .tracking import Tracking, tracking
 

@@ -35,16 +35,9 @@ from .bootstrap import BootstrapServer, beside
 from .context import SharedEngine, rollout_context, shared_engine
 from .curricula import curriculum_of_store, stream_of
 from .held_out import Evaluations
+from .hosting_metrics import EvaluationNumbers, SandboxMachineNumbers
 from .judging import JudgeNumbers
-from .metrics import (
-    CurriculumNumbers,
-    Deliveries,
-    EngineNumbers,
-    EvaluationNumbers,
-    PartsNumbers,
-    RolloutNumbers,
-    SandboxMachineNumbers,
-)
+from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
 from .mix import Member, Several
 from .tally import Tally
 from .tracking import Tracking

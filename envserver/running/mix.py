@@ -33,7 +33,7 @@ class RunSpec(Generic[S]):
 
     def make_environment(self) -> Environment:
         """Makes the environment with its settings."""
-        from ..rollouts.agents import roles_of
+        from ..rollouts.roles import roles_of
         from ..tools.bugs import place_of
 
         try:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ..environment import Environment
 from .curricula import Book, has_curriculum, stream_of
+from .elsewhere import makers_of
 from .group_run import Give, GroupRun, Part, Show, show_nothing
 from .mix import Member
-from .ray_making import makers_of
 from .run_settings import ProcessSettings
 from .stopping import Stop
 from .tracking import tracking

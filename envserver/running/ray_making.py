@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +30,6 @@ from ..rollouts.events import Observer
 from ..rollouts.policy import Drop, UntrainedCeiling
 from ..rollouts.stream import GroupRequest
 from .bootstrap import beside
-from .group_run import OpenMakers, no_makers
 from .mix import RunSpec
 from .ray_runners import (
     bind_host,
@@ -200,18 +198,3 @@ async def ray_makers(
         await cluster.check_place()
         most = settings.ray.runners or settings.ray.max or await cluster.most_runners()
         yield RayMakers(settings, cluster, weights, divided(most, weights))
-
-
-def makers_of(settings: MixSettings, weights: Sequence[float] = (1.0,)) -> OpenMakers:
-    """Returns what opens the makers that `settings.ray` names.
-
-    Args:
-        weights: of the environments that run at the same time.
-    """
-    if not settings.ray.address:
-        return no_makers
-
-    def opened() -> AbstractAsyncContextManager[RayMakers | None]:
-        return ray_makers(settings, weights)
-
-    return opened

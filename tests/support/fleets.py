@@ -20,7 +20,8 @@ from envserver.api.live import EngineSource, Live
 from envserver.models.fleet import Fleet
 from envserver.models.openai import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt
-from envserver.running.engines import fleet_of, make_endpoint, make_engine
+from envserver.running.engine_fleet import fleet_of
+from envserver.running.engines import make_endpoint, make_engine
 from support.api import Api, running_api
 from support.engine_stand_in import FakeVllm, fake_vllm
 from support.serving import attempt_spec, serving

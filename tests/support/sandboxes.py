@@ -12,7 +12,7 @@ from typing import Any
 from envserver import SandboxConfig
 from envserver.config import SandboxMachineConfig
 from envserver.running.run_settings import SandboxesServeSettings
-from envserver.running.sandboxes import ServedSandboxes, sandbox_serving
+from envserver.running.sandbox_serving import ServedSandboxes, sandbox_serving
 from envserver.sandbox import SandboxClient, SandboxService
 from envserver.sandbox.remote.address import RemoteAddress
 from envserver.sandbox.remote.machines import Machines

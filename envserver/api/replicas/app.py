@@ -32,6 +32,7 @@ from ..lifespan import ABORT, SERVER_ENDS
 from ..metrics import CountedRequests, Metrics, metric_routes
 from ..problems import answer_to, error_answer
 from ..transfer import CompressedAnswers, Passed, RequestBodies, accepts
+from .facts import leads_metric, role
 from .link import (
     LeaderLink,
     answer_headers,
@@ -39,9 +40,7 @@ from .link import (
     gone,
     headers_of,
     is_disconnect,
-    leads_metric,
     no_leader,
-    role,
     url_of,
 )
 

@@ -20,7 +20,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from envserver.api.replicas.app import follower_app
-from envserver.api.replicas.link import PASSED, FromFollowers, LeaderLink
+from envserver.api.replicas.facts import PASSED, FromFollowers
+from envserver.api.replicas.link import LeaderLink
 from envserver.api.server import serve_api
 from envserver.server_config import ServerConfig
 from envserver.store.leadership import Leadership, leadership

@@ -125,9 +125,9 @@ def test_a_big_run_is_an_index_with_pages_of_bounded_size(tmp_path: Path) -> Non
 def test_what_is_too_long_is_cut_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(html, "MOST_TOKENS", 3)
     monkeypatch.setattr(html, "MOST_MESSAGES", 2)
-    long = "x" * (html.MOST_CHARACTERS + 1234)
+    long = "x" * (html.MOST_SHOWN + 1234)
     page = pages(tmp_path, [line(0, long)], HtmlPages())["index.html"]
-    assert len(page) < 40 * html.MOST_CHARACTERS
+    assert len(page) < 40 * html.MOST_SHOWN
     text = Page(page).text
     assert "… 1,234 more characters" in text
     assert "2 messages left out" in text

@@ -23,8 +23,8 @@ from envserver.models import OpenAIEngine
 from envserver.proxy import AttemptSpec, EngineEndpoint, Proxy, ProxyAttempt
 from envserver.proxy.attempts import AgentRoute
 from envserver.registry import find
-from envserver.rollouts.agents import roles_of
 from envserver.rollouts.policy import judge_trajectory
+from envserver.rollouts.roles import roles_of
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
 from envserver.tokens import build, chosen
 

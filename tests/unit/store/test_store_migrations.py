@@ -182,12 +182,12 @@ def shape(path: Path) -> dict[str, Any]:
 _KILLED = textwrap.dedent(
     """
     import asyncio, os, sys
-    from envserver.store import migrations, open_store
+    from envserver.store import open_store, schema
 
     async def die(connection):
         os._exit(9)
 
-    migrations._number_acks = die
+    schema._number_acks = die
 
     async def main():
         async with open_store(sys.argv[1]):

@@ -1,0 +1,72 @@
+"""The work of `envserver sandboxes serve`: makes sandboxes for clients elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ..api.health import Health
+from ..api.metrics import Metrics
+from ..api.sandboxes import create_sandbox_api
+from ..api.server import RunningServer, serve_api
+from ..sandbox.maker import sandboxes_at
+from ..sandbox.remote.machine import SandboxMachine
+from ..sandbox.service import SandboxService
+from ..telemetry.lag import LoopLag
+from .run_settings import SandboxesServeSettings
+
+
+class ServedSandboxes:
+    """A machine that serves; `url` is for its clients."""
+
+    def __init__(self, machine: SandboxMachine, health: Health, server: RunningServer) -> None:
+        self.machine = machine
+        self.url = server.url
+        self._health = health
+        self._server = server
+
+    async def drain(self) -> None:
+        """Takes no more sandboxes, and waits until the open ones are closed."""
+        self._health.drain()
+        await self.machine.drain()
+
+    async def close(self) -> None:
+        """Ends all connections, and with them the sandboxes."""
+        await self._server.close(at_once=True)
+
+
+@asynccontextmanager
+async def sandbox_serving(settings: SandboxesServeSettings) -> AsyncIterator[ServedSandboxes]:
+    """Serves while the context is open; then all sandboxes end."""
+    config = settings.sandbox
+    async with (
+        LoopLag(None) as lag,
+        SandboxService(config) as service,
+        sandboxes_at(service.address) as maker,
+    ):
+        machine = SandboxMachine(
+            maker,
+            service.backend,
+            sandboxes=config.concurrent,
+            room=config.room or config.concurrent,
+            most={
+                "memory_mb": config.max_memory_mb,
+                "disk_mb": config.max_disk_mb,
+                "processes": config.max_processes,
+                "wall_seconds": config.max_wall_seconds,
+                "cpu_seconds": config.max_cpu_seconds,
+            },
+        )
+        health, metrics = Health(lag), Metrics()
+        health.found("sandboxes")
+        metrics.watch(lag, health)
+        app = create_sandbox_api(machine, settings.server, metrics, health)
+        server = settings.server
+        async with await serve_api(
+            app, server.host, server.port, server, ping_seconds=_PING_SECONDS
+        ) as running:
+            yield ServedSandboxes(machine, health, running)
+
+
+_PING_SECONDS = 20.0
+"""A client that does not answer a ping for as long is gone, and its sandbox with it."""
