@@ -373,7 +373,10 @@ async def test_a_wall_with_holes_is_seen_through() -> None:
 
 async def test_folders_too_deep_to_be_counted_are_too_many() -> None:
     limits = SandboxLimits(wall_seconds=60)
-    deep = "import os, time\nd = 'd' * 20\nfor _ in range(600): os.mkdir(d); os.chdir(d)\ntime.sleep(3600)"
+    deep = (
+        "import os, time\nfor _ in range(600): os.mkdir('d' * 20); os.chdir('d' * 20)\n"
+        "time.sleep(3600)"
+    )
     async with sandboxes("unsafe-local") as boxes, boxes.open(SandboxSpec(limits=limits)) as box:
         assert (await box.run_python(deep)).killed_by == "inodes"
 
