@@ -158,7 +158,9 @@ _DATA = cases_of(__file__)
 CASES = {
     name: Case(
         [{"content": None, **_DATA["messages"][key]} for key in case["messages"].split()],
-        *(case["at"], case["words"], [tool(), tool("now")] if "tools" in case else None),
+        case["at"],
+        case["words"],
+        [tool(), tool("now")] if "tools" in case else None,
     )
     for name, case in _DATA["cases"].items()
 }
