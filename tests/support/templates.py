@@ -19,6 +19,8 @@ from tokenizers.trainers import BpeTrainer
 from envserver.tokens import ChatFormat
 from envserver.tokens.vocabulary import Vocabulary
 
+from .cases import cases_of
+
 STOPS_OF = {
     "chatml": ["<|im_end|>"],
     "thinking": ["<|im_end|>"],
@@ -133,13 +135,13 @@ def user(content: Any) -> Message:
     return {"role": "user", "content": content}
 
 
-def answer(content: str | None, *calls: Message, **more: Any) -> Message:
+def answer(content: str | None, *calls: Message) -> Message:
     called = {"tool_calls": list(calls)} if calls else {}
-    return {"role": "assistant", "content": content, **called, **more}
+    return {"role": "assistant", "content": content, **called}
 
 
-def result(content: Any, id: str = "call00001") -> Message:
-    return {"role": "tool", "content": content, "tool_call_id": id}
+def result(content: Any) -> Message:
+    return {"role": "tool", "content": content, "tool_call_id": "call00001"}
 
 
 class Case(NamedTuple):
@@ -151,57 +153,15 @@ class Case(NamedTuple):
     tools: list[dict[str, Any]] | None = None
 
 
-_ASK, _NEXT = user("How much is 2 + 2?"), user("And 3 + 3?")
-_SYSTEM = {"role": "system", "content": "You calculate."}
-_ONE = call({"expression": "2 + 2", "precision": 1})
-_TWO = call({"expression": "3 * 3"}, id="call00002")
-_NONE = call({}, "now")
-_NESTED = call({"expression": {"sum": [1, 2.5, None, True, 'ä\n"q"']}, "last": "word"})
-_TOOLS = [tool(), tool("now")]
+_DATA = cases_of(__file__)
 
 CASES = {
-    "plain": Case([_ASK, answer("It is four."), _NEXT], 1, "It is four."),
-    "system": Case([_SYSTEM, _ASK, answer("Four."), _NEXT], 2, "Four."),
-    "rounds": Case(
-        [_ASK, answer("Four."), _NEXT, answer("Six."), _ASK, answer("Still four."), _NEXT],
-        *(5, "Still four."),
-    ),
-    "unicode": Case([user("Wieviel? 日本語 🧮"), answer("Vier – 四 🎉"), user("Ünd?")], 1, "四 🎉"),
-    "lines": Case([_ASK, answer("First.\n\n  - 2\n  - 4"), user("\nOn.\n")], 1, "- 4"),
-    "parts": Case(
-        [
-            user([{"type": "text", "text": "How much"}, {"type": "text", "text": "is it?"}]),
-            answer("Four, in parts."),
-            user([{"type": "text", "text": "And"}, {"type": "text", "text": "then?"}]),
-        ],
-        *(1, "Four, in parts."),
-    ),
-    "tools_unused": Case([_SYSTEM, _ASK, answer("Four."), _NEXT], 2, "Four.", _TOOLS),
-    "call": Case([_ASK, answer(None, _ONE), result("4")], 1, "", _TOOLS),
-    "call_without_arguments": Case([_ASK, answer(None, _NONE), result("12:00")], 1, "", _TOOLS),
-    "call_of_nested": Case([_ASK, answer(None, _NESTED), result("4")], 1, "", _TOOLS),
-    "call_and_content": Case([_ASK, answer("I calculate.", _ONE), result("4")], 1, "", _TOOLS),
-    "parallel_calls": Case(
-        [_ASK, answer(None, _ONE, _TWO), result("4"), result("9", "call00002")], 1, "", _TOOLS
-    ),
-    "after_call": Case(
-        [_ASK, answer(None, _ONE), result("4"), answer("So it is 4."), _NEXT],
-        *(3, "So it is 4.", _TOOLS),
-    ),
-    "calls_in_rounds": Case(
-        [
-            *(_SYSTEM, _ASK, answer(None, _ONE), result("4")),
-            *(answer("Again.", _TWO), result("9", "call00002")),
-        ],
-        *(4, "", _TOOLS),
-    ),
-    "reasoning": Case([_ASK, answer("Four!", reasoning="2 and 2."), _NEXT], 1, "Four!"),
-    "reasoning_and_call": Case(
-        [_ASK, answer(None, _ONE, reasoning="2 and 2."), result("4")], 1, "", _TOOLS
-    ),
-    "thought_in_content": Case(
-        [_ASK, answer("<think>\n2 and 2.\n</think>\n\nIt is four."), _NEXT], 1, "It is four."
-    ),
-    "two_new": Case([_ASK, answer("It is four."), _NEXT, user("Or 4 + 4?")], 1, "It is four."),
+    name: Case(
+        [{"content": None, **_DATA["messages"][key]} for key in case["messages"].split()],
+        case["at"],
+        case["words"],
+        [tool(), tool("now")] if "tools" in case else None,
+    )
+    for name, case in _DATA["cases"].items()
 }
 """Shapes of conversations, by name."""

@@ -180,19 +180,7 @@ async def test_groups_of_our_own_environments_are_delivered_too(api: Api) -> Non
     assert (await api.get("/status"))["queue_size"] == 2
     _, native = (await api.get("/batch"))["batch"]
     assert list(native) == KEYS
-    assert (
-        native
-        | {
-            "tokens": [[1, 2, 3, 4, 5]] * 2,
-            "masks": [[-100, -100, 3, 4, 5]] * 2,
-            "inference_logprobs": [[1.0, 1.0, -0.25, -0.5, -0.75]] * 2,
-            "scores": [0.0, 1.0],
-            "overrides": [{"set_advantage_to_zero": True}] * 2,
-            "generation_params": {"temperature": 0.7},
-            "env_id": None,
-        }
-        == native
-    )
+    assert native | CASES["native"] | {"env_id": None} == native
     assert [messages[-1]["content"] for messages in native["messages"]] == ["2", "2"]
     # One that cannot be read holds up no batch.
     await api.register(batch_size=2)
@@ -218,19 +206,8 @@ async def test_how_our_own_groups_are_written_can_be_chosen(tmp_path: Path) -> N
 
 async def test_a_group_comes_out_as_it_went_in_with_all_keys(api: Api) -> None:
     await api.register(batch_size=2)
-    full = wire_group(
-        advantages=[[0.1, 0.2, 0.3]] * 2,
-        ref_logprobs=[[-1.0, -2.0, -3.0]] * 2,
-        inference_logprobs=[[1.0, -0.5, -0.25]] * 2,
-        messages=[[{"role": "odd", "content": [1, {"a": None}], "reward": 0.5, "more": "é"}]] * 2,
-        generation_params={"temperature": 0.7},
-        overrides=[{"set_advantage_to_zero": True}, {}],
-        group_overrides={"group_size": 2},
-        images={"any": ["thing"]},
-        env_id=None,
-        distill_token_ids=[[[1, 2]] * 3] * 2,
-        distill_logprobs=[[[-0.1, -0.2]] * 3] * 2,
-    )
+    said = {"role": "odd", "content": [1, {"a": None}], "reward": 0.5, "more": "é"}
+    full = wire_group(messages=[[said]] * 2, env_id=None, **CASES["full"])
     # Empty lists say none, as environments send them; advantages may be per sequence or per token.
     empty = {"advantages": [], "ref_logprobs": [], "messages": [], "overrides": [], "images": []}
     per_sequence, per_token = {"advantages": [[1.0], [-1.0]]}, {"advantages": [[1.0] * 4] * 2}

@@ -27,6 +27,7 @@ from envserver_records.proxies import proxy_of
 from envserver_records.servers import AsyncServersClient, ServersClient
 from rich.console import Console
 from support.api import Api, native_group, put_native, wire_group
+from support.cases import cases_of
 from support.commands import free_port
 from support.doors import Door, State, doors
 from support.waiting import until
@@ -202,29 +203,6 @@ def test_two_commands_that_start_together_make_the_tiny_model_once(
 # Proxies of the environment
 
 OUTSIDE = "http://server.example:8000"
-WAYS: list[tuple[dict[str, str], str, str | None]] = [
-    ({"HTTP_PROXY": "http://p:1"}, OUTSIDE, "http://p:1"),
-    ({"http_proxy": "p:1"}, OUTSIDE, "http://p:1"),
-    ({"HTTPS_PROXY": "http://p:1"}, OUTSIDE, None),
-    ({"HTTPS_PROXY": "http://p:1"}, "https://server.example", "http://p:1"),
-    ({"ALL_PROXY": "http://p:1", "HTTP_PROXY": "http://p:2"}, OUTSIDE, "http://p:2"),
-    ({"ALL_PROXY": "http://p:1"}, "http://8.8.8.8", "http://p:1"),
-    *(
-        ({"ALL_PROXY": "http://p:1"}, f"http://{host}:8000", None)
-        for host in (
-            *("127.0.0.1", "127.8.8.8", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0"),
-            *("10.1.2.3", "172.31.0.1", "192.168.1.1", "169.254.1.1", "[fd00::1]", "[fe80::1]"),
-            *("node-7", "db.internal", "printer.local"),
-        )
-    ),
-    *(
-        ({"ALL_PROXY": "http://p:1", "NO_PROXY": names}, "http://8.8.8.8:80", None)
-        for names in ("8.8.8.8", "9.9.9.9, 8.8.0.0/16", "8.8.8.0/24,x", "*", "8.8.8.8:80")
-    ),
-    ({"ALL_PROXY": "http://p:1", "NO_PROXY": "8.8.4.0/24,/,1/x"}, "http://8.8.8.8", "http://p:1"),
-    ({"ALL_PROXY": "http://p:1", "NO_PROXY": ".example"}, OUTSIDE, None),
-    ({"ALL_PROXY": "http://p:1", "NO_PROXY": "2a00::/16"}, "http://[2a00::7]", None),
-]
 
 
 @pytest.fixture
@@ -235,13 +213,13 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(("variables", "url", "proxy"), WAYS)
+@pytest.mark.parametrize(("variables", "url", "proxy"), cases_of(__file__)["proxies"])
 def test_which_requests_take_a_proxy(
-    no_proxy: pytest.MonkeyPatch, variables: dict[str, str], url: str, proxy: str | None
+    no_proxy: pytest.MonkeyPatch, variables: dict[str, str], url: str, proxy: str
 ) -> None:
     for name, value in variables.items():
         no_proxy.setenv(name, value)
-    assert proxy_of(url) == proxy
+    assert proxy_of(url) == (proxy or None)
 
 
 @pytest.mark.parametrize("proxy", ["http://u:secret@127.0.0.1:{port}", "socks5://127.0.0.1:{port}"])

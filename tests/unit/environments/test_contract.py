@@ -173,16 +173,7 @@ def test_rows_with_the_same_id_are_different_tasks(name: str, tmp_path: Path) ->
 
 
 THREE = ["red", "green", "blue"]
-LABELLED = [("A", "red"), ("B", "green"), ("C", "blue")]
-OPTIONS: list[dict[str, Any]] = [
-    {"options": THREE, "answer": "green"},
-    {"choice": THREE, "answer": "green"},
-    {"options": dict(LABELLED), "answer": "B"},
-    {"options": [{a: text} for a, text in LABELLED], "answer": "B"},
-    {"options": [[a, text] for a, text in LABELLED], "answer": "B"},
-    {"options": [{"label": a, "text": text} for a, text in LABELLED], "answer": "B"},
-    {"choices": [{"id": a, "text": text} for a, text in LABELLED], "answer": "B"},
-]
+OPTIONS = CASES["options"]
 """Options in the layouts of published sets."""
 
 
@@ -215,10 +206,7 @@ def test_options_are_read_in_all_layouts_and_counted_as_the_file_counts(
 
 
 def test_options_may_be_objects_in_lists_of_lists(tmp_path: Path) -> None:
-    for nested in (
-        [[{"aoVal": a, "content": text}] for a, text in LABELLED],
-        [[{"aoVal": a, "content": text} for a, text in LABELLED]],
-    ):
+    for nested in CASES["nested_options"]:
         rows = [{"problem": "Which?", "answer_option_list": nested, "answer_value": "B"}]
         for name in ("math", "video"):
             assert right_options(name, rows, tmp_path / "rows.jsonl") == ["green"]
@@ -246,30 +234,6 @@ def test_the_check_of_environments_passes(name: str) -> None:
     assert envserver.main(["check", "--env", name, "--tasks", "12"]) == 0
 
 
-PLAYS: dict[str, list[dict[str, Any]]] = {
-    "code": [{"mode": mode, "show_tests": "all"} for mode in ("single", "tools")],
-    "kuhn": [{}],
-    "math": [{"mode": mode} for mode in ("tools", "single", "seed0")],
-    "mhqa": [
-        {"mode": "tools", "scope": "corpus"},  # the agent searches on the server
-        *({"mode": m, "unanswerable": True} for m in ("tools", "text", "tags", "scripted")),
-    ],
-    "proposer_solver": [{}],
-    "router": [{"execute": True}, {"profile": "graph"}, {"profile": "coursegpt"}],
-    "scenarios": [{}],
-    "swe": [{"agent": agent} for agent in ("bash", "tools", "text")],
-    "tau": [
-        {"task_split": "base", **more}
-        for more in ({"user": "script"}, {"user": "model"}, {"protocol": "text"})
-    ],
-    "twenty_questions": [{}],
-    "video": [
-        {"mode": mode, "protocol": protocol}
-        for mode in ("single", "report", "star")
-        for protocol in ("tools", "text")
-    ],
-    "visual_counting": [{}],
-}
 MOST_PLAYED = {"code": 12, "kuhn": 12, "proposer_solver": 12, "visual_counting": 12}
 
 
@@ -277,7 +241,8 @@ MOST_PLAYED = {"code": 12, "kuhn": 12, "proposer_solver": 12, "visual_counting":
     ("name", "settings"),
     [
         pytest.param(name, one, id=f"{name}-{'-'.join(map(str, one.values()))}", marks=marks)
-        for name, several in PLAYS.items()
+        # mhqa searches on the server where its scope is the corpus
+        for name, several in CASES["plays"].items()
         for place, one in enumerate(several)
         for marks in [[pytest.mark.thorough] if name == "swe" and place else []]
     ],

@@ -14,20 +14,7 @@ from envserver import LimitReached, Message, Result
 
 CASES = cases_of(__file__)
 
-CAPTIONS = ["He walks.", "He walks.", "He opens a gate.", "A goose."]
-ROW = {
-    "question": "What does he do?",
-    "options": ["washes a cup", "opens the gate", "feeds a goose"],
-    "answer": 1,
-    "context": {
-        "captions": [
-            {"t0": 5 * place, "t1": 5 * place + 5, "text": text}
-            for place, text in enumerate(CAPTIONS)
-        ],
-        "transcript": [{"t0": 6, "t1": 8, "speaker": "he", "text": "Open up!"}],
-        "scene_graph": [{"t": 0, "triples": [["gate", "has color", "red"]]}],
-    },
-}
+ROW = CASES["row"]
 FINISH = call("finish", answer="B")
 """The right answer."""
 

@@ -112,24 +112,12 @@ def test_parsed_output_comes_from_a_schema_that_the_engine_is_sent(api: Api) -> 
 
 @pytest.mark.parametrize("api", [RESPONSES, MESSAGES], ids=repr)
 @STREAMED
-@pytest.mark.parametrize(
-    ("finish", "stop", "calls", "reason", "incomplete"),
-    [
-        ("stop", None, [], "end_turn", None),
-        ("stop", "</code>", [], "stop_sequence", None),
-        ("stop", None, CALLS, "tool_use", None),
-        ("stop", "</code>", CALLS, "tool_use", None),
-        ("tool_calls", None, CALLS, "tool_use", None),
-        ("length", None, [], "max_tokens", "max_output_tokens"),
-        ("length", None, CALLS, "max_tokens", "max_output_tokens"),
-        ("content_filter", None, [], "refusal", "content_filter"),
-        ("abort", None, [], "max_tokens", None),
-    ],
-)
+@pytest.mark.parametrize(("finish", "stop", "called", "reason", "incomplete"), CASES["stops"])
 def test_why_a_model_stopped_is_told(
-    api: Api, finish: str, stop: str | None, calls: list[Json], reason: str, incomplete: str | None,
+    api: Api, finish: str, stop: str | None, called: bool, reason: str, incomplete: str | None,
     streamed: bool,
 ) -> None:  # fmt: skip
+    calls = CALLS if called else []
     desk = Desk(api, chat_answer("Well", finish=finish, stop=stop, calls=calls))
     answer = api.create(desk, streamed)
     if api is MESSAGES:
@@ -189,23 +177,15 @@ def test_a_message_is_streamed_block_by_block() -> None:
     with MESSAGES.client(desk).messages.with_streaming_response.create(**asked) as response:
         told = [line for line in response.iter_lines() if line.startswith("data: ")]
     events = [orjson.loads(line.removeprefix("data: ")) for line in told]
-    starts, stops = "content_block_start", "content_block_stop"
-    assert [(e["type"], e.get("index"), e.get("delta", {}).get("type")) for e in events] == [
-        ("message_start", None, None),
-        ("ping", None, None),
-        (starts, 0, None),
-        ("content_block_delta", 0, "thinking_delta"),
-        ("content_block_delta", 0, "signature_delta"),
-        (stops, 0, None),
-        (starts, 1, None),
-        *[("content_block_delta", 1, "text_delta")] * 2,
-        (stops, 1, None),
-        (starts, 2, None),
-        ("content_block_delta", 2, "input_json_delta"),
-        (stops, 2, None),
-        ("message_delta", None, None),
-        ("message_stop", None, None),
-    ]
+    text = """message_start ping
+        content_block_start:0 content_block_delta:0:thinking_delta
+            content_block_delta:0:signature_delta content_block_stop:0
+        content_block_start:1 content_block_delta:1:text_delta content_block_delta:1:text_delta
+            content_block_stop:1
+        content_block_start:2 content_block_delta:2:input_json_delta content_block_stop:2
+        message_delta message_stop"""
+    parts = ([e["type"], e.get("index"), e.get("delta", {}).get("type")] for e in events)
+    assert [":".join(str(p) for p in part if p is not None) for part in parts] == text.split()
     assert events[0]["message"]["stop_reason"] is None
     assert events[-2]["usage"]["output_tokens"] == 7
 

@@ -18,45 +18,6 @@ from envserver.proxy import Capabilities
 
 CASES = cases_of(__file__)
 
-TOO_LONG = "prompt is too long: 4000 tokens > 2048 maximum"
-NO_ROOM = "input length and `max_tokens` exceed context limit: 2000 + 500 > 2048, decrease"
-MESSAGES = [
-    # vLLM, from old to new
-    ("This model's maximum context length is 2048 tokens. However, you requested 4500 tokens "
-     "(4000 in the messages, 500 in the completion). Please reduce the length.", TOO_LONG),
-    ("The decoder prompt (length 4000) is longer than the maximum model length of 2048.", TOO_LONG),
-    ("This model's maximum context length is 2048 tokens. However, you requested 0 output tokens "
-     "and your prompt contains at least 4000 input tokens.", TOO_LONG),
-    ("This model's maximum context length is 2048 tokens. However, your request has 2000 input "
-     "tokens plus 500 'max_tokens'.", NO_ROOM),
-    # SGLang
-    ("The input (4000 tokens) is longer than the model's context length (2048 tokens).", TOO_LONG),
-    ("Requested token count exceeds the model's maximum context length of 2048 tokens. You "
-     "requested a total of 2500 tokens: 2000 tokens from the input messages and 500 tokens for "
-     "the completion.", NO_ROOM),
-    # llama.cpp, OpenAI, the local engine, an engine that says no numbers
-    ("request (4000 tokens) exceeds the available context size (2048 tokens)", TOO_LONG),
-    ("This model's maximum context length is 2048 tokens. However, your messages resulted in 4000 "
-     "tokens.", TOO_LONG),
-    ("This model's maximum context length is 2048 tokens, and the prompt has 4000.", TOO_LONG),
-    ("The context window is full.", "prompt is too long: "),
-    # TGI, xAI, Gemini, Bedrock
-    ("Input validation error: `inputs` must have less than 2048 tokens. Given: 4000", TOO_LONG),
-    ("`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 4000 `inputs` tokens", TOO_LONG),
-    ("This model's maximum prompt length is 2048 but the request contains 4000 tokens.", TOO_LONG),
-    ("The input token count (4000) exceeds the maximum number of tokens allowed (2048).", TOO_LONG),
-    ("Input is too long for requested model.", "prompt is too long: "),
-    # Anthropic, DeepSpeed, ExLlamaV2
-    ("input length and `max_tokens` exceed context limit: 2000 + 500 > 2048, decrease input length "
-     "or `max_tokens` and try again", NO_ROOM),
-    ("prompt is too long: 4000 tokens > 2048 maximum", TOO_LONG),
-    ("Prompt length 4000 exceeds seq len 2048", TOO_LONG),
-    ("The prompt of 4000 tokens exceeds the sequence length of 2048", TOO_LONG),
-    ("Prompt exceeds max_seq_len (4000 > 2048)", TOO_LONG),
-    ("Requested tokens (4000) exceed context window of 2048", TOO_LONG),
-]  # fmt: skip
-
-
 BODIES = {
     "v1/chat/completions": {"messages": ASK},
     "v1/completions": {"prompt": "hi"},
@@ -137,7 +98,7 @@ async def test_a_body_that_nests_too_deep_is_refused(home: House) -> None:
 
 
 async def test_each_api_says_in_its_own_words_that_the_context_is_full(home: House) -> None:
-    for words, known in MESSAGES:
+    for words, known in CASES["full"]:
         attempt, _ = home.open()
         home.fake.faults.extend([(400, words)] * 3)
         for path in ("v1/chat/completions", "v1/responses", "v1/messages"):

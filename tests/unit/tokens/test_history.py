@@ -364,7 +364,8 @@ def test_rows_are_those_of_the_definition_and_train_every_sampled_token_once(
     assert trained == sum(len(c.completion_ids) for c in calls if c.exact and not c.flags)
 
 
-ROWS = tomllib.loads(Path(__file__).with_name("forests.toml").read_text())["rows"]
+FORESTS = tomllib.loads(Path(__file__).with_name("forests.toml").read_text())
+ROWS = FORESTS["rows"]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -383,22 +384,9 @@ still = settings(
 )
 
 
-@pytest.mark.parametrize(
-    ("was", "tail", "now", "expected"),
-    [
-        # The stop string of which only a part of the sampled tokens' text comes back.
-        ("x = 1\n", "</code>;", "x = 1\n</code>", ("appended", "")),
-        # Something else than what was sampled stands where the stop string stood.
-        ("x = 1\n", "</code>", "x = 1\n</end>", ("edited", "")),
-        ("I think", "", "I thing it over", ("edited", "")),
-        ("one two", "", "onetwo", ("edited", "")),
-        # Only reasoning was sampled: what the agent writes in its place is its own.
-        ("", "", "an answer", ("edited", "")),
-        ("", "Observation:", "Observation: 4", ("appended", " 4")),
-    ],
-)
-def test_open_answers(was: str, tail: str, now: str, expected: tuple[str, str]) -> None:
-    assert tuple(classify({"content": was}, {"content": now}, ended=False, tail=tail)) == expected
+@pytest.mark.parametrize(("was", "tail", "now", "expected"), FORESTS["open_answers"])
+def test_open_answers(was: str, tail: str, now: str, expected: list[str]) -> None:
+    assert list(classify({"content": was}, {"content": now}, ended=False, tail=tail)) == expected
 
 
 def test_deep_arguments_are_compared_as_text() -> None:
