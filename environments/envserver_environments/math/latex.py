@@ -62,6 +62,7 @@ _PRICE = re.compile(
     rf"([-+]?)\s*(?:({_CURRENCY})|{_TEXT}\{{\s*({_CURRENCY})\s*\}}){_SPACE}*([-+]?[\d.].*)"
 )
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
+_DIGITS = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 _REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}")
 _UNICODE = str.maketrans({
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ",
@@ -256,8 +257,10 @@ _PLAIN_PHRASE = re.compile(
 @lru_cache(maxsize=4096)
 def readable(latex: str) -> str:
     """Returns `latex` in a form that math-verify reads as TeX does."""
-    plain = _SUPERSCRIPT.sub(_raised, _STYLES.sub("", without_marks(latex))).translate(_UNICODE)
-    plain = plain.strip()
+    if _DIGITS.fullmatch(latex):
+        return latex
+    plain = _SUPERSCRIPT.sub(_raised, _STYLES.sub("", without_marks(latex)))
+    plain = plain.translate(_UNICODE).strip()
     if number := _NUMBER_IN_TEXT.fullmatch(plain) or _IN_BRACES.fullmatch(plain):
         plain = number[1].strip()
     for pattern, replacement in _SPELLINGS:
