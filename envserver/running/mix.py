@@ -1,4 +1,4 @@
-"""What a run is of: one environment with its settings, or several, each with its share."""
+"""The environments of a run: one with its settings, or several, each with its share."""
 
 from __future__ import annotations
 

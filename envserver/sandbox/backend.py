@@ -25,7 +25,7 @@ else:
 _SWEEP_SECONDS = 5.0
 _TOO_MANY = 2**31
 _LONGEST_PATH = 4096
-"""Of a directory that is counted: the time to open one grows with its depth."""
+"""Longest path of a directory that is counted; opening a deeper one takes ever longer."""
 _SOCKET_BYTES = 212992
 """Default socket buffer size of Linux; the filter keeps programs from asking for more."""
 

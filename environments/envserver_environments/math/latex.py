@@ -34,14 +34,14 @@ _WORDS = (  # noqa: SIM905 - read as a line
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
     " sixteen seventeen eighteen nineteen"
 ).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _POWERS = {
     "hundred": 2, "thousand": 3, "k": 3, "K": 3, "million": 6, "billion": 9, "trillion": 12,
 }  # fmt: skip
 
 _NUMBERS = dict(zip(_WORDS, range(20), strict=True)) | {
     f"{ten}{unit}": 10 * place + number
-    for place, ten in enumerate(_TENS, 2)
+    for place, ten in enumerate(_TENS.split(), 2)
     for number, unit in enumerate(["", *_WORDS[1:10]])
 }
 _NOTHING = "nosolution nosolutions norealsolution norealsolutions emptyset theemptyset"
@@ -57,7 +57,7 @@ _MEANINGS = {
     "allrealnumbers": "\\mathbb{R}", "allreals": "\\mathbb{R}",
     "infinity": "\\infty", "doesnotexist": "DNE", "onehalf": "\\frac{1}{2}",
 }  # fmt: skip
-"""What phrases mean, by their letters."""
+"""The meaning of a phrase in TeX; a key has the letters of its phrase only."""
 _PRICE = re.compile(
     rf"([-+]?)\s*(?:({_CURRENCY})|{_TEXT}\{{\s*({_CURRENCY})\s*\}}){_SPACE}*([-+]?[\d.].*)"
 )
@@ -110,7 +110,6 @@ _SPELLINGS = [
             r"\\\1\2 ",
         ),
         (r"(?<=[\w)}])\*\*(-?\d+|[a-z])", r"^{\1}"),
-        (r"\\zeta\s*\(\s*2\s*\)", r"\\frac{\\pi^2}{6}"),
         (r"\\degree(?![A-Za-z])|(?<=\d)\^\{?o\}?\Z|\^\{\s*\\circ\s*\}", r"^\\circ "),
         (r"(\d+)\s*\^\\circ\s*(\d+)'\Z", r"(\1+\\frac{\2}{60})^\\circ "),
         (

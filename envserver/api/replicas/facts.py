@@ -1,5 +1,5 @@
-"""What a server says of its part among those that share its store, and who sent a request that a
-follower passes on: one header, which only servers of the store know.
+"""The role of a server among those that share its store, and the header with which a follower names
+the sender of a request that it passes on.
 
 The header tells the leader the address and the scheme that the follower saw, so quotas, refused
 tokens and logs are about the client. It counts only with the leader's id, which only readers of
