@@ -150,7 +150,7 @@ class ScorerChannel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not a subclass
         # Its end closes the socket even where a child of it holds the socket open.
-        self._loop.add_reader(self._pidfd, self._channel.shutdown, socket.SHUT_RDWR)
+        self._loop.add_reader(self._pidfd, self._shut_down)
 
     def data_received(self, data: bytes) -> None:
         for answer in self._frames.feed(data):
@@ -159,6 +159,11 @@ class ScorerChannel(asyncio.Protocol):
                 self.end()
             elif not self._ends:
                 self._answer.set_result(answer[scorer_process.NUMBER_BYTES :])
+
+    def _shut_down(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        with suppress(OSError):  # closed by `started`, which was cancelled
+            self._channel.shutdown(socket.SHUT_RDWR)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._loop.remove_reader(self._pidfd)

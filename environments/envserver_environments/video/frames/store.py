@@ -240,7 +240,9 @@ async def _decoded(descriptor: int, t0: float, t1: float | None, limits: FrameLi
     if status == -signal.SIGXCPU or status == -signal.SIGKILL:
         raise Broken(f"decoding it takes more than {limits.cpu_seconds} seconds of processor time")
     if status:
-        raise Broken(f"the process that decoded it died (status {status})")
+        # A decoder that gets no memory may also crash.
+        most_mb = f"{limits.memory_mb} MB of memory"
+        raise Broken(f"the process that decoded it died (status {status}; it may take {most_mb})")
     return _read(told)
 
 
