@@ -142,7 +142,7 @@ async def iterated(**settings: Any) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def cancelled(kind: type[Leaving] = Leaving, **settings: Any) -> AsyncIterator[None]:
     call = asyncio.create_task(envserver.aio.process(kind, model="sim", **settings))
-    while not alive_with(settings["env"]["seconds"]):
+    while len(alive_with(settings["env"]["seconds"])) < 2:  # of tasks and services
         await asyncio.sleep(0.01)
     yield
     call.cancel()
