@@ -20,13 +20,11 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import Future
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
 from envserver_records.records import Group
 
-from ..workers.linux import killing_programs
 from . import python_api
 from .evaluating import Evaluation
 from .python_api import AnyEnvironment, Mix, ProcessResult, ScoreResult
@@ -164,11 +162,8 @@ class _Loop:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="envserver", daemon=True
         )
-        self._programs = killing_programs()
 
     def __enter__(self) -> _Loop:
-        resource_tracker.ensure_running()  # multiprocessing's own helper goes on
-        self._context = self._programs.__enter__()
         self._thread.start()
         return self
 
@@ -178,11 +173,10 @@ class _Loop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._programs.__exit__(None, None, None)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Runs `work` in the background."""
-        return self._context.run(asyncio.run_coroutine_threadsafe, work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` to its end; an interrupt (Ctrl-C) cancels it first."""

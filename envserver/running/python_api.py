@@ -14,14 +14,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import structlog
 from envserver_records.errors import ConfigError, UsageError
@@ -37,6 +46,7 @@ from ..registry.hosted import HostedEnvironment
 from ..rollouts.mixing import Share, targets
 from ..sandbox.places import temporary_folder
 from ..telemetry.log_lines import text_processors
+from ..workers.linux import killing_programs
 from . import replaying, rescoring, scoring, verifying
 from .evaluating import Choice, Evaluation, evaluate_members
 from .evaluating import Member as EvaluatedMember
@@ -77,6 +87,8 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=EnvironmentSettings)
 M = TypeVar("M", bound=MixSettings)
 T = TypeVar("T", bound=Section)
+R = TypeVar("R")
+P = ParamSpec("P")
 
 AnyEnvironment: TypeAlias = "str | Path | type[Environment[Any]] | Environment[Any]"
 """The name of an installed environment, a path (`my_env.py`, `my_env.py:Class`, a folder), an
@@ -259,6 +271,20 @@ class ScoreResult:
     summary: scoring.Summary
 
 
+def _ending_programs(
+    work: Callable[P, Coroutine[Any, Any, R]],
+) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Has programs that an environment's code starts in this process end with `work`."""
+
+    @functools.wraps(work)
+    async def call(*args: P.args, **settings: P.kwargs) -> R:
+        with killing_programs() as context:
+            return await asyncio.create_task(work(*args, **settings), context=context)
+
+    return call
+
+
+@_ending_programs
 async def process(
     environment: Mix, *, out: Path | str | None = None, **settings: Any
 ) -> ProcessResult:
@@ -304,15 +330,16 @@ async def groups(
     The run waits while nobody takes its groups. Closing the iterator cancels what is open.
     """
     finished: asyncio.Queue[Group] = asyncio.Queue(maxsize=1)
-    run = _group_run(environment, out, settings, finished.put, Stop())
-    task = asyncio.create_task(run.run(), name="envserver.groups")
-    try:
-        while (group := await _next_group(finished, task)) is not None:
-            yield group
-        await task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+    with killing_programs() as context:
+        run = context.run(_group_run, environment, out, settings, finished.put, Stop())
+        task = asyncio.create_task(run.run(), name="envserver.groups", context=context)
+        try:
+            while (group := await _next_group(finished, task)) is not None:
+                yield group
+            await task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 async def _next_group(finished: asyncio.Queue[Group], run: asyncio.Task[None]) -> Group | None:
@@ -380,15 +407,34 @@ async def serve(environment: Mix, **settings: Any) -> AsyncIterator[Server]:
         StoreError, EngineError: the store cannot be opened, or the engine does not answer.
     """
     stop = Stop()
-    async with _opened(members_of(ServeSettings, environment, settings)) as opened:
-        task = asyncio.create_task(_served(opened, stop), name="envserver.serve")
+    opening: asyncio.Future[Serving | RayServing] = asyncio.get_running_loop().create_future()
+    with killing_programs() as context:
+        work = _serve(environment, settings, stop, opening)
+        task = asyncio.create_task(work, name="envserver.serve", context=context)
+        either: list[asyncio.Future[Any]] = [opening, task]
         try:
-            yield Server(opened.url, opened.model_url, stop, task)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                opened = opening.result()
+                yield Server(opened.url, opened.model_url, stop, task)
         finally:
-            if not task.done():
+            if not opening.done():
+                task.cancel()
+            elif not task.done():
                 stop.at_once()
             await asyncio.wait([task])
     task.result()
+
+
+async def _serve(
+    environment: Mix,
+    settings: Mapping[str, Any],
+    stop: Stop,
+    opening: asyncio.Future[Serving | RayServing],
+) -> Served:
+    async with _opened(members_of(ServeSettings, environment, settings)) as opened:
+        opening.set_result(opened)
+        return await opened.run(stop, lambda line: None)
 
 
 def _opened(
@@ -402,10 +448,7 @@ def _opened(
     return ray_serving(members)
 
 
-async def _served(opened: Serving | RayServing, stop: Stop) -> Served:
-    return await opened.run(stop, lambda line: None)
-
-
+@_ending_programs
 async def evaluate(
     environment: Mix, *, out: Path | str | None = None, **settings: Any
 ) -> Evaluation:
@@ -448,6 +491,7 @@ def choice_of(settings: EvaluateSettings) -> Choice:
     )
 
 
+@_ending_programs
 async def score(
     environment: AnyEnvironment,
     rows: Path | str | Iterable[Mapping[str, Any]],
@@ -483,6 +527,7 @@ async def score(
     return ScoreResult(scored, summary)
 
 
+@_ending_programs
 async def rescore(
     environment: AnyEnvironment,
     source: Path | str | Sequence[Path | str],
@@ -520,6 +565,7 @@ async def rescore(
     )
 
 
+@_ending_programs
 async def replay(
     source: Path | str,
     rollout: str,

@@ -33,6 +33,7 @@ _RLIMIT_LOCKS = 10
 """A limit that the kernel keeps and inherits, but does not apply."""
 _STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
 _run: ContextVar[int] = ContextVar("run", default=0)
+_ended: set[int] = set()
 _WATCH = """
 import os, select, signal, sys, time
 if os.fork():
@@ -150,29 +151,56 @@ def kill_programs_at_end() -> None:
 @contextmanager
 def killing_programs() -> Iterator[Context]:
     """Yields a context: every program that code in it starts is killed at the end of the block, or
-    of this process. Programs that other code of this process starts go on."""
+    of this process; later it can start none. Programs of other code of this process go on."""
     _mark_programs()
-    mark = str(secrets.randbits(62))
+    mark = secrets.randbits(62)
     context = copy_context()
-    context.run(_run.set, int(mark))
-    _kill_at_end(mark)
+    context.run(_run.set, mark)
+    _kill_at_end(str(mark))
     try:
         yield context
     finally:
-        kill_marked(mark)
+        _ended.add(mark)
+        kill_marked(str(mark))
 
 
 @cache
 def _mark_programs() -> None:
     """Has each program begin with the mark of the run whose code starts it, or with none."""
+    import _posixsubprocess
+    import subprocess
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # all runs share it
     unmarked, most = resource.getrlimit(_RLIMIT_LOCKS)
+
+    def limit(mark: int) -> None:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(_RLIMIT_LOCKS, (mark, most))
 
     def mark(event: str, _: tuple[Any, ...]) -> None:
         if event in _STARTS:
-            with suppress(OSError, ValueError):
-                resource.setrlimit(_RLIMIT_LOCKS, (_run.get() or unmarked, most))
+            if (run := _run.get()) in _ended:
+                raise RuntimeError("The call of envserver that starts this program has ended.")
+            limit(run or unmarked)
+
+    def start(*arguments: Any) -> int:
+        mark("subprocess.Popen", ())
+        try:
+            return fork_exec(*arguments)
+        finally:
+            limit(unmarked)
+
+    def keep_mark() -> None:
+        nonlocal unmarked
+        unmarked = resource.getrlimit(_RLIMIT_LOCKS)[0]
 
     sys.addaudithook(mark)
+    os.register_at_fork(after_in_parent=lambda: limit(unmarked), after_in_child=keep_mark)
+    # multiprocessing starts programs with it, without an audit event.
+    fork_exec = _posixsubprocess.fork_exec
+    _posixsubprocess.fork_exec = start
+    subprocess._fork_exec = start  # type: ignore[attr-defined]
 
 
 def _kill_at_end(mark: str) -> None:

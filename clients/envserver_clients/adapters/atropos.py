@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 
 import httpx
 import msgspec
-from envserver_records import ConflictError, InputError
+from envserver_records import ConflictError, InputError, NotFoundError
 from envserver_records.servers import ServersClient
 from envserver_records.urls import Urls, authorization
 
@@ -26,6 +26,7 @@ from envserver_clients.protocol import (
     Retries,
     checked,
     new_key,
+    object_of,
     pause_before_next,
     retries_for,
 )
@@ -139,6 +140,13 @@ class AtroposTrainerClient:
         lease_id = batch.lease_id if isinstance(batch, Batch) else batch
         if lease_id:
             self._send("POST", "/ack", json={"lease_id": lease_id})
+
+    def status(self) -> dict[str, Any]:
+        """Returns GET /v1/status; {} from a server that has none, such as atroposlib's."""
+        try:
+            return object_of(self._send("GET", "/v1/status"))
+        except NotFoundError:
+            return {}
 
     def _batch(self, answer: Answer) -> Batch | None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -45,20 +46,23 @@ class Source(Protocol):
         """Acknowledges a batch; `checkpoint` contains what was learned from it."""
 
 
-class NativeSource:
-    """Leases batches of a run: see `envserver_clients.http`.
+class _Leasing(ABC):
+    """Leases batches, and judges what the server drops while none comes.
 
     Args:
         client: an open client.
         idle_seconds: end after this time without a batch.
-        sampling: replace groups whose advantages by these rules are all 0; None: keep them.
         groups: per batch.
         guard: how many batches in a row may be replaced as a whole, or dropped by the server.
+        sampling: replace groups whose advantages by these rules are all 0 (native wire only); None:
+            keep them.
     """
+
+    _client: SyncEnvClient | AtroposTrainerClient
 
     def __init__(
         self,
-        client: SyncEnvClient,
+        client: SyncEnvClient | AtroposTrainerClient,
         *,
         idle_seconds: float,
         groups: int = 8,
@@ -71,6 +75,47 @@ class NativeSource:
         self._dropped: Counter[str] | None = None
         self._sampling = sampling
         self._guard = Guard(guard or GuardSettings())
+
+    def batches(self) -> Iterator[Batch]:
+        """See Source.
+
+        Raises:
+            NothingLearned: all groups of too many batches in a row were replaced or dropped.
+        """
+        last = time.monotonic()
+        while time.monotonic() - last < self._idle_seconds:
+            # Short waits: a trainer that must stop should not wait long for the answer.
+            if batch := self._client.lease(wait_seconds=_WAIT_SECONDS):
+                if self._takes(batch):
+                    self._guard.judge({})
+                    yield batch
+                self._dropped = None
+                last = time.monotonic()
+            else:
+                self._judge_dropped()
+
+    @abstractmethod
+    def _takes(self, batch: Batch) -> bool:
+        """Returns whether to learn from `batch`; gives it back otherwise."""
+
+    def _judge_dropped(self) -> None:
+        """Judges the groups that the server dropped since the last batch, a batch at a time."""
+        server = self._client.status().get("server", {})
+        dropped = Counter(server.get("groups_dropped"))
+        before = dropped if self._dropped is None else self._dropped
+        new = dropped - before
+        if enough := new.total() >= self._groups:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in new.most_common())
+            if failure := server.get("latest_failure"):
+                reasons += f"; latest failure: {failure}"
+            self._guard.judge({SKIPPED: "dropped", "reasons": reasons})
+        self._dropped = dropped if enough else before
+
+
+class NativeSource(_Leasing):
+    """Leases batches of a run: see `envserver_clients.http`."""
+
+    _client: SyncEnvClient
 
     def resume(self, saved: CheckpointInfo) -> None:
         if saved.step == 0:
@@ -95,28 +140,15 @@ class NativeSource:
         except EnvserverError as error:
             log.warning("lease %s is not acknowledged again: %s", saved.lease_id, error)
 
-    def batches(self) -> Iterator[Batch]:
-        """See Source.
-
-        Raises:
-            NothingLearned: all groups of too many batches in a row were replaced or dropped.
-        """
-        last = time.monotonic()
-        while time.monotonic() - last < self._idle_seconds:
-            # Short waits: a trainer that must stop should not wait long for the answer.
-            if batch := self._client.lease(wait_seconds=_WAIT_SECONDS):
-                if not self._is_usable(batch):
-                    self._client.ack(batch)
-                elif self._replaces(batch):
-                    # The others are the first of the next lease.
-                    self._client.nack(batch, reason="dynamic sampling")
-                else:
-                    self._guard.judge({})
-                    yield batch
-                self._dropped = None
-                last = time.monotonic()
-            else:
-                self._judge_dropped()
+    def _takes(self, batch: Batch) -> bool:
+        if not self._is_usable(batch):
+            self._client.ack(batch)
+            return False
+        if self._replaces(batch):
+            # The others are the first of the next lease.
+            self._client.nack(batch, reason="dynamic sampling")
+            return False
+        return True
 
     def _is_usable(self, batch: Batch) -> bool:
         """Sets groups aside that cannot be read; returns whether any are left."""
@@ -143,19 +175,6 @@ class NativeSource:
         self._guard.judge({SKIPPED: "equal", "reward_mean": mean} if is_waste else {})
         return bool(equal)
 
-    def _judge_dropped(self) -> None:
-        """Judges the groups that the server dropped since the last batch, a batch at a time."""
-        server = self._client.status().get("server", {})
-        dropped = Counter(server.get("groups_dropped"))
-        before = dropped if self._dropped is None else self._dropped
-        new = dropped - before
-        if enough := new.total() >= self._groups:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in new.most_common())
-            if failure := server.get("latest_failure"):
-                reasons += f"; latest failure: {failure}"
-            self._guard.judge({SKIPPED: "dropped", "reasons": reasons})
-        self._dropped = dropped if enough else before
-
     def done(self, batch: Batch, checkpoint: str | None) -> None:
         self._client.ack(batch, checkpoint=checkpoint)
 
@@ -176,16 +195,14 @@ def _unreadable(group: ClientGroup) -> str:
     return ""
 
 
-class AtroposSource:
+class AtroposSource(_Leasing):
     """Fetches batches over the Atropos wire.
 
     The server remembers what was fetched, not what a checkpoint contains: after a restart the
     unacknowledged batch comes again; acknowledged batches since the checkpoint are lost.
     """
 
-    def __init__(self, client: AtroposTrainerClient, *, idle_seconds: float) -> None:
-        self._client = client
-        self._idle_seconds = idle_seconds
+    _client: AtroposTrainerClient
 
     def resume(self, saved: CheckpointInfo) -> None:
         if saved.lease_id:
@@ -194,11 +211,10 @@ class AtroposSource:
             except EnvserverError as error:
                 log.warning("lease %s is not acknowledged again: %s", saved.lease_id, error)
 
-    def batches(self) -> Iterator[Batch]:
-        for batch in self._client.batches(idle_seconds=self._idle_seconds):
-            if unread := _unread(batch):
-                log.error("groups are left out: %s", "; ".join(unread.values()))
-            yield batch
+    def _takes(self, batch: Batch) -> bool:
+        if unread := _unread(batch):
+            log.error("groups are left out: %s", "; ".join(unread.values()))
+        return True
 
     def done(self, batch: Batch, checkpoint: str | None) -> None:
         self._client.ack(batch)
@@ -221,7 +237,10 @@ def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, Sy
             retries=_PATIENT,
         )
         stack.enter_context(stock)
-        return AtroposSource(stock, idle_seconds=idle_seconds), None
+        source = AtroposSource(
+            stock, idle_seconds=idle_seconds, groups=settings.groups, guard=settings.guard()
+        )
+        return source, None
     client = SyncEnvClient(
         settings.server,
         run=settings.run,
@@ -233,11 +252,11 @@ def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, Sy
     )
     stack.enter_context(client)
     sampling = settings.examples().advantages if settings.dynamic_sampling else None
-    source = NativeSource(
+    native = NativeSource(
         client,
         idle_seconds=idle_seconds,
         groups=settings.groups,
         sampling=sampling,
         guard=settings.guard(),
     )
-    return source, client
+    return native, client

@@ -10,12 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.records import Batch, ClientGroup
 from envserver_clients.training.advantages import AdvantageSettings
 from envserver_clients.training.checkpoints import CheckpointInfo
 from envserver_clients.training.guard import GuardSettings, NothingLearned
 from envserver_clients.training.settings import TrainerSettings, from_flags
-from envserver_clients.training.sources import NativeSource, open_source
+from envserver_clients.training.sources import AtroposSource, NativeSource, open_source
 from support.commands import free_port, running
 
 
@@ -50,7 +51,10 @@ def test_a_trainer_whose_groups_are_all_replaced_ends() -> None:
         next(source.batches())
 
 
-def test_a_trainer_whose_server_drops_all_groups_ends() -> None:
+@pytest.mark.parametrize("wire", [NativeSource, AtroposSource])
+def test_a_trainer_whose_server_drops_all_groups_ends(
+    wire: type[NativeSource | AtroposSource],
+) -> None:
     status: dict[str, Any] = {"groups_dropped": {"incomplete": 0}, "latest_failure": "No Score."}
 
     def lease(**_: object) -> None:
@@ -58,10 +62,20 @@ def test_a_trainer_whose_server_drops_all_groups_ends() -> None:
 
     client: Any = SimpleNamespace(lease=lease, status=lambda: {"server": status})
     guard = GuardSettings(waste_patience=2)
-    source = NativeSource(client, idle_seconds=60, groups=10, guard=guard)
+    source = wire(client, idle_seconds=60, groups=10, guard=guard)
     with pytest.raises(NothingLearned, match=r"\(10 incomplete; .*No Score.* 2 batches in a row"):
         next(source.batches())
     assert status["groups_dropped"] == {"incomplete": 25}
+
+
+def test_an_atropos_server_without_a_status_says_nothing_of_dropped_groups() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        known = request.url.path == "/register"
+        return httpx.Response(200 if known else 404, json={"detail": "Not Found"})
+
+    transport = httpx.MockTransport(answer)
+    with AtroposTrainerClient("http://127.0.0.1:1", group_size=2, transport=transport) as client:
+        assert client.status() == {}
 
 
 def unreadable(group_id: str) -> ClientGroup:

@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,7 @@ from support.commands import read_jsonl, until
 from support.echo import IDS, AnyIds, Echo
 from support.extent import examples
 from support.in_process import Run
-from support.process_tree import alive_with, marked
+from support.process_tree import alive, alive_with, marked
 from support.waiting import PATIENCE
 
 import envserver
@@ -100,22 +104,111 @@ class Leaving(Echo):
         self.leave()
 
 
-def test_programs_of_a_run_end_with_it_and_those_of_its_caller_go_on() -> None:
-    env, own = {**SIM["env"], "seconds": marked()}, marked()
-    with contextlib.ExitStack() as stack:
-        for _ in envserver.groups(Leaving, model="sim", env=env):
-            stack.callback(subprocess.Popen(["sleep", own]).kill)
-            assert len(alive_with(env["seconds"])) >= 4  # of tasks, services and two requests
-        assert (len(alive_with(env["seconds"])), len(alive_with(own))) == (0, 2)
+class Late(Leaving):
+    """Starts a program when its run has ended."""
+
+    class Config(Leaving.Config):
+        ended: str = ""
+
+    def tasks(self, split: str) -> Any:
+        self.leave()
+        ended = Path(self.config.ended)
+        until(ended.exists, str)
+        try:
+            self.leave()
+        except RuntimeError as error:
+            ended.write_text(str(error))
+        yield from super().tasks(split)
 
 
-def test_programs_of_a_run_end_with_its_process() -> None:
+Call = Callable[..., contextlib.AbstractAsyncContextManager[None]]
+
+
+@contextlib.asynccontextmanager
+async def blocking(**settings: Any) -> AsyncIterator[None]:
+    with contextlib.closing(envserver.groups(Leaving, model="sim", **settings)) as groups:
+        next(groups)
+        yield
+
+
+@contextlib.asynccontextmanager
+async def iterated(**settings: Any) -> AsyncIterator[None]:
+    taken = envserver.aio.groups(Leaving, model="sim", **settings)
+    async with contextlib.aclosing(taken) as groups:
+        await anext(groups)
+        yield
+
+
+@contextlib.asynccontextmanager
+async def cancelled(kind: type[Leaving] = Leaving, **settings: Any) -> AsyncIterator[None]:
+    call = asyncio.create_task(envserver.aio.process(kind, model="sim", **settings))
+    while len(alive_with(settings["env"]["seconds"])) < 2:  # of tasks and services
+        await asyncio.sleep(0.01)
+    yield
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+@contextlib.asynccontextmanager
+async def served(**settings: Any) -> AsyncIterator[None]:
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(KeyError):
+        where = {"store": f"{folder}/groups.db", "server": {"port": 0}}
+        async with envserver.aio.serve(Leaving, model="sim", **where, **settings):
+            yield
+            raise KeyError
+
+
+@contextlib.contextmanager
+def of_the_caller() -> Iterator[list[Any]]:
+    """A program of the caller, and a process of multiprocessing."""
+    program = subprocess.Popen(["sleep", "3600"])
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600,))
+    process.start()
+    try:
+        yield [program.pid, process.pid]
+    finally:
+        program.kill()
+        process.kill()
+
+
+@pytest.mark.parametrize("call", [blocking, iterated, cancelled, served])
+async def test_programs_of_a_run_end_with_it_and_those_of_its_caller_go_on(call: Call) -> None:
+    env = {"total_steps": 1000, "group_size": 2}
+    one, other = marked(), marked()
+    async with contextlib.AsyncExitStack() as stack:
+        own = stack.enter_context(of_the_caller())
+        async with call(env={**env, "seconds": one}):
+            async with call(env={**env, "seconds": other}):
+                assert alive_with(one) and alive_with(other)
+                own += stack.enter_context(of_the_caller())
+            assert alive_with(one) and not alive_with(other)
+        assert not alive_with(one) and all(map(alive, own)) and len(own) == 4
+
+
+async def test_a_program_is_not_started_when_its_run_has_ended(tmp_path: Path) -> None:
+    seconds, ended = marked(), tmp_path / "ended"
+    async with cancelled(Late, env={"seconds": seconds, "ended": str(ended)}):
+        pass
+    ended.touch()
+    assert "has ended" in until(ended.read_text, str)
+    assert not alive_with(seconds)
+
+
+@pytest.mark.parametrize("api", ["envserver", "envserver.aio"])
+def test_programs_of_a_run_end_with_its_process(api: str) -> None:
     seconds = marked()
-    program = (
-        "import os, envserver, test_python_api\n"
-        f"settings = {{'model': 'sim', 'env': {{'group_size': 2, 'seconds': {seconds!r}}}}}\n"
-        "for _ in envserver.groups(test_python_api.Leaving, **settings): os.kill(os.getpid(), 9)\n"
-    )
+    program = f"""
+import asyncio, os, envserver, test_python_api
+
+async def run():
+    settings = {{"model": "sim", "env": {{"group_size": 2, "seconds": {seconds!r}}}}}
+    groups = {api}.groups(test_python_api.Leaving, **settings)
+    await anext(groups) if hasattr(groups, "aclose") else next(groups)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(run())
+"""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     killed = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, check=False
