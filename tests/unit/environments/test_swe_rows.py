@@ -164,7 +164,7 @@ async def test_rows_that_cannot_be_run_are_counted(
             FAIL_TO_PASS=["tests/test_core.py::test_x"]
         ),
         "No known field of the row has its base_commit or patch or test_patch or FAIL_TO_PASS"
-        " (its fields: problem_statement (empty), issue, repo)": {
+        " (its fields: problem_statement, issue, repo)": {
             "problem_statement": "",
             "issue": "x",
             "repo": "acme/tool",
