@@ -87,7 +87,7 @@ def test_on_postgresql_each_of_two_trainers_gets_every_group_exactly_once(
 
 @pytest.mark.parametrize(
     ("faults", "servers"),
-    [pytest.param(6, 2, marks=pytest.mark.thorough), pytest.param(200, 3, marks=pytest.mark.slow)],
+    [pytest.param(6, 2, marks=pytest.mark.thorough), pytest.param(500, 3, marks=pytest.mark.slow)],
 )
 def test_several_servers_on_one_postgresql_lose_nothing_and_repeat_nothing(
     faults: int, servers: int, tmp_path: Path, postgres: Postgres, tell: Callable[[str], None]

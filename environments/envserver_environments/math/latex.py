@@ -7,6 +7,7 @@ understands: braces around the arguments of `\frac` and `\sqrt`, plain numbers o
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import lru_cache
 from typing import NamedTuple
@@ -135,6 +136,8 @@ _SPELLINGS = [
         (r",\s*(?=\\l(?:or|and)(?![A-Za-z]))", ""),
         (r"_\{\s*(\w)\s*\}", r"_\1"),
         (r"(?<!\\)~", " "),
+        (r"\\(vec|hat|tilde|over(?:line|rightarrow))\s+([A-Za-z])(?![A-Za-z])", r"\\\1{\2}"),
+        (r"(?<=[\dn)])!=", "! ="),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"\\(?:text)?color\s*\{\w+\}", ""),
         (rf"\A\\(?:boldsymbol|bm|mathbf|underline)\s*\{{({_NESTED})\}}\Z", r"\1"),
@@ -188,7 +191,6 @@ _NAME = re.compile(
     r"\s*(?:[A-Za-z]|\\[A-Za-z]+(?:\{[^{}]*\})?)(?:_(?:\w|\{[^{}]*\}))?'*\s*"
     r"(?:(?:\^\{-1\})?\((?:[^()]|\([^()]*\))*\))?\s*"
 )
-_NUMBER = re.compile(r"\s*-?[\d.,]+\s*")
 _VARIABLE = r"(?:[A-Za-df-hj-z]|\\(?!pi\b|infty\b|[lg]eq?\b)[a-z]+)(?![A-Za-z])(?:_\w)?"
 _UNKNOWN = re.compile(rf"\s*({_VARIABLE})\s*")
 _SET = re.compile(r"\s*\\\{(?:(?!\\mid|[|:()]).)*\\\}\s*", re.DOTALL)
@@ -211,6 +213,9 @@ _DOTS = re.compile(r"\\[lc]?dots|\.\.\.")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _ASSIGNED = re.compile(rf"\s*({_VARIABLE})\s*=([^=<>]*)")
 _NAMED_TUPLE = re.compile(rf"\s*\(((?:{_VARIABLE}|[,\s])*)\)\s*=\s*(?=\()")
+_OPERATORS = {"land": "&", "lor": "|", "cap": "&", "cup": "|", "neg": "~", "lnot": "~"}
+_LOGIC = re.compile(rf"\\({'|'.join(_OPERATORS)})(?![A-Za-z])")
+_OF_NAMES = re.compile(r"(?=.*[&|])[A-Za-z\s()&|~]{1,200}")
 _DIRECTIONS = {"<": "<", "\\lt": "<", ">": ">", "\\gt": ">"}
 _BASE = re.compile(
     rf"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{{2,}})\)?_(?:(\w)|\{{?\s*(?:{_TEXT}\{{)?\s*(\w+)\s*\}}?\s*\}})"
@@ -421,6 +426,23 @@ def same_in_base(gold: str, answer: str) -> bool | None:
     return None if wanted is None and given is None else wanted == given
 
 
+def same_logic(gold: str, answer: str) -> bool | None:
+    r"""Compares `p \land \neg q` with `\neg q \land p`, and the like for sets, in any order.
+
+    None if one of them has another form.
+    """
+    wanted, given = (
+        _LOGIC.sub(lambda found: _OPERATORS[found[1]], text) for text in (gold, answer)
+    )
+    if not (_OF_NAMES.fullmatch(wanted) and _OF_NAMES.fullmatch(given)):
+        return None
+    try:
+        one, other = (ast.parse(text.strip(), mode="eval").body for text in (wanted, given))
+    except SyntaxError:
+        return None
+    return _in_order(one) == _in_order(other)
+
+
 def same_residues(gold: str, answer: str) -> bool | None:
     r"""Compares `x \equiv 3 \pmod 7` with a class or a residue; None if both are something else."""
     wanted, given = _residues(gold), _residues(answer)
@@ -461,10 +483,7 @@ def forms_differ(gold: str, answer: str) -> bool:
     kinds = [
         pattern for text in (gold, answer) for pattern in (_SET, _TUPLE) if pattern.fullmatch(text)
     ]
-    if len(set(kinds)) == 2:
-        return True
-    sides = _EQUAL.split(answer)
-    return len(sides) == 2 and all(map(_NUMBER.fullmatch, sides)) and sides[0] != sides[1]
+    return len(set(kinds)) == 2
 
 
 def _raised(found: re.Match[str]) -> str:
@@ -494,6 +513,24 @@ def _fraction(found: re.Match[str]) -> str:
     before = int(f"0{whole}{fixed}")
     after = int(f"{before}{repeated}")
     return f"\\frac{{{after - before}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
+
+
+def _in_order(formula: ast.expr) -> str:
+    """Returns a formula with the operands of each operator in alphabetical order."""
+    match formula:
+        case ast.BinOp(left, operator, right):
+            kind = type(operator)
+            waiting, operands = [left, right], list[str]()
+            while waiting:
+                operand = waiting.pop()
+                if isinstance(operand, ast.BinOp) and type(operand.op) is kind:
+                    waiting += [operand.left, operand.right]
+                else:
+                    operands.append(_in_order(operand))
+            return f"{kind.__name__}({', '.join(sorted(operands))})"
+        case ast.UnaryOp(operand=operand):
+            return f"not({_in_order(operand)})"
+    return ast.unparse(formula)
 
 
 def _residues(latex: str) -> tuple[int, set[int]] | None:

@@ -102,6 +102,11 @@ class _Reader:
 
     def _power(self) -> complex:
         value = self._atom()
+        if self._peek() == "!":
+            self._at += 1
+            if value not in range(13) or self._peek() == "!":
+                raise ValueError("no number that is known, or a double factorial")
+            value = math.factorial(int(value.real))
         if self._peek() != "^":
             return value
         self._at += 1

@@ -40,6 +40,7 @@ from .latex import (
     readable,
     same_family,
     same_in_base,
+    same_logic,
     same_residues,
     same_words,
     without_marks,
@@ -65,6 +66,10 @@ _SMALL, _NEAR = Fraction(1, 10), Fraction(5, 1_000_000)
 """Below the first, rounding to six decimals makes different numbers equal; they may differ by the
 second of themselves, which is what it allows for a number as large as the first."""
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
+_EQUAL = re.compile(r"(?<![<>!:])=")
+_NAMES = re.compile(r"\\?[A-Za-z]+(?:_\w)?")
+_OPERATIONS = {"\\frac", "\\sqrt", "\\cdot", "\\times", "\\pi", "e"}
+_FUNCTION_OR_SIZE = re.compile(r"[A-Za-z]\s*\(|\|")
 _PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%", re.DOTALL)
 _BLANK = re.compile(r"\s+(?!\w)|(?<!\w)\s+")
 """Blanks that do not hold two words or numbers apart."""
@@ -115,12 +120,13 @@ def compare(gold: str, answer: str, *, lenient: bool = False, in_percent: bool =
     ratio = conversion(own, unit)
     if ratio is None or changes_number(own) or wanted.count("'") != given.count("'"):
         return Verdict.DIFFERENT
-    if (alike := same_residues(wanted, given)) is not None:
-        return Verdict.EQUAL if alike else Verdict.DIFFERENT
+    for compared in (same_residues, same_logic):
+        if (alike := compared(wanted, given)) is not None:
+            return Verdict.EQUAL if alike else Verdict.DIFFERENT
     asked = as_asked(wanted, given)
-    if asked is None or forms_differ(*asked):
+    if asked is None or forms_differ(*asked) or (result := _result(*asked)) is None:
         return Verdict.DIFFERENT
-    wanted, given = asked
+    wanted, given = asked[0], result
     one, other = plain_number(wanted), plain_number(given)
     if one is not None and other is not None:
         # Also what math-verify says. Between the two it rounds, and is asked.
@@ -147,6 +153,30 @@ def _decided(gold: str, answer: str) -> bool | None:
     gold, answer = without_marks(gold), without_marks(answer)
     alike = same_words(gold, answer)
     return same_in_base(gold, answer) if alike is None else alike
+
+
+def _result(gold: str, answer: str) -> str | None:
+    """Returns `answer`, or its last side if that is a plain number and the gold no equation.
+
+    None if it is wrong or not solved, such as `1+1=3` or `2x=3` for the gold 3. To math-verify the
+    last side of any equation is the answer.
+    """
+    *sides, last = _EQUAL.split(answer)
+    if not sides or _EQUAL.search(gold):
+        return answer
+    value = value_of(last)
+    rounding = 10 ** -len(last.strip().partition(".")[2]) if "." in last else 0
+    for side in map(str.strip, sides):
+        names = {*_NAMES.findall(side)} - _OPERATIONS
+        own = None if _FUNCTION_OR_SIZE.search(side) else value_of(side)
+        if own is None or side in names:
+            continue
+        if names:
+            if len(sides) == len(names) == 1:
+                return None
+        elif value is not None and values_differ(own, value) and abs(own - value) > rounding:
+            return None
+    return answer if "," in "".join(sides) or plain_number(last) is None else last
 
 
 def _in_radians(value: str, unit: str, other: str, other_unit: str) -> tuple[str, str]:
