@@ -19,7 +19,7 @@ _FRACTION = (
     rf"(?:\d+\s*)?\\[dtc]?frac\s*\{{\s*{_INTEGER}\s*\}}\s*\{{\s*{_INTEGER}\s*\}}|\d+\s*/\s*\d+"
 )
 _LITERAL = re.compile(
-    rf"(?:[A-Za-z]\s*=)?\s*(?:[-+]\s*)?(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})(?:\s*\\?%)?\s*"
+    rf"(?:[^=]*[A-Za-z][^=!<>]*=)?\s*(?:[-+]\s*)?(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})(?:\s*\\?%)?\s*"
 )
 
 _PLAIN = re.compile(
@@ -96,7 +96,7 @@ def is_number_literal(answer: str) -> bool:
 
     An integer with optional commas, a decimal, a fraction of integers (also mixed), a power of ten
     or a number times one; each with an optional sign, dollar sign, percent sign, `\text{unit}` or
-    degree sign, and an optional `x =` before it.
+    degree sign, and an optional `x =` or `f(2) =` before it.
     """
     value, unit = quantity(readable(answer) if len(answer) <= 300 else "")
     return _LITERAL.fullmatch(value) is not None and not changes_number(unit)
