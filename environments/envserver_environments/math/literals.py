@@ -18,8 +18,9 @@ _NUMBER = rf"(?:\d+(?:,\d+)*(?:\.\d*)?|\.\d+)(?:\s*(?:\\times|\\cdot|\*)\s*{_EXP
 _FRACTION = (
     rf"(?:\d+\s*)?\\[dtc]?frac\s*\{{\s*{_INTEGER}\s*\}}\s*\{{\s*{_INTEGER}\s*\}}|\d+\s*/\s*\d+"
 )
+_NAME = r"(?:(?!.*\b(?:not|isn)\b)[^=]*[A-Za-z][^=!<>]*=)"
 _LITERAL = re.compile(
-    rf"(?:[^=]*[A-Za-z][^=!<>]*=)?\s*(?:[-+]\s*)?(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})(?:\s*\\?%)?\s*"
+    rf"{_NAME}?\s*(?:[-+]\s*)?(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})(?:\s*\\?%)?\s*"
 )
 
 _PLAIN = re.compile(
