@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"\s*\(?(\d{1,2})[).:]+\s+(\S.*)", re.DOTALL)
 _LETTER = re.compile(r"(?:option\s+)?\(?([a-z])\s*[).:]*", re.IGNORECASE)
 _INLINE = re.compile(r"(?:^|(?<=\s))(?:\([A-Za-z]\)|[A-Z][).:]|[a-z]\))\s+")
 _HEADING = re.compile(r"(?:options|choices|candidates)\s*:\s*\Z", re.IGNORECASE)
-_EMPTY = (None, "", "N/A")
+_EMPTY = ("", "N/A")
 """Values of option columns that mean that there is no such option."""
 
 
@@ -41,11 +41,11 @@ def options_of(raw: Any) -> tuple[list[str], int | None]:
         raw = split_options(raw)[1] or raw.splitlines()
     if isinstance(raw, dict):
         raw = [raw[name] for name in sorted(raw)]
-    while isinstance(raw, list) and raw and raw[-1] in _EMPTY:
+    while isinstance(raw, list) and raw and text_of(raw[-1]) in _EMPTY:
         raw = raw[:-1]
     if not isinstance(raw, list) or not all(isinstance(one, str | int | float) for one in raw):
         raise InputError("This row's options are not a list of texts.")
-    options = [str(one).strip() for one in raw]
+    options = [str(one).strip() if text_of(one) else "" for one in raw]
     if len(options) == 1 or len(options) > MAX_OPTIONS or not all(options):
         raise InputError("This row's options are too few, too many, or empty.")
     labels = [label for label in map(_LABEL.fullmatch, options) if label]

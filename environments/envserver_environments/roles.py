@@ -82,6 +82,7 @@ def value_at(row: Any, path: str) -> Any:
     """
     if isinstance(row, Mapping) and path in row:
         value = row[path]
+        value = value.tolist() if hasattr(value, "tolist") else value  # numpy's
         is_blank = isinstance(value, str) and not value.strip()
         return None if is_blank or value in ([], {}) or value != value else value
     name, _, rest = path.partition(".")

@@ -18,7 +18,7 @@ def todo_list(folder: Path, tasks: Sequence[dict[str, Any]]) -> Path:
             "users": {"u": {"user_id": "u", "name": "Uma", "tasks": ["t1"]}},
         },
         "tasks": tasks,
-        "split_tasks": {"base": [task["id"] for task in tasks]},
+        "split_tasks": {"base": [task.get("id") for task in tasks]},
     }
     for name, content in contents.items():
         (place / f"{name}.json").write_text(json.dumps(content))

@@ -76,7 +76,10 @@ class RowTests:
     def made(self, name: str) -> list[Test | None]:
         """The tests of the function `name` ("": of a program); None: it cannot be judged."""
         if not name:
-            return [{"input": _lines(i), "output": _lines(o)} for i, o in self.pairs]
+            return [
+                None if wanted is None else {"input": _lines(given), "output": _lines(wanted)}
+                for given, wanted in self.pairs
+            ]
         sources: list[str | None] = []
         for script in self.scripts:
             sources += asserts_of(script, name)
@@ -139,6 +142,10 @@ def kept(
         visible += place < len(public)
     if not tests:
         raise InputError("The row has no test that can be judged.")
+    pairs = [one for one in tests if isinstance(one, dict)]
+    given = {one["input"].strip() for one in pairs}
+    if len({(one["input"].strip(), *one["output"].split()) for one in pairs}) > len(given):
+        raise InputError("Two of its tests have the same input and different outputs.")
     # Where nothing would be hidden, half is.
     if visible == len(tests) or not visible:
         visible = len(tests) // 2
@@ -152,7 +159,7 @@ def _name_in(tests: Mapping[str, Any]) -> str:
 def _lines(value: Any) -> str:
     """Text of a program; some rows hold its lines one by one, and its words."""
     if not isinstance(value, list):
-        return str(value)
+        return "" if value is None else str(value)
     lines = [" ".join(map(str, line)) if isinstance(line, list) else str(line) for line in value]
     return "\n".join(line.removesuffix("\n") for line in lines) + "\n"
 

@@ -18,8 +18,9 @@ _NUMBER = rf"(?:\d+(?:,\d+)*(?:\.\d*)?|\.\d+)(?:\s*(?:\\times|\\cdot|\*)\s*{_EXP
 _FRACTION = (
     rf"(?:\d+\s*)?\\[dtc]?frac\s*\{{\s*{_INTEGER}\s*\}}\s*\{{\s*{_INTEGER}\s*\}}|\d+\s*/\s*\d+"
 )
+_NAME = r"(?:(?!.*\b(?:not|isn)\b)[^=]*[A-Za-z][^=!<>]*=)"
 _LITERAL = re.compile(
-    rf"(?:[A-Za-z]\s*=)?\s*(?:[-+]\s*)?(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})(?:\s*\\?%)?\s*"
+    rf"{_NAME}?\s*(?:[-+]\s*)?(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})(?:\s*\\?%)?\s*"
 )
 
 _PLAIN = re.compile(
@@ -96,7 +97,7 @@ def is_number_literal(answer: str) -> bool:
 
     An integer with optional commas, a decimal, a fraction of integers (also mixed), a power of ten
     or a number times one; each with an optional sign, dollar sign, percent sign, `\text{unit}` or
-    degree sign, and an optional `x =` before it.
+    degree sign, and an optional `x =` or `f(2) =` before it.
     """
     value, unit = quantity(readable(answer) if len(answer) <= 300 else "")
     return _LITERAL.fullmatch(value) is not None and not changes_number(unit)

@@ -13,7 +13,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from .plans import Plan, PlanError, Step, check_schema, check_tool, read_json
-from .schemas import COURSE, COURSE_KEYS, TOOLS
+from .schemas import COURSE, TOOLS
 
 COMMANDS = {"math": "/math", "code": "/code", "search": "/general-search"}
 """The command of each agent."""
@@ -82,13 +82,6 @@ def chain_of(plan: Plan) -> list[Step]:
         else:
             merged.append(step)
     return merged
-
-
-def target_of(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the ten keys of a data-set row in their order, or None if one is missing."""
-    if not all(key in row for key in COURSE_KEYS):
-        return None
-    return {key: row[key] for key in COURSE_KEYS}
 
 
 def _step(name: str, command: str, before: list[Step]) -> Step:

@@ -8,19 +8,29 @@ CourseGPT router data (`user_query`, `route_plan` and the other keys), its form 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.roles import decoded, missing, roles_of, table_of
+from envserver_environments.roles import (
+    decoded,
+    fields_of,
+    last_message,
+    missing,
+    roles_of,
+    spelled,
+    table_of,
+)
 from envserver_environments.rows import DataSets, Division, Hub, Row
 
 from envserver import InputError
 from envserver.rows.sources import every_row
 
-from .course import chain_of, course_of, plan_of_course, target_of
+from .course import chain_of, course_of, plan_of_course
 from .plans import Plan, PlanError, as_json, plan_of
+from .schemas import COURSE, COURSE_KEYS
 
 Profile = Literal["graph", "coursegpt"]
 
@@ -39,12 +49,14 @@ DATA = DataSets(SAMPLE, HUBS, dict.fromkeys(HUBS, Division()))
 """The hub's set has only one split."""
 
 ROLES = table_of(
-    query="query, user_query, question, task, prompt",
-    plan="plan, gold, gold_plan, completion",
+    query="query, user_query, question, task, prompt, messages",
+    plan="plan, gold, gold_plan, completion, reward_model.ground_truth, messages",
     documents="documents",
     answer="answer",
+    results="results",
 )
 _QUERY_MARK = "User query:\n"
+_FENCE = re.compile(r"\s*```(?:json)?\n(.*?)\n```\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -89,30 +101,42 @@ def read_problem(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
         columns: the row's fields by role (`ROLES`), where its names are unknown.
     """
     problem = read_query(row, columns)
-    gold = decoded(roles_of(row, ROLES, columns or {}).get("plan", row))
+    found = roles_of(row, ROLES, columns or {})
+    said = last_message(found.get("plan", row), "assistant", "gpt")
+    fenced = _FENCE.fullmatch(said) if isinstance(said, str) else None
+    gold = _plain(decoded(fenced[1] if fenced else said))
     if not isinstance(gold, dict) or not gold.keys() & {"steps", "route_plan"}:
-        raise missing(row, ["plan"])
+        raise missing(row, ["plan"] if problem.query else ["query", "plan"])
     try:
         if "route_plan" in gold:
-            target = target_of(gold)
-            if target is None:
-                raise InputError("The row lacks keys of its plan.")
+            if lacking := [key for key in COURSE_KEYS if key not in gold]:
+                raise InputError(f"The row's plan lacks {', '.join(lacking)} ({fields_of(gold)}).")
+            kinds = COURSE["properties"]
+            target = {
+                key: gold[key] if kinds[key].get("type") in (None, "string") else decoded(gold[key])
+                for key in COURSE_KEYS
+            }
             return Problem(problem.query, "coursegpt", plan_of_course(target), target)
         plan = plan_of(gold)
     except PlanError as error:
         raise InputError(f"The row's plan is not valid: {error.kind}.") from error
-    return dataclasses.replace(problem, plan=plan, results=row.get("results") or {})
+    results = _plain(decoded(found.get("results", {})))
+    if not isinstance(results, dict):
+        raise InputError("The row's results are not an object of the steps' results.")
+    texts = {step: str(value) for step, value in results.items()}
+    return dataclasses.replace(problem, plan=plan, results=texts)
 
 
 def read_query(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
     """Reads the query in a row, with what running a plan for it needs; the plan is left out."""
-    found = roles_of(row, ROLES, columns or {})
-    query = found.get("query")
+    found = roles_of(spelled(row), ROLES, columns or {})
+    query, answer = last_message(found.get("query")), found.get("answer")
+    parsed = decoded(answer)
     return Problem(
         query.rpartition(_QUERY_MARK)[2].strip() if isinstance(query, str) else "",
         "graph",
-        documents=checked_documents(found.get("documents") or [], "The row"),
-        answer=_answer(found.get("answer")),
+        documents=checked_documents(decoded(found.get("documents", [])), "The row"),
+        answer=_answer(_plain(parsed) if isinstance(parsed, Mapping) else answer),
     )
 
 
@@ -181,11 +205,18 @@ def _answer(value: Any) -> dict[str, Any] | None:
             return None
         case str() | int() | float():
             return answer_of(str(value))
-        case {"kind": "number" | "text", "answers": [str(), *_]}:
-            return dict(value)
-        case {"kind": "function", "entry_point": str(), "tests": list(), "code": str() | None}:
-            return dict(value)
+        case {"kind": "number" | "text", "answers": [str() | int() | float(), *_] as answers}:
+            return {**value, "answers": [str(one) for one in answers]}
+        case {"kind": "function", "entry_point": str(), "tests": list()}:
+            return {"code": None, **value}
     raise InputError("The row's answer cannot be checked.")
+
+
+def _plain(value: Any) -> Any:
+    """The value without nulls: in a table, objects have the fields of all rows."""
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items() if one is not None}
+    return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
 def _is_document(value: Any) -> bool:

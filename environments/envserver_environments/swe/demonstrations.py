@@ -23,7 +23,7 @@ def demonstrate(task: Task, kind: AgentKind) -> list[Message]:
     """
     writing = [
         f"cat >> {_PLACE} <<'END_OF_PATCH'\n{piece}END_OF_PATCH"
-        for piece in _pieces(task.hidden["patch"])
+        for piece in _pieces(task.hidden["patch"].rstrip("\n") + "\n")
     ]
     applying = f"strip=1; test $strip = 1 && git apply -p1 {_PLACE}"
     match kind:

@@ -269,15 +269,16 @@ class Swe(DataEnvironment):
             rows = hub_rows(HUBS[name], split, seed)
         seen: set[str] = set()
 
-        def task(row: Row, one: NumberedRow) -> Task:
+        def made_of(row: Row, one: NumberedRow) -> Task:
             row = named(row, config.columns)
             task_id = str(row.get("instance_id") or name)
             if task_id in seen or task_id == name:
                 task_id = f"{task_id}-{one.number}"
+            task = self._usable(row, task_id)
             seen.add(task_id)
-            return self._usable(row, task_id)
+            return task
 
-        return made(rows, task)
+        return made(rows, made_of)
 
     def _usable(self, row: Row, task_id: str) -> Task:
         """The task of a row; with `check_gold`, one whose gold patch passes its tests."""

@@ -7,7 +7,7 @@ be run here is refused with a short reason, by which dropped rows are counted.
 The formats differ in what is the problem and what the solution:
 
     SWE-bench, SWE-Gym   base_commit; patch solves it; test_patch adds the tests
-    SWE-smith            patch creates the problem; the tests are in the repository
+    SWE-smith            patch creates the problem; repo ends with the commit (owner__name.1a2b3c4d)
     R2E-Gym              commit_hash is the solution, its parent the problem; the row has the tests
     your own             as SWE-bench, but repo_archive (a tar) and hidden_tests (a folder)
 """
@@ -18,9 +18,16 @@ import ast
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from envserver_environments.roles import decoded, missing, roles_of, table_of
+from envserver_environments.roles import (
+    decoded,
+    last_message,
+    missing,
+    roles_of,
+    table_of,
+    value_at,
+)
 from envserver_environments.rows import Hub, Row
 
 from envserver import InputError, Task
@@ -43,22 +50,34 @@ HUBS: dict[str, Hub] = {
 }
 
 ROLES = table_of(
-    instance_id="instance_id",
+    instance_id="instance_id, id",
     problem_statement="problem_statement, issue, prompt",
     repo="repo, repo_name, repository",
     base_commit="base_commit",
-    patch="patch, gold_patch",
+    patch="patch, gold_patch, golden_patch",
     test_patch="test_patch",
     FAIL_TO_PASS="FAIL_TO_PASS, fail_to_pass",
     PASS_TO_PASS="PASS_TO_PASS, pass_to_pass",
     commit_hash="commit_hash",
 )
 """Names of each role in published sets, after their cards."""
+_REPO = {*ROLES["repo"]}
+
+Layout = Literal["own", "bench", "smith", "r2e"]
 
 _ID = re.compile(r"[^:\s]+\.py::\S.*")
+_BETWEEN_IDS = re.compile(r"[\s,;]+(?=[^:\s]+\.py::)")
 _TEST_FILE = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _SMITH_REPOSITORY = re.compile(r"(?:.*/)?(.+?)\.([0-9a-f]{7,40})")
+_HOST = re.compile(r"(?:\w+://|git@)[^/:]+[/:]")
+_NEEDED: dict[Layout, tuple[str, ...]] = {
+    "own": ("patch", "FAIL_TO_PASS"),
+    "bench": ("repo", "base_commit", "patch", "test_patch", "FAIL_TO_PASS"),
+    "smith": ("repo", "patch", "FAIL_TO_PASS"),
+    "r2e": ("repo", "commit_hash"),
+}
+"""Roles of each layout, besides `problem_statement`."""
 _MOST_BYTES = SPEC.limits.disk_mb * 2**20 // 4
 
 
@@ -68,8 +87,11 @@ def named(row: Row, columns: Mapping[str, str]) -> Row:
     Args:
         columns: the row's fields by role (`ROLES`), where its names are unknown.
     """
-    there = {name: value for name, value in row.items() if value is not None}
-    return there | roles_of(row, ROLES, columns)
+    row = _unwrapped(row)
+    roles = roles_of(row, ROLES, columns)
+    if "problem_statement" in roles:
+        roles["problem_statement"] = last_message(roles["problem_statement"])
+    return {name: value_at(row, name) for name in row} | roles
 
 
 def read_row(
@@ -84,48 +106,58 @@ def read_row(
     Args:
         in_image: an image, and the repository's files in it, instead of a mirror.
     """
-    _need(row, "problem_statement")
-    problem = str(row["problem_statement"]).strip()
+    layout = _layout(row)
+    in_mirror = ("repo", "base_commit") if in_image is not None else ()
+    needed = ["problem_statement", *(one for one in _NEEDED[layout] if one not in in_mirror)]
+    if lacking := [role for role in needed if not row.get(role)]:
+        raise missing(row, lacking)
     for field in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # before its repository is looked for
         _names(row, field)
     if row.get(FOLDER):
         mirror = Path(str(row[FOLDER]))
     if in_image is not None:
-        task = _from_image(row, task_id, *in_image)
+        task = _from_image(row, layout, task_id, *in_image)
     elif mirror is None:
         raise InputError("There is no mirror with its repository (--env.mirror).")
-    elif row.get("repo_archive"):
-        task = _local(row, task_id, mirror)
-    elif "expected_output_json" in row:
-        task = _r2e(row, task_id, mirror)
-    elif row.get("test_patch") and row.get("base_commit"):
-        task = _bench(row, task_id, mirror)
     else:
-        task = _smith(row, task_id, mirror)
-    task.public["problem"] = problem
+        make = {"own": _local, "bench": _bench, "smith": _smith, "r2e": _r2e}[layout]
+        task = make(row, task_id, mirror)
+    task.public["problem"] = str(row["problem_statement"]).strip()
     task.hidden["plugins"] = list(plugins)
     return task
 
 
-def _from_image(row: dict[str, Any], task_id: str, image: str, tree: Tree) -> Task:
+def _unwrapped(row: Row) -> Row:
+    """The row, with the fields of the object in it that names a repository, if it names none."""
+    for value in () if _REPO & row.keys() else row.values():
+        inner = decoded(value)
+        if isinstance(inner, Mapping) and _REPO & (inner := _unwrapped(dict(inner))).keys():
+            return {**row, **inner}
+    return row
+
+
+def _layout(row: Row) -> Layout:
+    if row.get("repo_archive"):
+        return "own"
+    if row.get("expected_output_json") and not row.get("test_patch"):
+        return "r2e"
+    is_smith = _SMITH_REPOSITORY.fullmatch(str(row.get("repo"))) and not row.get("test_patch")
+    return "smith" if is_smith else "bench"
+
+
+def _from_image(row: Row, layout: Layout, task_id: str, image: str, tree: Tree) -> Task:
     if len(tree) * 2 > SPEC.limits.inodes // 2:
         raise InputError("Its repository has too many files.")
     public = {"image": image}
-    if "expected_output_json" in row:
+    if layout == "r2e":
         raise InputError("Images of R2E-Gym hold their Python in the repository: use a mirror.")
-    make = _bench_task if row.get("test_patch") else _smith_task
+    make = _smith_task if layout == "smith" else _bench_task
     task = make(row, task_id, tree, public)
     task.hidden["python"] = python_of(row)
     return task
 
 
-def _need(row: Row, *roles: str) -> None:
-    if lacking := [role for role in roles if not row.get(role)]:
-        raise missing(row, lacking[:1])
-
-
 def _bench(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
-    _need(row, "repo")
     repository = _repository(mirror, str(row["repo"]))
     commit = _commit(repository, str(row["base_commit"]))
     public = {"mirror": str(repository), "commit": commit}
@@ -133,7 +165,6 @@ def _bench(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
 
 
 def _bench_task(row: dict[str, Any], task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
-    _need(row, "patch", "FAIL_TO_PASS")
     tested = _applied(tree, str(row["test_patch"]), "test patch")
     _applied(tree, str(row["patch"]), "gold patch")
     fail, keep = _ids(row, "FAIL_TO_PASS", tested), _ids(row, "PASS_TO_PASS", tested)
@@ -149,7 +180,6 @@ def _bench_task(row: dict[str, Any], task_id: str, tree: Tree, public: dict[str,
 
 def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
     """A task in files: a tar of the repository, and a folder with its hidden tests."""
-    _need(row, "patch", "FAIL_TO_PASS")
     archive, tree, files = read_folder(row, folder)
     _applied(_bounded(tree), str(row["patch"]), "gold patch")
     fail = _ids(row, "FAIL_TO_PASS", tree | files)
@@ -164,9 +194,7 @@ def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
 
 
 def _smith(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
-    _need(row, "repo")
-    match = _SMITH_REPOSITORY.fullmatch(str(row["repo"]))
-    name, wanted = (match[1], match[2]) if match else (str(row["repo"]), "HEAD")
+    name, wanted = _SMITH_REPOSITORY.findall(str(row["repo"]))[0]
     repository = _repository(mirror, name)
     commit = _commit(repository, str(row.get("base_commit") or wanted))
     public = {"mirror": str(repository), "commit": commit}
@@ -174,7 +202,6 @@ def _smith(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
 
 
 def _smith_task(row: dict[str, Any], task_id: str, clean: Tree, public: dict[str, Any]) -> Task:
-    _need(row, "patch", "FAIL_TO_PASS")
     bug = str(row["patch"])
     broken = _applied(clean, bug, "patch")
     fail, keep = _ids(row, "FAIL_TO_PASS", clean), _ids(row, "PASS_TO_PASS", clean)
@@ -190,7 +217,6 @@ def _smith_task(row: dict[str, Any], task_id: str, clean: Tree, public: dict[str
 
 
 def _r2e(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
-    _need(row, "repo", "commit_hash")
     repository = _repository(mirror, str(row["repo"]))
     solved = _commit(repository, str(row["commit_hash"]))
     content = _object(row.get("parsed_commit_content"))
@@ -249,6 +275,8 @@ def _object(value: object) -> dict[str, Any]:
 def _names(row: Row, field: str) -> list[str]:
     """Ids of tests, from a list or the text of one."""
     value = decoded(row.get(field) or [])
+    if isinstance(value, str):
+        value = _BETWEEN_IDS.split(value.strip())
     if not isinstance(value, list):
         raise InputError(f"{field} is not a list.")
     if not all(isinstance(name, str) and _ID.fullmatch(name) for name in value):
@@ -270,7 +298,7 @@ def _ids(row: Row, field: str, tree: Tree) -> list[str]:
 
 def _repository(mirror: Path, name: str) -> Path:
     """The folder of a repository in the mirror."""
-    flat = name.removeprefix("swesmith/").replace("/", "__")
+    flat = _HOST.sub("", name).removesuffix(".git").removeprefix("swesmith/").replace("/", "__")
     for candidate in (flat, f"{flat}.git", flat.split("__")[-1], f"{flat.split('__')[-1]}.git"):
         if re.fullmatch(r"[\w.-]+", candidate) and (mirror / candidate).is_dir():
             return (mirror / candidate).resolve()
@@ -282,7 +310,7 @@ def _repository(mirror: Path, name: str) -> Path:
 
 def _commit(repository: Path, name: str) -> str:
     """A commit's id in full."""
-    if name != "HEAD" and not _COMMIT.fullmatch(name.removesuffix("^")):
+    if not _COMMIT.fullmatch(name.removesuffix("^")):
         raise InputError("Its commit is not named by an id.")
     try:
         said = git(str(repository), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")

@@ -253,10 +253,16 @@ class Tau(DataEnvironment):
             strict = name in OWN or split == "train"
         for task_id in ids:
             row = domain.tasks[task_id]
-            task = read_task(row)
+            try:
+                task = read_task(row)
+            except InputError as error:
+                yield task_id, error.message
+                continue
             script = row.get("user_script") or []
             needs_judge = _needs_judge(task)
-            if needs_judge and self.config.nl_assertions == "skip":
+            if strict and task.evaluation_criteria is None:
+                yield task_id, "it has no evaluation_criteria: any conversation would solve it"
+            elif needs_judge and self.config.nl_assertions == "skip":
                 yield task_id, "it needs a judge (nl_assertions)"
             elif self.config.user == "script" and not script:
                 yield task_id, "its customer has no script"

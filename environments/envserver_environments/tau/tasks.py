@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envserver import InputError
 
@@ -55,6 +55,8 @@ class Action(BaseModel):
 class Criteria(BaseModel):
     """The expected results; only those in `reward_basis` make the reward."""
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
     actions: list[Action] | None = None
     env_assertions: list[Assertion] | None = None
     communicate_info: list[str] | None = None
@@ -80,6 +82,8 @@ class InitialState(BaseModel):
 class TauTask(BaseModel):
     """One task."""
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
     id: str
     user_scenario: dict[str, Any] = Field(default_factory=dict)
     ticket: str | None = None
@@ -99,8 +103,11 @@ def read_task(row: Mapping[str, Any]) -> TauTask:
     try:
         return TauTask.model_validate(row)
     except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        where = ".".join(map(str, fault["loc"]))
         raise InputError(
-            f"This is not a task of tau2-bench: {str(error)[:500]}", hint="See the README of tau."
+            f"This is not a task of tau2-bench: {where}: {fault['msg']}.",
+            hint="See the README of tau.",
         ) from error
 
 

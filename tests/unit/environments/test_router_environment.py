@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,30 @@ def test_rows_are_read_in_all_their_shapes() -> None:
     for answer in ("1,250", 1250):
         found = read_problem({**ROWS[0], "answer": answer}).answer
         assert found == {"kind": "number", "answers": [str(answer)]}
+    talk = [{"role": "user", "content": "How far?"}]
+    answered = [*talk, {"role": "assistant", "content": f"```json\n{json.dumps(row)}\n```"}]
+    as_texts = {key: str(value) for key, value in row.items()}
+    for other in (
+        {"messages": answered},
+        {"prompt": talk, "completion": answered[1:]},
+        {"prompt": talk, "reward_model": {"ground_truth": json.dumps(row)}},
+        as_texts | {"user_query": "How far?"},
+    ):
+        assert read_problem(other).query == "How far?"
+        assert read_problem(other).target == read_problem(tuned).target
+    # As a table of several rows has them: JSON as text, and nulls for what other rows have.
+    plan, result = copy.deepcopy(ROWS[0]["plan"]), {"s1": 399.5, "s2": None}
+    plan["steps"][0]["args"]["q"] = None
+    answer = {**ROWS[0]["answer"], "tests": None}
+    table = {**ROWS[0], "plan": plan, "answer": json.dumps(answer), "results": json.dumps(result)}
+    assert read_problem(table) == read_problem(ROWS[0])
+    with pytest.raises(InputError, match=r"has its query or plan \(its fields: foo\)"):
+        read_problem({"foo": 1})
+    with pytest.raises(InputError, match="plan lacks tags"):
+        read_problem({key: value for key, value in row.items() if key != "tags"})
     for wrong in (
         {"query": "q"},
+        {**ROWS[0], "results": ["399.5"]},
         {"prompt": "q", "completion": "no JSON"},
         {**ROWS[0], "documents": ["x"]},
         {**ROWS[0], "answer": {"kind": "mood"}},

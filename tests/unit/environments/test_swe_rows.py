@@ -14,6 +14,7 @@ from textwrap import dedent
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from envserver_environments.swe.cheats import PROGRAMS, result_of
 from envserver_environments.swe.env import Swe
@@ -162,18 +163,22 @@ async def test_rows_that_cannot_be_run_are_counted(
         "the gold patch does not pass its tests": mirror.bench(
             FAIL_TO_PASS=["tests/test_core.py::test_x"]
         ),
-        "No known field of the row has its repo (its fields: problem_statement)": {
-            "problem_statement": "x"
-        },
-        "No known field of the row has its patch (its fields: repo, problem_statement)": {
+        "No known field of the row has its base_commit or patch or test_patch or FAIL_TO_PASS"
+        " (its fields: problem_statement, issue, repo)": {
+            "problem_statement": "",
+            "issue": "x",
             "repo": "acme/tool",
-            "problem_statement": "x",
         },
+        # Without the tests' patch the tests cannot pass; it is not a row of SWE-smith.
+        "No known field of the row has its test_patch (its fields: instance_id, repo, base_commit,"
+        " patch, test_patch (empty), problem_statement, FAIL_TO_PASS, PASS_TO_PASS)": mirror.bench(
+            test_patch=float("nan")
+        ),
         "it is not an object with named columns": "no object",
     }
     path = write_rows(tmp_path / "rows.jsonl", mirror.bench(), *bad.values())
     swe = swe_of(rooms, path, mirror=mirror.path)
-    assert [task.id for task in swe.tasks("train")] in (["acme__tool-1"], ["acme__tool-1-0"])
+    assert [task.id for task in swe.tasks("train")] == ["acme__tool-1"]
     causes = {cause.partition(": name it")[0]: n for cause, n in swe.rows.dropped.items()}
     assert causes == dict.fromkeys(bad, 1)
     list(swe.tasks("train"))
@@ -186,19 +191,55 @@ async def test_rows_that_cannot_be_run_are_counted(
         Swe().task_from_row(mirror.bench())
 
 
-async def test_rows_may_have_other_names_and_lists_as_texts(
-    rooms: Sandboxes, mirror: Mirror, tmp_path: Path
-) -> None:
-    row = mirror.bench()
-    fail, keep = json.loads(row.pop("FAIL_TO_PASS")), row.pop("PASS_TO_PASS")
-    row = {**row, "fail_to_pass": str(fail), "pass_to_pass": json.dumps(keep), "hints_text": None}
-    row["issue_text"], row["number"] = row.pop("problem_statement"), row.pop("instance_id")
-    path = write_rows(tmp_path / "rows.jsonl", row)
+def inside(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A row in the forms that trainers give it: below other fields, also as text."""
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "Fix it."}]
+    metadata = {"split": "test", "instance_dict": json.dumps(row)}
+    return {
+        "SkyRL": {"data_source": "swe", "prompt": talk, "instance": row},
+        "verl": {"prompt": talk, "extra_info": json.dumps({"index": 3, **row})},
+        "NeMo Gym": {"responses_create_params": {"input": [], "metadata": metadata}},
+    }
+
+
+async def test_rows_of_other_layouts_are_the_same_task(mirror: Mirror, tmp_path: Path) -> None:
+    row, ids = mirror.bench(), [f"tests/test_core.py::test_{name}" for name in ("double", "one")]
+    fields = {**row, "PASS_TO_PASS": []}
+    nothing = dict.fromkeys(("image", "image_name", "repo_archive", "hints_text"), float("nan"))
+    lower = {"fail_to_pass": str(ids), "pass_to_pass": "", "FAIL_TO_PASS": None}
+    no_problem = {"problem_statement": None, "prompt": [{"role": "user", "content": "double(7)"}]}
+    rows = {
+        "a list": {**fields, "FAIL_TO_PASS": ids},
+        "an array": {**fields, "FAIL_TO_PASS": np.array(ids), "PASS_TO_PASS": np.array([])},
+        "JSON": {**fields, "FAIL_TO_PASS": json.dumps(ids)},
+        "a printed array": {**fields, "FAIL_TO_PASS": str(np.array(ids))},
+        **{f"{gap!r}": {**fields, "FAIL_TO_PASS": gap.join(ids)} for gap in (" ", "\n", ", ")},
+        "lower case": {**fields, **lower},
+        "empty fields": {**fields, **nothing, "FAIL_TO_PASS": ids, "PASS_TO_PASS": float("nan")},
+        "an address": {**fields, "FAIL_TO_PASS": ids, "repo": "https://host/acme/tool.git"},
+        "a message": {**fields, "FAIL_TO_PASS": ids, **no_problem},
+        "fields of R2E-Gym, too": {**mirror.r2e(), **fields, "FAIL_TO_PASS": ids},
+        **inside({**fields, "FAIL_TO_PASS": ids}),
+    }
+    swe = swe_of(None, mirror=mirror.path, check_gold=False)
+    for name, one in rows.items():
+        task = swe.task_from_row(one)
+        assert task.public["problem"].startswith("double(7)"), name
+        assert task.hidden["fail_to_pass"] == ids, name
+        assert (task.hidden["pass_to_pass"], "bug" in task.public) == ([], False), name
+    task = swe.task_from_row({**fields, "patch": FIX.rstrip(), "FAIL_TO_PASS": ids})
+    assert any(
+        "return x + x\nEND_OF_PATCH\n" in turn["content"] for turn in swe.demonstration(task)
+    )
+    named = {**fields, "issue_text": "double(7)", "number": "acme__tool-1"}
+    for name in ("problem_statement", "instance_id"):
+        named.pop(name)
     columns = {"problem_statement": "issue_text", "instance_id": "number"}
-    swe = swe_of(rooms, path, mirror=mirror.path, columns=columns)
-    (task,) = swe.tasks("train")
-    assert (task.id, task.public["problem"]) == ("acme__tool-1", "double(7) is 10.")
-    assert (task.hidden["fail_to_pass"], task.hidden["pass_to_pass"]) == (fail, keep)
+    by_id = {key: value for key, value in fields.items() if key != "instance_id"}
+    for row, more in ((named, {"columns": columns}), ({**by_id, "id": "acme__tool-1"}, {})):
+        path = write_rows(tmp_path / "rows.jsonl", row)
+        swe = swe_of(None, path, mirror=mirror.path, check_gold=False, **more)
+        assert [task.id for task in swe.tasks("train")] == ["acme__tool-1"]
 
 
 # Images.

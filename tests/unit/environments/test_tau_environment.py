@@ -231,6 +231,28 @@ async def test_tasks_that_need_a_judge_are_skipped_or_scored_without_him(tau2: P
     assert score.reward == 1.0 and "nl_assertion" not in score.components
 
 
+BASIS = {**JUDGED, "id": 7, "evaluation_criteria": {"reward_basis": ["MOOD"]}}
+NUMBERS = {**PLAIN, "id": 8, "evaluation_criteria": {"communicate_info": [12.5]}}
+UNSCORED = {**JUDGED, "id": "unscored", "evaluation_criteria": None}
+
+
+def test_odd_tasks_are_counted_and_files_of_others_refused(tmp_path: Path) -> None:
+    folder = todo_list(tmp_path / "odd", [PLAIN, BASIS, NUMBERS, UNSCORED])
+    environment, tasks = tasks_of(domain="mock", tau2_data=folder)
+    assert set(tasks) == {"mock/plain", "mock/8"}
+    causes = sorted(cause.partition(": ")[0] for cause in environment.rows.dropped)
+    assert causes == ["This is not a task of tau2-bench", "it has no evaluation_criteria"]
+    files: dict[str, list[Any]] = {
+        "number 1 has the id 'plain' of another": [PLAIN, PLAIN],
+        "number 0 has no id .its fields: instruction, outputs": [
+            {"instruction": "You are", "outputs": ["x"]}
+        ],
+    }
+    for place, (reason, rows) in enumerate(files.items()):
+        with pytest.raises(ConfigError, match=reason):
+            tasks_of(domain="mock", tau2_data=todo_list(tmp_path / str(place), rows))
+
+
 class Verdicts(ScorerJudge):
     """A judge that says whether the assertions are met."""
 

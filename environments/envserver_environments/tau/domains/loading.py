@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from envserver_environments.roles import fields_of, text_of
+
 from envserver import ConfigError, NotFoundError
 
 from .database import Base
@@ -60,14 +62,36 @@ def data_folder(name: str, data: Path | None) -> Path:
 def _load(kind: DomainKind, folder: Path, with_tasks: bool) -> Domain:
     tasks = (_read_data(folder, "tasks", required=False) or []) if with_tasks else []
     splits = (_read_data(folder, "split_tasks", required=False) or {}) if with_tasks else {}
+    by_id = _by_id(folder, tasks)
+    splits = {name: [str(task_id) for task_id in ids] for name, ids in splits.items()}
+    for name, ids in splits.items():
+        if unknown := [task_id for task_id in ids if task_id not in by_id]:
+            raise ConfigError(
+                f"{folder}: the split {name!r} has tasks that are not there: {unknown[:5]}."
+            )
     return Domain(
         kind=kind,
         agent_base=_base(kind.agent, folder),
         user_base=None if kind.user is None else _base(kind.user, folder, required=False),
         policy=_policy(kind, folder),
-        tasks={str(task["id"]): task for task in tasks},
+        tasks=by_id,
         splits=splits,
     )
+
+
+def _by_id(folder: Path, tasks: Any) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
+    for number, task in enumerate(tasks if isinstance(tasks, list) else [tasks]):
+        fields = task if isinstance(task, Mapping) else {}
+        task_id = text_of(fields.get("id"))
+        if not task_id or task_id in found:
+            what = f"has the id {task_id!r} of another" if task_id else "has no id"
+            raise ConfigError(
+                f"{folder / 'tasks'}: number {number} {what} ({fields_of(fields)}).",
+                hint="tau2-bench's file is a list of tasks, each with an id.",
+            )
+        found[task_id] = task
+    return found
 
 
 def _policy(kind: DomainKind, folder: Path) -> str:
