@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from .calls import are_valid, calls_in
-from .conversation import Tools
+from .conversation import Tools, are_valid, calls_in
 from .tokens import Encoded, Span
 
 Row = tuple[Encoded, Tools | None]

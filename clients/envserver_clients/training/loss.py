@@ -38,7 +38,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .bounds import KlForm, LossSettings
+from .objectives import KlForm, LossSettings
 
 LARGEST_LOG_RATIO: Final = 20.0
 

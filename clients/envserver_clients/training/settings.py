@@ -24,11 +24,9 @@ from pydantic import (
 )
 
 from .advantages import AdvantageSettings, Baseline, Scaling
-from .bounds import Correction, KlForm, Level, LossSettings, Surrogate
 from .examples import Denominator, ExampleSettings
 from .guard import GuardSettings
-from .objectives import preset
-from .schedule import Schedule
+from .objectives import Correction, KlForm, Level, LossSettings, Schedule, Surrogate, preset
 
 S = TypeVar("S", bound=BaseModel)
 Values = dict[str, Any]
