@@ -20,8 +20,16 @@ import msgspec
 import orjson
 import pytest
 from envserver_clients import SyncEnvClient
-from envserver_records.records import Group, pack, unpack
-from envserver_records.seals import chained, digest_after, is_intact, link_of, sealed
+from envserver_records.records import (
+    Group,
+    chained,
+    digest_after,
+    is_intact,
+    link_of,
+    pack,
+    sealed,
+    unpack,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import echo
