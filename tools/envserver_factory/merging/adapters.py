@@ -22,8 +22,7 @@ from typing import Any, Final
 import numpy as np
 from envserver_records.errors import InputError, NotFoundError
 
-from .dtypes import SIZES, Floats, decoded
-from .tensors import File, Model, Tensor, read_header
+from .tensors import SIZES, File, Floats, Model, Tensor, decoded, read_header
 
 CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"

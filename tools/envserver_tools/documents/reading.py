@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from ..calling import ToolError
-from . import archives, images, mail, markup, media, office, sheets
+from . import archives, images, mail, markup, media, office
 from .bounded import Limits, PassedLimits, bounded
 from .html import html_to_text
 
@@ -39,8 +39,8 @@ _READERS: dict[str, Callable[[bytes, Limits], str]] = {
     "pptx": office.pptx,
     "pdf": office.pdf,
     "zip": archives.listing,
-    "xls": sheets.sheets,
-    "xlsb": sheets.sheets,
+    "xls": office.sheets,
+    "xlsb": office.sheets,
     "ods": markup.ods,
     "odt": markup.opendocument,
     "odp": markup.opendocument,
