@@ -141,7 +141,6 @@ def decode_page(answer: bytes) -> list[GroupSummary]:
 
 
 def _checked(rows: Iterator[Row]) -> list[Row]:
-    """Returns the rows."""
     found = list(rows)
     for row in found:
         lengths = {len(row.tokens), len(row.mask), len(row.versions)}

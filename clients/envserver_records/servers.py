@@ -31,6 +31,8 @@ from .cancelling import cancel_and_wait
 from .errors import ConfigError
 from .urls import TRUST_HINT, Urls, server_urls
 
+log = logging.getLogger(__name__)
+
 Transport = TypeVar("Transport", httpx.HTTPTransport, httpx.AsyncHTTPTransport)
 
 _OWN_NETWORKS: Final = (
@@ -62,7 +64,7 @@ def proxy_of(url: httpx.URL | str) -> str | None:
         raise ConfigError(f"{variable} is not the address of a proxy.", hint=hint) from None
     if chosen.url.scheme.startswith("socks") and find_spec("socksio") is None:
         raise ConfigError(
-            f"The proxy {_without_password(proxy)} ({variable}) needs the package socksio.",
+            f"The proxy {_shown(proxy)} ({variable}) needs the package socksio.",
             hint="pip install 'httpx[socks]', or put the server's name into NO_PROXY.",
         )
     return proxy
@@ -160,18 +162,11 @@ def _naming(proxy: str | None) -> Iterator[None]:
     except httpx.TransportError as error:
         why = str(error) or type(error).__name__
         if proxy is not None:
-            why = f"{why} (through the proxy {_without_password(proxy)})"
+            why = f"{why} (through the proxy {_shown(proxy)})"
         if "CERTIFICATE_VERIFY_FAILED" in why:
             why = f"{why}. {TRUST_HINT}"
         raise type(error)(why) from error
 
-
-def _without_password(proxy: str) -> str:
-    """Returns the address without a user's name and password."""
-    return str(httpx.URL(proxy).copy_with(username=None, password=None))
-
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -288,7 +283,6 @@ class AsyncServersClient(httpx.AsyncClient):
         )
 
     async def _while_alive(self, server: httpx.URL, answering: Awaitable[T]) -> T:
-        """Returns the result of `answering`."""
         task = asyncio.ensure_future(answering)
         try:
             while not (await asyncio.wait({task}, timeout=self.quiet_seconds))[0]:
@@ -300,7 +294,6 @@ class AsyncServersClient(httpx.AsyncClient):
                 await cancel_and_wait(task)
 
     async def _is_alive(self, server: httpx.URL) -> bool:
-        """Returns whether it answers anything at all."""
         asked = self.build_request("GET", server.join("healthz"), timeout=_ALIVE_SECONDS)
         try:
             await super().send(asked)
@@ -396,9 +389,9 @@ class _Round:
         return NoServerAnswered("; ".join(self._why))
 
 
-def _shown(server: httpx.URL) -> str:
+def _shown(url: httpx.URL | str) -> str:
     """Returns the URL as it was given, without a user's name and password."""
-    return str(server.copy_with(username=None, password=None)).rstrip("/")
+    return str(httpx.URL(url).copy_with(username=None, password=None)).rstrip("/")
 
 
 def _reason(problem: Exception | httpx.Response) -> str:

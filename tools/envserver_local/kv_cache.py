@@ -186,7 +186,6 @@ class SlotCache:
     def _block(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the layer's block; allocates it for states shaped like these if necessary."""
         block = self._blocks[layer]
         if block is None:
             block = self._blocks[layer] = self._empty(keys), self._empty(values)

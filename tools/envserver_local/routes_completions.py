@@ -134,8 +134,6 @@ class Chat:
 
 
 class _Stream:
-    """One choice of a stream."""
-
     def __init__(self, chat: Chat, body: ChatBody, index: int, row: Row) -> None:
         self.open = True
         self._chat = chat

@@ -60,7 +60,6 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check(targets: dict[str, torch.Tensor], tensors: dict[str, Any], folder: Path) -> None:
-    """Checks names, shapes and the values of tied weights."""
     if foreign := sorted(tensors.keys() - targets.keys()):
         raise InputError(f"{folder} holds {_some(foreign)}, which the model does not have.")
     by_tensor: dict[int, list[str]] = {}

@@ -228,7 +228,6 @@ async def read_patch(
 async def _patch(
     sandbox: Sandbox, repository: str, base: str, max_bytes: int
 ) -> tuple[bytes, list[str]]:
-    """Returns the patch, and the names of new files that are not in it."""
     arguments = {"repository": repository, "base": base, "most": max_bytes}
     answer = await _ask(sandbox, "git_patch", **arguments)
     names = answer.get("left_out")

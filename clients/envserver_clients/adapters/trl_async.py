@@ -292,7 +292,6 @@ def _parted(messages: list[Message]) -> tuple[list[Message], list[Message]]:
 
 
 def _version(row: Row, base: int, unknown: int) -> int:
-    """Returns the trainer's version of the oldest token."""
     oldest = int(row.versions[row.mask == 1].min())
     return unknown if oldest < 0 else oldest - base
 

@@ -55,8 +55,6 @@ class _Sums:
 
 @dataclass
 class _Calls:
-    """Counts of calls that the model wrote."""
-
     checked: int = 0
     valid: int = 0
     right_tool: int = 0

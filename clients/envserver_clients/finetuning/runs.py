@@ -268,7 +268,6 @@ class Training(Generic[S]):
         self._finish(trainer, tokenizer, facts, counts)
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts that determine the result."""
         settings = self._settings
         chosen = settings.model_dump(mode="json", exclude=set(_NOT_OF_THE_RESULT))
         chosen["learning_rate"] = settings.rate
@@ -421,7 +420,6 @@ def _is_time(name: str) -> bool:
 
 
 def _differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns the names of facts and settings that differ."""
     names = [name for name in now if name != "settings" and earlier.get(name) != now[name]]
     before, after = earlier.get("settings", {}), now["settings"]
     return names + [name for name in after if before.get(name) != after[name]]

@@ -13,14 +13,14 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from envserver_records import ConfigError, ConflictError, EnvserverError, InputError
 from envserver_records.extras import CLIENTS, install_command
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from rich.console import Console
 
-from envserver_clients.training.settings import from_flags
+from envserver_clients.training.settings import end_at_sigterm, from_flags
 
 S = TypeVar("S", bound="FinetuneSettings")
 
@@ -232,7 +232,7 @@ def run_command(
     """Runs a command. Exit status: 0 done, 2 wrong settings or rows, 1 other errors, 130 after
     Ctrl-C. In every case the same command continues."""
     console = Console(stderr=True)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end_at_sigterm)
     _quiet()
     try:
         train(arguments, console)
@@ -260,8 +260,3 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    """Handles SIGTERM like Ctrl-C, so that everything is closed."""
-    raise SystemExit(128 + number)

@@ -204,5 +204,4 @@ def _distance(difference: Tensor, ratio: Tensor, form: KlForm) -> Tensor:
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """Returns `exp(d) - d - 1`."""
     return difference.exp() - difference - 1

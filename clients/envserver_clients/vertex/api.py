@@ -270,7 +270,6 @@ def download(url: str, folder: Path) -> list[str]:
 
 
 def _below(place: str, file: str) -> str:
-    """Returns the file's name relative to `place`."""
     name = file.removeprefix(place).lstrip("/")
     if ".." in Path(name).parts:
         raise EnvserverError(f"{file} is not below {place}.")
@@ -278,7 +277,6 @@ def _below(place: str, file: str) -> str:
 
 
 def _place(url: str) -> tuple[Any, str]:
-    """Returns the file system of a URL, and the path there."""
     try:
         system, place = importlib.import_module("fsspec.core").url_to_fs(url)
     except (ImportError, ValueError) as error:

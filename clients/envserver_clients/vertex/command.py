@@ -221,7 +221,6 @@ def _upload(settings: VertexSettings, state: TuningState, console: Console) -> N
 
 
 def _watch(jobs: TuningJobs, name: str, seconds: float, console: Console) -> Job:
-    """Waits for the end of the job; returns it."""
     before = ""
     while True:
         job = jobs.get(name)
@@ -295,7 +294,6 @@ def _lasting(
 
 
 def _rows(settings: VertexSettings) -> tuple[Sequence[Path], Sequence[Path]]:
-    """Returns the training files and the validation files."""
     part = parts_of(settings.data, tool=settings.tool or None, whole=not settings.tool)[0]
     return part.train, (settings.validation,) if settings.validation else part.validation
 

@@ -200,7 +200,6 @@ class _Nccl:
 
 
 def _both(engine: EngineControl, about: dict[str, Any], join: Any) -> Any:
-    """Joins a group while the engine does; returns the group."""
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(engine.init_weight_transfer, about)
         # The engine's refusal comes at once, and the group's constructor would wait for it in vain.
@@ -224,7 +223,6 @@ def _has_failed(running: Future[Any]) -> bool:
 
 
 def _finished(wait: Any) -> Any:
-    """Returns what `wait` returns."""
     try:
         return wait()
     except EngineError:

@@ -143,8 +143,6 @@ class Allowed:
 
 @dataclass
 class _Found:
-    """Reasons against a merge, and notes."""
-
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -188,7 +186,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_alone(model: Model, found: _Found) -> None:
-    """Checks one model by itself."""
     config = read_config(model.described_by)
     if "quantization_config" in config:
         found.problems.append(

@@ -193,7 +193,6 @@ class _Pass:
     def _vector(
         self, term: _Term, tensor: Tensor, base: Floats, begin: int, end: int
     ) -> Floats | None:
-        """Returns `plus - minus`; None where one of them lacks the tensor."""
         plus = self._values(term.plus, tensor, begin, end)
         if term.is_vector:
             return plus

@@ -247,7 +247,6 @@ def _tensor(path: Path, name: str, said: Any, begin: int, size: int) -> Tensor:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Returns the files with the weights."""
     if folder.is_file():
         return [folder]
     if not folder.is_dir():

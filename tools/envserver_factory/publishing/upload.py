@@ -89,7 +89,6 @@ def _to_url(folder: Path, files: list[Path], target: str, on_progress: OnProgres
 
 
 def _file_system(target: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL, and the path in it."""
     fsspec = _library("fsspec.core", target)
     try:
         system, root = fsspec.url_to_fs(target)
@@ -117,7 +116,6 @@ def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
 
 
 def _data_set(target: str) -> tuple[str, str]:
-    """Returns the name of a data set on the hub, and the folder in it."""
     parts = target.removeprefix(HUB).strip("/").split("/")
     if parts[0] != "datasets" or len(parts) < 3:
         raise ConfigError(f"{target} is not a data set.", hint="hf://datasets/OWNER/NAME[/FOLDER]")

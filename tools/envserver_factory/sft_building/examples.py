@@ -155,7 +155,6 @@ def math_example(row: Json) -> Example | str:
 
 
 def _text(row: Json, names: tuple[str, ...]) -> str | None:
-    """Returns the first non-empty field of these."""
     found = (row.get(name) for name in names)
     return next((text.strip() for text in found if isinstance(text, str) and text.strip()), None)
 

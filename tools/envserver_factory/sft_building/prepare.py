@@ -145,7 +145,6 @@ def _written(
 
 
 def _histograms(facts: Iterable[dict[str, list[str]]]) -> dict[str, dict[str, int]]:
-    """Returns how often each name occurs, most frequent first, by histogram."""
     counted: dict[str, Counter[str]] = {}
     for one in facts:
         for histogram, names in one.items():

@@ -106,7 +106,6 @@ def _messages(document: Json) -> list[Json]:
 
 
 def _key_of_actions(document: Json) -> str | None:
-    """Returns the first key that holds actions."""
     for key in ACTIONS:
         found = document.get(key)
         if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
@@ -138,7 +137,6 @@ def _action(number: int, step: Json, place: str) -> Json:
 
 
 def _first(step: Json, keys: tuple[str, ...]) -> Any:
-    """Returns the first non-empty value of these keys, "" where there is none."""
     return next((step[key] for key in keys if step.get(key) not in (None, "")), "")
 
 

@@ -165,7 +165,6 @@ def _foreign(sample: Any) -> Json:
 
 
 def _score(sample: Any) -> Json:
-    """Returns the numbers of a sample's scores; `total` where one of them is the reward."""
     numbers: dict[str, float] = {}
     for scorer, score in (sample.scores or {}).items():
         value = score.value

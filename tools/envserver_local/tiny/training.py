@@ -213,7 +213,6 @@ def _batches(
 
 
 def _rate(step: int, steps: int) -> float:
-    """Returns the factor of the maximum learning rate."""
     warm = min(1.0, (step + 1) / 20)
     return warm * max(0.05, 0.5 * (1 + math.cos(math.pi * step / steps)))
 

@@ -72,7 +72,6 @@ def _unseen(data: bytes, limits: Limits) -> Iterator[str]:
 
 
 def _changes(put_in: int, taken_out: int) -> str:
-    """The line about tracked changes of a document."""
     return f"(tracked changes: {put_in} insertions, shown; {taken_out} deletions, not shown)"
 
 

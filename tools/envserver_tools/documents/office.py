@@ -238,7 +238,6 @@ def _slides(presentation: Any) -> Iterator[str]:
 
 
 def _comments(part: bytes) -> Iterator[str]:
-    """Comments of a slide, in both forms: `cm/text`, and paragraphs of text."""
     for comment in ElementTree.fromstring(part).iter():
         if bare(comment.tag) == "cm":
             yield f"Comment: {' '.join(''.join(comment.itertext()).split())}"

@@ -199,7 +199,6 @@ def kind_of(data: bytes, name: str) -> str:
 
 
 def _open_kind(data: bytes) -> str:
-    """Returns the kind of an OpenDocument file; "zip" for other archives."""
     try:
         said = archives.member(data, "mimetype", Limits()).decode("latin-1")
     except archives.BadArchive:
@@ -208,7 +207,6 @@ def _open_kind(data: bytes) -> str:
 
 
 def _old_kind(data: bytes) -> str:
-    """Returns the kind of an older, unzipped office file."""
     return next(
         (kind for name, kind in _IN_OLE.items() if f"{name}\0".encode("utf-16-le") in data),
         "binary",

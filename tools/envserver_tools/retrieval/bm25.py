@@ -213,7 +213,6 @@ def _indexed_text(passage: Passage) -> str:
 
 
 def _best(scores: NDArray[np.float32], top_k: int) -> list[int]:
-    """Returns the indices of the best scores, best first."""
     found = np.flatnonzero(scores > 0)
     if len(found) > max(MANY_FOUND, top_k):
         least = np.partition(scores[found], -top_k)[-top_k]

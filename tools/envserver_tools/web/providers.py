@@ -252,7 +252,6 @@ class _ResultPage(HTMLParser):
 
 
 def _target(href: str) -> str:
-    """Returns the final address of a link on the result page."""
     inner = parse_qs(urlsplit(href).query).get("uddg")
     return inner[0] if inner else href
 
