@@ -39,8 +39,7 @@ import msgspec
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.sandboxes import SandboxSpec
 from envserver_records.scores import Score
-from envserver_records.splits import Split
-from envserver_records.tasks import Message, Result, Task, text_of
+from envserver_records.tasks import Message, Result, Split, Task, text_of
 from typing_extensions import TypeVar
 
 from .described import Section

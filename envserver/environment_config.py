@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from envserver_records.splits import Split
+from envserver_records.tasks import Split
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from .described import Section

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from envserver_records.splits import Split
+from envserver_records.tasks import Split
 from pydantic import Field
 
 from .described import Section

@@ -11,17 +11,15 @@ from contextlib import suppress
 from typing import Any, Final, Self, Unpack
 
 import httpx
-from envserver_records import ConflictError, EnvserverError, NotFoundError, Split
+from envserver_records import ConflictError, EnvserverError, NotFoundError
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.servers import AsyncServersClient
 from envserver_records.urls import Urls, authorization
 from envserver_records.wire import GroupSummary
 
-from .compression import HAS_ZSTD, LeaseStreamReader, decompress
-from .engines import EnginesOfServer
-from .estimates import TaskEstimate, read_estimates
 from .on_demand import OnDemand
 from .protocol import (
+    HAS_ZSTD,
     LONGEST_WAIT_SECONDS,
     Answer,
     BatchLimits,
@@ -29,9 +27,11 @@ from .protocol import (
     Calls,
     Delivery,
     InFlight,
+    LeaseStreamReader,
     Retries,
     batch_of,
     checked,
+    decompress,
     object_of,
     pause_before_next,
     retries_for,
@@ -44,7 +44,7 @@ _INLINE_BYTES: Final = 256 * 1024
 """Smaller answers are decompressed on the event loop, larger ones in a thread."""
 
 
-class EnvClient(OnDemand, EnginesOfServer):
+class EnvClient(OnDemand):
     """Leases batches for one run; an async context manager that registers the run.
 
     Args:
@@ -370,25 +370,6 @@ class EnvClient(OnDemand, EnginesOfServer):
         """Returns one group with its rows, in any state, without leasing or consuming it."""
         return decode_group((await self._send(self._calls.group(group_id))).content)
 
-    async def task_estimates(
-        self,
-        *,
-        environment: str | None = None,
-        split: Split | None = None,
-        after: int = 0,
-        limit: int | None = None,
-    ) -> list[TaskEstimate]:
-        """Returns how often each task is solved; tasks that were never scored are left out.
-
-        Args:
-            environment, split: only tasks of these. Default: all.
-            after: only tasks with a larger `number`.
-            limit: maximum number of tasks. Default: all.
-        """
-        return await read_estimates(
-            self._send, environment=environment, split=split, after=after, limit=limit
-        )
-
     # The policy, the engine, the server
 
     async def publish_policy_version(self, version: int) -> None:
@@ -414,6 +395,37 @@ class EnvClient(OnDemand, EnginesOfServer):
     async def resume_calls(self, version: int | None = None) -> None:
         """Lets model calls continue with the weights of `version`. None: the version as before."""
         await self._send(self._calls.resume_calls(version))
+
+    async def register_engine(
+        self, url: str, version: int | None = None, *, wait_seconds: float = 60.0
+    ) -> dict[str, Any]:
+        """Registers an engine that serves the weights of `version`; again: updates its version.
+
+        Args:
+            wait_seconds: maximum wait for the check of a new engine.
+
+        Returns:
+            Its row of GET /v1/engines: `id`, `standing`, `reason` ...
+
+        Raises:
+            ConflictError: the engine differs from the server's others.
+        """
+        call = self._calls.register_engine(url, version, wait_seconds)
+        row: dict[str, Any] = object_of(await self._send(call))["engine"]
+        return row
+
+    async def engines(self) -> list[dict[str, Any]]:
+        """Returns the rows of GET /v1/engines: `id`, `url`, `weights_version`, `standing`, ..."""
+        rows: list[dict[str, Any]] = object_of(await self._send(self._calls.engines()))["engines"]
+        return rows
+
+    async def pause_engine(self, engine_id: str) -> None:
+        """Sends no more calls to an engine; its running calls move to another one."""
+        await self._send(self._calls.pause_engine(engine_id))
+
+    async def resume_engine(self, engine_id: str, version: int) -> None:
+        """Sends calls to an engine again, which now has the weights of `version`."""
+        await self._send(self._calls.resume_engine(engine_id, version))
 
     async def status(self) -> dict[str, Any]:
         """Returns GET /v1/status."""

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ from envserver_clients.training.metrics import (
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_clients.training.publishing import Publisher
 from envserver_clients.training.ranks import Ranks
-from envserver_clients.training.settings import TrainerSettings, from_flags
+from envserver_clients.training.settings import TrainerSettings, end_at_sigterm, from_flags
 from envserver_clients.training.sources import Source, open_source
 
 log = logging.getLogger(__name__)
@@ -205,7 +205,6 @@ class _Timer:
 def _batches_until_limit(
     settings: TrainerSettings, step: int, metrics: Metrics, source: Source
 ) -> Iterator[tuple[Batch, _Timer]]:
-    """Yields batches until a limit is reached."""
     timer = _Timer()
     begun = time.monotonic()
     batches = source.batches()
@@ -254,7 +253,7 @@ def _draw(settings: TrainerSettings) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Exit status: 0 if a limit was reached, 1 after an error."""
     console = Console()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end_at_sigterm)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         settings = from_flags(
@@ -267,11 +266,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    """Handles SIGTERM like Ctrl-C, so that everything is closed."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal, NoReturn
+from typing import Final, Literal
 
 from envserver_records import EnvserverError
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,7 +30,7 @@ from rich.console import Console
 from envserver_clients.training.children import Children
 from envserver_clients.training.held_out import HELD_OUT, write_held_out
 from envserver_clients.training.metrics import Line, read_lines
-from envserver_clients.training.settings import from_flags
+from envserver_clients.training.settings import end_at_sigterm, from_flags
 
 _CONFIGS: Final = Path(__file__).parent / "training"
 _MANY: Final = ("sort", "tool")
@@ -199,7 +199,6 @@ def _evaluate_every(settings: LearnSettings) -> int:
 
 
 def _free_port() -> int:
-    """Returns a free port; a process keeps its port in all restarts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port
@@ -242,7 +241,7 @@ def _picture(rewards: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the trainer's exit status, or 1 if a process did not start."""
     console = Console()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end_at_sigterm)
     try:
         return learn(
             from_flags(LearnSettings, arguments, program="python -m envserver_clients.learn"),
@@ -253,11 +252,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    """Handles SIGTERM like Ctrl-C, so that all processes are ended."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Orders rollouts of tasks that the trainer chooses.
+"""Orders rollouts of tasks that the trainer chooses, and reads how often each task is solved.
 
 In: task ids. Out: trajectories in the same order. What always holds: each task has `group_size`
 places; a lost rollout leaves its place empty.
@@ -20,9 +20,9 @@ from envserver_records import Group, InputError, Split, Trajectory, unpack
 from envserver_records.wire import GROUPS_MSGPACK
 
 from .protocol import LONGEST_WAIT_SECONDS, Answer, Call, ServerUnreachable
-from .records import decode_batch
+from .records import decode_batch, decoded
 
-_MOST_TASKS: Final = 1024
+_PAGE: Final = 1024
 _NUMBER: Final = re.compile(r"-r(\d+)$")
 
 
@@ -33,8 +33,45 @@ class TaskSummary(msgspec.Struct, frozen=True):
     public: dict[str, Any]
 
 
+class _TaskPage(msgspec.Struct):
+    """`next` is the `after` of the next page, None on the last one."""
+
+    tasks: list[TaskSummary]
+    next: int | None
+
+
+class TaskEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """The success rate of one task.
+
+    Args:
+        number: order in which tasks were first scored.
+        attempts: rollouts so far, without those of evaluations.
+        mean_reward: their mean, weighted towards recent policies; None if all are out of date.
+        success: probability that the next rollout solves the task, in (0, 1); 0.5 if unknown.
+        weight: attempts that still count.
+        policy_version: the last one that tried the task; -1 if unknown.
+        scored_at: seconds of the server's clock.
+    """
+
+    number: int
+    task_id: str
+    environment: str
+    split: str
+    attempts: int
+    mean_reward: float | None
+    success: float
+    weight: float
+    policy_version: int
+    scored_at: float
+
+
+class _EstimatePage(msgspec.Struct):
+    estimates: list[TaskEstimate]
+    next: int | None
+
+
 class OnDemand(ABC):
-    """The methods of a client that order rollouts."""
+    """The methods of a client that are about tasks."""
 
     @abstractmethod
     async def _send(self, call: Call) -> Answer:
@@ -56,9 +93,36 @@ class OnDemand(ABC):
         found: list[TaskSummary] = []
         following: int | None = after
         while following is not None and len(found) < limit:
-            call = tasks_call(environment, split, following, limit - len(found))
-            page = decode_tasks(await self._send(call))
+            most = min(limit - len(found), _PAGE)
+            call = _page_call("/v1/tasks", environment, split, following, most)
+            page = decoded((await self._send(call)).content, _TaskPage, "a page of tasks")
             found += page.tasks
+            following = page.next
+        return found
+
+    async def task_estimates(
+        self,
+        *,
+        environment: str | None = None,
+        split: Split | None = None,
+        after: int = 0,
+        limit: int | None = None,
+    ) -> list[TaskEstimate]:
+        """Returns how often each task is solved; tasks that were never scored are left out.
+
+        Args:
+            environment, split: only tasks of these. Default: all.
+            after: only tasks with a larger `number`.
+            limit: maximum number of tasks. Default: all.
+        """
+        found: list[TaskEstimate] = []
+        following: int | None = after
+        while following is not None and (limit is None or len(found) < limit):
+            most = _PAGE if limit is None else min(limit - len(found), _PAGE)
+            call = _page_call("/v1/tasks/estimates", environment, split, following, most)
+            answer = await self._send(call)
+            page = decoded(answer.content, _EstimatePage, "a page of estimates")
+            found += page.estimates
             following = page.next
         return found
 
@@ -89,7 +153,8 @@ class OnDemand(ABC):
         """
         if not task_ids:
             return []
-        order = order_of(environment, task_ids, group_size, split, key, timeout_seconds)
+        key = key or uuid.uuid4().hex
+        order = RolloutOrder(environment, task_ids, group_size, split, timeout_seconds, key)
         while True:
             found = rollouts_in(await self._send(order.call()), order)
             if found is not None:
@@ -110,7 +175,7 @@ class RolloutOrder:
     group_size: int
     split: Split | None
     timeout_seconds: float
-    key: str = ""
+    key: str
     begun_at: float = field(default_factory=time.monotonic)
 
     def seconds_left(self) -> float:
@@ -129,20 +194,6 @@ class RolloutOrder:
             body["split"] = self.split
         key = {"idempotency-key": self.key}
         return Call("POST", "/v1/rollouts", body, GROUPS_MSGPACK, wait_seconds, key)
-
-
-def order_of(
-    environment: str,
-    task_ids: Sequence[str],
-    group_size: int,
-    split: Split | None,
-    key: str | None,
-    timeout_seconds: float,
-) -> RolloutOrder:
-    """Returns an order that begins now; without a `key` it gets a new one."""
-    return RolloutOrder(
-        environment, task_ids, group_size, split, timeout_seconds, key or uuid.uuid4().hex
-    )
 
 
 def rollouts_in(answer: Answer, order: RolloutOrder) -> list[list[Trajectory | None]] | None:
@@ -179,30 +230,9 @@ def _by_number(group: Group, size: int) -> list[Trajectory | None]:
     return found
 
 
-def tasks_call(environment: str, split: Split | None, after: int, limit: int) -> Call:
-    """Returns the request for a page of tasks."""
-    query: dict[str, Any] = {
-        "environment": environment,
-        "after": after,
-        "limit": min(limit, _MOST_TASKS),
-    }
-    if split is not None:
-        query["split"] = split
-    return Call("GET", f"/v1/tasks?{urlencode(query)}")
-
-
-class TaskPage(msgspec.Struct, frozen=True):
-    """A page of tasks; `next` is the `after` of the next page, None on the last one."""
-
-    tasks: list[TaskSummary]
-    next: int | None
-
-
-def decode_tasks(answer: Answer) -> TaskPage:
-    """Decodes a page of tasks. Raises InputError: it is not one."""
-    try:
-        return msgspec.json.decode(answer.content, type=TaskPage)
-    except msgspec.DecodeError as error:
-        raise InputError(
-            f"The server's answer is not a page of tasks: {error}.", place="body"
-        ) from error
+def _page_call(
+    path: str, environment: str | None, split: Split | None, after: int, limit: int
+) -> Call:
+    query = {"environment": environment, "split": split, "after": after, "limit": limit}
+    given = {name: value for name, value in query.items() if value is not None}
+    return Call("GET", f"{path}?{urlencode(given)}")

@@ -7,10 +7,11 @@ when its rows are first read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +21,8 @@ from envserver_records.images import RowImage, images_of
 from envserver_records.sampling import SamplingSpan, span_of
 from envserver_records.wire import GroupSummary, WireGroup, WireLease
 from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 _NOT_TRAINED: Final = -100
 
@@ -104,24 +107,28 @@ class Batch(WireLease):
         return [row for group in self.groups for row in group.rows]
 
 
+def decoded(
+    content: bytes, kind: type[T], what: str, decode: Callable[..., T] = msgspec.json.decode
+) -> T:
+    """Decodes the body of an answer. Raises InputError: it is not `what`."""
+    try:
+        return decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise InputError(f"The server's answer is not {what}: {error}.", place="body") from error
+
+
 def decode_batch(answer: bytes) -> Batch:
     """Decodes the answer to a lease; bodies are views of `answer`.
     Raises InputError: it is not a batch.
     """
-    try:
-        return msgspec.msgpack.decode(answer, type=Batch)
-    except msgspec.DecodeError as error:
-        raise InputError(f"The server's answer is not a batch: {error}.", place="body") from error
+    return decoded(answer, Batch, "a batch", msgspec.msgpack.decode)
 
 
 def decode_group(answer: bytes) -> ClientGroup:
     """Decodes the answer to `GET /v1/groups/{group_id}`; its body is a view of `answer`.
     Raises InputError: it is not a group.
     """
-    try:
-        return msgspec.msgpack.decode(answer, type=ClientGroup)
-    except msgspec.DecodeError as error:
-        raise InputError(f"The server's answer is not a group: {error}.", place="body") from error
+    return decoded(answer, ClientGroup, "a group", msgspec.msgpack.decode)
 
 
 class _Page(msgspec.Struct):
@@ -130,16 +137,10 @@ class _Page(msgspec.Struct):
 
 def decode_page(answer: bytes) -> list[GroupSummary]:
     """Decodes the answer to `GET /v1/groups`. Raises InputError: it is not a page of groups."""
-    try:
-        return msgspec.json.decode(answer, type=_Page).groups
-    except msgspec.DecodeError as error:
-        raise InputError(
-            f"The server's answer is not a page of groups: {error}.", place="body"
-        ) from error
+    return decoded(answer, _Page, "a page of groups").groups
 
 
 def _checked(rows: Iterator[Row]) -> list[Row]:
-    """Returns the rows."""
     found = list(rows)
     for row in found:
         lengths = {len(row.tokens), len(row.mask), len(row.versions)}
@@ -249,3 +250,38 @@ def _logprobs(
     if not column:
         return None
     return np.where(mask, np.asarray(column[index], np.float32), np.float32(0.0))
+
+
+def opened(image: RowImage) -> Any:
+    """Returns an image as Pillow's, in RGB, as vLLM makes it: turned as its EXIF data say, on white
+    where it is transparent.
+    Raises InputError: Pillow cannot read it.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        read = ImageOps.exif_transpose(Image.open(io.BytesIO(image.data)))
+        if not read.has_transparency_data:
+            return read.convert("RGB")
+        read = read.convert("RGBA")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InputError(
+            f"Image {image.sha256[:12]} of a row cannot be read: {error}", place="images"
+        ) from error
+    white = Image.new("RGB", read.size, (255, 255, 255))
+    white.paste(read, mask=read.getchannel("A"))
+    return white
+
+
+def pixels(processor: Any, rows: Sequence[Sequence[RowImage]]) -> dict[str, Any]:
+    """Returns what an image processor of transformers makes of the images of rows, as tensors:
+    `pixel_values`, and `image_grid_thw` or `pixel_attention_mask` where the model has them.
+    Raises InputError: an image cannot be read, or is not of a size that the processor takes.
+    """
+    shown = [[opened(image) for image in row] for row in rows]
+    try:
+        made = processor(images=shown, return_tensors="pt")
+    except ValueError as error:
+        raise InputError(f"Images of a row cannot be used: {error}", place="images") from error
+    names = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
+    return {name: made[name] for name in names if name in made}

@@ -19,9 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from envserver_clients.finetuning.command import check_libraries, run_command
 from envserver_clients.finetuning.data import parts_of
-from envserver_clients.finetuning.settings import SftSettings, read_settings
+from envserver_clients.finetuning.settings import (
+    SftSettings,
+    check_libraries,
+    read_settings,
+    run_command,
+)
 
 if TYPE_CHECKING:
     from envserver_clients.finetuning.examples import Example, ExampleCounts

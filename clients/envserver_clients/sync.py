@@ -14,8 +14,7 @@ from envserver_records.urls import Urls
 from envserver_records.wire import GroupSummary
 
 from .aio import EnvClient
-from .estimates import TaskEstimate
-from .on_demand import TaskSummary
+from .on_demand import TaskEstimate, TaskSummary
 from .protocol import BatchLimits, InFlight
 from .records import Batch, ClientGroup
 

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     )
     from .sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
     from .scores import RewardRange, Score, TurnReward
-    from .splits import Split
-    from .tasks import Message, PublicTask, Result, Task
+    from .tasks import Message, PublicTask, Result, Split, Task
 
 __all__ = [
     "AgentError",
@@ -122,8 +121,7 @@ _HOMES = {
     },
     "sandboxes": {"ExecResult", "SandboxLimits", "SandboxSpec", "SandboxUsage"},
     "scores": {"RewardRange", "Score", "TurnReward"},
-    "splits": {"Split"},
-    "tasks": {"Message", "PublicTask", "Result", "Task"},
+    "tasks": {"Message", "PublicTask", "Result", "Split", "Task"},
 }
 """Modules that do without numpy, and their names."""
 

@@ -105,7 +105,6 @@ SERVICE: Final = ErrorReader(
 
 
 def _problem(body: bytes) -> dict[str, Any] | None:
-    """Returns the `error` in a body, None where it holds none."""
     try:
         problem = msgspec.json.decode(body)["error"]
     except (msgspec.DecodeError, KeyError, TypeError, RecursionError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from .scores import TurnReward
+
+Split = Literal["train", "validation", "test"]
 
 Message = dict[str, Any]
 """A chat message in OpenAI's format."""

@@ -96,7 +96,7 @@ def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
 
 
 def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
-    from envserver_factory.publishing.hub import push
+    from envserver_factory.publishing.upload import push
 
     if dry_run:
         console.print(f"Not pushed: {folder} has what would be pushed to {name}.", markup=False)
@@ -106,7 +106,7 @@ def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
 
 def _with_card(format: Format, settings: ExportSettings, out: Path, name: str) -> Format:
     from envserver_factory.publishing.card import Asked, WithCard, public_name
-    from envserver_factory.publishing.hub import check_name
+    from envserver_factory.publishing.upload import check_name
 
     check_name(name)
     if out.suffix in (".jsonl", format.suffix):

@@ -14,8 +14,7 @@ from .evaluate_command import show_tables
 from .specs.publish_command import COMMAND
 
 if TYPE_CHECKING:
-    from envserver_factory.publishing.model_card import Result
-    from envserver_factory.publishing.models import Plan
+    from envserver_factory.publishing.models import Plan, Result
 
 
 def run(argv: list[str]) -> int:
@@ -46,7 +45,7 @@ def results_in(folder: Path) -> list[Result]:
 
 def results_of(reports: Iterable[Report]) -> list[Result]:
     """Returns the results of reports for a card; parts without a score are left out."""
-    from envserver_factory.publishing.model_card import Result
+    from envserver_factory.publishing.models import Result
 
     return [
         Result(

@@ -51,8 +51,7 @@ def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]
     Args:
         example_of: settings -> function that converts a row.
     """
-    from envserver_factory.sft_building.data_rows import rows_of
-    from envserver_factory.sft_building.examples import template_of
+    from envserver_factory.sft_building.examples import rows_of, template_of
     from envserver_factory.sft_building.prepare import Plan, prepare
 
     settings = command.read(argv)
@@ -97,15 +96,15 @@ def _router(settings: RouterSettings) -> Callable[[dict[str, Any]], Any]:
 
 
 def _math(settings: MathSettings) -> Callable[[dict[str, Any]], Any]:
-    from envserver_factory.sft_building.math_rows import example_of
+    from envserver_factory.sft_building.examples import math_example
 
-    return example_of
+    return math_example
 
 
 def _code(settings: CodeSettings) -> Callable[[dict[str, Any]], Any]:
-    from envserver_factory.sft_building.code_rows import example_of
+    from envserver_factory.sft_building.examples import code_example
 
-    return example_of
+    return code_example
 
 
 def _show(console: Console, summary: dict[str, Any], out: Path) -> None:

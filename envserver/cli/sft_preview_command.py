@@ -13,7 +13,7 @@ from .specs.sft_preview_command import COMMAND, PreviewSettings
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns 1 if there are no rows."""
-    from envserver_factory.sft_building.spool import as_line
+    from envserver_factory.sft_building.folder import as_line
 
     settings = COMMAND.read(argv)
     rows, tools, made = _rows(settings)

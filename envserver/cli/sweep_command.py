@@ -211,7 +211,7 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def _write_card(model: Path, reports: Sequence[Report]) -> None:
-    from envserver_factory.publishing.model_card import with_results
+    from envserver_factory.publishing.models import with_results
 
     card = model / "README.md"
     text = card.read_text(encoding="utf-8") if card.exists() else ""

@@ -15,7 +15,7 @@ from typing import IO
 
 from envserver_records.errors import ConfigError, StoreError
 from envserver_records.files import replacing_path, write_failure
-from envserver_records.seals import chained, digest_after
+from envserver_records.records import chained, digest_after
 
 
 class OutputFile:

@@ -21,7 +21,7 @@ from typing import IO, Any
 import orjson
 from envserver_records.errors import ConfigError, InputError, StoreError
 from envserver_records.files import replace_folder, write_failure
-from envserver_records.seals import chained, digest_after
+from envserver_records.records import chained, digest_after
 
 from .formats import Format, HasWriter, NamedFile, Row, Writer, Written
 

@@ -17,15 +17,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import InputError
 from envserver_records.experts import Table, row_experts, told_experts
-from envserver_records.hook_events import HookEvent
 from envserver_records.images import RowImage, told_images
 from envserver_records.packing import ready
+from envserver_records.proxy_events import EgressRequest, HookEvent
 from envserver_records.records import Logprobs, Mask, Message, Tokens
 from envserver_records.scores import RewardRange, TurnReward, range_from_json
-from envserver_records.splits import Split
+from envserver_records.tasks import Split
 from envserver_records.timings import FailedAttempt, Printed, Timing, timing_from_json
 
 from ..formats.atropos import NOT_TRAINED

@@ -29,7 +29,7 @@ from envserver_records.errors import (
     SandboxUnavailable,
     ServiceError,
 )
-from envserver_records.hook_events import HookEvent
+from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call, ServiceCall, Task
 
 from ..actions import Steps

@@ -21,7 +21,7 @@ from envserver_records.errors import (
     EngineUnavailable,
     EnvserverError,
 )
-from envserver_records.hook_events import HookEvent
+from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call
 
 from ..models.routing import SampledVersions

@@ -22,7 +22,7 @@ from typing import Protocol
 import orjson
 import structlog
 from envserver_records.cancelling import cancel_and_wait
-from envserver_records.egress_requests import EgressEnd, EgressRequest
+from envserver_records.proxy_events import EgressEnd, EgressRequest
 
 from .attempts import ProxyAttempt
 from .bounds import OverBound

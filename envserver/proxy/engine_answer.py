@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from envserver_records.errors import EngineGarbage
 from envserver_records.experts import RoutedExperts
-from envserver_records.hook_events import HookEvent
+from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call, Message
 
 from ..tokens.builder import read_experts

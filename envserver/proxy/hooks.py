@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 from envserver_records.errors import ConflictError, HookError, InputError, ServiceError
-from envserver_records.hook_events import HookEvent
+from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Message
 
 from ..environment import Environment

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from envserver_records.hook_events import HookEvent
 from envserver_records.images import ImageSpan
+from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call, Dialect, Message, VersionSpan
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING, LogprobsKind
 from numpy.typing import NDArray

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import orjson
-from envserver_records.splits import Split
+from envserver_records.tasks import Split
 from envserver_records.zstd import zstd
 from pydantic import AfterValidator, ConfigDict, Field
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
-from envserver_records.egress_requests import EgressRequest
 from envserver_records.errors import (
     AgentError,
     ConflictError,
@@ -36,7 +35,7 @@ from envserver_records.errors import (
     WorkerGarbage,
     by_kind,
 )
-from envserver_records.hook_events import HookEvent
+from envserver_records.proxy_events import EgressRequest, HookEvent
 from envserver_records.records import (
     Call,
     Conversation,

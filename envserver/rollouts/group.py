@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import RolloutError
-from envserver_records.records import Group, Score, Task, Trajectory
-from envserver_records.seals import sealed
+from envserver_records.records import Group, Score, Task, Trajectory, sealed
 from envserver_records.timings import FailedAttempt
 from structlog.contextvars import bind_contextvars
 

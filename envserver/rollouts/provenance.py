@@ -19,8 +19,7 @@ from typing import Any, Final
 import envserver_records
 import msgspec
 import orjson
-from envserver_records.records import Trajectory
-from envserver_records.seals import digest_of
+from envserver_records.records import Trajectory, digest_of
 
 from .. import __version__
 from ..config import SamplingConfig

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
-from envserver_records.splits import Split
-from envserver_records.tasks import Task
+from envserver_records.tasks import Split, Task
 
 from ..tools.bugs import place_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from envserver_records.splits import Split
+from envserver_records.tasks import Split
 from envserver_records.urls import server_urls
 from pydantic import Field, SecretStr, field_validator
 

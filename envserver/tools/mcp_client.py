@@ -229,7 +229,7 @@ async def _client(server: McpServer, running: RunningProgram | None) -> AsyncIte
         async with Client(StdioServerParameters(command=program, args=args, env=env)) as client:
             yield client
         return
-    from envserver_records.proxies import proxy_of
+    from envserver_records.servers import proxy_of
 
     async with (
         httpx2.AsyncClient(

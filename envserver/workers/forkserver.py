@@ -394,7 +394,7 @@ def _preload(references: list[str]) -> set[str]:
         if environment.isolation != "pooled":
             _import_all(environment)
         if environment.isolation == "sandboxed":  # for MCP servers: a sandbox does not have it
-            importlib.import_module("envserver_records.proxies")
+            importlib.import_module("envserver_records.servers")
     if threads := _threads():
         sys.stderr.write(
             f"{', '.join(references)}: importing started {len(threads)} threads "

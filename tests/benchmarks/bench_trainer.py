@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.examples import Example
 from envserver_clients.training.learner import Learner, StepSettings
+from envserver_clients.training.objectives import LossSettings
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_clients.training.ranks import Ranks
 from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -167,7 +167,7 @@ print(json.dumps(lacks))
 
     assert lacks.pop("trl_environments") == "envserver_tools"  # runs environments itself
     assert set(lacks.values()) <= _MAY_LACK
-    assert not lacks.keys() & {"atropos", "completions", "slime", "whole_groups"}
+    assert not lacks.keys() & {"atropos", "completions", "slime"}
 
 
 @pytest.mark.thorough

@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from envserver_clients.adapters.trainers_engines import Versions
 from envserver_clients.adapters.trl_environments import (
     TrlEnvironment,
     dataset_rows,
     math_environment,
 )
-from envserver_clients.adapters.trl_weights import Versions
 from envserver_tools.calling import ToolError
 from support.foreign_trainers import SUPPORT, house, random_model, trainer
 from support.waiting import PATIENCE

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from envserver_local.tiny.making import make
+from envserver_local.tiny.training import make
 
 Spot = tuple[list[dict[str, Any]], str, bool]
 """The messages of a question, an answer, and whether it is a likely one."""

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from envserver_clients.records import Row
-from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
 from envserver_clients.training.examples import Denominator, Example, ExampleSettings, examples_of
 from envserver_clients.training.learner import Learner, Numbers, StepSettings
-from envserver_clients.training.objectives import OBJECTIVES
+from envserver_clients.training.objectives import OBJECTIVES, LossSettings
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_clients.training.ranks import Ranks, whole
 from envserver_clients.training.settings import TrainerSettings

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 import typing_extensions
 from envserver_clients.adapters.skyrl import EnvserverGenerator, output_of
-from envserver_clients.training.examples import ExampleSettings, examples_of
-from envserver_clients.training.padding import padded
+from envserver_clients.training.examples import ExampleSettings, examples_of, padded
 from envserver_clients.training.policy import Policy
 from envserver_records import InputError
 from envserver_records.images import ImageSpan

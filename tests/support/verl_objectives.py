@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from envserver_clients.records import ClientGroup, Row
-from envserver_clients.training.examples import examples_of
+from envserver_clients.training.examples import examples_of, padded
 from envserver_clients.training.loss import policy_loss
 from envserver_clients.training.objectives import preset
-from envserver_clients.training.padding import padded
 from envserver_clients.training.settings import TrainerSettings
 from verl.trainer.ppo import core_algos
 from verl.workers.config import FSDPActorConfig

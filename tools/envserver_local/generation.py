@@ -15,10 +15,9 @@ import torch
 from envserver_records.errors import ConfigError
 from transformers import PreTrainedModel
 
-from . import attention
+from . import kv_cache
 from .adapters import Adapters
-from .kv_cache import Place, SlotCache
-from .prefixes import Prefixes
+from .kv_cache import Place, Prefixes, SlotCache
 from .rows import Ranked, Row
 from .sampling import Settings, adjusted, chosen, ranked, scaled
 
@@ -256,7 +255,7 @@ def _windows(config: Any) -> dict[str, int | None]:
     if foreign := kinds - known.keys():
         raise ConfigError(
             f"The local engine does not know layers of the kind {', '.join(sorted(foreign))}.",
-            hint=attention.OTHERS,
+            hint=kv_cache.OTHERS,
         )
     if not kinds:
         return {"all": window}

@@ -16,9 +16,9 @@ from envserver_records.errors import EngineRefused
 from envserver.models.sim.conversation import DetokenizeBody, read
 
 from . import answers
+from .answers import CallReader
 from .bodies import ChatBody, GenerateBody, TokenizeBody
-from .calls import CallReader
-from .routes_chat import Chat
+from .routes_completions import Chat
 from .row_requests import Asking, check
 from .rows import Row
 from .text import Growing

@@ -17,8 +17,7 @@ from typing import TypeVar
 import structlog
 
 from .generation import Generator
-from .rows import Row
-from .scheduler import PauseMode, Scheduler
+from .rows import PauseMode, Row, Scheduler
 from .text import Text
 
 T = TypeVar("T")

@@ -22,10 +22,9 @@ from starlette.routing import Route
 from envserver.models.sim.conversation import DetokenizeBody, read
 from envserver.models.sim.engine import ProgramsOnly
 
+from .answers import CallReader
 from .bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody, refuse_foreign
-from .calls import CallReader
-from .routes_chat import Chat
-from .routes_completions import Completions
+from .routes_completions import Chat, Completions
 from .routes_control import Control
 from .routes_tokens import Tokens
 from .row_requests import Asking

@@ -11,8 +11,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from . import inside, schemas
+from . import inside
 from .calling import Tool, ToolError, toolbox
+from .sandboxed import description
 
 _NAMES = {
     "read_file": "read_file",
@@ -28,7 +29,7 @@ def folder_tools() -> dict[str, Tool]:
 
 
 def _tool(name: str, implementation: str) -> Tool:
-    described = schemas.description(implementation, command_seconds=0)
+    described = description(implementation, command_seconds=0)
     function = {**described["function"], "name": name}
     run = partial(_run, implementation)
     return Tool({**described, "function": function}, run, inside.MAX_CHARACTERS + 100)

@@ -197,8 +197,6 @@ class AtroposTrainerClient:
 
 
 class _BatchAnswer(msgspec.Struct):
-    """The answer to `GET /batch`."""
-
     batch: list[msgspec.Raw] | None = None
     status: str = ""
     message: str = ""

@@ -1,19 +1,28 @@
-"""Splits trajectories into prompts and completions, the form that most trainers want.
+"""Orders complete groups, and splits trajectories into the prompts and completions of trainers.
 
-In: the training sequences of a trajectory. Out: for each, the tokens before its first trained token
-and those from there on. What always holds: prompt and completion together are the sequence's tokens
-(nothing is tokenised again); mask, logprobs and versions have the completion's length, and logprobs
-are 0 where the mask is.
+In: tasks; the training sequences of a trajectory. Out: trajectories in the order of the tasks; for
+each sequence, the tokens before its first trained token and those from there on. What always holds:
+prompt and completion together are the sequence's tokens (nothing is tokenised again); mask,
+logprobs and versions have the completion's length, and logprobs are 0 where the mask is. A rollout
+lost without the model's fault never becomes a reward of 0: its whole group is ordered again, so
+that rollouts that are compared ran together. Rows of another temperature than the trainer's are
+refused: it would learn from wrong ratios and show nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 
 import numpy as np
-from envserver_records import InputError, Sequence, Trajectory
+from envserver_records import EnvserverError, InputError, Sequence, Split, Trajectory
 from envserver_records.experts import Table, row_experts
 from envserver_records.images import RowImage, images_of
+from envserver_records.sampling import SamplingSpan
+
+_MOST_TASKS: Final = 1024
+"""Maximum number of tasks in one order."""
 
 
 @dataclass(frozen=True)
@@ -102,3 +111,200 @@ def check_text_only(completion: Completion, trainer: str) -> Completion:
             place="images",
         )
     return completion
+
+
+def check_spans(spans: Iterable[SamplingSpan], temperature: float | None, setting: str) -> None:
+    """Checks how rows were sampled; rows of older servers do not say it, and have no spans.
+
+    Args:
+        temperature: the trainer's; None: it takes that of each token.
+        setting: the trainer's name for it, for the error.
+
+    Raises:
+        InputError: the trainer would compute another distribution than the sampled one.
+    """
+    for span in spans:
+        if span.altered:
+            raise InputError(
+                f"Rows were sampled with {', '.join(span.altered)}: the trainer does not know what "
+                "was cut off.",
+                hint="Start the server with --sampling.top_p 1; the temperature is free.",
+                place="sampling",
+            )
+        if temperature is not None and span.temperature != temperature:
+            raise InputError(
+                f"Rows were sampled at temperature {span.temperature:g}, the trainer divides by "
+                f"{temperature:g}.",
+                hint=f"Set {setting} and the server's --sampling.temperature to the same number.",
+                place="sampling",
+            )
+        if span.is_raw:
+            raise InputError(
+                f"Rows were sampled at temperature {span.temperature:g}, but the engine's logprobs "
+                "are from before it.",
+                hint="Start the engine with --logprobs-mode processed_logprobs, or set the "
+                "temperature to 1.",
+                place="sampling",
+            )
+
+
+def check_trajectories(
+    trajectories: Iterable[Trajectory | None], temperature: float | None, setting: str
+) -> None:
+    """Checks the rows of trajectories; see `check_spans`."""
+    for one in trajectories:
+        for row in one.sequences if one is not None else ():
+            check_spans(row.sampling, temperature, setting)
+
+
+class RolloutsLost(EnvserverError):
+    """Rollouts failed without the model's fault in all tries."""
+
+    kind = "rollouts_lost"
+
+
+class Rollouts(Protocol):
+    """The part of `envserver_clients.http.EnvClient` that is needed here."""
+
+    async def rollouts(
+        self,
+        environment: str,
+        task_ids: list[str],
+        *,
+        group_size: int = ...,
+        split: Split | None = ...,
+        timeout_seconds: float = ...,
+    ) -> list[list[Trajectory | None]]: ...
+
+
+@dataclass(frozen=True)
+class GroupOrder:
+    """An order of complete groups.
+
+    Args:
+        group_size: rollouts of each task.
+        split: None: the one that the server serves.
+    """
+
+    environment: str
+    task_ids: list[str]
+    group_size: int = 1
+    split: Split | None = None
+
+
+async def complete_groups(
+    client: Rollouts, wish: GroupOrder, *, tries: int = 3, timeout_seconds: float = 3600.0
+) -> list[list[Trajectory]]:
+    """Returns a complete group for each task, in the order of the tasks.
+
+    Args:
+        tries: how often a group is ordered.
+        timeout_seconds: time limit of each try.
+
+    Raises:
+        RolloutsLost: groups are incomplete after all tries.
+    """
+    found: list[list[Trajectory]] = [[] for _ in wish.task_ids]
+    lacking = list(range(len(wish.task_ids)))
+    for _ in range(tries):
+        for first in range(0, len(lacking), _MOST_TASKS):
+            places = lacking[first : first + _MOST_TASKS]
+            groups = await client.rollouts(
+                wish.environment,
+                [wish.task_ids[place] for place in places],
+                group_size=wish.group_size,
+                split=wish.split,
+                timeout_seconds=timeout_seconds,
+            )
+            for place, group in zip(places, groups, strict=True):
+                found[place] = [one for one in group if one is not None and is_trainable(one)]
+        lacking = [place for place in lacking if len(found[place]) < wish.group_size]
+        if not lacking:
+            return found
+    lost = ", ".join(wish.task_ids[place] for place in lacking)
+    raise RolloutsLost(
+        f"Rollouts of {wish.environment} were lost {tries} times: {lost}.",
+        hint="The server's log and /v1/status show why: engine, sandbox or scorer.",
+    )
+
+
+def is_trainable(trajectory: Trajectory) -> bool:
+    """Returns whether it has a reward and at least one trained token."""
+    return trajectory.score.reward is not None and any(
+        sequence.mask.any() for sequence in trajectory.sequences
+    )
+
+
+def completions_of_agent(trajectory: Trajectory, agent: str | None = None) -> list[Completion]:
+    """Returns the rows of one of several agents: rewards of different agents must not be compared.
+
+    Args:
+        agent: its name; None: the first that has a trained token.
+    """
+    found = completions_of(trajectory)
+    chosen = agent if agent is not None else next((one.agent for one in found), None)
+    return [one for one in found if one.agent == chosen]
+
+
+def main_completion(trajectory: Trajectory, agent: str | None = None) -> Completion:
+    """Returns the row with the most trained tokens (of equal ones the last).
+
+    Args:
+        agent: see `completions_of_agent`.
+
+    Raises:
+        InputError: no token of the trajectory is trained.
+    """
+    found = completions_of_agent(trajectory, agent)
+    if not found:
+        raise InputError(f"Rollout {trajectory.rollout_id} has no trained token.", place="mask")
+    return max(reversed(found), key=lambda one: sum(one.mask))
+
+
+def loss_mask(trajectory: Trajectory, completion: Completion) -> list[int]:
+    """Returns the mask; all 0 if the trajectory was cut off: only its reward counts."""
+    return [0] * len(completion.mask) if trajectory.truncated else completion.mask
+
+
+def masked_logprobs(completion: Completion, mask: list[int]) -> list[float]:
+    """Returns the logprobs, 0.0 where `mask` is 0."""
+    return [logprob if one else 0.0 for logprob, one in zip(completion.logprobs, mask, strict=True)]
+
+
+def reward_of(trajectory: Trajectory, agent: str | None) -> float:
+    """Returns the reward of the rows of `agent` (None: the only agent).
+    Raises InputError: the trajectory does not have one.
+    """
+    reward = trajectory.score.of_agent(agent)
+    if reward is None:
+        raise InputError(f"Rollout {trajectory.rollout_id} has no reward.", place="reward")
+    return reward
+
+
+def turn_rewards(trajectory: Trajectory, row: Completion) -> dict[int, float]:
+    """Returns the rewards of the turns of a row, by the place of the last trained token of each."""
+    by_call = trajectory.score.call_rewards(row.agent)
+    ends = {call: place for place, call in enumerate(row.calls) if row.mask[place]}
+    return {place: by_call[call] for call, place in ends.items() if call in by_call}
+
+
+def named(columns: dict[str, Any], environment: str | None, where: str) -> tuple[str, str]:
+    """Returns the environment and the task id that the `columns` of a trainer's row name.
+
+    Args:
+        environment: default if they do not name one.
+        where: the place of the columns, for the error.
+
+    Raises:
+        InputError: the task id or the environment is missing.
+    """
+    found = columns.get("environment") or environment
+    task_id = columns.get("task_id")
+    if not found or not task_id:
+        missing = "environment" if task_id else "task_id"
+        raise InputError(
+            f"A row has no {missing} in {where}.",
+            hint="Make the data set from `client.tasks(environment)`: one row for each task id.",
+            place=where,
+        )
+    return str(found), str(task_id)

@@ -30,12 +30,12 @@ from envserver_records import InputError, Split, Trajectory
 from envserver_records.urls import Urls
 
 from envserver_clients.http import EnvClient
-from envserver_clients.images import pixels
+from envserver_clients.records import pixels
 
-from .completions import Completion
-from .temperatures import check_trajectories
-from .whole_groups import (
+from .completions import (
+    Completion,
     GroupOrder,
+    check_trajectories,
     complete_groups,
     completions_of_agent,
     loss_mask,

@@ -40,11 +40,13 @@ from envserver_records import ConfigError, Trajectory
 from envserver_clients.http import EnvClient, SyncEnvClient
 from envserver_clients.weights import VllmFull
 
-from .completions import Completion, check_text_only, completions_of
-from .temperatures import check_trajectories
-from .whole_groups import (
+from .completions import (
+    Completion,
     GroupOrder,
+    check_text_only,
+    check_trajectories,
     complete_groups,
+    completions_of,
     masked_logprobs,
     named,
     reward_of,

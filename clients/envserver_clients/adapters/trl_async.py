@@ -36,8 +36,8 @@ from envserver_clients.records import Batch, ClientGroup, Row
 from envserver_clients.training.advantages import Scaling, rewards_of, row_advantages
 from envserver_clients.weights import WeightPush
 
-from .temperatures import check_spans
-from .trl_weights import Versions
+from .completions import check_spans
+from .trainers_engines import Versions
 
 _WAIT_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 600.0
@@ -292,7 +292,6 @@ def _parted(messages: list[Message]) -> tuple[list[Message], list[Message]]:
 
 
 def _version(row: Row, base: int, unknown: int) -> int:
-    """Returns the trainer's version of the oldest token."""
     oldest = int(row.versions[row.mask == 1].min())
     return unknown if oldest < 0 else oldest - base
 

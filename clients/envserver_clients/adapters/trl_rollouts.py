@@ -27,18 +27,19 @@ from envserver_records.urls import Urls
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import WeightPush
 
-from .completions import Completion, check_text_only
-from .temperatures import check_trajectories
-from .trl_prompts import TaskName, task_of
-from .trl_weights import Versions, check_of, saver
-from .whole_groups import (
+from .completions import (
+    Completion,
     RolloutsLost,
+    check_text_only,
+    check_trajectories,
     completions_of_agent,
     is_trainable,
     loss_mask,
     main_completion,
     masked_logprobs,
 )
+from .trainers_engines import Versions, check_of, saver
+from .trl_prompts import TaskName, task_of
 
 
 def environment_reward(completions: list[Any], **columns: Any) -> list[float | None]:

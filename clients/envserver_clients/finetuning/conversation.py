@@ -3,7 +3,8 @@
 In: rows of `envserver export --to messages` or `--to dpo`, of `envserver sft build`, or with a
 `prompt` and a `completion`, or with recorded tokens. Out: `Conversation` (messages, of which the
 first ones are not trained), `Plain` or `Tokens`. What always holds: arguments of tool calls are
-objects, as chat templates need them, even if the row has them as JSON text.
+objects, as chat templates need them, even if the row has them as JSON text. `calls_in` reads the
+calls that a model wrote.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .data import Row
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
+_ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
@@ -212,3 +214,72 @@ def _tools(row: Row, place: str) -> Tools | None:
     if not isinstance(tools, list):
         raise InputError(f"{place}: tools must be a list.")
     return tools
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as the model wrote it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def calls_in(text: str) -> list[Call]:
+    """Returns the calls in a text, in order: JSON objects with a name and arguments, as chat
+    templates write them (`<tool_call>{...}`, a list after `[TOOL_CALLS]`, bare objects).
+    """
+    decoder = json.JSONDecoder()
+    found: list[Call] = []
+    place = text.find("{")
+    while place >= 0:
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            end = place + 1
+        else:
+            call = _call(value)
+            found += [call] if call else []
+            end = max(end, place + 1)
+        place = text.find("{", end)
+    return found
+
+
+def are_valid(calls: list[Call], tools: Tools | None) -> bool:
+    """Returns whether there is a call, and all name an offered tool with arguments that fit its
+    JSON schema. Without tools, any call is valid."""
+    if tools is None:
+        return bool(calls)
+    schemas = {one["name"]: one.get("parameters") or {} for one in map(_function, tools) if one}
+    return bool(calls) and all(
+        call.name in schemas and _fits(call.arguments, schemas[call.name]) for call in calls
+    )
+
+
+def _call(value: Any) -> Call | None:
+    if not isinstance(value, dict):
+        return None
+    value = value.get("function") if isinstance(value.get("function"), dict) else value
+    arguments = next((value[name] for name in _ARGUMENTS if name in value), None)
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return None
+    if not isinstance(value.get("name"), str) or not isinstance(arguments, dict):
+        return None
+    return Call(value["name"], arguments)
+
+
+def _function(tool: Any) -> dict[str, Any] | None:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return function if isinstance(function, dict) and "name" in function else None
+
+
+def _fits(arguments: Mapping[str, Any], schema: Any) -> bool:
+    from jsonschema import exceptions, validators
+
+    try:
+        kind = validators.validator_for(schema)
+        return bool(kind(schema).is_valid(arguments))
+    except exceptions.SchemaError:
+        return True  # the tool's own fault

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from .calls import are_valid, calls_in
-from .conversation import Tools
+from .conversation import Tools, are_valid, calls_in
 from .tokens import Encoded, Span
 
 Row = tuple[Encoded, Tools | None]
@@ -56,8 +55,6 @@ class _Sums:
 
 @dataclass
 class _Calls:
-    """Counts of calls that the model wrote."""
-
     checked: int = 0
     valid: int = 0
     right_tool: int = 0

@@ -4,33 +4,160 @@
     OUTPUT/.work     rows as tokens, and checkpoints; removed at the end
 
 What always holds: `kill -9` at any moment loses at most the steps since the last checkpoint, and
-the same command continues to the same weights. `training.json` appears last.
+the same command continues to the same weights. metrics.jsonl has one line for each step, even after
+a kill. `training.json` appears last.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
+import torch
 from envserver_records import ConfigError, ConflictError, InputError
 from envserver_records.files import replace_file
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
 
-from envserver_clients.training.metrics import read_lines
+from envserver_clients.training.metrics import JsonLines, read_lines
 
 from .card import CardFacts, base_name, card_of
 from .data import Part, digest_of
 from .examples import Example, ExampleCounts, written
 from .heldout import PREFIX, HeldOut
-from .packing import check_apart
-from .reporting import MEASURED, Reporting
 from .settings import FinetuneSettings
 from .tokens import Encoder
+
+MEASURED: Final = "heldout_loss"
+_LEFT_OUT = ("total_flos", "num_tokens", "train_runtime", "train_samples_per_second")
+_SHOWN = ("loss", "mean_token_accuracy", "rewards/accuracies", "eval_loss")
+_MOST_APART = {True: 0.05, False: 1e-3}
+"""Maximum mean difference of log-probabilities: in bfloat16, and otherwise."""
+
+
+def check_apart(model: Any, packed: Any, *, half: bool) -> None:
+    """Compares the first packed row with its rows alone, in one forward pass each.
+
+    TRL gives position ids that start again with each row, and no attention mask. transformers'
+    attention keeps rows apart by these; state spaces and linear attention may not.
+
+    Args:
+        packed: the data set of TRL's trainer, with `seq_lengths`.
+        half: computing is in bfloat16.
+
+    Raises:
+        ConfigError: the model's layers mix them.
+    """
+    row = next((one for one in packed if len(one["seq_lengths"]) > 1), None)
+    if row is None:
+        return
+    difference = packed_difference(model, row["input_ids"], row["seq_lengths"], half=half)
+    if not difference <= _MOST_APART[half]:
+        raise ConfigError(
+            f"--packing does not fit this model: packed rows see each other (log-probabilities "
+            f"differ by {difference:.3g} on average from those of the rows alone).",
+            hint="Leave --packing out.",
+        )
+
+
+def packed_difference(model: Any, ids: Sequence[int], lengths: Sequence[int], *, half: bool) -> Any:
+    """Returns the mean absolute difference of the tokens' log-probabilities, packed and alone.
+
+    Args:
+        ids: T token ids of a packed row.
+        lengths: the lengths of its rows; their sum is T.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.tensor([list(ids)], device=device)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
+            together = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
+            alone = [
+                model(input_ids=one, use_cache=False).logits[0]
+                for one in tokens.split(list(lengths), dim=1)
+            ]
+    finally:
+        model.train(was_training)
+    total, start = 0.0, 0
+    for logits, length in zip(alone, lengths, strict=True):
+        targets = tokens[0, start + 1 : start + length, None]
+        mine, other = (
+            one[: length - 1].float().log_softmax(-1).gather(-1, targets)
+            for one in (together[start : start + length], logits)
+        )
+        total += float((mine - other).abs().sum())
+        start += length
+    return total / max(len(ids) - len(lengths), 1)
+
+
+class Reporting(TrainerCallback):  # type: ignore[misc]  # a class of a library without types
+    """Writes lines and shows the bar.
+
+    Args:
+        path: metrics.jsonl.
+        step: step of the checkpoint that the training continues from.
+        name: the training's name, shown before the bar.
+    """
+
+    def __init__(self, path: Path, step: int, name: str, console: Console) -> None:
+        self._lines = JsonLines(path, step)
+        self._evaluated = {line["step"] for line in self._lines.kept if "eval_loss" in line}
+        self._measured = {line["step"] for line in self._lines.kept if MEASURED in line}
+        self._name = name
+        self._begun = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+        )
+        self._task: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._begun = time.monotonic()
+        self._bar.start()
+        self._task = self._bar.add_task(
+            self._name, total=state.max_steps, completed=state.global_step, note=""
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._bar.update(self._task, completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        numbers = {name: one for name, one in (logs or {}).items() if name not in _LEFT_OUT}
+        if "train_loss" in numbers:
+            return  # the summary at the end, which covers this start only
+        if "eval_loss" in numbers and state.global_step in self._evaluated:
+            return  # killed between this line and the end
+        line = {"step": state.global_step, **numbers}
+        line["seconds"] = round(time.monotonic() - self._begun, 3)
+        self._lines.write(line)
+        note = " ".join(f"{name} {numbers[name]:.3f}" for name in _SHOWN if name in numbers)
+        if self._task is not None:
+            self._bar.update(self._task, note=note)
+
+    def measure(self, step: int, measured: Callable[[], dict[str, float]]) -> None:
+        """Writes the measures of held-out rows at a step, unless they are there already."""
+        if step not in self._measured:
+            self._lines.write({"step": step, **measured()})
+
+    def close(self) -> None:
+        """Stops the bar and leaves it visible."""
+        self._bar.stop()
+        self._lines.close()
+
 
 S = TypeVar("S", bound=FinetuneSettings)
 
@@ -141,7 +268,6 @@ class Training(Generic[S]):
         self._finish(trainer, tokenizer, facts, counts)
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts that determine the result."""
         settings = self._settings
         chosen = settings.model_dump(mode="json", exclude=set(_NOT_OF_THE_RESULT))
         chosen["learning_rate"] = settings.rate
@@ -294,7 +420,6 @@ def _is_time(name: str) -> bool:
 
 
 def _differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns the names of facts and settings that differ."""
     names = [name for name in now if name != "settings" and earlier.get(name) != now[name]]
     before, after = earlier.get("settings", {}), now["settings"]
     return names + [name for name in after if before.get(name) != after[name]]

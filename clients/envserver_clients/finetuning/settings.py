@@ -7,14 +7,20 @@ command's section, `defaults`, then the defaults here. Names are those of the fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import os
+import signal
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from envserver_records import ConfigError
+from envserver_records import ConfigError, ConflictError, EnvserverError, InputError
+from envserver_records.extras import CLIENTS, install_command
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from rich.console import Console
 
-from envserver_clients.training.settings import from_flags
+from envserver_clients.training.settings import end_at_sigterm, from_flags
 
 S = TypeVar("S", bound="FinetuneSettings")
 
@@ -191,3 +197,66 @@ def _chosen(file: dict[str, Any], section: str, preset: str | None) -> dict[str,
         raise ConfigError(f"Preset {preset} does not exist: --config has {there}.")
     parts = (file.get("defaults"), file.get(section), presets[preset] if preset else None)
     return {name: value for part in parts for name, value in (part or {}).items()}
+
+
+_NEEDED = ("torch", "transformers", "trl", "peft", "datasets", "jsonschema")
+
+
+def check_libraries(settings: FinetuneSettings) -> None:
+    """Checks that the libraries of these commands are installed.
+    Raises ConfigError: a library is missing, or 4 bits are wanted without a LoRA.
+    """
+    missing = [name for name in _NEEDED if not importlib.util.find_spec(name)]
+    if missing:
+        raise ConfigError(
+            f"Training needs {', '.join(missing)}, which this Python does not have.",
+            hint=install_command("train", CLIENTS),
+        )
+    if not settings.load_in_4bit:
+        return
+    if not settings.lora:
+        raise ConfigError(
+            "--load-in-4bit needs --lora: weights in 4 bits cannot be trained themselves.",
+            hint="Add --lora, or leave --load-in-4bit out.",
+        )
+    if not importlib.util.find_spec("bitsandbytes"):
+        raise ConfigError(
+            "--load-in-4bit needs bitsandbytes, which this Python does not have.",
+            hint=install_command("qlora", CLIENTS),
+        )
+
+
+def run_command(
+    train: Callable[[Sequence[str] | None, Console], None], arguments: Sequence[str] | None
+) -> int:
+    """Runs a command. Exit status: 0 done, 2 wrong settings or rows, 1 other errors, 130 after
+    Ctrl-C. In every case the same command continues."""
+    console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, end_at_sigterm)
+    _quiet()
+    try:
+        train(arguments, console)
+    except (ConfigError, ConflictError, InputError) as error:
+        tell(console, error)
+        return 2
+    except EnvserverError as error:
+        tell(console, error)
+        return 1
+    except KeyboardInterrupt:
+        console.print("Stopped; the same command continues from the last checkpoint.")
+        return 130
+    return 0
+
+
+def tell(console: Console, error: EnvserverError) -> None:
+    """Prints an error in red; its text is not markup: `envserver[train]` keeps its brackets."""
+    console.print("envserver:", style="red", end=" ")
+    console.print(error.message, error.hint, markup=False, highlight=False, soft_wrap=True)
+
+
+def _quiet() -> None:
+    """Hides progress bars of short reads, and hints about deliberate choices."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning)

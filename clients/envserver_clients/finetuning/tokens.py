@@ -203,7 +203,6 @@ def _joined(row: Encoded, turn: Encoded) -> Encoded | None:
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """Returns the length of the common beginning."""
     for place, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return place

@@ -184,7 +184,6 @@ def _lora(settings: FinetuneSettings) -> Any:
 
 
 def _arguments(settings: FinetuneSettings, folder: Path) -> dict[str, Any]:
-    """Returns the arguments of both configurations."""
     cuda = _has_gpu(settings)
     half = is_half(settings)
     return {

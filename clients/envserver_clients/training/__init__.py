@@ -3,8 +3,8 @@
     settings      the trainer's settings
     sources       batches of groups, over the native or the Atropos wire, acknowledged when saved
     advantages    rewards of a group -> advantages of its rows, within each agent
-    examples      rows of a batch -> examples to learn from, with weights that add up
-    padding       examples -> padded arrays, a few rows at a time
+    examples      rows of a batch -> examples with weights that add up -> padded arrays
+    objectives    the loss's settings, and presets of them by name
     loss          clipped importance weights, from the logprobs that were delivered
     policy        the model: loading, LoRA, saving for an engine
     learner       one optimizer step from one batch
@@ -13,5 +13,5 @@
     metrics       one line per step: console, JSONL, trackers
     curves        metrics.jsonl -> curves.png
 
-`advantages`, `examples` and `padding` need only numpy; the rest imports torch where it computes.
+`advantages` and `examples` need only numpy; the rest imports torch where it computes.
 """

@@ -143,7 +143,6 @@ class Checkpoints:
         return state
 
     def _steps(self) -> list[int]:
-        """Returns the steps of all checkpoints, ascending."""
         if not self._folder.is_dir():
             return []
         found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())

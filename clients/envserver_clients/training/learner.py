@@ -22,14 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .bounds import LossSettings
-from .examples import Example
+from .examples import Example, Padded, filler, longest_first, micro_batches
 from .guard import SKIPPED, disagree
 from .loss import LARGEST_LOG_RATIO, policy_loss
-from .padding import Padded, filler, longest_first, micro_batches
+from .objectives import LossSettings, Schedule, rate_of
 from .policy import Policy, tensors
 from .ranks import Ranks, own_part, placed_like, whole
-from .schedule import Schedule, rate_of
 
 Numbers = dict[str, float | str]
 

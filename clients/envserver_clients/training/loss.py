@@ -38,7 +38,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .bounds import KlForm, LossSettings
+from .objectives import KlForm, LossSettings
 
 LARGEST_LOG_RATIO: Final = 20.0
 
@@ -204,5 +204,4 @@ def _distance(difference: Tensor, ratio: Tensor, form: KlForm) -> Tensor:
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """Returns `exp(d) - d - 1`."""
     return difference.exp() - difference - 1

@@ -138,7 +138,6 @@ def _push(
 
 
 def _check(policy: Policy, example: Example, tolerance: float) -> PromptCheck:
-    """Returns the policy's logprobs of the example's first answer."""
     # Without its images, which engines do not take beside tokens that they only score.
     shown = policy.vision.is_image(example.tokens) if policy.vision else np.zeros(1, bool)
     kept = ~np.broadcast_to(shown, example.tokens.shape)

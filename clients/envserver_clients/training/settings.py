@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 import yaml
 from envserver_records import ConfigError
@@ -24,11 +24,9 @@ from pydantic import (
 )
 
 from .advantages import AdvantageSettings, Baseline, Scaling
-from .bounds import Correction, KlForm, Level, LossSettings, Surrogate
 from .examples import Denominator, ExampleSettings
 from .guard import GuardSettings
-from .objectives import preset
-from .schedule import Schedule
+from .objectives import Correction, KlForm, Level, LossSettings, Schedule, Surrogate, preset
 
 S = TypeVar("S", bound=BaseModel)
 Values = dict[str, Any]
@@ -44,7 +42,6 @@ def _weights(given: object) -> object:
 
 
 def _names(given: object) -> object:
-    """Reads `name,name` of a flag."""
     return [one for one in given.split(",") if one] if isinstance(given, str) else given
 
 
@@ -359,6 +356,11 @@ def from_flags(
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
         raise ConfigError("; ".join(problems), hint=f"{program} --help") from error
+
+
+def end_at_sigterm(number: int, frame: object) -> NoReturn:
+    """Handles SIGTERM like Ctrl-C, so that everything is closed and all processes are ended."""
+    raise SystemExit(128 + number)
 
 
 def _from_file(path: Path | None) -> Values:

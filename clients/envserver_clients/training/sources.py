@@ -187,7 +187,6 @@ def _unread(batch: Batch) -> dict[str, str]:
 
 
 def _unreadable(group: ClientGroup) -> str:
-    """Returns why the rows of a group cannot be read; empty if they can."""
     try:
         _ = group.rows
     except InputError as error:

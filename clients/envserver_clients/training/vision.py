@@ -25,8 +25,7 @@ from envserver_records.images import RowImage
 from numpy.typing import NDArray
 from torch import Tensor
 
-from envserver_clients.images import pixels
-from envserver_clients.records import Row
+from envserver_clients.records import Row, pixels
 
 from .examples import Example
 

@@ -7,10 +7,8 @@ next begins, so the same command continues after any interruption and never laun
 
     settings     the command's settings
     examples     rows -> lines in the service's form, within its limits
-    state        what was done, in the output folder
-    bucket       files to and from a bucket, with fsspec
-    api          the service's tuning jobs over REST, with tokens and retries
-    command      prepare -> upload -> launch -> watch -> fetch
+    api          the service's tuning jobs over REST, with tokens and retries; files in a bucket
+    command      prepare -> upload -> launch -> watch -> fetch, with their state
 
 Facts are from Google's public documentation: "Prepare supervised fine-tuning data for Gemini
 models", "About supervised fine-tuning for Gemini models" (limits), "Tune an open model", and the

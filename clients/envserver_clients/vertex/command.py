@@ -1,4 +1,8 @@
-"""prepare -> upload -> launch -> watch -> fetch; skips the steps that are already done."""
+"""prepare -> upload -> launch -> watch -> fetch; skips the steps that `state.json` has as done.
+
+What always holds: `state.json` is replaced as a whole; `run_id` is chosen before anything is sent,
+and labels the job, so that a launch whose answer was lost is found again.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -21,16 +26,74 @@ from envserver_records import (
     InputError,
     NotFoundError,
 )
+from envserver_records.files import replace_file
 from rich.console import Console
 
 from envserver_clients.finetuning.data import digest_of, parts_of
 from envserver_clients.training.settings import from_flags
 
-from .api import RUN, Job, Patience, Tokens, TuningJobs
-from .bucket import download, upload
+from .api import RUN, Job, Patience, Tokens, TuningJobs, download, upload
 from .examples import Prepared, prepare
 from .settings import ADAPTER_SIZES, VertexSettings
-from .state import TuningState, open_state, save, write_json
+
+_NAME: Final = "state.json"
+
+
+@dataclass
+class TuningState:
+    """The progress of a training.
+
+    Args:
+        settings: the settings that define it; a later command must not change them.
+        files: sha256 of the prepared data, by name.
+        counts: how many rows became examples, and why others were left out.
+        uploaded: URL by name.
+        job: resource name; "" before the launch.
+    """
+
+    run_id: str
+    settings: dict[str, Any]
+    files: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
+    uploaded: dict[str, str] = field(default_factory=dict)
+    job: str = ""
+
+
+def open_state(folder: Path, settings: dict[str, Any]) -> TuningState:
+    """Returns the folder's state, or a new one.
+
+    Raises:
+        ConflictError: it belongs to a training with other settings.
+        InputError: it cannot be read.
+    """
+    path = folder / _NAME
+    if not path.is_file():
+        return TuningState(uuid.uuid4().hex[:16], settings)
+    try:
+        state = TuningState(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from error
+    changed = sorted(
+        name
+        for name in settings.keys() | state.settings.keys()
+        if settings.get(name) != state.settings.get(name)
+    )
+    if changed:
+        raise ConflictError(
+            f"{folder} belongs to a training with another {', '.join(changed)}.",
+            hint="Use the same settings to continue, or another --output.",
+        )
+    return state
+
+
+def save(folder: Path, state: TuningState) -> None:
+    write_json(folder / _NAME, asdict(state))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a file with JSON; it is on disk on return."""
+    replace_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
 
 _ENDED: Final = ("SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED", "PARTIALLY_SUCCEEDED")
 _ABOUT_RUNNING: Final = frozenset(
@@ -158,7 +221,6 @@ def _upload(settings: VertexSettings, state: TuningState, console: Console) -> N
 
 
 def _watch(jobs: TuningJobs, name: str, seconds: float, console: Console) -> Job:
-    """Waits for the end of the job; returns it."""
     before = ""
     while True:
         job = jobs.get(name)
@@ -232,7 +294,6 @@ def _lasting(
 
 
 def _rows(settings: VertexSettings) -> tuple[Sequence[Path], Sequence[Path]]:
-    """Returns the training files and the validation files."""
     part = parts_of(settings.data, tool=settings.tool or None, whole=not settings.tool)[0]
     return part.train, (settings.validation,) if settings.validation else part.validation
 

@@ -9,9 +9,8 @@ what to do about each failure. Only `Transfer` needs torch.
 
 from __future__ import annotations
 
-from .check import PromptCheck
+from .check import PromptCheck, WeightsMismatch, WeightsNotSaved
 from .engines import Timeouts
-from .errors import WeightsMismatch, WeightsNotSaved
 from .full import LocalFull, VllmFull
 from .links import Wire
 from .lora import Lora

@@ -2,7 +2,17 @@
 
 In: token ids and the trainer's logprobs for them. Out: the largest difference from the engine's. It
 finds faults that the engine does not report: a layer that kept its old weights, a wrong scale of an
-adapter, a file of another model.
+adapter, a file of another model. Errors of a transfer of weights:
+
+    EnvserverError
+    ├── EngineError              an engine failed; detail: engines (which ones), phase
+    │   ├── EngineUnavailable    it does not answer, or was restarted meanwhile: publish again
+    │   ├── EngineTimeout        a phase exceeded its time limit
+    │   ├── EngineRefused        it was started without a required option; the hint says which
+    │   ├── EngineGarbage        its answer cannot be read
+    │   └── WeightsMismatch      its logprobs differ from the trainer's
+    ├── WeightsNotSaved          the files could not be written; no engine was changed
+    └── ConflictError            the server is already at a higher version
 """
 
 from __future__ import annotations
@@ -12,10 +22,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from envserver_records import InputError
+from envserver_records import EngineError, EnvserverError, InputError
 
 _MOST_TOKENS: Final = 512
 """More tokens prove nothing more, and the agents wait for the forward pass."""
+
+
+class WeightsMismatch(EngineError):
+    """`detail`: version, old_version, engines, difference, tolerance, token (the worst one)."""
+
+    kind = "weights_mismatch"
+
+
+class WeightsNotSaved(EnvserverError):
+    """`detail`: folder, full (whether the disk is full)."""
+
+    kind, status = "weights_not_saved", 507
 
 
 @dataclass(frozen=True)

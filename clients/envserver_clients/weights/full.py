@@ -24,11 +24,9 @@ from typing import Any, ClassVar, Final, Literal
 
 from envserver_records import EngineError, EngineTimeout, EngineUnavailable
 
-from .check import PromptCheck
+from .check import PromptCheck, WeightsMismatch
 from .engines import EngineControl, together
-from .errors import WeightsMismatch
-from .folders import Save
-from .push import FolderPush, InFlight, Phases, Published
+from .push import FolderPush, InFlight, Phases, Published, Save
 
 log = logging.getLogger(__name__)
 

@@ -1,25 +1,109 @@
-"""The trainer's end of the connection to one engine, by which it sends buckets.
+"""Sends a model's tensors to one engine, in buckets of bounded size.
 
-In: an engine's control and buckets. Out: an engine that received them, or an `EngineError`. Each
-engine has a group of its own, so that one that ends does not disturb the others.
+In: names and tensors, and an engine's control. Out: an engine that received them, or an
+`EngineError`. What always holds: the tensors are walked exactly once, so that the ranks of a
+sharded model stay in step; a bucket keeps its bytes, so that an engine that restarts gets the
+published weights; each engine has a group of its own, so that one that ends disturbs no other.
 """
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 from urllib.parse import urlsplit
 
-from envserver_records import EngineError, EngineUnavailable
+from envserver_records import EngineError, EngineUnavailable, InputError
 
-from .buckets import Bucket
 from .engines import EngineControl
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NamedTensors = Iterable[tuple[str, "Tensor"]]
 Wire = Literal["gloo", "nccl"]
+ALIGNMENT: Final = 16
+"""Each tensor of a bucket begins at a multiple of so many bytes (as engines expect)."""
 _LOOK_SECONDS: Final = 0.0005
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that are sent together.
+
+    Args:
+        payload: uint8[N]: the tensors' bytes, each padded to a multiple of ALIGNMENT.
+    """
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    payload: Tensor
+    sha256: str
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Names, dtypes and shapes, by which an engine unpacks it."""
+        return {"names": self.names, "dtype_names": self.dtype_names, "shapes": self.shapes}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the tensors, which share the bucket's memory."""
+        import torch
+
+        offset = 0
+        for dtype_name, shape in zip(self.dtype_names, self.shapes, strict=True):
+            dtype = getattr(torch, dtype_name)
+            size = torch.Size(shape).numel() * dtype.itemsize
+            yield self.payload[offset : offset + size].view(dtype).view(shape)
+            offset += _padded(size)
+
+
+def packed(tensors: NamedTensors, most_bytes: int) -> list[Bucket]:
+    """Returns the tensors in buckets of at most `most_bytes`; a larger tensor has its own.
+    Raises InputError: there is none.
+    """
+    buckets: list[Bucket] = []
+    waiting: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        more = _padded(tensor.numel() * tensor.element_size())
+        if waiting and size + more > most_bytes:
+            buckets.append(_bucket(waiting, size))
+            waiting, size = [], 0
+        waiting.append((name, tensor.detach()))
+        size += more
+    if not waiting:
+        raise InputError("There are no weights to send.")
+    return [*buckets, _bucket(waiting, size)]
+
+
+def _bucket(named: list[tuple[str, Tensor]], size: int) -> Bucket:
+    import torch
+
+    payload = torch.zeros(size, dtype=torch.uint8)
+    offset = 0
+    for _, tensor in named:
+        taken = tensor.numel() * tensor.element_size()
+        if taken:
+            here = payload[offset : offset + taken].view(tensor.dtype)
+            here.copy_(tensor.reshape(-1))
+        offset += _padded(taken)
+    return Bucket(
+        [name for name, _ in named],
+        [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+        [list(tensor.shape) for _, tensor in named],
+        payload,
+        hashlib.sha256(payload.numpy()).hexdigest(),
+    )
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Link(Protocol):
@@ -116,7 +200,6 @@ class _Nccl:
 
 
 def _both(engine: EngineControl, about: dict[str, Any], join: Any) -> Any:
-    """Joins a group while the engine does; returns the group."""
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(engine.init_weight_transfer, about)
         # The engine's refusal comes at once, and the group's constructor would wait for it in vain.
@@ -128,7 +211,7 @@ def _both(engine: EngineControl, about: dict[str, Any], join: Any) -> Any:
 
 
 def _alone(call: Any) -> Future[Any]:
-    """Runs `call` in a thread that nobody waits for if it is not needed any more."""
+    """Runs `call` in a thread; its result may be ignored."""
     pool = ThreadPoolExecutor(1)
     running = pool.submit(call)
     pool.shutdown(wait=False)
@@ -140,7 +223,6 @@ def _has_failed(running: Future[Any]) -> bool:
 
 
 def _finished(wait: Any) -> Any:
-    """Returns what `wait` returns."""
     try:
         return wait()
     except EngineError:

@@ -17,11 +17,9 @@ from typing import Any, Final
 
 from envserver_records import EngineError
 
-from .check import PromptCheck
+from .check import PromptCheck, WeightsMismatch
 from .engines import EngineControl, together
-from .errors import WeightsMismatch
-from .folders import Save
-from .push import FolderPush, Phases, Published
+from .push import FolderPush, Phases, Published, Save
 
 log = logging.getLogger(__name__)
 

@@ -27,12 +27,10 @@ from typing import Any, Final, Literal, TypeVar
 
 from envserver_records import EngineError, EnvserverError
 
-from .buckets import Bucket, NamedTensors, packed
-from .check import PromptCheck
+from .check import PromptCheck, WeightsMismatch
 from .engines import CHANGING, EngineControl, attempt, controls, joined
-from .errors import WeightsMismatch
 from .full import PAUSE_MODES, checked, weights_name
-from .links import Link, Wire, connect
+from .links import Bucket, Link, NamedTensors, Wire, connect, packed
 from .push import InFlight, Phases, Published, PushBase
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,8 @@ from typing import Any
 from envserver_environments.swe.agent import patch_in
 from envserver_environments.swe.patches import PatchError, apply_changes, read_patch
 from envserver_environments.swe.trees import Entry, Tree, git_files, tar_of
-from envserver_tools.protocol import FORMAT, ProtocolRun, Window, describe_tools, run_protocol
-from envserver_tools.sandboxed import PRELOAD, sandbox_tools
-from envserver_tools.trace import trace
+from envserver_tools import PRELOAD, ProtocolRun, describe_tools, run_protocol, sandbox_tools
+from envserver_tools.protocol import FORMAT, Window, trace
 from msgspec import structs
 
 from envserver import (

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_environments.usable import copied
-from envserver_tools.protocol import Window
-from envserver_tools.trace import trace_path
+from envserver_tools.protocol import Window, trace_path
 from pydantic import Field
 
 from envserver import (

@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 import orjson
 from envserver_records.errors import InputError
-from envserver_records.records import Group, Sequence, Split, Trajectory, unpack
+from envserver_records.records import Group, Sequence, Split, Trajectory, is_intact, unpack
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
-from envserver_records.seals import is_intact
 
 from ...rollouts.stream import again_prefix, group_id
 

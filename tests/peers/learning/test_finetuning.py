@@ -27,7 +27,7 @@ from envserver_clients.finetuning.examples import (
     written,
 )
 from envserver_clients.finetuning.heldout import HeldOut
-from envserver_clients.finetuning.packing import check_apart, packed_difference
+from envserver_clients.finetuning.runs import check_apart, packed_difference
 from envserver_clients.finetuning.settings import DpoSettings, SftSettings, read_settings
 from envserver_clients.finetuning.tokens import NOT_TRAINED, Encoder
 from envserver_clients.finetuning.trainers import dpo_trainer, sft_trainer

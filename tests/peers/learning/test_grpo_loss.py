@@ -19,16 +19,21 @@ import torch
 from envserver_clients import grpo
 from envserver_clients.records import Batch, Row
 from envserver_clients.training.advantages import AdvantageSettings, advantages
-from envserver_clients.training.bounds import LossSettings
 from envserver_clients.training.checkpoints import CheckpointInfo, Checkpoints
-from envserver_clients.training.examples import Example, ExampleSettings, examples_of
+from envserver_clients.training.examples import (
+    Example,
+    ExampleSettings,
+    Padded,
+    examples_of,
+    micro_batches,
+    padded,
+)
 from envserver_clients.training.guard import Guard, GuardSettings, MismatchError, NothingLearned
 from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.loss import policy_loss, token_logprobs
 from envserver_clients.training.metrics import read_lines
-from envserver_clients.training.padding import Padded, micro_batches, padded
+from envserver_clients.training.objectives import LossSettings, Schedule, rate_of
 from envserver_clients.training.policy import LoraSettings, Policy, _logprobs
-from envserver_clients.training.schedule import Schedule, rate_of
 from envserver_clients.training.settings import TrainerSettings
 from envserver_records.images import RowImage
 from envserver_records.sampling import LogprobsKind, SamplingSpan

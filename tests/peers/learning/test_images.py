@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from envserver_clients.records import Row
-from envserver_clients.training.examples import BatchExamples, ExampleSettings, examples_of
+from envserver_clients.training.examples import BatchExamples, ExampleSettings, examples_of, padded
 from envserver_clients.training.learner import Learner, StepSettings
-from envserver_clients.training.padding import padded
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_records.images import RowImage, sha256_of
 from PIL import Image

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from envserver_clients.training.examples import Example
-from envserver_clients.training.padding import Padded, padded
+from envserver_clients.training.examples import Example, Padded, padded
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_records import ConfigError
 from torch import Tensor

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from envserver_local.tiny.conversations import read_conversations
-from envserver_local.tiny.making import make
+from envserver_local.tiny.training import make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TOOL = {"type": "function"}

@@ -17,10 +17,9 @@ from typing import Any
 import msgspec
 import pytest
 from envserver_clients.adapters import slime
-from envserver_clients.adapters.completions import completions_of
+from envserver_clients.adapters.completions import check_spans, completions_of
 from envserver_clients.adapters.skyrl import EnvserverGenerator, output_of, task_groups_of
 from envserver_clients.adapters.slime import publish, samples_of
-from envserver_clients.adapters.temperatures import check_spans
 from envserver_clients.adapters.trl_rollouts import rows_of
 from envserver_clients.adapters.verl import EnvserverLoop, Rows, outputs_of
 from envserver_clients.records import ClientGroup

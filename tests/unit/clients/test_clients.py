@@ -23,8 +23,7 @@ from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import EnvClient, NotAllowed, Retries, ServerUnreachable, SyncEnvClient
 from envserver_clients.records import Batch, Row, decode_batch
 from envserver_records import servers
-from envserver_records.proxies import proxy_of
-from envserver_records.servers import AsyncServersClient, ServersClient
+from envserver_records.servers import AsyncServersClient, ServersClient, proxy_of
 from rich.console import Console
 from support.api import Api, native_group, put_native, wire_group
 from support.cases import cases_of

@@ -15,10 +15,10 @@ from typing import Any
 import fsspec
 import pytest
 from envserver_clients import dpo, sft
-from envserver_clients.finetuning.calls import Call, are_valid, calls_in
 from envserver_clients.finetuning.card import base_name
-from envserver_clients.finetuning.command import tell
+from envserver_clients.finetuning.conversation import Call, are_valid, calls_in
 from envserver_clients.finetuning.data import Part, digest_of, parts_of, rows_of
+from envserver_clients.finetuning.settings import tell
 from envserver_clients.vertex import command
 from envserver_clients.vertex.command import main
 from rich.console import Console

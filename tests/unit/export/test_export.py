@@ -15,9 +15,8 @@ import numpy as np
 import orjson
 import pytest
 from envserver_records.errors import ConfigError
-from envserver_records.records import Conversation, Group
+from envserver_records.records import Conversation, Group, link_of
 from envserver_records.scores import RewardRange, TurnReward
-from envserver_records.seals import link_of
 from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -24,8 +24,8 @@ import msgspec
 import orjson
 import pytest
 from envserver_clients import SyncEnvClient
-from envserver_records.records import Group, pack, unpack
-from envserver_records.seals import chained, digest_after, is_intact, link_of, sealed
+from envserver_records import Group, pack, unpack
+from envserver_records.records import chained, digest_after, is_intact, link_of, sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import echo

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from envserver_records.errors import TokensError
 from envserver_records.experts import RoutedExperts
-from envserver_records.hook_events import HookEvent
 from envserver_records.images import ImageSpan
+from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call, Delivered, Dialect, Edge, TracedCall, pack, unpack
 from envserver_records.sampling import LogprobsKind
 from hypothesis import given

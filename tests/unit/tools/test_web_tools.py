@@ -24,10 +24,9 @@ from envserver_tools.web import (
 )
 from envserver_tools.web import web_tools as tools_of
 from envserver_tools.web.addresses import BadAddress, check_literal, normal_url
-from envserver_tools.web.answers import Raw
-from envserver_tools.web.fetching import Fetcher
+from envserver_tools.web.fetching import Fetcher, PublicResolver
 from envserver_tools.web.leaks import DENIED, LeakFilter
-from envserver_tools.web.resolver import PublicResolver
+from envserver_tools.web.providers import Raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
@@ -156,7 +155,7 @@ async def test_names_and_redirects_do_not_lead_into_private_networks(
         facts = {"family": socket.AF_INET, "proto": 0, "flags": 0, "hostname": host, "port": port}
         return [facts | {"host": address} for address in ("93.184.215.14", private)]
 
-    monkeypatch.setattr("envserver_tools.web.resolver.look_up", look_up)
+    monkeypatch.setattr("envserver_tools.web.fetching.look_up", look_up)
     async with Fetcher(FetchLimits(seconds=5)) as fetcher:
         for host in ("hidden.example", "mixed.example"):
             raw = await fetcher.page(f"http://{host}:{port}/page")

@@ -6,14 +6,12 @@ memory at a time, however large a tensor is; a folder is complete or absent; eac
 the formula computed in float32 (float64 where a weight is), rounded once to the base's dtype, to
 nearest, ties to even.
 
-    dtypes.py    stored numbers <-> numpy
-    tensors.py   safetensors files, read in pieces
+    tensors.py   safetensors files, read in pieces; stored numbers <-> numpy
     writing.py   safetensors files, written in pieces; folders that appear when complete
     adapters.py  LoRA adapters as the models they make of their base
     vectors.py   task vectors as files
     recipe.py    what is merged, and with which weights
-    checks.py    do the models fit together: tensors, configs, tied output layers
-    vocabulary.py  do their tokenizers
+    checks.py    do the models fit together: tensors, configs, tied output layers, tokenizers
     passes.py    the one pass over all inputs
     card.py      README.md and merge.json: how the model was made
     mergekit.py  methods other than arithmetic, by the program `mergekit-yaml`

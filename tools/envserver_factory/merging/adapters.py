@@ -22,8 +22,7 @@ from typing import Any, Final
 import numpy as np
 from envserver_records.errors import InputError, NotFoundError
 
-from .dtypes import SIZES, Floats, decoded
-from .tensors import File, Model, Tensor, read_header
+from .tensors import SIZES, File, Floats, Model, Tensor, decoded, read_header
 
 CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
@@ -101,7 +100,6 @@ class Adapted:
         return values + part.reshape(-1) * np.asarray(pair.scaling, dtype=part.dtype)
 
     def _factors_of(self, name: str, pair: _Pair) -> tuple[Floats, Floats]:
-        """Returns the factors, read once for all pieces of a tensor."""
         if self._factors is None or self._factors[0] != name:
             a, b = (_rows(one, 0, one.rows).reshape(one.shape) for one in (pair.a, pair.b))
             self._factors = (name, a, b)

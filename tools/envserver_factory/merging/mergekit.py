@@ -153,7 +153,6 @@ def _run(program: str, config: Mapping[str, Any], folder: Path) -> str:
 
 
 def _version(program: str) -> str:
-    """Returns the version of the package beside the program."""
     libraries = Path(program).resolve().parent.parent.glob("lib/python*/site-packages/mergekit-*")
     names = sorted(path.name.split("-")[1].removesuffix(".dist") for path in libraries)
     return names[0] if names else "unknown"

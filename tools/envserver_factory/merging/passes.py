@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from .adapters import Adapted, is_adapter, read_adapter_config
 from .card import Made, facts_of, write_card
 from .checks import Allowed, Names, check
-from .dtypes import Floats, all_finite, encoded
 from .recipe import Recipe
-from .tensors import File, Model, Tensor, Weights
+from .tensors import File, Floats, Model, Tensor, Weights, all_finite, encoded
 from .vectors import VectorWriter, combined, open_vector, vector_layout, vector_writer
 from .writing import Report, WeightsWriter, appearing, check_places, copy_rest, write_index
 
@@ -194,7 +193,6 @@ class _Pass:
     def _vector(
         self, term: _Term, tensor: Tensor, base: Floats, begin: int, end: int
     ) -> Floats | None:
-        """Returns `plus - minus`; None where one of them lacks the tensor."""
         plus = self._values(term.plus, tensor, begin, end)
         if term.is_vector:
             return plus

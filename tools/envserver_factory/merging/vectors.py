@@ -19,9 +19,8 @@ import numpy as np
 from envserver_records.errors import ConflictError, InputError
 from envserver_records.files import replacing_path, storing
 
-from .dtypes import Floats
 from .recipe import Recipe
-from .tensors import File, Model, Tensor, Weights, read_header
+from .tensors import File, Floats, Model, Tensor, Weights, read_header
 from .writing import WeightsWriter
 
 _KIND: Final = "task vector"

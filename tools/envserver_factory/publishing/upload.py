@@ -2,16 +2,18 @@
 
 Targets: a path; any URL that fsspec knows (`gs://bucket/prefix`, `s3://...`, `memory://...`); a
 data set on the hub (`hf://datasets/owner/name`, or with a folder after it), in one commit. The file
-that describes the folder goes last: where it is, everything is.
+that describes the folder goes last: where it is, everything is. The hub library handles the token
+(HF_TOKEN, or the one of `hf auth login`); it is never read, written or shown here.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from envserver_records.errors import ConfigError, StoreError
 from envserver_records.extras import install_command
@@ -87,7 +89,6 @@ def _to_url(folder: Path, files: list[Path], target: str, on_progress: OnProgres
 
 
 def _file_system(target: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL, and the path in it."""
     fsspec = _library("fsspec.core", target)
     try:
         system, root = fsspec.url_to_fs(target)
@@ -115,7 +116,6 @@ def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
 
 
 def _data_set(target: str) -> tuple[str, str]:
-    """Returns the name of a data set on the hub, and the folder in it."""
     parts = target.removeprefix(HUB).strip("/").split("/")
     if parts[0] != "datasets" or len(parts) < 3:
         raise ConfigError(f"{target} is not a data set.", hint="hf://datasets/OWNER/NAME[/FOLDER]")
@@ -136,3 +136,31 @@ def _library(name: str, target: str) -> Any:
 def _refused(target: str, error: Exception) -> StoreError:
     reason = " ".join(str(error).split())[:300]
     return StoreError(f"{target} cannot be written: {type(error).__name__}: {reason}")
+
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def check_name(name: str) -> None:
+    """Checks the name of a data set.
+    Raises ConfigError: `name` is invalid, or huggingface_hub is not installed.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"--push_to_hub: {name!r} is not a name of a data set.", hint="Write OWNER/NAME."
+        )
+    check_target(_target(name))
+
+
+def push(folder: Path, name: str) -> str:
+    """Uploads `folder` in one commit; a missing data set is created as private.
+
+    Returns:
+        Its address.
+    """
+    upload(folder, _target(name))
+    return _target(name)
+
+
+def _target(name: str) -> str:
+    return f"{HUB}datasets/{name}"

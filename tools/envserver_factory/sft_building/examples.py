@@ -1,18 +1,23 @@
-"""Turns a row of a data set into a training example, or a reason to drop it.
+"""Reads the rows of a data set, and turns each into a training example or a reason to drop it.
 
 Two forms: `messages`, a conversation that gets the model's chat template at training time;
-`prompt`, {"prompt", "completion"}, of which only the completion is trained.
+`prompt`, {"prompt", "completion"}, of which only the completion is trained. Whether an answer is
+right is judged by the environment of the same name, where rows are verified (`prepare`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_records.errors import ConfigError
+from envserver_records.errors import ConfigError, InputError
 from envserver_records.extras import install_command
+
+from envserver.rows.sources import Source, streamed
 
 Json = dict[str, Any]
 Message = dict[str, str]
@@ -100,3 +105,72 @@ def template_of(tokenizer: str) -> Template:
         return before, whole
 
     return render
+
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
+
+
+def rows_of(
+    source: str, *, limit: int | None = None, split: str = "train"
+) -> Iterator[Json | None]:
+    """Yields the rows of `source` in order, None for a line that is not one; the hub is streamed.
+
+    Args:
+        source: a file, a folder, a glob, or a name on the hub: `owner/name` or `owner/name:config`.
+        limit: maximum number of rows.
+        split: split of a hub data set, or of a folder with splits.
+    """
+    is_hub = _HUB_NAME.fullmatch(source) and not Path(source).exists()
+    name, _, config = source.partition(":")
+    rows = streamed(name, config or None, split) if is_hub else _rows(source, split)
+    return itertools.islice(rows, limit)
+
+
+def _rows(source: str, split: str) -> Iterator[Json | None]:
+    rows = Source(source).open(split)
+    for number in range(rows.count):
+        try:
+            yield rows.read(number)
+        except InputError:
+            yield None
+
+
+MATH_SYSTEM = (
+    "You are an expert mathematics tutor. Work through each problem one step at a time, make your "
+    "reasoning clear, and put the final answer in \\boxed{}."
+)
+_PROBLEM = ("question", "problem", "prompt")
+_SOLUTION = ("generated_solution", "solution", "output", "response")
+
+
+def math_example(row: Json) -> Example | str:
+    """Returns a problem with its worked solution (XenArcAI/MathX-5M), or why it is dropped."""
+    problem, solution = _text(row, _PROBLEM), _text(row, _SOLUTION)
+    if problem is None:
+        return "no problem"
+    if solution is None:
+        return "no solution"
+    asked = [{"role": "system", "content": MATH_SYSTEM}, {"role": "user", "content": problem}]
+    return Example(asked, solution, row, {})
+
+
+def _text(row: Json, names: tuple[str, ...]) -> str | None:
+    found = (row.get(name) for name in names)
+    return next((text.strip() for text in found if isinstance(text, str) and text.strip()), None)
+
+
+CODE_SYSTEM = "You are an expert programming assistant."
+MAX_INSTRUCTION_CHARACTERS = 4000
+
+
+def code_example(row: Json) -> Example | str:
+    """Returns a program for an instruction (OpenCoder-LLM/opc-sft-stage2), or why it is dropped."""
+    instruction, output = row.get("instruction"), row.get("output")
+    if not isinstance(instruction, str) or not instruction.strip():
+        return "no instruction"
+    if len(instruction) > MAX_INSTRUCTION_CHARACTERS:
+        return "instruction too long"
+    if not isinstance(output, str) or not output.strip():
+        return "no output"
+    asked = [{"role": "system", "content": CODE_SYSTEM}, {"role": "user", "content": instruction}]
+    return Example(asked, output, row, {})

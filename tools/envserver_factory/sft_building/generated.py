@@ -21,9 +21,8 @@ from envserver_records.files import storing
 
 from envserver.export.stored import StoredGroup, StoredRollout, read_groups
 
-from .folder import write_lines
+from .folder import Spool, write_lines
 from .router import route_of
-from .spool import Spool
 
 Json = dict[str, Any]
 Balance = Literal["none", "route", "difficulty", "both"]

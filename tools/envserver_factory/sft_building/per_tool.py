@@ -19,9 +19,8 @@ from envserver_records.errors import InputError
 from envserver_records.files import storing
 
 from ..trajectories.documents import Document, objects
-from .folder import new_folder, write_lines, write_summary
+from .folder import Spool, new_folder, write_lines, write_summary
 from .splits import Held, split_tools, split_tools_by_group
-from .spool import Spool
 from .templates import Shown, Templates, instruction_of, response_of
 
 Json = dict[str, Any]

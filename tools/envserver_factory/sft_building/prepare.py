@@ -19,9 +19,8 @@ from envserver_records.errors import ConfigError, InputError
 from envserver_records.files import storing
 
 from .examples import Example, Form, Template
-from .folder import new_folder, write_lines, write_summary
+from .folder import Spool, new_folder, write_lines, write_summary
 from .splits import Three, split_three
-from .spool import Spool
 
 Json = dict[str, Any]
 OnProgress = Callable[[int], None]
@@ -146,7 +145,6 @@ def _written(
 
 
 def _histograms(facts: Iterable[dict[str, list[str]]]) -> dict[str, dict[str, int]]:
-    """Returns how often each name occurs, most frequent first, by histogram."""
     counted: dict[str, Counter[str]] = {}
     for one in facts:
         for histogram, names in one.items():

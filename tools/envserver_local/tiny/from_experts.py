@@ -195,7 +195,7 @@ def _train(
     plan: TinyPlan,
     report: Callable[[int, float], None],
 ) -> None:
-    from .making import make  # imports torch
+    from .training import make  # imports torch
 
     make(
         experts,

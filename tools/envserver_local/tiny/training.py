@@ -1,4 +1,8 @@
-"""Supervised start: conversations of an expert -> weights, the same for the same seed.
+"""Makes the model: tokenizer, architecture, supervised start; the same weights for the same seed.
+
+The tokenizer has byte pairs of what the model reads and says, and a token for each digit. Any text
+can be encoded, and decoding gives it back. Text is split as Qwen2 splits it, since that is what
+transformers makes of any tokenizer of a Qwen2 model, whatever its files say.
 
 The loss covers only the model's own tokens. The model first learns right answers from the rewarded
 conversations, then from all of them how rarely the expert gives them. So it knows the answer and
@@ -11,12 +15,108 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from .conversations import Conversation
+from .conversations import END_OF_TURN, TEMPLATE, Conversation, read_conversations, texts
+
+VOCABULARY = 512
+PADDING = "<|endoftext|>"
+SPECIAL = (PADDING, "<|im_start|>", END_OF_TURN)
+TOOL_MARKS = ("<tool_call>", "</tool_call>")
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The pattern by which Qwen2 splits text before byte pairs, from its tokenizer.json."""
+
+
+def trained_tokenizer(texts: Sequence[str]) -> Tokenizer:
+    """Trains a tokenizer of VOCABULARY tokens; the same texts give the same tokenizer.
+
+    Ids that are left when every word of `texts` is one token stay unused.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = [*SPECIAL, *TOOL_MARKS]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        min_frequency=1,
+        show_progress=False,
+        special_tokens=marks,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    # The parsers of tool calls read these: keep them when special tokens are skipped.
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in TOOL_MARKS])
+    return tokenizer
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """Returns the id of a token that exists."""
+    return int(tokenizer.encode(token, add_special_tokens=False).ids[0])
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes the tokenizer and the chat template in transformers' format."""
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TURN,
+        pad_token=PADDING,
+        additional_special_tokens=list(SPECIAL),
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+
+
+MAX_TOKENS = 2048
+
+
+def new_model(*, seed: int, vocabulary: int, end_of_turn: int, padding: int) -> Any:
+    """Makes a Qwen2ForCausalLM with random weights, the same for the same seed.
+
+    The head size is 64, the smallest that vLLM supports on a CPU. The embeddings are not tied to
+    the head, because vLLM on a CPU does not reload tied weights correctly.
+    """
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=vocabulary,
+            hidden_size=192,
+            intermediate_size=576,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            max_position_embeddings=MAX_TOKENS,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=end_of_turn,
+            pad_token_id=padding,
+        )
+    )
+
 
 ProgressCallback = Callable[[int, float], None]
 """Called after each step with the number of steps done and the loss."""
@@ -113,7 +213,6 @@ def _batches(
 
 
 def _rate(step: int, steps: int) -> float:
-    """Returns the factor of the maximum learning rate."""
     warm = min(1.0, (step + 1) / 20)
     return warm * max(0.05, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
@@ -130,3 +229,33 @@ def _loss(model: Any, batch: list[TrainingRow]) -> Any:
     said = targets[:, 1:] != _NO_LOSS
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[said]), targets[:, 1:][said])
+
+
+def make(
+    experts: Sequence[Path],
+    folder: Path,
+    *,
+    seed: int,
+    steps: int,
+    threads: int,
+    report: ProgressCallback,
+) -> None:
+    """Writes the model.
+
+    Args:
+        experts: files of `envserver process`, one for each kind of task; trained on in turn.
+        folder: made here.
+    """
+    kinds = [read_conversations(path) for path in experts]
+    tokenizer = trained_tokenizer(texts(one for kind in kinds for one in kind))
+    model = new_model(
+        seed=seed,
+        vocabulary=VOCABULARY,
+        end_of_turn=token_id(tokenizer, END_OF_TURN),
+        padding=token_id(tokenizer, PADDING),
+    )
+    supervise(
+        model, tokenizer, kinds, TrainingPlan(steps=steps, threads=threads, seed=seed), report
+    )
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)

@@ -186,7 +186,6 @@ class _Writer(HTMLParser):
         self._line.append(indent + mark)
 
     def _drop_mark(self) -> None:
-        """Forgets the mark of an empty item."""
         if _ITEM.fullmatch("".join(self._line)):
             self._line.clear()
 

@@ -58,7 +58,6 @@ def facts(data: bytes) -> str:
 
 
 def _words(image: Any) -> list[str]:
-    """Returns the texts that are stored beside the pixels."""
     if image.format == "PNG" and image.width * image.height <= _MOST_PIXELS:
         # What stands behind the pixels is found by reading them; a picture that was cut off keeps
         # the words before them.
@@ -77,7 +76,6 @@ def _words(image: Any) -> list[str]:
 
 
 def _taken(image: Any) -> list[str]:
-    """Returns EXIF data: time, place, device."""
     try:
         return list(_exif(image))[:_MOST_FACTS]
     except Exception:  # noqa: BLE001 - the other facts of a strange file are shown all the same

@@ -15,8 +15,7 @@ from xml.etree import ElementTree
 from . import archives
 from .bounded import Limits
 from .html import html_to_text, marked
-from .office import address, bare, described, joined, table_row
-from .sheets import sheets
+from .office import address, bare, described, joined, sheets, table_row
 
 _MOST_NESTING = 100
 _WORD: Final = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
@@ -73,7 +72,6 @@ def _unseen(data: bytes, limits: Limits) -> Iterator[str]:
 
 
 def _changes(put_in: int, taken_out: int) -> str:
-    """The line about tracked changes of a document."""
     return f"(tracked changes: {put_in} insertions, shown; {taken_out} deletions, not shown)"
 
 

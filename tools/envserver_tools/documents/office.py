@@ -238,7 +238,6 @@ def _slides(presentation: Any) -> Iterator[str]:
 
 
 def _comments(part: bytes) -> Iterator[str]:
-    """Comments of a slide, in both forms: `cm/text`, and paragraphs of text."""
     for comment in ElementTree.fromstring(part).iter():
         if bare(comment.tag) == "cm":
             yield f"Comment: {' '.join(''.join(comment.itertext()).split())}"
@@ -352,3 +351,30 @@ def joined(parts: Iterable[str], most: int) -> str:
         if size > most:
             break
     return "\n".join(taken).strip("\n")
+
+
+_MOST_ROWS = 200_000
+
+
+def sheets(data: bytes, limits: Limits) -> str:
+    """Returns every sheet as a table with cell addresses."""
+    import python_calamine
+
+    book = python_calamine.CalamineWorkbook.from_filelike(io.BytesIO(data))
+    return joined(_book(book), limits.characters)
+
+
+def _book(book: Any) -> Iterator[str]:
+    yield (
+        "Cells stand with their values alone: formulas, fills and pictures are not shown, nor"
+        " comments and links of xls and xlsb. The first column holds the row's number."
+    )
+    for one in book.sheets_metadata:
+        sheet = book.get_sheet_by_name(one.name)
+        yield f"\n## Sheet {one.name!r}{'' if str(one.visible).endswith('Visible') else ', hidden'}"
+        rows = sheet.to_python(skip_empty_area=False, nrows=_MOST_ROWS)
+        yield from numbered(([*map(plain, row[:MOST_COLUMNS])] for row in rows), _MOST_ROWS)
+        ranges = sheet.merged_cell_ranges or ()
+        merged = [":".join(address(row + 1, column + 1) for row, column in one) for one in ranges]
+        if merged:
+            yield f"Merged cells: {', '.join(merged)}"

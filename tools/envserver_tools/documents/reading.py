@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from ..calling import ToolError
-from . import archives, images, mail, markup, media, office, sheets
+from . import archives, images, mail, markup, media, office
 from .bounded import Limits, PassedLimits, bounded
 from .html import html_to_text
 
@@ -39,8 +39,8 @@ _READERS: dict[str, Callable[[bytes, Limits], str]] = {
     "pptx": office.pptx,
     "pdf": office.pdf,
     "zip": archives.listing,
-    "xls": sheets.sheets,
-    "xlsb": sheets.sheets,
+    "xls": office.sheets,
+    "xlsb": office.sheets,
     "ods": markup.ods,
     "odt": markup.opendocument,
     "odp": markup.opendocument,
@@ -199,7 +199,6 @@ def kind_of(data: bytes, name: str) -> str:
 
 
 def _open_kind(data: bytes) -> str:
-    """Returns the kind of an OpenDocument file; "zip" for other archives."""
     try:
         said = archives.member(data, "mimetype", Limits()).decode("latin-1")
     except archives.BadArchive:
@@ -208,7 +207,6 @@ def _open_kind(data: bytes) -> str:
 
 
 def _old_kind(data: bytes) -> str:
-    """Returns the kind of an older, unzipped office file."""
     return next(
         (kind for name, kind in _IN_OLE.items() if f"{name}\0".encode("utf-16-le") in data),
         "binary",

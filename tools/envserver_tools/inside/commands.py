@@ -71,7 +71,6 @@ def _drain(process: subprocess.Popen[bytes], pipe: int, end: float) -> tuple[str
 
 
 def _wait(process: subprocess.Popen[bytes], end: float) -> str:
-    """Waits for a program that has closed its output."""
     try:
         process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:

@@ -76,7 +76,6 @@ def git_patch(repository: str, base: str, most: int) -> dict[str, Any]:
 
 
 def _head(store: str) -> str:
-    """Returns the commit of HEAD."""
     name = "HEAD"
     for _ in range(5):
         words = _small_text(store, name) or _packed(store, name)

@@ -5,10 +5,17 @@ Results are hits, best first; passages that do not match at all are left out.
 
 from __future__ import annotations
 
-from .bm25 import FewPassages, PassageIndex, need_library
+from .bm25 import (
+    BM25,
+    STOP_WORDS,
+    FewPassages,
+    Hit,
+    Passage,
+    PassageIndex,
+    need_library,
+    passages_from,
+)
 from .external import HttpRetriever, RetrieverSettings
-from .passages import Hit, Passage, passages_from
-from .words import BM25, STOP_WORDS
 
 __all__ = [
     "BM25",

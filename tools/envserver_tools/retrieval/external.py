@@ -19,7 +19,7 @@ from envserver_records.backoff import Backoff
 
 from envserver import InputError, ServiceError
 
-from .passages import Hit, Passage
+from .bm25 import Hit, Passage
 
 
 class RetrieverSettings(msgspec.Struct, frozen=True, kw_only=True):

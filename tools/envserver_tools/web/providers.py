@@ -1,22 +1,60 @@
-"""Search providers: sends requests and parses the raw answers.
+"""Search providers: sends requests and parses the raw answers of web servers.
 
 Sending and parsing are separate, since recordings keep the raw answer: parsing gives the same
-result on every day.
+result on every day. No HTTP client is imported here: processes without network access need none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
-from .answers import ProviderFailed, Raw
-
 if TYPE_CHECKING:
     from .fetching import Fetcher
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A web server's answer.
+
+    Args:
+        url: the address after all redirects.
+        error: the text for the agent instead of a page; "" if there is a page.
+        lasting: the answer will be the same tomorrow.
+    """
+
+    url: str
+    status: int
+    content_type: str
+    body: bytes
+    error: str = ""
+    lasting: bool = True
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for equal answers."""
+        facts = json.dumps([self.url, self.status, self.content_type, self.error])
+        return hashlib.sha256(facts.encode() + b"\0" + self.body).hexdigest()
+
+
+class ProviderFailed(Exception):
+    """A search provider does not answer as it should: the server's trouble, not the agent's."""
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """Limits of one page. `seconds` holds for all its redirects together."""
+
+    seconds: float = 30.0
+    bytes: int = 8 << 20
+    redirects: int = 5
+
 
 TAVILY_URL = "https://api.tavily.com"
 DUCKDUCKGO_URL = "https://html.duckduckgo.com/html/"
@@ -214,7 +252,6 @@ class _ResultPage(HTMLParser):
 
 
 def _target(href: str) -> str:
-    """Returns the final address of a link on the result page."""
     inner = parse_qs(urlsplit(href).query).get("uddg")
     return inner[0] if inner else href
 

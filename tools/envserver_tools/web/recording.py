@@ -32,7 +32,7 @@ from typing import Any, Literal
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.files import replace_file, replacing
 
-from .answers import Raw
+from .providers import Raw
 
 Mode = Literal["live", "record", "replay", "off"]
 

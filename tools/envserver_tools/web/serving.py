@@ -19,8 +19,7 @@ from typing import Any
 from envserver import Caller, ConfigError, InputError, Service, ServiceError, Services, Task
 
 from ..calling import Tool, ToolError, use_tool
-from .answers import ProviderFailed
-from .providers import answer_like_tavily
+from .providers import ProviderFailed, answer_like_tavily
 from .web import DESCRIPTIONS, MOST_RESULTS, Viewer, Web, WebSettings, web_tools
 
 KEY_VARIABLE = "TAVILY_API_KEY"

@@ -22,9 +22,18 @@ from ..calling import Tool, ToolError, toolbox
 from ..documents import DocumentError, Limits, Text, page_of, to_text
 from ..documents.tool import MOST_PAGE_CHARACTERS, PAGE_CHARACTERS, found_in
 from .addresses import BadAddress, normal_url
-from .answers import FetchLimits, ProviderFailed, Raw
 from .leaks import DENIED, LeakFilter
-from .providers import DuckDuckGo, Hit, SearchProvider, Tavily, credits_of, extracted
+from .providers import (
+    DuckDuckGo,
+    FetchLimits,
+    Hit,
+    ProviderFailed,
+    Raw,
+    SearchProvider,
+    Tavily,
+    credits_of,
+    extracted,
+)
 from .recording import Mode, NotRecorded, Recorder
 
 VERSION = 1

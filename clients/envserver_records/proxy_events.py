@@ -1,10 +1,29 @@
-"""One request of an agent to a host outside, as the server's egress proxy recorded it."""
+"""What hooks (`Environment.on_request`) did to calls, and requests of agents to hosts outside."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+
+
+class HookEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A change or refusal of a model call by an environment's hook.
+
+    Args:
+        at: the hook: of the request, or of the answer.
+        reason: as the environment gave it.
+        changed: names of what was changed (messages, tools, prompt, answer); empty: it refused.
+        agent: name of the calling agent, None if there is only one.
+        call: index of the call, None if none was made.
+    """
+
+    at: Literal["request", "answer"]
+    reason: str
+    changed: list[str] = []
+    agent: str | None = None
+    call: int | None = None
+
 
 EgressEnd = Literal[
     "",
@@ -29,7 +48,7 @@ rollout ended first, or a side broke the connection off.
 
 
 class EgressRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One request.
+    """One request of an agent to a host outside, as the egress proxy recorded it.
 
     Args:
         method: "CONNECT" for a tunnel, whose contents are not seen.
