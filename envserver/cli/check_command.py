@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from .console import Console
 
 
-SUMMARY = """Checks an environment without a model: the simulated engine plays demonstrations
-through its rollout, rightly and wrongly; correct results get the expected score; empty, absurd and
+SUMMARY = """Checks an environment without a model: the simulated engine answers its rollouts with
+demonstrations, correct and spoiled; correct results get the expected score; empty, absurd and
 cheating results get nothing; tasks are the same each time they are listed and do not show hidden
 fields. All rows of your own data are looked at: the fields that were taken, dropped and doubtful
 rows, the answers, repeated questions, lengths. Exit status 0: all checks pass; 1: a check fails; 2:
@@ -249,8 +249,8 @@ def _wrong(one: Kind | Played) -> Iterator[str]:
         awaited = "a solved task" if one.way == DEMONSTRATION else ""
     for wrong in one.wrong[:_WRONG_SHOWN]:
         place = f"{name}, task {wrong.task_id}" + (f" ({wrong.place})" if wrong.place else "")
-        said = wrong.error or f"reward {wrong.reward:g}"
-        yield f"{place}: {said}" + (f"; expected {awaited}" if awaited else "")
+        result = wrong.error or f"reward {wrong.reward:g}"
+        yield f"{place}: {result}" + (f"; expected {awaited}" if awaited else "")
     if len(one.wrong) > _WRONG_SHOWN:
         yield f"{name}: {len(one.wrong) - _WRONG_SHOWN} more"
 
@@ -309,7 +309,7 @@ def _distribution(one: Played) -> str:
 
 
 def _judged(one: Played) -> int:
-    """Returns how many wrong plays have a reward, and so are among the rewards."""
+    """Counts the wrong plays that have a reward, and so are among the rewards."""
     return sum(wrong.reward is not None for wrong in one.wrong)
 
 

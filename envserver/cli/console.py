@@ -55,7 +55,7 @@ OnProgress = Callable[[int, int], None]
 
 @contextlib.contextmanager
 def facts_bar(console: Console, total: float | None) -> Iterator[Callable[..., None]]:
-    """Shows facts and the progress on a terminal; elsewhere nothing. In the block, call the result
+    """Shows facts and the progress if the console is a terminal. In the block, call the result
     with `facts`, and what is `completed` of `total` or the `advance`.
     """
     from rich.progress import (

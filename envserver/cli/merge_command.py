@@ -400,8 +400,8 @@ def _check_sweep(settings: SweepSettings) -> None:
         raise ConfigError(
             "A sweep starts an engine for each of its models: --model and --openai.base_url are "
             "not used.",
-            hint="Choose the engine with --engine.backend vllm or local. For an engine that runs "
-            "elsewhere, merge first (envserver merge --alpha ...), serve each model there, and "
+            hint="Choose the engine with --engine.backend vllm or local. For a remote "
+            "engine, merge first (envserver merge --alpha ...), serve each model there, and "
             "measure it by envserver evaluate --openai.base_url ...",
         )
     if len(set(settings.alpha)) < len(settings.alpha) or not all(

@@ -26,7 +26,7 @@ from .console import Console
 WINDOW: Final = 60.0
 """Seconds of a rate."""
 _MOST_ROWS: Final = 50
-"""Environments and agents that are shown; anybody who joins may name new ones."""
+"""Maximum number of environments and agents that are shown; runners may name new ones."""
 _BREAKER: Final = {0: "", 1: "on trial", 2: "set aside"}
 
 
@@ -111,16 +111,20 @@ class Overview:
                 self._sum(f"envserver_replica_{what}", replica=name)
                 for what in ("limit", "waiting", "breaker")
             )
-            said = _BREAKER.get(int(breaker), "") or self._standing(name)
-            table.add_row(escape(_plain(name)), f"{calls:g}", f"{limit:g}", f"{waiting:g}", said)
+            state = _BREAKER.get(int(breaker), "") or self._standing(name)
+            table.add_row(escape(_plain(name)), f"{calls:g}", f"{limit:g}", f"{waiting:g}", state)
         return table
 
     def _standing(self, replica: str) -> str:
         """Returns how a replica is used, if it is not as others are, with the version it has."""
         standings = self._values("envserver_replica_standing", "standing", replica=replica)
-        said = next((name for name, value in standings if value and name != "used"), "")
+        standing = next((name for name, value in standings if value and name != "used"), "")
         version = self._sum("envserver_replica_version", replica=replica)
-        return f"old weights (v{version:g})" if said == "old" and version >= 0 else _plain(said)
+        return (
+            f"old weights (v{version:g})"
+            if standing == "old" and version >= 0
+            else _plain(standing)
+        )
 
     def _failures(self) -> Table:
         table = _table("failed attempts", "per minute", "all")

@@ -1,7 +1,9 @@
-"""`envserver run`: runs an environment's agent once and writes the trajectory to a file.
+"""Commands on one rollout: `run` runs an environment's agent once and writes the trajectory to a
+file, `run --watch` again after each change of the environment, and `replay` repeats a recorded one.
 
 `python -m environments.math run --question "..." -o out.traj.json`. The flags of a question are the
-fields of the environment's `Question`. The work is in `running.asking`.
+fields of the environment's `Question`. The work is in
+`running.asking` and `running.replaying`.
 """
 
 from __future__ import annotations
@@ -47,14 +49,16 @@ def settings_for(environment: type[Environment]) -> type[RunSettings]:
     required: there may be a task instead.
     Raises ConfigError: a field has the name of a setting.
     """
-    asked = environment.Question
-    if taken := set(asked.model_fields) & set(RunSettings.model_fields):
+    question = environment.Question
+    if taken := set(question.model_fields) & set(RunSettings.model_fields):
         raise ConfigError(
             f"A question of this environment has a field {min(taken)!r}, which is a setting.",
             hint="Give it another name.",
         )
-    texts = descriptions(asked)
-    fields = {name: _optional(field, texts.get(name)) for name, field in asked.model_fields.items()}
+    texts = descriptions(question)
+    fields = {
+        name: _optional(field, texts.get(name)) for name, field in question.model_fields.items()
+    }
     return create_model("RunSettings", __base__=RunSettings, **fields)
 
 

@@ -57,16 +57,16 @@ def to_stderr(line: str) -> None:
     print(f"envserver: {line}", file=sys.stderr)
 
 
-def once(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Returns `tell` without repetitions of earlier lines."""
-    told: set[str] = set()
+def once(warn: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns `warn` without repetitions of earlier lines."""
+    seen: set[str] = set()
 
-    def tell_new(line: str) -> None:
-        if line not in told:
-            told.add(line)
-            tell(line)
+    def warn_once(line: str) -> None:
+        if line not in seen:
+            seen.add(line)
+            warn(line)
 
-    return tell_new
+    return warn_once
 
 
 def load_settings(
@@ -99,7 +99,7 @@ def load_settings(
         folder: folder of `.env`; unset: the working directory.
         over_file: a place in a file and its tree of values, which override the rest of the file.
         openai_variables: whether OPENAI_API_KEY and its like name the engine where nothing else
-            does; "openai": OpenAI itself is asked if only a key is set.
+            does; "openai": OpenAI itself is used if only a key is set.
         warn: called with one line for each name that is old, or has no effect.
     """
     read = partial(read_flags, aliases=aliases, arguments=arguments)
@@ -135,9 +135,9 @@ def load_settings(
         given = [*engine_variables(given, environ, folder or Path(), warn, alone=alone), *given]
     chosen = _choose(given, options, settings_class, warn, problems)
     values = preset(model) | flatten(defaults or {}, options)
-    said = _parsed(chosen, options, problems)
+    parsed = _parsed(chosen, options, problems)
     problems.raise_if_any()
-    values |= sampling_of_model(model, values | said, options) | said
+    values |= sampling_of_model(model, values | parsed, options) | parsed
 
     def where(path: str) -> str:
         if path in chosen:
@@ -220,14 +220,14 @@ def _choose(
 ) -> dict[str, list[Given]]:
     """Returns the values of each option from its strongest source; several only if a flag is
     repeated."""
-    elsewhere = options_of(Settings)
+    others = options_of(Settings)
     chosen: dict[str, list[Given]] = {}
     for given in all_given:
         path = current_path(given.path, options)
         if path != given.path:
             warn(f"{given.where} is now {_spelled(path, given)}.")
         elif path not in options:
-            path = EQUIVALENTS.get(path, current_path(path, elsewhere))
+            path = EQUIVALENTS.get(path, current_path(path, others))
         if path in options:
             before = chosen.get(path, [])
             repeated = given.kind == "flag" and bool(before) and before[0].kind == "flag"
@@ -238,7 +238,7 @@ def _choose(
         elif path in IGNORED:
             warn(f"{given.where} has no effect here: {IGNORED[path]}.")
         elif given.kind == "flag" or not _is_for_another(path, settings_class):
-            problems.add(_unknown(given, path, options, elsewhere))
+            problems.add(_unknown(given, path, options, others))
     return chosen
 
 
@@ -252,12 +252,12 @@ def _is_for_another(path: str, settings_class: type[BaseModel]) -> bool:
 
 
 def _unknown(
-    given: Given, path: str, options: Mapping[str, Option], elsewhere: Mapping[str, Option]
+    given: Given, path: str, options: Mapping[str, Option], others: Mapping[str, Option]
 ) -> str:
     members = [known for known in options if known.startswith(f"{path}.")]
     if members:
         return f"{given.where} is a group of settings: try {_spelled(members[0], given)}."
-    if path in elsewhere:
+    if path in others:
         return f"{given.where} has no meaning for this command."
     sections = {known.rpartition(".")[0] for known in options} if given.kind == "file" else set()
     near = nearest(path, [*options, *sorted(sections - {""})])
@@ -316,7 +316,7 @@ OPENAI_PATHS = {
 }
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_MODEL = "gpt-4o-mini"
-"""Model that is asked at OpenAI's address where none is named."""
+"""Model at OpenAI's address if none is named."""
 _READ_ELSEWHERE = ("HF_TOKEN", "TAVILY_API_KEY", TOKEN_VARIABLE)
 
 
@@ -324,7 +324,7 @@ def engine_variables(
     stronger: Sequence[Given],
     environ: Mapping[str, str],
     folder: Path,
-    tell: Callable[[str], None],
+    warn: Callable[[str], None],
     *,
     alone: bool,
 ) -> list[Given]:
@@ -374,12 +374,12 @@ def engine_variables(
             for path, value in (("openai.base_url", url), ("openai.model_name", model))
             if value
         )
-        tell(redacted(f"{', '.join(used)} {'is' if len(used) == 1 else 'are'} used: {engine}."))
+        warn(redacted(f"{', '.join(used)} {'is' if len(used) == 1 else 'are'} used: {engine}."))
     return found
 
 
 def export_dotenv(
-    folder: Path, environ: MutableMapping[str, str], tell: Callable[[str], None]
+    folder: Path, environ: MutableMapping[str, str], warn: Callable[[str], None]
 ) -> None:
     """Sets the tokens of services that `.env` holds and the environment lacks: their clients look
     for them there."""
@@ -387,7 +387,7 @@ def export_dotenv(
     new = {name: value for name, value in values.items() if value and name not in environ}
     environ.update(new)
     if new:
-        tell(f"{', '.join(sorted(new))} of .env {'is' if len(new) == 1 else 'are'} used.")
+        warn(f"{', '.join(sorted(new))} of .env {'is' if len(new) == 1 else 'are'} used.")
 
 
 # The old name of a setting is accepted, with a warning that gives the new name. New names that a

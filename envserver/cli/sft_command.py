@@ -257,13 +257,13 @@ def _tools(actions: Any) -> Iterable[str]:
 
 def _show_row(console: Console, row: dict[str, Any], width: int) -> None:
     if "messages" in row:
-        asked, said = (message["content"] for message in row["messages"])
+        instruction, output = (message["content"] for message in row["messages"])
         place = f"{row['task_id']}, step {row['step']}"
     else:
-        asked, said = row["instruction"], row["output"]
+        instruction, output = row["instruction"], row["output"]
         place = f"{row['meta']['task_id']}, step {row['meta']['step']}"
     console.rule(f"{row['tool']}: {place}".replace("[", "\\["), align="left")
-    for name, text in (("instruction", asked), ("output", said)):
+    for name, text in (("instruction", instruction), ("output", output)):
         cut = text if len(text) <= width else f"{text[:width]} ... ({len(text)} characters)"
         console.print(f"{name}:", style="bold")
         console.say(cut)

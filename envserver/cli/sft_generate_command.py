@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ..running.group_run import GroupRun
 
 
-_ENDS = """Answers are kept in OUT/groups.jsonl: after a stop or a crash --resume goes on, and asks
-nothing again but what was in flight. OUT/rows.jsonl has the rows at the end."""
+_ENDS = """Answers are kept in OUT/groups.jsonl: after a stop or a crash --resume continues, and
+repeats only the requests that were in flight. OUT/rows.jsonl has the rows at the end."""
 
 ALIASES = {
     "queries": "env.data_path",
@@ -45,7 +45,7 @@ class GenerateSettings(Settings):
     out: Path
     """Output folder."""
     resume: bool = False
-    """Go on in an existing folder: what has an answer is not asked again."""
+    """Continue in an existing folder: requests that have an answer are not repeated."""
     overwrite: bool = False
     """Replace the files of an existing folder."""
 
@@ -150,7 +150,7 @@ def _check_profile(settings: RouterGenerateSettings) -> None:
     if first is not None and first.public.get("profile") != profile:
         raise ConfigError(
             f"{path} has plans of another profile than {profile!r}.",
-            hint="Go on with the --profile of before, or choose another --out.",
+            hint="Use the earlier --profile, or choose another --out.",
         )
 
 
@@ -217,7 +217,7 @@ def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
 
 
 def _generate(settings: GenerateSettings) -> GroupRun:
-    """Asks the teacher; returns the run, which has ended or was stopped."""
+    """Samples from the teacher; returns the run, which has ended or was stopped."""
     with lean_imports():
         from ..registry import find
         from ..rollouts.mixing import Share

@@ -30,7 +30,7 @@ class ViewSettings(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the page; 0 picks a free one."""
     host: str = "127.0.0.1"
-    """Address to listen on, of this machine only; from elsewhere use an SSH tunnel."""
+    """Address to listen on, of this machine only; from other machines use an SSH tunnel."""
     open: bool = False
     """Open the page in the browser."""
     log_level: LogLevel = "warning"

@@ -45,10 +45,9 @@ _preload(['kuhn'])
 from envserver import registry
 assert registry.find('kuhn').Config.__pydantic_complete__
 """
-IMPORTS = """
-from envserver.cli import main
-assert main(['{}', '--nonsense', '1']) == 2
-"""
+SERVE = "from envserver.cli import main; assert main(['serve', '--nonsense']) == 2"
+PROCESS = "from envserver.cli import main; assert main(['process', '--nonsense']) == 2"
+RUN_API = "from envserver.cli import main; assert main(['run-api', '--nonsense']) == 2"
 
 
 @pytest.mark.parametrize(
@@ -56,8 +55,8 @@ assert main(['{}', '--nonsense', '1']) == 2
     [
         (ANSWERS, 9999, "pydantic numpy msgspec fastapi aiohttp openai rich asyncio"),
         (CASES["helps"], 9999, ""),
-        (IMPORTS.format("serve"), 1490, "aiohttp dotenv sympy yaml envserver.models.openai"),
-        (IMPORTS.format("process"), 1090, "aiohttp dotenv fastapi sqlalchemy sympy yaml"),
+        (SERVE, 1490, "aiohttp dotenv sympy yaml envserver.models.openai"),
+        (PROCESS, 1090, "aiohttp dotenv fastapi sqlalchemy sympy yaml"),
         (
             "import envserver.rollouts.scorer_process",
             370,
@@ -67,7 +66,7 @@ assert main(['{}', '--nonsense', '1']) == 2
         (WORKERS, 625, "structlog rich sqlalchemy fastapi envserver.config"),
         # A server without environments; it was 1,655, and each takes about half a millisecond.
         (
-            IMPORTS.format("run-api"),
+            RUN_API,
             1080,
             "aiohttp dotenv jinja2 pebble rich tokenizers websockets yaml "
             "sqlalchemy.dialects.postgresql envserver.models.sim envserver.registry "
