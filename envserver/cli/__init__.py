@@ -1,20 +1,22 @@
 """The command line: `envserver COMMAND ...`.
 
-Each command is a small module that is imported when the command runs. This module imports only the
-standard library, so that `--help` and `--version` are fast. A command is a function `run(argv) ->
-exit status`; errors are printed here in one line, with status 2 for a user error, 1 otherwise, 130
-for Ctrl-C, 143 for SIGTERM. Tracebacks only with `--debug`.
+This module imports only the standard library, so that `--help` and `--version` are fast. A command
+is a declaration (`CommandSpec`) and a function `run(argv) -> exit status` in the module of its
+family; `run` imports what the work needs (`lean_imports`). Errors are printed here in one line,
+with status 2 for a user error, 1 otherwise, 130 for Ctrl-C, 143 for SIGTERM. Tracebacks only with
+`--debug`.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ class Command:
 
     Args:
         module: the module that has `function` (`run(argv) -> exit status`; an EnvserverError is
-            explained in one line, with status 2 if the caller is at fault); the module of the same
-            name in `specs` has `spec`, the CommandSpec; "" for a group of commands.
+            explained in one line, with status 2 if the caller is at fault) and `spec`, the
+            CommandSpec; "" for a group of commands.
         has_environment: it takes `--env`.
         has_debugger: `--debug` starts a debugger instead of only showing tracebacks.
         words: its subcommands.
@@ -46,7 +48,7 @@ class Command:
         """Returns what the command declares; None if it parses its arguments itself."""
         if not self.spec:
             return None
-        module = importlib.import_module(f".specs.{self.module}", __name__)
+        module = importlib.import_module(f".{self.module}", __name__)
         return cast("CommandSpec[Any]", getattr(module, self.spec))
 
 
@@ -63,29 +65,35 @@ def _generate(name: str, summary: str) -> Command:
 
 
 _EVALUATE = {
-    "compare": _other("evaluate_compare", "compare two evaluations"),
-    "merge": _other("evaluate_merge", "make one evaluation of several shards"),
-    "report": _other("evaluate_report", "write the report of an evaluation again"),
+    "compare": _other("evaluate_command", "compare two evaluations", "run_compare", "COMPARE"),
+    "merge": _other(
+        "evaluate_command", "combine the shards of an evaluation", "run_merge", "MERGE"
+    ),
+    "report": _other(
+        "evaluate_command", "write the report of an evaluation again", "run_report", "REPORT"
+    ),
 }
 _SFT = {
-    "build": _other("sft_build_command", "make rows for each tool from unified trajectories"),
-    "preview": _other("sft_preview_command", "show what `sft build` would write"),
+    "build": _other(
+        "sft_command", "make rows for each tool from unified trajectories", "run_build", "BUILD"
+    ),
+    "preview": _other("sft_command", "show what `sft build` would write", "run_preview", "PREVIEW"),
     "router": _other(
-        "sft_prepare_command",
+        "sft_command",
         "prepare queries and plans",
         "run_router",
         "ROUTER",
         generate=_generate("router", "let a teacher write plans for queries"),
     ),
     "math": _other(
-        "sft_prepare_command",
+        "sft_command",
         "prepare problems with solutions",
         "run_math",
         "MATH",
         generate=_generate("math", "keep a teacher's right solutions of k tries"),
     ),
     "code": _other(
-        "sft_prepare_command",
+        "sft_command",
         "prepare programs",
         "run_code",
         "CODE",
@@ -93,11 +101,15 @@ _SFT = {
     ),
 }
 _MODELS = {
-    "list": _other("models_list", "list the models that have names"),
-    "start": _other("models_start", "start an engine for a model and keep it running"),
-    "tiny": _other("models_tiny", "train a tiny language model on a laptop"),
-    "probe": _other("models_probe", "show what an engine supports and what it lacks"),
-    "sim": _other("models_sim", "serve the simulated engine over HTTP"),
+    "list": _other("models_command", "list the models that have names", "run_list", "LIST"),
+    "start": _other(
+        "models_command", "start an engine for a model and keep it running", "run_start", "START"
+    ),
+    "tiny": _other("models_command", "train a tiny language model on a laptop", "run_tiny", "TINY"),
+    "probe": _other(
+        "models_command", "show what an engine supports and what it lacks", "run_probe", "PROBE"
+    ),
+    "sim": _other("models_command", "serve the simulated engine over HTTP", "run_simulated", "SIM"),
 }
 _ENV = {
     "install": _other("env_command", "install a package of environments", "run_install", "INSTALL"),
@@ -107,12 +119,19 @@ _ENV = {
 }
 _AGENTS = {
     "install": _other(
-        "agents_command", "install a coding agent for --agent", "run_install", "INSTALL"
+        "env_command",
+        "install a coding agent for --agent",
+        "run_agents_install",
+        "AGENTS_INSTALL",
     ),
-    "list": _other("agents_command", "list the agents that are known", "run_list", "LIST"),
+    "list": _other(
+        "env_command", "list the agents that are known", "run_agents_list", "AGENTS_LIST"
+    ),
 }
 _SANDBOXES = {
-    "serve": _other("sandboxes_serve", "make sandboxes on this machine for servers elsewhere"),
+    "serve": _other(
+        "serve", "make sandboxes on this machine for remote servers", "run_sandboxes", "SANDBOXES"
+    ),
 }
 _TOKEN = {
     "create": _other("token_command", "make a token for a role; print it", "run_create", "CREATE"),
@@ -121,44 +140,92 @@ _TOKEN = {
 }
 
 COMMANDS = {
-    "init": _other("init_command", "make the package of a new environment"),
-    "sample": _other("sample_command", "write sample files of an environment's inputs"),
+    "init": _other("env_command", "make the package of a new environment", "run_init", "INIT"),
+    "sample": _other(
+        "env_command", "write sample files of an environment's inputs", "run_sample", "SAMPLE"
+    ),
     "process": Command("process", "make scored rollouts and write them to a JSONL file"),
     "evaluate": Command(
         "evaluate_command", "measure a model: pass@k, pass^k, next to baselines", words=_EVALUATE
     ),
-    "lm-eval": _other("lm_eval_command", "run tasks of lm-evaluation-harness on a model"),
+    "lm-eval": _other(
+        "evaluate_command",
+        "run tasks of lm-evaluation-harness on a model",
+        "run_lm_eval",
+        "LM_EVAL",
+    ),
     "serve": Command("serve", "run an environment and serve its groups to trainers over HTTP"),
-    "sft-gen": Command("sft_command", "write the best rollouts as rows for supervised training"),
-    "top": _other("top_command", "show what a running server does"),
+    "sft-gen": Command(
+        "process",
+        "write the best rollouts as rows for supervised training",
+        function="run_sft_gen",
+        spec="SFT_GEN",
+    ),
+    "top": _other("view_command", "show what a running server does", "run_top", "TOP"),
     "view": _other(
         "view_command", "show groups and rollouts in the browser: files, stores, servers"
     ),
-    "run-api": _other("run_api", "serve trainers and environments that run elsewhere"),
-    "join": Command("join", "run an environment here for a server elsewhere"),
+    "run-api": _other("serve", "serve trainers and remote environments", "run_api", "RUN_API"),
+    "join": Command(
+        "serve", "run an environment here for a remote server", function="run_join", spec="JOIN"
+    ),
     "run": Command(
         "run_command", "run an environment's agent once, or debug it", has_debugger=True
     ),
     "export": _other("export_command", "filter stored rollouts and write them in another format"),
-    "verify": _other("verify_command", "check delivered tokens against the engine"),
-    "score": Command("score_command", "score given answers, without a model"),
-    "rescore": Command("rescore_command", "score stored rollouts again, or by another rubric"),
-    "replay": Command("replay_command", "run one recorded rollout again", has_debugger=True),
-    "scenarios": _other("scenarios_command", "run models in a scenario, keep traces"),
-    "convert": _other("convert_command", "make unified trajectories from other formats"),
-    "validate": _other("validate_command", "check files of unified trajectories"),
+    "verify": _other(
+        "score_command", "check delivered tokens against the engine", "run_verify", "VERIFY"
+    ),
+    "score": Command(
+        "score_command",
+        "score given answers, without a model",
+        function="run_score",
+        spec="SCORE",
+    ),
+    "rescore": Command(
+        "score_command",
+        "score stored rollouts again, or by another rubric",
+        function="run_rescore",
+        spec="RESCORE",
+    ),
+    "replay": Command(
+        "run_command",
+        "run one recorded rollout again",
+        has_debugger=True,
+        function="run_replay",
+        spec="REPLAY",
+    ),
+    "scenarios": _other(
+        "process", "run models in a scenario, keep traces", "run_scenarios", "SCENARIOS"
+    ),
+    "convert": _other(
+        "export_command",
+        "make unified trajectories from other formats",
+        "run_convert",
+        "CONVERT",
+    ),
+    "validate": _other(
+        "export_command", "check files of unified trajectories", "run_validate", "VALIDATE"
+    ),
     "sft": Command("", "build data for supervised fine-tuning", False, words=_SFT),
     "merge": _other("merge_command", "merge models: base + alpha * (rl - sft)"),
-    "sweep": Command("sweep_command", "merge with several alphas, evaluate each, draw the reward"),
-    "publish": _other("publish_command", "publish a model or an adapter on the hub"),
+    "sweep": Command(
+        "merge_command",
+        "merge with several alphas, evaluate each, draw the reward",
+        function="run_sweep",
+        spec="SWEEP",
+    ),
+    "publish": _other(
+        "merge_command", "publish a model or an adapter on the hub", "run_publish", "PUBLISH"
+    ),
     "check": Command("check_command", "check that an environment's rewards cannot be cheated"),
     "models": Command("", "start a model, make a tiny one, probe an engine", False, words=_MODELS),
     "env": Command("", "install and share packages of environments", False, words=_ENV),
-    "agents": Command("", "install agents of others", False, words=_AGENTS),
-    "sandboxes": Command("", "make sandboxes for servers elsewhere", False, words=_SANDBOXES),
+    "agents": Command("", "install external agents", False, words=_AGENTS),
+    "sandboxes": Command("", "make sandboxes for remote servers", False, words=_SANDBOXES),
     "token": Command("", "create, list and revoke access tokens", False, words=_TOKEN),
     "doctor": _other("doctor_command", "show what this machine can do, sandboxes first"),
-    "list": _other("list_command", "list the installed environments", spec=""),
+    "list": _other("env_command", "list the installed environments", "run_environments", ""),
     "completion": _other("completion", "print the completion script of bash, zsh or fish", spec=""),
 }
 
@@ -239,7 +306,8 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
             alone = environment is None
             spec.show_help(argv, program=_program(environment), with_environment=alone)
             return 0
-        module = _imported(f"{__name__}.{command.module}")
+        with lean_imports():
+            module = importlib.import_module(f".{command.module}", __name__)
         if command.has_environment:
             from ..workers.linux import kill_programs_at_end
 
@@ -255,15 +323,35 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
         return _explain(error)
 
 
-def _imported(name: str) -> ModuleType:
-    """Imports a command's module; Ctrl-C waits for it, since libraries in C and Rust do not expect
-    it while they are imported."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        from .lean_imports import import_command
+@contextmanager
+def lean_imports() -> Iterator[None]:
+    """Imports in the block leave out work that a start does not need; Ctrl-C waits for its end.
 
-        return import_command(name)
+    Everything works as after a plain import: what is left out is made when it is used. Libraries in
+    C and Rust do not expect Ctrl-C while they are imported.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The collector would spend a sixth of a start on what imports make, which stays.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        from pydantic import BaseModel
+
+        if "rich" not in sys.modules:
+            # structlog would import it for a form of tracebacks that is not used: 50 modules.
+            sys.modules["rich"] = None  # type: ignore[assignment]  # fails, as documented
+            importlib.import_module("structlog")
+            del sys.modules["rich"]
+        # FastAPI would build the models of OpenAPI documents: a third of its import.
+        BaseModel.model_config["defer_build"] = True
+        try:
+            yield
+        finally:
+            del BaseModel.model_config["defer_build"]
     finally:
+        if collects:
+            gc.enable()
+        gc.freeze()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

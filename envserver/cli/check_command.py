@@ -1,26 +1,66 @@
-"""`envserver check`: prints the report of a check; the work is in `running.checking`."""
+"""`envserver check`: shows the report of a check on the terminal, as a card or as a page.
+
+In: the report of `running.checking`. Out: tables, or the card and the page in Markdown.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
-from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from ..rollouts.check_report import EnvironmentReport
-from ..running.checking import check_environment
-from ..running.tally import counted
-from .check_card import card, cost_of, ended_by, expected, number, page, sections, verdict
-from .command_line import read_run_spec
-from .console import Console, show_json
-from .logs import show_logs
-from .loop import run_loop
-from .specs.check_command import COMMAND
+from ..running.run_settings import CheckSettings
+from ..telemetry.redaction import counted
+from . import lean_imports
+from .command_line import CommandSpec, read_run_spec
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from ..rollouts.check_report import (
+        DataReport,
+        EnvironmentReport,
+        Kind,
+        Lengths,
+        Played,
+        Repeats,
+        ScoringCost,
+    )
+    from ..row_counts import RowCount
+    from .console import Console
+
+
+SUMMARY = """Checks an environment without a model: the simulated engine answers its rollouts with
+demonstrations, correct and spoiled; correct results get the expected score; empty, absurd and
+cheating results get nothing; tasks are the same each time they are listed and do not show hidden
+fields. All rows of your own data are looked at: the fields that were taken, dropped and doubtful
+rows, the answers, repeated questions, lengths. Exit status 0: all checks pass; 1: a check fails; 2:
+the command line is wrong."""
+
+COMMAND = CommandSpec(
+    "check",
+    SUMMARY,
+    CheckSettings,
+    usage="NAME",
+    arguments=("environment",),
+    frequent=(
+        *("environment", "env.split", "env.seed", "tasks", "plays", "processes"),
+        *("rows", "evaluation_set", "tokenizer", "context_tokens", "markdown", "card", "as_json"),
+        *("sandbox.backend", "log_level"),
+    ),
+)
 
 
 def run(argv: list[str]) -> int:
+    with lean_imports():
+        from ..running.checking import check_environment
+        from .console import Console, show_json
+        from .logs import show_logs
+        from .loop import run_loop
+
     line = read_run_spec(COMMAND, argv)
     show_logs(line.settings)
     with _bar(Console(stderr=True)) as bar:
@@ -41,13 +81,15 @@ def run(argv: list[str]) -> int:
 
 
 def _bar(console: Console) -> Progress:
+    from rich import progress
+
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
     )
-    return Progress(*columns, console=console, transient=True)
+    return progress.Progress(*columns, console=console, transient=True)
 
 
 def _show(console: Console, report: EnvironmentReport) -> None:
@@ -69,6 +111,9 @@ def _show(console: Console, report: EnvironmentReport) -> None:
 
 
 def _results(report: EnvironmentReport) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("result", "scored", "least", "most", "expected", "verdict"):
         table.add_column(name, justify="right" if name in ("scored", "least", "most") else "left")
@@ -81,6 +126,9 @@ def _results(report: EnvironmentReport) -> Table:
 
 
 def _plays(report: EnvironmentReport) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("played", "plays", "solved", "least", "mean", "most", "turns", "ended by"):
         left = name in ("played", "ended by")
@@ -93,3 +141,201 @@ def _plays(report: EnvironmentReport) -> Table:
             f"{one.turns / scored:.1f}" if scored else "-", ended_by(one),
         )  # fmt: skip
     return table
+
+
+_WRONG_SHOWN = 5
+_FIELDS_SHOWN = 20
+
+
+def card(report: EnvironmentReport) -> str:
+    """Returns the card: a table for the README of the environment."""
+    lines = ["| checked | found |", "|---|---|"]
+    lines += [f"| {name} | {_cell(text)} |" for name, text in _rows(report)]
+    if cheats := [one for one in report.plays if one.cheat]:
+        lines += ["", "| the model only says | tasks solved | mean reward |", "|---|---|---|"]
+        lines += [
+            f"| {one.way} | {one.solved} of {len(one.rewards)} | {number(one.mean)} |"
+            for one in cheats
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def page(report: EnvironmentReport) -> str:
+    """Returns the whole report as one page."""
+    lines = [f"# `envserver check`: {report.environment}, {report.split}", "", card(report)]
+    lines += ["## Results", "", "| result | scored | expected | verdict |", "|---|---|---|---|"]
+    lines += [
+        f"| {_cell(kind.name)} | {kind.count} | {expected(kind)} | {verdict(kind)} |"
+        for kind in report.kinds
+    ]
+    for title, found in sections(report).items():
+        lines += ["", f"## {title}", "", *(f"- {_cell(line)}" for line in found)]
+    return "\n".join(lines) + "\n"
+
+
+def sections(report: EnvironmentReport) -> dict[str, list[str]]:
+    """Returns wrong results and what was found about the rows of data, by title."""
+    data = report.data
+    rows = [line for name, count in data.counts.items() for line in _row_lines(name, count)]
+    looked_at = f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."
+    scored: list[Kind | Played] = [*report.kinds, *report.plays]
+    found = {
+        "Wrong results": [line for one in scored for line in _wrong(one)],
+        "Rows": [*rows, looked_at],
+        "Fields": [line for count in data.counts.values() for line in _field_lines(count)],
+        "Repeated questions": list(map(_repeat_line, data.repeats)),
+        "Lengths in tokens": [*map(_length_line, data.lengths), _tokenizer_line(data)],
+    }
+    return {title: lines for title, lines in found.items() if lines}
+
+
+def _row_lines(name: str, count: RowCount) -> Iterator[str]:
+    from ..row_counts import causes
+
+    dropped = sum(places.count for places in count.dropped.values())
+    yield f"{name}: {count.read} rows read, {count.used} used, {dropped} dropped"
+    yield from (f"dropped: {cause}" for cause in causes(count.dropped))
+    yield from (f"doubtful: {cause}" for cause in causes(count.doubtful))
+
+
+def _field_lines(count: RowCount) -> Iterator[str]:
+    from ..row_counts import causes
+
+    most = count.fields.most_common(_FIELDS_SHOWN)
+    yield from (f"{name} in {counted(rows, 'row')}" for name, rows in most)
+    if len(count.layouts) > 1:
+        yield f"{len(count.layouts)} layouts are mixed:"
+        yield from causes(count.layouts)
+
+
+def _repeat_line(one: Repeats) -> str:
+    first = "; ".join(f"{place} as {other}" for place, other in one.places)
+    return f"{one.what}: {one.count}" + (f" (first: {first})" if first else "")
+
+
+def _length_line(one: Lengths) -> str:
+    shares = ", ".join(
+        f"{share} % up to {tokens}" if share < 100 else f"longest {tokens}"
+        for share, tokens in one.percentiles.items()
+    )
+    over = "".join(
+        f"; {counted(count, 'row')} over {name} ({limit})"
+        for name, (limit, count) in one.over.items()
+        if count or one.what == "prompt"
+    )
+    return f"{one.what}: {shares}{over}"
+
+
+def _tokenizer_line(data: DataReport) -> str:
+    from ..rollouts.check_data import BYTES_PER_TOKEN
+
+    if data.tokenizer:
+        return f"Counted with {data.tokenizer}; prompts without system prompt and tools."
+    return (
+        f"Estimated at one token for {BYTES_PER_TOKEN} bytes, without system prompt and tools; "
+        "--tokenizer counts exactly."
+    )
+
+
+def _wrong(one: Kind | Played) -> Iterator[str]:
+    """The first results with an unexpected reward."""
+    from ..rollouts.check_report import Kind
+    from ..running.checking import DEMONSTRATION
+
+    if isinstance(one, Kind):
+        name, awaited = one.name, expected(one)
+    else:
+        name = f"Played: {one.way}"
+        awaited = "a solved task" if one.way == DEMONSTRATION else ""
+    for wrong in one.wrong[:_WRONG_SHOWN]:
+        place = f"{name}, task {wrong.task_id}" + (f" ({wrong.place})" if wrong.place else "")
+        result = wrong.error or f"reward {wrong.reward:g}"
+        yield f"{place}: {result}" + (f"; expected {awaited}" if awaited else "")
+    if len(one.wrong) > _WRONG_SHOWN:
+        yield f"{name}: {len(one.wrong) - _WRONG_SHOWN} more"
+
+
+def expected(kind: Kind) -> str:
+    """Returns the expected rewards as text."""
+    if kind.expected_least == kind.expected_most:
+        return f"{kind.expected_least:g}"
+    return f"{kind.expected_least:g} to {kind.expected_most:g}"
+
+
+def verdict(kind: Kind) -> str:
+    """Returns whether the rewards are as expected, as text."""
+    text = f"WRONG: {len(kind.wrong)}" if kind.wrong else "ok"
+    return f"{text} ({kind.raised} raise)" if kind.raised else text
+
+
+def _rows(report: EnvironmentReport) -> Iterator[tuple[str, str]]:
+    from ..running.checking import DEMONSTRATION, SPOILED
+
+    names = {DEMONSTRATION: "demonstrations", SPOILED: "spoiled demonstrations"}
+    whole = "all" if report.whole else "first"
+    yield "verdict", "passes `envserver check`" if report.ok else "FAILS `envserver check`"
+    yield "tasks", f"{whole} {report.tasks} of `{report.split}`"
+    low, high, solved_at = report.reward_range
+    ends = "no limit" if low is None else f"{low:g}", "no limit" if high is None else f"{high:g}"
+    yield "rewards", f"{ends[0]} to {ends[1]}, a task is solved at {solved_at:g}"
+    right = [kind for kind in report.kinds if kind.expected_least > 0]
+    yield "right results", _as_expected(right)
+    yield (
+        "wrong, absurd and cheating results",
+        _as_expected([kind for kind in report.kinds if kind not in right]),
+    )
+    if not report.demonstrations_solve:
+        yield "a game", "demonstrations are fair play, which may lose, and a cheat may win"
+    for one in report.plays:
+        if not one.cheat:
+            yield f"{names.get(one.way, one.way)}, played", _distribution(one)
+    if report.scoring is not None:
+        yield "a score takes", cost_of(report.scoring)
+    for problem in report.problems:
+        yield "problem", problem
+
+
+def _as_expected(kinds: list[Kind]) -> str:
+    count = sum(kind.count for kind in kinds)
+    wrong = sum(len(kind.wrong) for kind in kinds)
+    return f"{count - wrong} of {count} as expected" if count else "none known"
+
+
+def _distribution(one: Played) -> str:
+    text = f"{one.solved} of {len(one.rewards) + len(one.wrong) - _judged(one)} solve their task"
+    if one.rewards:
+        text += f", mean reward {one.mean:.2g}, {one.turns / len(one.rewards):.1f} turns"
+    return f"{text}; {ended}" if (ended := ended_by(one)) else text
+
+
+def _judged(one: Played) -> int:
+    """Counts the wrong plays that have a reward, and so are among the rewards."""
+    return sum(wrong.reward is not None for wrong in one.wrong)
+
+
+def ended_by(one: Played) -> str:
+    """Returns what ended plays other than their agents, as text."""
+    failed = len(one.wrong) - _judged(one)
+    parts = [f"{limit} {count}" for limit, count in sorted(one.limits.items())]
+    return ", ".join([*parts, *([counted(failed, "failure")] if failed else [])])
+
+
+def number(value: float | None) -> str:
+    """Returns a reward as text, "-" if there is none."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def cost_of(scoring: ScoringCost) -> str:
+    """Returns what a score costs, as text."""
+    usual, most = map(_milliseconds, (scoring.cpu_seconds, scoring.most_cpu_seconds))
+    return f"{usual} of CPU, at most {most}"
+
+
+def _milliseconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1000:.2g} ms" if seconds >= 1e-4 else "under 0.1 ms"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -45,3 +47,43 @@ class Console(rich.console.Console):  # noqa: TID251
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(printable(text, keep="\n\t"), style)
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of documents read, and their bytes."""
+
+
+@contextlib.contextmanager
+def facts_bar(console: Console, total: float | None) -> Iterator[Callable[..., None]]:
+    """Shows facts and the progress if the console is a terminal. In the block, call the result
+    with `facts`, and what is `completed` of `total` or the `advance`.
+    """
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.fields[facts]}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with shown as bar:
+        yield partial(bar.update, bar.add_task("", total=total, facts="reading"))
+
+
+@contextlib.contextmanager
+def reading_bar(noun: str, total_bytes: int | None) -> Iterator[OnProgress]:
+    """Shows how many documents were read, and their share of all.
+
+    Args:
+        noun: the counted items, in the plural.
+        total_bytes: size of all files; None: unknown.
+    """
+    with facts_bar(Console(stderr=True), total_bytes) as update:
+        yield lambda count, size: update(completed=size, facts=f"{count:,} {noun}")

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Final
+import asyncio
+import itertools
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final
 
 from envserver_records.records import Group, Message, Trajectory, text_of
 
 from .console import Console
+
+if TYPE_CHECKING:
+    from ..running.asking import Asked
 
 _STYLES = {"assistant": "bold green", "user": "bold cyan", "tool": "bold yellow"}
 _FIRST_MESSAGES: Final = 3
@@ -107,3 +116,149 @@ def _lines(message: Message) -> Iterator[str]:
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         yield f"-> {function.get('name')}({function.get('arguments')})"
+
+
+FIRST_GROUPS: Final = 3
+"""Groups that are all shown; of later ones, one each `SECONDS_BETWEEN`."""
+SECONDS_BETWEEN: Final = 10.0
+_LOOK_SECONDS: Final = 0.5
+
+
+class Samples:
+    """Shows a group now and then; may be given every group.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._shown = 0
+        self._shown_at = -math.inf
+        self._printing = asyncio.Lock()
+
+    async def __call__(self, group: Group) -> None:
+        """Shows the best and the worst rollout of `group`, if it is time for a sample."""
+        now = self._clock()
+        if self._shown >= FIRST_GROUPS and now < self._shown_at + SECONDS_BETWEEN:
+            return
+        self._shown += 1
+        self._shown_at = now
+        async with self._printing:  # groups may be done at the same time
+            await asyncio.to_thread(show_sample, self._console, group)
+
+
+@asynccontextmanager
+async def sampled(console: Console, latest: Callable[[], Group | None]) -> AsyncIterator[None]:
+    """Shows samples of the groups that `latest` returns while the block runs."""
+    samples = Samples(console)
+
+    async def look() -> None:
+        seen: Group | None = None
+        while True:
+            group = latest()
+            if group is not None and group is not seen:
+                seen = group
+                await samples(group)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    task = asyncio.create_task(look(), name="samples")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+_HELP = (
+    "You are the model. Type an answer; an empty line sends it. A line that begins with ! calls a "
+    'tool: !search {"query": "..."}. Ctrl-D leaves.'
+)
+
+
+class Person:
+    """Shows each request and reads its answer.
+
+    Args:
+        read: returns a typed line, after the prompt; raises EOFError at the end.
+    """
+
+    def __init__(self, console: Console, read: Callable[[str], str] = input) -> None:
+        self._console = console
+        self._read = read
+        self._shown: dict[str, int] = {}
+        self._numbers = itertools.count(1)
+
+    def answer(self, asked: Asked) -> Message | None:
+        """Returns the typed message; None at the end of the input. Blocks."""
+        if not self._shown:
+            self._say(_HELP)
+        agent = asked.line.partition("/")[2]
+        if agent:
+            self._say(f"Agent {agent}:")
+        show_messages(self._console, asked.messages[self._shown.get(asked.line, 0) :])
+        # The answer itself is the next message; the person has typed it, and need not see it.
+        self._shown[asked.line] = len(asked.messages) + 1
+        for tool in asked.tools:
+            self._say(f"  !{_signature(tool['function'])}")
+        try:
+            return self._typed(asked.tools)
+        except EOFError:
+            return None
+
+    def _typed(self, tools: Sequence[dict[str, Any]]) -> Message:
+        lines: list[str] = []
+        calls: list[dict[str, Any]] = []
+        while True:
+            line = self._read("> ")
+            if not line.strip():
+                break
+            if not line.startswith("!"):
+                lines.append(line)
+            elif complaint := self._called(line, tools, calls):
+                self._say(f"{complaint} Type it again.")
+        return {"role": "assistant", "content": "\n".join(lines), "tool_calls": calls}
+
+    def _called(
+        self, line: str, tools: Sequence[dict[str, Any]], calls: list[dict[str, Any]]
+    ) -> str:
+        """Adds the call of `line` to `calls`, or returns what is wrong with it."""
+        name, _, text = line[1:].strip().partition(" ")
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        if name not in schemas:
+            return f"There is no tool {name!r}: {', '.join(schemas) or 'no tools are offered'}."
+        try:
+            arguments = json.loads(text or "{}")
+        except ValueError as error:
+            return f"The arguments are not JSON: {error}."
+        if wrong := _invalid(arguments, schemas[name] or {}):
+            return f"{name} does not take that: {wrong}."
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        calls.append(
+            {"id": f"call_{next(self._numbers)}", "type": "function", "function": function}
+        )
+        return ""
+
+    def _say(self, text: str) -> None:
+        self._console.say(text, style="dim")
+
+
+def _signature(function: dict[str, Any]) -> str:
+    schema = function.get("parameters") or {}
+    required = schema.get("required") or ()
+    names = ", ".join(
+        f"{name}{'' if name in required else '?'}" for name in schema.get("properties") or {}
+    )
+    return f"{function['name']} {{{names}}}  {function.get('description') or ''}".rstrip()
+
+
+def _invalid(arguments: Any, schema: dict[str, Any]) -> str:
+    """Returns why the schema does not allow the arguments; "" if it does."""
+    from jsonschema import Draft202012Validator
+
+    if not isinstance(arguments, dict):
+        return "the arguments must be a JSON object"
+    error = next(iter(Draft202012Validator(schema).iter_errors(arguments)), None)
+    return "" if error is None else error.message

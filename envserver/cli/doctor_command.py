@@ -10,21 +10,38 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from rich.table import Table
 
-from ..config import SandboxConfig
-from ..harnesses import HARNESSES
-from ..harnesses.installing import installed_version
-from ..sandbox.probe import WEAKNESSES, ProbeReport
-from ..sandbox.selection import ORDER
-from ..sandbox.service import probe
-from .console import Console, show_json
-from .doctor_machines import MachineFact, look_at_machines, show_machines
-from .logs import show_logs
-from .loop import run_loop
-from .specs.doctor_command import COMMAND
+from ..config import LogFormat, LogLevel, SandboxConfig, Section
+from . import lean_imports
+from .command_line import CommandSpec
+
+if TYPE_CHECKING:
+    from ..sandbox.probe import ProbeReport
+    from ..sandbox.remote.messages import Load
+    from .console import Console
+
+
+SUMMARY = """Shows what this machine can do: Python, git, memory, and which sandbox backends
+really contain model-written programs (small programs are run in each and try to escape). Exit
+status 0: a sandbox works; 1: none works, and the output says how to fix it."""
+
+
+class DoctorSettings(Section):
+    """Settings of `doctor`."""
+
+    sandbox: SandboxConfig = SandboxConfig()
+    as_json: bool = False
+    """Print everything, including each escape attempt, as one JSON object."""
+    log_level: LogLevel = "error"
+    """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
+
+
+COMMAND = CommandSpec("doctor", SUMMARY, DoctorSettings)
 
 _LEAST_OPEN_FILES = 4096
 _MB = 2**20
@@ -39,6 +56,11 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 def run(argv: list[str]) -> int:
+    with lean_imports():
+        from .console import Console, show_json
+        from .logs import show_logs
+        from .loop import run_loop
+
     settings = COMMAND.read(argv)
     show_logs(settings)
     facts = machine_facts()
@@ -56,6 +78,9 @@ def run(argv: list[str]) -> int:
 
 
 async def _probe(config: SandboxConfig) -> list[ProbeReport]:
+    from ..sandbox.selection import ORDER
+    from ..sandbox.service import probe
+
     # One after the other: they would slow each other's time limits down.
     backends = [*ORDER, "docker"]
     if config.backend == "unsafe-local":
@@ -65,6 +90,8 @@ async def _probe(config: SandboxConfig) -> list[ProbeReport]:
 
 def _taken(reports: Sequence[ProbeReport], wanted: str) -> str | None:
     """Returns the backend that a server would choose on this machine."""
+    from ..sandbox.selection import ORDER
+
     allowed = ORDER if wanted == "auto" else (wanted,)
     return next((each.backend for each in reports if each.works and each.backend in allowed), None)
 
@@ -88,7 +115,9 @@ def machine_facts() -> list[Fact]:
 
 
 def _agents() -> str:
-    """Returns the installed programs that may play agents."""
+    from ..harnesses import HARNESSES
+    from ..harnesses.installing import installed_version
+
     versions = {name: installed_version(name) for name in HARNESSES}
     return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
@@ -140,6 +169,10 @@ def _show(
     machines: Sequence[MachineFact],
     taken: str | None,
 ) -> None:
+    from rich.table import Table
+
+    from ..sandbox.probe import WEAKNESSES
+
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
     for fact in facts:
         note = f" [yellow]({fact.note})[/]" if fact.note else ""
@@ -147,7 +180,7 @@ def _show(
     console.print(table)
     for report in reports:
         console.print()
-        _show_wall(console, report)
+        _show_backend(console, report)
     console.print()
     if machines:
         show_machines(console, machines)
@@ -173,7 +206,7 @@ def _show_stronger(console: Console, reports: Sequence[ProbeReport]) -> None:
             console.say(f"  - {step}")
 
 
-def _show_wall(console: Console, report: ProbeReport) -> None:
+def _show_backend(console: Console, report: ProbeReport) -> None:
     verdict = "[green]works[/]" if report.works else "[red]does not work[/]"
     console.print(f" backend [bold]{report.backend}[/]: {verdict}", highlight=False)
     if not report.checks:
@@ -184,3 +217,44 @@ def _show_wall(console: Console, report: ProbeReport) -> None:
             console.say(f"       {line}")
     for weakness in report.weaknesses if report.works else ():
         console.say(f"     it does not contain {weakness}")
+
+
+class MachineFact(msgspec.Struct, frozen=True):
+    """A machine: its load, or why it does not answer."""
+
+    url: str
+    load: Load | None
+    problem: str = ""
+
+
+async def look_at_machines(config: SandboxConfig) -> list[MachineFact]:
+    """Asks the machines in the settings for their load.
+    Raises ConfigError: a file for their token or certificates cannot be read.
+    """
+    from ..sandbox.elsewhere import address_of
+    from ..sandbox.remote.machines import Machines
+
+    if not config.remote:
+        return []
+    async with Machines(address_of(config)) as machines:
+        await machines.look()
+        return [
+            MachineFact(one.url, None if one.problem else one.load, one.problem)
+            for one in machines.known
+        ]
+
+
+def show_machines(console: Console, machines: Sequence[MachineFact]) -> None:
+    """Prints a line for each sandbox machine."""
+    for one in machines:
+        load = one.load
+        if load is None:
+            text = f"does not work: {one.problem}"
+        else:
+            state = "about to stop" if load.draining else "works"
+            text = (
+                f"{state} ({load.backend}), {load.open} of {load.sandboxes} sandboxes open, "
+                f"{load.waiting} waited for, {load.running} of {load.room} programs running, "
+                f"{load.queued} queued"
+            )
+        console.say(f" sandbox machine {one.url}: {text}")

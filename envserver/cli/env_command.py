@@ -1,19 +1,251 @@
-"""`envserver env WORD`: installs, lists, removes and shares packages of environments."""
+"""Commands about environments: `init`, `sample`, `list`, `env WORD`, and `agents WORD`.
+
+`env` installs, lists, removes and shares packages of environments; `agents` installs and lists
+external agents (`--agent NAME`).
+"""
 
 from __future__ import annotations
 
+import inspect
+import shlex
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..registry.installed import MANIFEST, Installed, installed
-from ..running.installing import install, prepare, remove
-from .console import show_rows
-from .specs.env_command import INSTALL, LIST, PUSH, REMOVE
+from envserver_records.errors import ConfigError, ConflictError, EnvserverError, UsageError
+from envserver_records.files import storing
+from pydantic import Field
+
+from ..config import Section
+from . import lean_imports
+from .command_line import CommandSpec, program
+
+if TYPE_CHECKING:
+    from ..registry.installed import Installed
+
+
+_INIT = """Makes the package of a new environment, which works at once: the environment, a few
+rows, a test, a README with its card, and pyproject.toml with the entry point. NAME is the folder
+and the name of the environment, such as my-env."""
+
+
+class InitSettings(Section):
+    """Settings of `init`."""
+
+    name: str
+    """Name of the environment: lower-case letters, digits and dashes. Can be given as the first
+    argument."""
+    kind: Literal["single", "tools", "multi-agent", "sandbox", "judge", "game", "smolagents"] = (
+        "single"
+    )
+    """Kind of environment to begin with: one answer, tools, several agents, programs in a sandbox,
+    a judge, a game against the server, an agent of smolagents."""
+    out: Path = Path()
+    """Folder in which the folder NAME is made."""
+
+
+INIT = CommandSpec("init", _INIT, InitSettings, usage="NAME", arguments=("name",))
+
+
+def run_init(argv: list[str]) -> int:
+    from ..scaffold import KINDS, create
+
+    settings = INIT.read(argv)
+    written = create(settings.name, settings.kind, settings.out)
+    folder = settings.out / settings.name
+    lines = [
+        f"{folder} is an environment: {KINDS[settings.kind].about}.",
+        *(f"  {path}" for path in written),
+        "Try next:",
+        f"  pip install -e {shlex.quote(f'{folder}[test]')}",
+        f"  {program()} check {settings.name}",
+        f"  {program()} process --env {settings.name} --model sim",
+        f"  pytest {folder}",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+_SAMPLE = """Writes sample files of an environment's inputs (rows, documents, repositories,
+captions) in the form in which it reads yours. Prints the files and the command that reads them."""
+
+
+class SampleSettings(Section):
+    """Settings of `sample`."""
+
+    environment: str
+    """Name of the environment, or its path. Can be given as the first argument."""
+    out: Path | None = None
+    """New folder for the files; unset: samples/<environment>."""
+
+
+SAMPLE = CommandSpec("sample", _SAMPLE, SampleSettings, usage="NAME", arguments=("environment",))
+
+
+def run_sample(argv: list[str]) -> int:
+    with lean_imports():
+        from ..registry import find
+
+    settings = SAMPLE.read(argv)
+    environment = find(settings.environment)
+    folder = settings.out or Path("samples") / environment.name
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConflictError(f"{folder} exists.", hint="Name another folder: --out DIR.")
+    with storing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        reading = environment.write_sample(folder)
+    if not reading:
+        folder.rmdir()
+        raise ConfigError(f"The tasks of {environment.name!r} come from no file: it makes them.")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    command = f"{program()} process --env {settings.environment} {_flags(reading)} --model sim"
+    sys.stdout.write("\n".join([*map(str, files), "Read by:", f"  {command}"]) + "\n")
+    return 0
+
+
+def _flags(reading: Mapping[str, Any]) -> str:
+    """Returns the settings as flags; one with several values is repeated."""
+    pairs = [
+        (name, one)
+        for name, value in reading.items()
+        for one in (value if isinstance(value, list) else [value])
+    ]
+    return " ".join(f"--env.{name} {shlex.quote(str(value))}" for name, value in pairs)
+
+
+_HELP = """Usage: envserver list
+
+Shows every environment that --env can name: its name, its isolation, where it comes from and the
+first line of its docstring; then the schemes of other frameworks (SCHEME:NAME). A
+path/to/file.py[:Class] or a folder can be named too."""
+
+
+def run_environments(argv: list[str]) -> int:
+    if argv in (["--help"], ["-h"]):
+        print(_HELP)
+        return 0
+    if argv:
+        raise UsageError("`envserver list` takes no arguments.")
+    rows = [("NAME", "ISOLATION", "FROM", "WHAT"), *_environment_rows()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        print("  ".join([*cells, row[3]]).rstrip())
+    return 0
+
+
+def _environment_rows() -> Iterator[tuple[str, str, str, str]]:
+    from ..registry import builtin_names, entry_point_names
+    from ..registry.installed import with_own_interpreter
+    from ..registry.integrated import integration_points
+
+    built_in = builtin_names()
+    for name in built_in:
+        yield _environment_row(name, "built in")
+    for name, point in sorted(entry_point_names().items()):
+        if name not in built_in:
+            yield _environment_row(name, point.dist.name if point.dist else point.value)
+    for name, (package, _) in sorted(with_own_interpreter().items()):
+        if name not in entry_point_names():
+            yield _environment_row(name, f"{package.package} (own venv)")
+    for scheme, point in sorted(integration_points().items()):
+        origin = point.dist.name if point.dist else point.value
+        yield (f"{scheme}:NAME", "", origin, _what(scheme))
+
+
+def _what(scheme: str) -> str:
+    from ..registry.integrated import integration
+
+    try:
+        return integration(scheme).what
+    except EnvserverError as error:
+        return f"cannot be loaded: {error}"
+
+
+def _environment_row(name: str, origin: str) -> tuple[str, str, str, str]:
+    from ..registry import find
+
+    try:
+        environment = find(name)
+    except (EnvserverError, ImportError) as error:
+        return (name, "?", origin, f"cannot be loaded: {error}")
+    first_line = (inspect.getdoc(environment) or "").partition("\n")[0]
+    return (name, environment.isolation, origin, first_line)
+
+
+class InstallSettings(Section):
+    """Settings of `env install`."""
+
+    source: str
+    """A project's folder, a wheel, git+https://...[@revision], hub:owner/name[@revision], or an
+    environment of another framework, SCHEME:NAME."""
+    packages: list[str] = Field(default_factory=list)
+    """With SCHEME:NAME: what pip installs beside the framework: a path, a wheel, a requirement.
+    May be repeated."""
+    interpreter: Literal["auto", "shared", "own"] = "auto"
+    """shared: envserver's Python; own: a virtual environment; auto: own if its dependencies are not
+    met here."""
+    replace: bool = False
+    """Install over an installed package of that name."""
+
+
+class ListSettings(Section):
+    """`env list` has no settings."""
+
+
+class RemoveSettings(Section):
+    """Settings of `env remove`."""
+
+    name: str
+    """Name of the package, or of one of its environments."""
+
+
+class PushSettings(Section):
+    """Settings of `env push`."""
+
+    project: Path
+    """Folder of the project, with pyproject.toml and environment.yaml."""
+    to: str
+    """OWNER/NAME on the hub."""
+    dry_run: bool = False
+    """Check everything and list the files, and upload nothing."""
+
+
+INSTALL = CommandSpec(
+    "env install",
+    "Installs a package of environments, in its own virtual environment if its dependencies ask "
+    "for one.",
+    InstallSettings,
+    usage="SOURCE",
+    arguments=("source",),
+    aliases={"with": "packages"},
+)
+LIST = CommandSpec("env list", "Lists the packages that `env install` installed.", ListSettings)
+REMOVE = CommandSpec(
+    "env remove",
+    "Removes an installed package with its virtual environment.",
+    RemoveSettings,
+    usage="NAME",
+    arguments=("name",),
+)
+PUSH = CommandSpec(
+    "env push",
+    "Uploads a project to the hub, so that `env install hub:OWNER/NAME` finds it. Without a token "
+    "of the hub it is a dry run.",
+    PushSettings,
+    usage="PROJECT --to OWNER/NAME",
+    arguments=("project",),
+)
 
 
 def run_install(argv: list[str]) -> int:
     """Installs a package; prints the names of its environments, one per line."""
+    with lean_imports():
+        from ..registry.installed import MANIFEST
+        from ..running.installing import install
+
     settings = INSTALL.read(argv)
     one = install(
         settings.source,
@@ -22,9 +254,9 @@ def run_install(argv: list[str]) -> int:
         replace=settings.replace,
         on_progress=lambda text: print(f"{text} ...", file=sys.stderr),
     )
+    where = "in its own virtual environment" if one.interpreter else "beside envserver"
     print(
-        f"Installed {one.package} {one.version} {_where(one)}. Its manifest: "
-        f"{one.folder / MANIFEST}",
+        f"Installed {one.package} {one.version} {where}. Its manifest: {one.folder / MANIFEST}",
         file=sys.stderr,
     )
     print("\n".join(one.names))
@@ -33,6 +265,10 @@ def run_install(argv: list[str]) -> int:
 
 def run_list(argv: list[str]) -> int:
     """Prints a table of the installed packages."""
+    with lean_imports():
+        from ..registry.installed import installed
+        from .console import show_rows
+
     LIST.read(argv)
     rows = [("PACKAGE", "VERSION", "PYTHON", "ENVIRONMENTS", "FROM"), *map(_row, installed())]
     show_rows(rows)
@@ -40,7 +276,9 @@ def run_list(argv: list[str]) -> int:
 
 
 def run_remove(argv: list[str]) -> int:
-    """Removes a package."""
+    with lean_imports():
+        from ..running.installing import remove
+
     one = remove(REMOVE.read(argv).name)
     print(f"Removed {one.package} {one.version}.", file=sys.stderr)
     return 0
@@ -48,7 +286,10 @@ def run_remove(argv: list[str]) -> int:
 
 def run_push(argv: list[str]) -> int:
     """Uploads a project; prints the address of each file. Without a token nothing is uploaded."""
-    from envserver_factory.publishing.upload import upload
+    with lean_imports():
+        from envserver_factory.publishing.upload import upload
+
+        from ..running.installing import prepare
 
     settings = PUSH.read(argv)
     target = f"hf://datasets/{settings.to}"
@@ -86,5 +327,67 @@ def _row(one: Installed) -> tuple[str, ...]:
     return (one.package, one.version, python, ",".join(one.names), one.source)
 
 
-def _where(one: Installed) -> str:
-    return "in its own virtual environment" if one.interpreter else "beside envserver"
+class InstallAgentSettings(Section):
+    """Settings of `agents install`."""
+
+    names: list[str]
+    """Names of agents, as `agents list` shows them."""
+    version: str = ""
+    """Version of a single agent; unset: the one that is tested with this envserver."""
+    folder: Path | None = None
+    """Folder of all installed agents; unset: $XDG_DATA_HOME/envserver/agents. Give the same one to
+    runs, as --agent.folder."""
+
+
+class ListAgentsSettings(Section):
+    """Settings of `agents list`."""
+
+    folder: Path | None = None
+    """Folder of all installed agents; unset: $XDG_DATA_HOME/envserver/agents."""
+
+
+AGENTS_INSTALL = CommandSpec(
+    "agents install",
+    "Installs coding agents from npm and PyPI, each in a folder of its own, for --agent NAME.",
+    InstallAgentSettings,
+    usage="NAME...",
+    arguments=("names",),
+)
+AGENTS_LIST = CommandSpec(
+    "agents list", "Lists the agents that --agent can name.", ListAgentsSettings
+)
+
+
+def run_agents_install(argv: list[str]) -> int:
+    """Installs agents; prints the folder of each."""
+    with lean_imports():
+        from ..harnesses import harness_of
+        from ..harnesses.installing import install
+
+    settings = AGENTS_INSTALL.read(argv)
+    chosen = [harness_of(name) for name in settings.names]
+    if settings.version and len(chosen) > 1:
+        raise UsageError("--version is for a single agent.")
+    for harness in chosen:
+        print(f"Installing {harness.name} ...", file=sys.stderr)
+        print(install(harness, settings.folder, settings.version))
+    return 0
+
+
+def run_agents_list(argv: list[str]) -> int:
+    """Prints a table of the agents, installed or not."""
+    with lean_imports():
+        from ..harnesses import HARNESSES
+        from ..harnesses.installing import installed_version
+        from .console import show_rows
+
+    settings = AGENTS_LIST.read(argv)
+    rows = [("AGENT", "INSTALLED", "TESTED", "PACKAGE")]
+    for harness in HARNESSES.values():
+        package = harness.package
+        assert package is not None
+        installed = installed_version(harness.name, settings.folder) or "-"
+        origin = f"{package.registry}:{package.name}"
+        rows.append((harness.name, installed, package.version, origin))
+    show_rows(rows)
+    return 0

@@ -1,104 +1,312 @@
-"""`envserver evaluate`: prints an evaluation; the work is in `running.evaluating`.
+"""Commands that measure models: `evaluate`, its subcommands, and `lm-eval`.
 
-Its subcommands: `evaluate compare A B` compares two evaluations, `evaluate merge` makes one of
-several shards, `evaluate report DIR` writes a report again.
+`evaluate compare A B` compares two evaluations, `evaluate merge` combines shards, and `evaluate
+report DIR` writes a report again. The work is in `running.evaluating` and `running.lm_eval`.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-from rich.text import Text
+import msgspec
+from pydantic import Field
 
-from ..config import MixSettings
-from ..evaluation.report import Report
-from ..evaluation.suite import Suite
-from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
-from ..running.evaluating import EvaluationView, evaluate_members
-from ..running.group_run import GroupRun, Show
-from ..running.python_api import EVALUATION_DEFAULTS, choice_of
-from .console import Console
-from .evaluate_members import read_members
-from .logs import show_logs
-from .loop import run_loop
-from .process import show_result
-from .progress import ProgressView
-from .signals import SignalStop
-from .specs.evaluate_command import COMMAND
+from ..config import Section
+from ..evaluation_config import Failures, Truncated
+from ..prices_config import PricesConfig
+from ..running.run_settings import EvaluateSettings, LmEvalSettings
+from . import lean_imports
+from .command_line import ENGINE, FREQUENT, CommandSpec
 
-_SHOWN_OF_SEVERAL = ("Outcomes", "Tokens, time and cost")
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from ..evaluation.comparison import Comparison
+    from ..running.lm_eval import CountingEngine
+    from .console import Console
+
+
+SUMMARY = """Measures a model on the tasks of an environment, of several (--env math,code) or of a
+folder of them (--env DIR): mean reward, pass@k and pass^k with intervals, overall and by kind of
+task, next to the environment's baselines; failures, truncations, tokens and cost. Tasks come from
+the split `test` unless another is given: `--env.total_steps` of them or all, each once, with
+`--env.group_size` attempts each (unset: 1 if sampling.temperature is 0). No group is filtered.
+Groups and the report (report.json, report.md, report.html) are written to --out.
+To compare two evaluations: envserver evaluate compare DIR DIR
+To evaluate on several machines: --shard 1/4 and so on, then envserver evaluate merge DIR DIR ...
+To write the report again, without a model: envserver evaluate report DIR
+For tasks of lm-evaluation-harness: envserver lm-eval TASKS"""
+
+COMMAND = CommandSpec(
+    "evaluate",
+    SUMMARY,
+    EvaluateSettings,
+    usage="--env NAME[,NAME...]|FOLDER",
+    frequent=(*FREQUENT, "out", "resume", "overwrite", "pass_at", "no_baselines", "ray.address"),
+    aliases={"ray": "ray.address"},
+    openai_variables="openai",
+)
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; returns 0 if anything was evaluated, 130 if it was stopped early."""
-    members = read_members(COMMAND, argv, defaults=EVALUATION_DEFAULTS)
+    """Returns 0 if anything was evaluated, 130 if it was stopped early."""
+    with lean_imports():
+        from ..running.evaluating import evaluate_members
+        from ..running.python_api import choice_of
+        from .console import Console
+        from .evaluating import Shown, read_members
+        from .logs import show_logs
+        from .loop import SignalStop, run_loop
+
+    members = read_members(COMMAND, argv)
     settings = members[0].settings
     show_logs(settings)
-    for member in members:
-        own: Any = member.settings
-        if own.sampling.temperature == 0 and "group_size" not in own.env.model_fields_set:
-            own.env.group_size = 1
     console = Console(stderr=True)
     stop = SignalStop(console.print)
-    work = evaluate_members(members, choice_of(settings), view=_Shown(console), stop=stop)
+    work = evaluate_members(members, choice_of(settings), view=Shown(console), stop=stop)
     done = run_loop(work)
     return 130 if done.stopped else 0
 
 
-class Progress(EvaluationView):
-    """Shows the progress of an evaluation, and not its report."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self.show = shown(console)
-
-    def say(self, line: str) -> None:
-        self._console.say(line)
+_COMPARE = """Compares two evaluations: folders of `evaluate` or `lm-eval`, or JSONL files of
+`process`. Tasks are paired by environment and id. The output has the difference B - A with its
+interval, an exact paired test, and the tasks that differ most. Tasks that only one of them has
+are listed and left out. Both are counted by the same rules, from their groups."""
 
 
-class _Shown(Progress):
-    """Shows an evaluation on a terminal."""
+class CompareSettings(Section):
+    """Settings of `evaluate compare`."""
 
-    def ended(self, run: GroupRun, settings: MixSettings) -> None:
-        show_result(self._console, run, settings)
-
-    def report(self, report: Report | Suite, folder: Path) -> None:
-        show_report(self._console, report, folder)
-
-
-def shown(console: Console) -> Show:
-    """Returns what shows the run of an environment on a terminal."""
-    return partial(ProgressView, console)
-
-
-def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
-    """Prints the tables of a report, how to read them, and where the files are."""
-    if isinstance(report, Suite):
-        tables = [summary_of(report)]
-        for part in report.parts:
-            shown = [one for one in tables_of(part) if one.title in _SHOWN_OF_SEVERAL]
-            tables += [
-                TextTable(f"{part.name}: {one.title}", one.header, one.rows) for one in shown
-            ]
-        notes = warnings_of(report)
-    else:
-        tables, notes = tables_of(report), notes_of(report)
-    show_tables(console, tables, notes)
-    told = f"Report in {folder / 'report.html'}, report.md and report.json"
-    console.say(told)
+    a: Path
+    """The baseline run (the old one). Can be given as the first argument."""
+    b: Path
+    """The run to compare with the baseline (the new one). Can be given as the second argument."""
+    out: Path | None = None
+    """Folder for comparison.json, comparison.md and comparison.html; unset: no files are
+    written."""
+    pass_at: float | None = Field(default=None, allow_inf_nan=False)
+    """Minimum reward of an attempt that passes; unset: as in A. The same holds for `failures`
+    and `truncated`."""
+    failures: Failures | None = None
+    """Whether attempts lost to infrastructure failures are left out (drop) or count as 0 (zero)."""
+    truncated: Truncated | None = None
+    """Whether truncated attempts count with their score (score), as 0 (zero), or are left out
+    (drop)."""
+    seed: int = Field(default=0, ge=0)
+    """Seed for the intervals, and for random signs if an exact test would take too long."""
+    as_json: bool = False
+    """Print the comparison as one JSON object."""
 
 
-def show_tables(console: Console, tables: list[TextTable], notes: list[str]) -> None:
-    """Prints tables with notes below them."""
-    for text in tables:
-        table = Table(title=text.title, title_justify="left")
-        for number, name in enumerate(text.header):
-            table.add_column(Text(name), justify="right" if number else "left", overflow="fold")
-        for row in text.rows:
-            table.add_row(*map(Text, row))
-        console.print(table)
-    for note in notes:
-        console.say(note)
+COMPARE = CommandSpec(
+    "evaluate compare", _COMPARE, CompareSettings, usage="A B", arguments=("a", "b")
+)
+
+
+def run_compare(argv: list[str]) -> int:
+    with lean_imports():
+        from ..evaluation.tables import comparison_notes, comparison_tables, verdicts_of
+        from .console import Console, show_json
+        from .evaluating import show_tables
+
+    settings = COMPARE.read(argv)
+    found = _compared(settings)
+    if settings.out is not None:
+        _write(settings.out, found)
+    if settings.as_json:
+        show_json(found)
+        return 0
+    console = Console()
+    for verdict in verdicts_of(found):
+        console.say(verdict, style="bold")
+    show_tables(console, comparison_tables(found), comparison_notes(found))
+    if settings.out is not None:
+        console.say(f"Written to {settings.out}")
+    return 0
+
+
+def _compared(settings: CompareSettings) -> Comparison:
+    from ..evaluation.comparison import compare
+    from ..evaluation.folders import View, called_alike, read_run
+
+    view = View(pass_at=settings.pass_at, failures=settings.failures, truncated=settings.truncated)
+    a = read_run(settings.a, view)
+    b = called_alike(a, read_run(settings.b, view))
+    rules = msgspec.structs.replace(next(iter(a.values())).rules, seed=settings.seed)
+    return compare(a, b, rules, names=_names(settings.a, settings.b))
+
+
+def _names(a: Path, b: Path) -> tuple[str, str]:
+    """Returns display names: the folder names if they differ, the paths otherwise, A and B for the
+    same path."""
+    one, two = a.resolve().parts, b.resolve().parts
+    if one[-1] != two[-1]:
+        return one[-1], two[-1]
+    return ("A", "B") if one == two else (str(a), str(b))
+
+
+def _write(folder: Path, found: Comparison) -> None:
+    from ..evaluation.page import comparison_page
+    from ..evaluation.tables import comparison_markdown
+    from ..export.unified import write_json
+    from ..running.evaluation_folder import write_text
+
+    facts: Any = msgspec.to_builtins(found, str_keys=True)
+    write_json(folder / "comparison.json", facts)
+    write_text(folder / "comparison.md", comparison_markdown(found))
+    write_text(folder / "comparison.html", comparison_page(found))
+
+
+_MERGE = """Makes one evaluation of several shards, which `evaluate --shard 1/4` and so on made at
+the same time or on several machines. The report is that of one run over all tasks. Shards with
+other settings or another model, a task that is in two of them, and missing or unfinished shards
+are refused."""
+
+
+class MergeSettings(Section):
+    """Settings of `evaluate merge`."""
+
+    shards: list[Path] = Field(default_factory=list)
+    """Folders of the shards; may be given without the flag."""
+    out: Path
+    """Folder for the merged groups and the report."""
+    slices: list[str] = Field(default_factory=list)
+    """Environment settings in which shards may differ, such as data_path where each evaluated a
+    file of its own."""
+    partial: bool = False
+    """Accept that shards are missing or unfinished; the report says that it is not complete."""
+    overwrite: bool = False
+    """Replace an evaluation in the output folder."""
+
+
+MERGE = CommandSpec(
+    "evaluate merge",
+    _MERGE,
+    MergeSettings,
+    usage="SHARD SHARD ... --out DIR",
+    arguments=("shards",),
+)
+
+
+def run_merge(argv: list[str]) -> int:
+    with lean_imports():
+        from ..running.evaluation_folder import Accepted, merge_evaluations
+        from .console import Console
+        from .evaluating import show_report
+
+    settings = MERGE.read(argv)
+    accepted = Accepted(tuple(settings.slices), settings.partial)
+    report = merge_evaluations(
+        settings.shards, settings.out, accepted, overwrite=settings.overwrite
+    )
+    show_report(Console(stderr=True), report, settings.out)
+    return 0
+
+
+_REPORT = """Writes the report of an evaluation again (report.json, report.md, report.html), from
+the groups in its folder and without a model. The report is the same byte for byte unless a
+setting changes how attempts are counted."""
+
+
+class ReportSettings(Section):
+    """Settings of `evaluate report`."""
+
+    folder: Path
+    """Folder of the evaluation. Can be given as the first argument."""
+    pass_at: float | None = Field(default=None, allow_inf_nan=False)
+    """Minimum reward of an attempt that passes; unset: as in the evaluation. The same holds for
+    `failures` and `truncated`."""
+    failures: Failures | None = None
+    """Whether attempts lost to infrastructure failures are left out (drop) or count as 0 (zero)."""
+    truncated: Truncated | None = None
+    """Whether truncated attempts count with their score (score), as 0 (zero), or are left out
+    (drop)."""
+    prices: PricesConfig = PricesConfig()
+    models_file: Path = Path("configs/models.yaml")
+    """YAML file that may contain prices of models."""
+
+
+REPORT = CommandSpec(
+    "evaluate report", _REPORT, ReportSettings, usage="FOLDER", arguments=("folder",)
+)
+
+
+def run_report(argv: list[str]) -> int:
+    with lean_imports():
+        from ..evaluation.folders import View
+        from ..running.evaluation_folder import write_report
+        from ..running.prices import pricing_of
+        from .console import Console
+        from .evaluating import show_report
+
+    settings = REPORT.read(argv)
+    view = View(
+        pass_at=settings.pass_at,
+        failures=settings.failures,
+        truncated=settings.truncated,
+        pricing=pricing_of(settings.prices, None, settings.models_file),
+    )
+    report = write_report(settings.folder, view)
+    show_report(Console(stderr=True), report, settings.folder)
+    return 0
+
+
+_LM_EVAL = """Runs tasks of lm-evaluation-harness (gsm8k, aime24, ifeval ...) against an engine
+and writes the results in the format of `evaluate`: a report with intervals that `evaluate
+compare` can read. In the folder of an evaluation (--out) they become part of its report. The
+harness downloads the data of its tasks itself; it is the extra `lm-eval`."""
+
+LM_EVAL = CommandSpec(
+    "lm-eval",
+    _LM_EVAL,
+    LmEvalSettings,
+    usage="TASKS",
+    arguments=("tasks",),
+    frequent=(
+        *("tasks", *ENGINE, "out", "resume", "overwrite", "api", "tokenizer", "num_fewshot"),
+        *("limit", "concurrency", "metric", "pass_at"),
+    ),
+    openai_variables="openai",
+)
+
+
+def run_lm_eval(argv: list[str]) -> int:
+    with lean_imports():
+        from ..running.lm_eval import lm_eval
+        from .console import Console
+        from .evaluating import show_report
+        from .logs import show_logs
+        from .loop import run_loop
+
+    settings = LM_EVAL.read(argv)
+    show_logs(settings)
+    console = Console(stderr=True)
+    folder, report = run_loop(lm_eval(settings, tell=console.say, watch=partial(_watched, console)))
+    show_report(console, report, folder)
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _watched(console: Console, engine: CountingEngine) -> AsyncIterator[None]:
+    import asyncio
+
+    async def update(status: Status) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            spent = engine.spent
+            tokens = spent.prompt_tokens + spent.completion_tokens
+            status.update(f"{spent.requests:,} answers, {tokens:,} tokens")
+
+    if not console.is_terminal:
+        yield
+        return
+    with console.status("Starting the harness") as status:
+        updating = asyncio.create_task(update(status))
+        try:
+            yield
+        finally:
+            updating.cancel()

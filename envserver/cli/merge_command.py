@@ -1,31 +1,101 @@
-"""`envserver merge`: reads the settings, shows progress and prints the result."""
+"""Commands on a model's weights: `merge`, `sweep` and `publish`.
+
+A sweep merges, evaluates and draws, one alpha after the other:
+
+    OUT/models/alpha-A        the merged models (alpha 0 is the base itself)
+    OUT/evaluations/alpha-A   folders of `evaluate`
+    OUT/sweep.json, sweep.svg the results so far; written again after each alpha
+
+An alpha whose evaluation is complete is neither merged nor evaluated again; a folder belongs to one
+sweep.
+"""
 
 from __future__ import annotations
 
+import math
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from envserver_records.errors import ConfigError, UsageError
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
+import msgspec
+from envserver_records.errors import ConfigError, InputError, UsageError
+from pydantic import Field
+
+from ..config import Section
+from ..running.run_settings import EvaluateSettings
+from . import lean_imports
+from .command_line import FREQUENT, CommandSpec
+
+if TYPE_CHECKING:
+    from envserver_factory.publishing.models import Plan, Result
+    from rich.progress import Progress
+
+    from ..evaluation.report import Report
+    from ..evaluation.sweep import Point, Sweep
+    from ..running.evaluating import Evaluation
+    from .console import Console
+
+
+SUMMARY = """Merges the weights of models: base + alpha * (rl - sft), or base + alpha * the sum
+of weight * (model - base), for several alphas in one pass, with a few megabytes of memory. Other
+methods (ties, dare_ties, slerp, ...) use mergekit if it is installed."""
+
+ARITHMETIC = "arithmetic"
+
+
+class MergeSettings(Section):
+    """Settings of `merge`."""
+
+    base: Path
+    """Folder of the base model; its config, tokenizer and dtypes are kept."""
+    rl: Path | None = None
+    """Folder of the model after reinforcement learning: a model or a LoRA adapter."""
+    sft: Path | None = None
+    """Folder of the model before reinforcement learning: a model or a LoRA adapter."""
+    add: list[str] = Field(default=[])
+    """DIR=WEIGHT: add WEIGHT * (DIR - base); FILE=WEIGHT: add WEIGHT * a vector of --save_vector.
+    May be repeated; WEIGHT may be negative."""
+    alpha: list[float] = Field(default=[])
+    """Factors of the added difference: one model in OUT/alpha-A for each; unset: factor 1, in
+    OUT itself."""
+    out: Path | None = None
+    """Output folder, written atomically."""
+    save_vector: Path | None = None
+    """File for what is added to the base, before alpha: a safetensors file that --add takes. With
+    this, --out may be missing."""
+    method: str = ARITHMETIC
+    """arithmetic, or a mergekit method: ties, dare_ties, dare_linear, della, slerp, linear, ..."""
+    density: float | None = Field(default=None, gt=0, le=1)
+    """With a mergekit method: fraction of each difference that is kept."""
+    parameters: dict[str, Any] = Field(default={})
+    """With a mergekit method: additional parameters, such as {"normalize": true}."""
+    allow_config_differences: bool = False
+    """Merge models with different configs; the base's config is kept."""
+    allow_tokenizer_differences: bool = False
+    """Merge models with different tokenizers; the base's tokenizer is kept."""
+    allow_missing_tensors: bool = False
+    """Keep the base's tensors that a model lacks, and ignore tensors that the base lacks."""
+    allow_not_finite: bool = False
+    """Allow infinities and NaNs in the output."""
+    overwrite: bool = False
+    """Replace existing merged models."""
+
+
+COMMAND = CommandSpec(
+    "merge", SUMMARY, MergeSettings, usage="--base DIR --sft DIR --rl DIR --alpha 0.5,1.0 --out DIR"
 )
-
-from .console import Console
-from .loop import Terminated
-from .specs.merge_command import ARITHMETIC, COMMAND, MergeSettings
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; prints the folder of each model, and the vector's file."""
+    """Prints the folder of each model, and the vector's file."""
+    with lean_imports():
+        from .console import Console
+
     settings = COMMAND.read(argv)
     console = Console(stderr=True)
     with _ended_by_sigterm():
@@ -104,19 +174,23 @@ def _places(settings: MergeSettings) -> list[Path]:
 
 
 def _bar(console: Console) -> Progress:
+    from rich import progress
+
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
     )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    hidden = not console.is_terminal
+    return progress.Progress(*columns, console=console, transient=True, disable=hidden)
 
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Makes SIGTERM act like Ctrl-C, so that partial output is removed."""
+    from .loop import Terminated
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -126,3 +200,333 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+_SWEEP = """Merges base + alpha * (tuned - start) for each alpha, evaluates each model, and draws
+its reward over alpha. Each model is served by an engine that this command starts
+(--engine.backend vllm, local or auto), and evaluated as by `envserver evaluate`, with the same
+settings. Into --out go the models, the evaluations, sweep.json and sweep.svg; results are written
+into each model's card. The same command continues after an interruption."""
+
+
+class SweepSettings(EvaluateSettings):
+    """Settings of `sweep`, and those of `evaluate`."""
+
+    base: Path
+    """Folder of the base model: the one with alpha 0."""
+    tuned: Path
+    """Folder of the fine-tuned model or LoRA adapter."""
+    start: Path | None = None
+    """Folder of the model or adapter that `tuned` was trained from; unset: the base."""
+    alpha: list[float] = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=1)
+    """Factors of the difference, such as 0,0.25,0.5."""
+    keep: Literal["all", "best"] = "all"
+    """Which merged models stay on disk: all, or the one with the highest reward so far."""
+
+
+SWEEP = CommandSpec(
+    "sweep",
+    _SWEEP,
+    SweepSettings,
+    usage="--base DIR --tuned DIR --alpha 0,0.5,1 --env NAME --out DIR",
+    frequent=(
+        *("base", "tuned", "start", "alpha", "keep"),
+        *(name for name in FREQUENT if name != "model" and not name.startswith("openai.")),
+        *("out", "overwrite", "pass_at", "engine.backend"),
+    ),
+    aliases={"ray": "ray.address"},
+)
+
+_FILE = "sweep.json"
+_PICTURE = "sweep.svg"
+
+
+def run_sweep(argv: list[str]) -> int:
+    """Returns 0 if all alphas were evaluated, 130 if it was stopped early."""
+    with lean_imports():
+        from ..evaluation.sweep import table_of
+        from .console import Console
+        from .evaluating import read_members, show_tables
+        from .logs import show_logs
+
+    settings = read_members(SWEEP, argv)[0].settings
+    show_logs(settings)
+    console = Console(stderr=True)
+    work = _Work(settings, argv, console)
+    for alpha in settings.alpha:
+        if not work.evaluate(alpha):
+            console.print(f"Stopped early; the same command continues in {work.folder}.")
+            return 130
+    show_tables(console, [table_of(work.sweep)], work.notes())
+    print(work.folder / _PICTURE)
+    return 0
+
+
+class _Work:
+    """A sweep in its folder.
+
+    Args:
+        argv: the command line; the evaluations' settings are read from it.
+    """
+
+    def __init__(self, settings: SweepSettings, argv: list[str], console: Console) -> None:
+        _check_sweep(settings)
+        assert settings.out is not None
+        self.folder = settings.out
+        self.sweep = self._opened(settings)
+        self._settings = settings
+        self._argv = argv
+        self._console = console
+
+    def evaluate(self, alpha: float) -> bool:
+        """Evaluates the model of an alpha; returns False if it was stopped."""
+        from ..evaluation.sweep import Point
+
+        folder = self.folder / "evaluations" / _folder_name(alpha)
+        asked = self._asked()
+        known = next((one for one in self.sweep.points if one.alpha == alpha), None)
+        if known is None or known.asked != asked:
+            model = self._model(alpha)
+            self._console.print(f"alpha {alpha:g}", style="bold", highlight=False)
+            done = self._evaluated(model, folder)
+            if done.stopped:
+                return False
+            self._note(Point.of(alpha, str(model), asked, _reports(folder)), model)
+        return True
+
+    def notes(self) -> list[str]:
+        """Returns how to read the table."""
+        best = self.sweep.best()
+        notes = [f"Best: alpha {best.alpha:g}, {best.model}"] if best else []
+        return [*notes, "The best alpha was chosen by these tasks: measure its model on others."]
+
+    def _opened(self, settings: SweepSettings) -> Sweep:
+        """Returns the sweep in the folder, new or begun earlier; claims the folder."""
+        from ..evaluation.sweep import Sweep
+        from ..export.unified import write_json
+
+        wanted = Sweep(
+            base=_described(settings.base),
+            tuned=_described(settings.tuned),
+            start=_described(settings.start) if settings.start else {},
+        )
+        path = self.folder / _FILE
+        if path.exists() and not settings.overwrite:
+            try:
+                before = msgspec.json.decode(path.read_bytes(), type=Sweep)
+            except (OSError, msgspec.DecodeError) as error:
+                raise InputError(f"{path} cannot be read: {error}.") from error
+            if not before.is_like(wanted):
+                raise ConfigError(
+                    f"{self.folder} holds a sweep of other models.",
+                    hint="Name another --out, or replace it by --overwrite.",
+                )
+            return before
+        if not path.exists() and self.folder.is_dir() and any(self.folder.iterdir()):
+            raise ConfigError(f"{self.folder} holds other files.", hint="Name another --out.")
+        for name in ("models", "evaluations") if path.exists() else ():
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        write_json(path, msgspec.to_builtins(wanted))
+        return wanted
+
+    def _asked(self) -> dict[str, Any]:
+        """Returns the settings that decide an evaluation, by environment."""
+        from .evaluating import read_members
+
+        return {
+            member.name: {
+                "env": member.settings.env.model_dump(mode="json"),
+                "sampling": member.settings.sampling.model_dump(mode="json"),
+            }
+            for member in read_members(SWEEP, self._argv)
+        }
+
+    def _model(self, alpha: float) -> Path:
+        """Returns the folder of the model of an alpha; merges it if it is not there."""
+        if alpha == 0:
+            return self._settings.base
+        place = self.folder / "models" / _folder_name(alpha)
+        if not place.exists():
+            from envserver_factory.merging import Recipe, Vector, merge
+
+            self._console.print(f"Merging {_folder_name(alpha)}", highlight=False)
+            vector = Vector(self._settings.tuned, self._settings.start)
+            merge(Recipe(self._settings.base, (vector,), (alpha,)), [place])
+        return place
+
+    def _evaluated(self, model: Path, folder: Path) -> Evaluation:
+        from ..evaluation.folders import read_run_file
+        from ..running.evaluating import evaluate_members
+        from ..running.python_api import choice_of
+        from .evaluating import Progress, read_members
+        from .loop import SignalStop, run_loop
+
+        members = read_members(SWEEP, self._argv)
+        for member in members:
+            member.settings.model = str(model.resolve())
+        choice = replace(
+            choice_of(self._settings),
+            folder=folder,
+            resume=read_run_file(folder) is not None,
+            overwrite=False,
+        )
+        view = Progress(self._console)
+        stop = SignalStop(self._console.print)
+        return run_loop(evaluate_members(members, choice, view=view, stop=stop))
+
+    def _note(self, point: Point, model: Path) -> None:
+        from ..evaluation.sweep import drawn
+        from ..export.unified import write_json
+        from ..running.evaluation_folder import write_text
+
+        others = [one for one in self.sweep.points if one.alpha != point.alpha]
+        self.sweep.points = sorted([*others, point], key=lambda one: one.alpha)
+        write_json(self.folder / _FILE, msgspec.to_builtins(self.sweep))
+        write_text(self.folder / _PICTURE, drawn(self.sweep))
+        if point.alpha != 0:
+            _write_card(model, self.folder / "evaluations" / _folder_name(point.alpha))
+        best = self.sweep.best()
+        if self._settings.keep == "best" and best is not None:
+            for place in (self.folder / "models").glob("alpha-*"):
+                if place.name != _folder_name(best.alpha):
+                    shutil.rmtree(place)
+
+
+def _check_sweep(settings: SweepSettings) -> None:
+    if settings.out is None:
+        raise ConfigError("A sweep needs a folder for its models: --out DIR.")
+    if settings.model is not None or "base_url" in settings.openai.model_fields_set:
+        raise ConfigError(
+            "A sweep starts an engine for each of its models: --model and --openai.base_url are "
+            "not used.",
+            hint="Choose the engine with --engine.backend vllm or local. For a remote "
+            "engine, merge first (envserver merge --alpha ...), serve each model there, and "
+            "measure it by envserver evaluate --openai.base_url ...",
+        )
+    if len(set(settings.alpha)) < len(settings.alpha) or not all(
+        map(math.isfinite, settings.alpha)
+    ):
+        raise ConfigError("--alpha needs numbers, each once.")
+
+
+def _folder_name(alpha: float) -> str:
+    return f"alpha-{alpha!r}"
+
+
+def _reports(folder: Path) -> list[Report]:
+    from ..evaluation.folders import View, read_folder
+
+    return read_folder(folder, View())
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """Returns name, and sizes and times of the weights of a model."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder.")
+    weights = sorted(folder.glob("*.safetensors"))
+    facts = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in weights}
+    return {"name": folder.resolve().name, "weights": facts}
+
+
+def _write_card(model: Path, evaluation: Path) -> None:
+    from envserver_factory.publishing.models import with_results
+
+    from ..running.evaluation_folder import write_text
+
+    card = model / "README.md"
+    text = card.read_text(encoding="utf-8") if card.exists() else ""
+    write_text(card, with_results(text, model.name, results_in(evaluation)))
+
+
+_PUBLISH = """Publishes a model or a LoRA adapter to the Hugging Face hub in one commit, with its
+card: weights as safetensors, config, tokenizer, chat template, card, recipe, metrics. Never
+optimizer states, checkpoints, subfolders or other files; a file that seems to contain a secret ends
+the command. A missing repository is created as private. The token is the one of `hf auth login`,
+or HF_TOKEN."""
+
+
+class PublishSettings(Section):
+    """Settings of `publish`."""
+
+    folder: Path
+    """Folder of the model or adapter. Can be given as the first argument."""
+    repository: str
+    """Name on the hub, OWNER/NAME. Can be given as the second argument."""
+    evaluation: list[Path] = Field(default=[])
+    """Folders of `evaluate` whose results are written into the card (model-index and a table)."""
+    public: bool = False
+    """Create a public repository, or publish to one."""
+    dry_run: bool = False
+    """Show the files and the card exactly as they would be uploaded; ask the hub nothing."""
+    base_model: str | None = None
+    """Hub id of the base model, for the card and the adapter's config."""
+    license: str | None = None
+    """License, for the card."""
+
+
+PUBLISH = CommandSpec(
+    "publish",
+    _PUBLISH,
+    PublishSettings,
+    usage="FOLDER OWNER/NAME",
+    arguments=("folder", "repository"),
+)
+
+
+def run_publish(argv: list[str]) -> int:
+    """Prints the address of the commit, or with `--dry_run` the card."""
+    with lean_imports():
+        from envserver_factory.publishing.models import plan, publish
+
+        from .console import Console
+
+    settings = PUBLISH.read(argv)
+    planned = plan(
+        settings.folder,
+        settings.repository,
+        results=[one for folder in settings.evaluation for one in results_in(folder)],
+        base_model=settings.base_model,
+        license=settings.license,
+        private=not settings.public,
+    )
+    _show_plan(Console(stderr=True), planned)
+    if settings.dry_run:
+        print(planned.card, end="")
+    else:
+        print(publish(planned))
+    return 0
+
+
+def results_in(folder: Path) -> list[Result]:
+    """Returns the results of an evaluation for a card; parts without a score are left out."""
+    from envserver_factory.publishing.models import Result
+
+    return [
+        Result(
+            environment=report.name or report.env,
+            split=str(report.split),
+            tasks=measured.tasks,
+            attempts=measured.rollouts,
+            mean_reward=measured.mean_reward.value,
+            low=measured.mean_reward.low,
+            high=measured.mean_reward.high,
+            pass_at={k: one.value for k, one in measured.pass_at.items()},
+        )
+        for report in _reports(folder)
+        if (measured := report.run.overall) is not None
+    ]
+
+
+def _show_plan(console: Console, planned: Plan) -> None:
+    from ..evaluation.tables import TextTable
+    from .evaluating import show_tables
+
+    kind = "a private" if planned.private else "a public"
+    files = [[one.name, f"{one.size:,}", one.sha256[:12]] for one in planned.files]
+    tables = [
+        TextTable(f"To {planned.repository}, {kind} model", ["file", "bytes", "sha256"], files)
+    ]
+    if planned.left_out:
+        rows = [[name, reason] for name, reason in planned.left_out.items()]
+        tables.append(TextTable("Not uploaded", ["file", "reason"], rows))
+    show_tables(console, tables, [])

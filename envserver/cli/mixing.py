@@ -43,7 +43,6 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
         except ConfigError as error:
             error.message = f"{entry.name}: {error.message}"
             raise
-        assert settings is not None  # no help was asked for
         listed.append(settings)
     if len(entries) > 1:
         listed = share_total(listed, list(map(_has_own_steps, entries, listed)))

@@ -6,19 +6,27 @@ rewards are those of the last minute, or of the rows that there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
+import httpx
+from envserver_records.errors import ConflictError, NotFoundError, StoreError
 from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from ..telemetry.history import Name, Row
+from ..telemetry.history import Name, Numbers, Row
+from .console import Console
 
 WINDOW: Final = 60.0
 """Seconds of a rate."""
 _MOST_ROWS: Final = 50
-"""Environments and agents that are shown; anybody who joins may name new ones."""
+"""Maximum number of environments and agents that are shown; runners may name new ones."""
 _BREAKER: Final = {0: "", 1: "on trial", 2: "set aside"}
 
 
@@ -103,16 +111,20 @@ class Overview:
                 self._sum(f"envserver_replica_{what}", replica=name)
                 for what in ("limit", "waiting", "breaker")
             )
-            said = _BREAKER.get(int(breaker), "") or self._standing(name)
-            table.add_row(escape(_plain(name)), f"{calls:g}", f"{limit:g}", f"{waiting:g}", said)
+            state = _BREAKER.get(int(breaker), "") or self._standing(name)
+            table.add_row(escape(_plain(name)), f"{calls:g}", f"{limit:g}", f"{waiting:g}", state)
         return table
 
     def _standing(self, replica: str) -> str:
         """Returns how a replica is used, if it is not as others are, with the version it has."""
         standings = self._values("envserver_replica_standing", "standing", replica=replica)
-        said = next((name for name, value in standings if value and name != "used"), "")
+        standing = next((name for name, value in standings if value and name != "used"), "")
         version = self._sum("envserver_replica_version", replica=replica)
-        return f"old weights (v{version:g})" if said == "old" and version >= 0 else _plain(said)
+        return (
+            f"old weights (v{version:g})"
+            if standing == "old" and version >= 0
+            else _plain(standing)
+        )
 
     def _failures(self) -> Table:
         table = _table("failed attempts", "per minute", "all")
@@ -193,3 +205,92 @@ def _table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="left" if name in ("agent", "") else "right")
     return table
+
+
+_TABLE_SECONDS: Final = 2.0
+_LINE_SECONDS: Final = 60.0
+
+
+@asynccontextmanager
+async def shown(
+    console: Console,
+    numbers: Callable[[], Awaitable[Numbers]],
+    alarms: Callable[[], list[str]],
+) -> AsyncIterator[None]:
+    """Shows an overview of `numbers`, and what is wrong, while the block runs.
+
+    What is printed appears above it.
+    """
+    rows: deque[Row] = deque(maxlen=int(WINDOW / _TABLE_SECONDS) + 1)
+    live = Live(console=console, auto_refresh=False, transient=True)
+
+    async def look() -> Overview:
+        with suppress(StoreError):  # the log has it; the tables show the last numbers
+            rows.append((time.monotonic(), await numbers()))
+        return Overview(rows or [(0.0, {})], alarms())
+
+    async def tables() -> None:
+        while True:
+            # Of many environments, this takes long: not on the event loop.
+            live.update(await asyncio.to_thread((await look()).tables), refresh=True)
+            await asyncio.sleep(_TABLE_SECONDS)
+
+    async def lines() -> None:
+        while True:
+            await look()
+            await asyncio.sleep(_LINE_SECONDS)
+            line = await asyncio.to_thread((await look()).line)
+            console.say(line)
+
+    task = asyncio.create_task(tables() if console.is_terminal else lines(), name="overview")
+    if console.is_terminal:
+        live.start()
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        live.stop()
+
+
+def overview_of(http: httpx.Client, url: str) -> Overview:
+    """Asks a running server for its overview."""
+    return Overview(_rows(http, url), _alarms(http))
+
+
+def _alarms(http: httpx.Client) -> list[str]:
+    """Returns what is wrong at the server; an older one does not know."""
+    with suppress(httpx.TransportError):
+        answer = http.get("/v1/alarms")
+        if answer.is_success:
+            return [one["text"] for one in answer.json()["alarms"]]
+    return []
+
+
+def _rows(http: httpx.Client, url: str) -> list[Row]:
+    try:
+        answer = http.get("/v1/series", params={"start": -WINDOW - 15, "points": 100})
+    except httpx.TransportError as error:
+        raise NotFoundError(
+            f"No server answers at {url}: {error or type(error).__name__}."
+        ) from error
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise NotFoundError(f"{url} has no curves.", hint="Is it an envserver of this version?")
+    if not answer.is_success:
+        raise ConflictError(
+            f"{url} answered with HTTP {answer.status_code}: {answer.text[:300]}",
+            hint="ENVSERVER_TOKEN holds the token." if answer.status_code in (401, 403) else "",
+        )
+    found = answer.json()
+    names = [
+        (Name(one["name"], tuple(sorted(one["labels"].items()))), one["values"])
+        for one in found["series"]
+    ]
+    rows: list[Row] = [
+        (at, {name: values[place] for name, values in names if values[place] is not None})
+        for place, at in enumerate(found["times"])
+    ]
+    if not rows:
+        raise ConflictError(f"{url} has no numbers of the last minute yet.", hint="Ask again.")
+    return rows

@@ -1,154 +1,114 @@
-"""`envserver process`: rollouts of one environment into a JSONL file."""
+"""Commands that make rollouts and keep them in files: `process`, `sft-gen` and `scenarios`.
+
+`sft-gen` has the flags of Atropos' `atropos-sft-gen`, which fetches rollouts from a server; this
+command makes them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from textwrap import shorten
+from typing import TYPE_CHECKING
 
-from pydantic import SecretStr
+from envserver_records.errors import UsageError
+from pydantic import Field, SecretStr
 from pydantic_core import to_jsonable_python
-from rich.table import Table
 
 from ..config import OpenAIConfig, Settings
 from ..environment_config import EnvironmentConfig
-from ..running.engines import SIMULATED
-from ..running.group_run import GroupRun
-from ..running.judging import judge_line
-from ..running.mix import Member, alone
-from ..running.processing import process_run
-from ..running.run_settings import ProcessSettings
-from ..running.tally import Tally, counted, mean_text
-from ..tokens.flags import FLAGS, Actions, chosen
-from .command_line import program, read_run_spec
-from .console import Console
-from .logs import show_logs
-from .loop import run_loop
-from .mixing import read_mix
-from .progress import ProgressView, summary_table
-from .samples import Samples
-from .signals import SignalStop
-from .specs.process import COMMAND
+from ..running.run_settings import ProcessSettings, SftSettings
+from ..telemetry.redaction import counted
+from . import lean_imports
+from .command_line import FREQUENT, SAMPLING, CommandSpec, program, read_run_spec
 
-_DONE = {"train": "trained", "mask": "affected calls masked", "drop": "not usable for RL"}
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from ..running.scenarios import Embed, Runs
+    from .console import Console
+
+
+SUMMARY = """Runs rollouts of one or more environments and writes each finished group as a line
+of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once,
+a third time kills. Written groups are
+never lost."""
+
+COMMAND = CommandSpec(
+    "process",
+    SUMMARY,
+    ProcessSettings,
+    usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
+    frequent=(
+        *FREQUENT,
+        "env.data_path_to_save_groups",
+        "resume",
+        "overwrite",
+        "verbose",
+        "ray.address",
+        "ray.runners",
+    ),
+    aliases={
+        "ray": "ray.address",
+        "limit": "total_groups",
+        "out": "env.data_path_to_save_groups",
+        "o": "env.data_path_to_save_groups",
+    },
+    openai_variables="openai",
+)
+
 _SECRET = re.compile("token|key|secret|password")
-LONGEST_WORDS = 200
-"""Maximum length of a failure message on the terminal; the failures file has the full text."""
 
 
 def run(argv: list[str]) -> int:
-    members = read_mix(COMMAND, argv)
-    if members is None:
-        line = read_run_spec(COMMAND, argv)
-        members = [alone(line)]
-    settings = members[0].spec.settings
-    show_logs(settings)
-    return run_loop(process(members, Console(stderr=True)))
+    with lean_imports():
+        from ..running.mix import alone
+        from ..running.processing import process_run
+        from .console import Console
+        from .conversation import Samples
+        from .logs import show_logs
+        from .loop import SignalStop, run_loop
+        from .mixing import read_mix
+        from .progress import ProgressView, show_result
 
-
-async def process(members: Sequence[Member[ProcessSettings]], console: Console) -> int:
-    """Makes the groups and shows them; returns the exit status: 0, or 130 when it was stopped."""
+    members = read_mix(COMMAND, argv) or [alone(read_run_spec(COMMAND, argv))]
+    spec = members[0].spec
+    show_logs(spec.settings)
+    console = Console(stderr=True)
     run = process_run(
         members,
-        give=Samples(console) if members[0].spec.settings.verbose else None,
+        give=Samples(console) if spec.settings.verbose else None,
         show=partial(ProgressView, console),
         stop=SignalStop(console.print),
     )
     try:
-        await run.run()
+        run_loop(run.run())
     finally:
-        show_result(console, run, members[0].spec.settings)
+        show_result(console, run, spec.settings)
     if run.stopped:
         console.print("Stopped early; run the same command with --resume to continue.")
-    elif len(members) == 1 and run.tally.groups:
-        spec, path = members[0].spec, next(iter(run.files))
+        return 130
+    if len(members) == 1 and run.tally.groups:
+        console.print("Try next:")
         exact = "missing_token_ids" not in run.tally.flags
-        show_suggestions(console, spec.reference, spec.settings, path, exact=exact)
-    return 130 if run.stopped else 0
+        path = next(iter(run.files))
+        for command in _suggestions(spec.reference, spec.settings, path, exact=exact):
+            console.say(f"  {command}")
+    return 0
 
 
-def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
-    """Shows the results and where the files are."""
-    if run.tally.first_groups:
-        console.print(summary_table(run.tally))
-        if len(run.shares) > 1:
-            console.print(_shares_table(run))
-    tokens = settings.tokens
-    actions = chosen(tokens.train, tokens.mask, tokens.drop)
-    show_notes(console, run.tally, list(run.written().items()), settings, actions)
-    if run.judge is not None:
-        console.say(judge_line(run.judge))
-    for file in run.files.values():
-        if file.failures.lines:
-            path = file.failures.path
-            console.say(f"Failures: {path}")
-
-
-def _shares_table(run: GroupRun) -> Table:
-    """Builds a table of groups and rewards of each environment of a mix."""
-    table = Table()
-    for name in ("environment", "groups", "share", "wanted", "mean"):
-        table.add_column(name, justify="left" if name == "environment" else "right")
-    for name, wanted in run.shares.items():
-        share = run.groups[name] / max(1, run.groups.total())
-        mean = mean_text(run.rewards[name].mean)
-        table.add_row(name, str(run.groups[name]), f"{share:.0%}", f"{wanted:.0%}", mean)
-    return table
-
-
-def show_notes(
-    console: Console,
-    tally: Tally,
-    files: list[tuple[Path, int]],
-    settings: Settings,
-    actions: Actions,
-) -> None:
-    """Shows notes about a run, for every command.
-
-    Args:
-        files: paths of the group files, and the number of groups in each.
-    """
-    if settings.model == SIMULATED:
-        console.print("The model was simulated: these rewards do not measure a real model.")
-
-    if tally.rollouts:
-        console.say(tally.costs_line())
-    for path, groups in files:
-        console.say(f"{counted(groups, 'group')} in {path}")
-    for counts, noun in ((tally.drops, "dropped group"), (tally.failures, "failed attempt")):
-        for kind, count in sorted(counts.items()):
-            words = shorten(tally.last_words.get(kind, ""), LONGEST_WORDS, placeholder=" ...")
-            console.say(f"{counted(count, noun)}: {kind}{words and f' ({words})'}")
-    for flag, count in sorted(tally.flags.items()):
-        meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
-        console.say(
-            f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}"
-        )
-    if tally.untrained.tokens:
-        flags = ", ".join(f"{flag} {count:,}" for flag, count in tally.untrained.by_flag.items())
-        console.say(f"{tally.untrained.share:.0%} of the sampled tokens are not trained: {flags}")
-
-
-def show_suggestions(
-    console: Console, reference: str, settings: Settings, path: Path, *, exact: bool
-) -> None:
-    """Prints commands to try next."""
-    console.print("Try next:")
-    for command in suggestions(reference, settings, path, exact=exact):
-        console.say(f"  {command}")
-
-
-def suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) -> Iterator[str]:
+def _suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) -> Iterator[str]:
     """Yields commands to try next, as they can be typed.
 
     Args:
         exact: the engine returned token ids.
     """
+    from ..running.engines import SIMULATED
+
     envserver = program()
     yield f"{envserver} view {quote(os.fspath(path))}   # in a browser"
     environment = " ".join([f"--env {quote(reference)}", *_as_set(settings)])
@@ -162,15 +122,12 @@ def suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) 
         return
     replaced = "" if settings.env.data_path_to_save_groups else " --overwrite"
     url = OpenAIConfig().base_urls[0]
-    yield (f"{envserver} process {environment} --openai.base_url {url}{replaced}   # a real engine")
+    yield f"{envserver} process {environment} --openai.base_url {url}{replaced}   # a real engine"
     yield f"{envserver} serve {environment} --model sim   # for a trainer"
 
 
 def _as_set(settings: Settings) -> Iterator[str]:
-    """Yields the flags of what was set of the environment's own settings and of the agent.
-
-    Secrets are left out.
-    """
+    """Yields flags for the given settings of the environment and of the agent, without secrets."""
     for section, model in (("env", settings.env), ("agent", settings.agent)):
         own = model.model_fields_set - EnvironmentConfig.model_fields.keys()
         for name in type(model).model_fields:
@@ -181,3 +138,194 @@ def _as_set(settings: Settings) -> Iterator[str]:
             plain = to_jsonable_python(value)
             text = plain if isinstance(plain, str) else json.dumps(plain)
             yield f"--{section}.{name} {quote(text)}"
+
+
+_SFT_GEN = """Runs rollouts of one environment and writes the best of each group as rows for
+supervised training: {"messages", "score"}, or {"prefix", "completion", "score"}."""
+
+SFT_GEN = CommandSpec(
+    "sft-gen",
+    _SFT_GEN,
+    SftSettings,
+    usage="FILE --env NAME",
+    arguments=("filepath",),
+    aliases={"group_size": "env.group_size", "max_token_len": "env.max_token_length"},
+    frequent=(*FREQUENT, "filepath", "tokenizer", "save_messages", "num_seqs_to_save"),
+)
+
+
+def run_sft_gen(argv: list[str]) -> int:
+    """Returns 130 if it was stopped early, else 0."""
+    with lean_imports():
+        from ..running.sft_generating import generate
+        from .console import Console
+        from .logs import show_logs
+        from .loop import SignalStop, run_loop
+        from .progress import ProgressView
+
+    line = read_run_spec(SFT_GEN, argv)
+    show_logs(line.settings)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    stop = SignalStop(partial(console.print, markup=False))
+    show = partial(ProgressView, console)
+    made = run_loop(generate(line, line.make_environment(), show, stop))
+    rows = f"{counted(made.rows, 'row')} of {counted(made.groups, 'group')}"
+    console.print(f"{rows} in {line.settings.filepath}", markup=False)
+    return 0 if made.ending == "done" else 130
+
+
+_SCENARIOS = """Runs models in a scenario (a folder or YAML file with a prompt, a workspace and
+checks) and writes each run as a trace OUT/MODEL/LABEL/run_NNN.json: thoughts, tool calls,
+results and the final answer of the protocol THOUGHT / TOOL_CALL / FINAL. Existing runs are not
+repeated. Exit status 1: a run failed through no fault of the model."""
+
+
+class ScenarioSettings(Settings):
+    """Settings of `scenarios`."""
+
+    scenario: Path | None = None
+    """Scenario: a folder, a YAML file, or the name of one in `scenarios/` or of the sample."""
+    all_scenarios: bool = False
+    """Run every scenario in the folder `--scenario` (unset: `scenarios`); the traces of each go
+    into a folder of its name."""
+    models: str
+    """Models, separated by commas: names in `engine.models_file`, folders,
+    NAME=http://host:port/v1 or only such an address, or sim."""
+    n: int = Field(default=20, ge=1)
+    """Runs of each model and label."""
+    label: str = "gold"
+    """Which prompts of the scenario to use, separated by commas."""
+    out: Path = Path("traces")
+    """Folder for the traces."""
+    seed: int = 0
+    """Base seed; run N (from 1) uses seed + N."""
+    overwrite: bool = False
+    """Repeat runs that already have traces."""
+    embed: str | None = None
+    """Sentence-transformers model that adds an embedding of its text to each step (needs the
+    extra `embeddings`); unset: no embeddings."""
+    embed_cache: Path = Path("data/embeddings")
+    """Cache folder for embeddings, keyed by text and model."""
+
+
+SCENARIOS = CommandSpec(
+    "scenarios",
+    _SCENARIOS,
+    ScenarioSettings,
+    usage="--models NAME,NAME (--scenario PATH | --all-scenarios)",
+    aliases={"max_steps": "env.max_turns"},
+    frequent=(
+        *("scenario", "all_scenarios", "models", "n", "label", "out", "seed", "overwrite"),
+        *("openai.api_key", *SAMPLING, "rollouts.max_concurrent"),
+    ),
+)
+
+
+def run_scenarios(argv: list[str]) -> int:
+    with lean_imports():
+        from ..running import scenarios
+        from .console import Console
+        from .logs import configure_logs
+        from .loop import run_loop
+
+    line = read_run_spec(SCENARIOS, argv, environment="scenarios")
+    settings = line.settings
+    configure_logs("warning", settings.log_format)
+    models = scenarios.runners(_words(settings.models, "--models"), settings)
+    labels = _words(settings.label, "--label")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    failed = False
+    for scenario, out in _scenarios(settings):
+        try:
+            with _bar(console) as bar:
+                shown = bar.add_task("", total=None)
+
+                def on_progress(runs: Runs, bar: Progress = bar, shown: TaskID = shown) -> None:
+                    bar.update(shown, total=runs.wanted, completed=runs.done)
+
+                runs = run_loop(
+                    scenarios.run_scenarios(
+                        models,
+                        line.make_environment(),
+                        line.reference,
+                        scenario,
+                        labels,
+                        out,
+                        n=settings.n,
+                        seed=settings.seed,
+                        overwrite=settings.overwrite,
+                        embed=_embed(settings),
+                        on_progress=on_progress,
+                    )
+                )
+        except KeyboardInterrupt:
+            console.print(f"Stopped: run the same command to continue {out}.", markup=False)
+            raise
+        _show_runs(console, runs, out)
+        failed = failed or bool(runs.failed)
+    return 1 if failed else 0
+
+
+def _scenarios(settings: ScenarioSettings) -> list[tuple[Path, Path]]:
+    """Returns the paths of the scenarios to run, each with the folder of its traces."""
+    if not settings.all_scenarios:
+        if settings.scenario is None:
+            raise UsageError("--scenario is needed, or --all-scenarios.")
+        return [(settings.scenario, settings.out)]
+    folder = settings.scenario or Path("scenarios")
+    found = [path for path in sorted(folder.glob("*")) if _is_scenario(path)]
+    if not found:
+        raise UsageError(
+            f"There is no scenario in the folder {str(folder)!r}.",
+            hint="--scenario FOLDER --all-scenarios names another.",
+        )
+    return [(path, settings.out / path.stem) for path in found]
+
+
+def _is_scenario(path: Path) -> bool:
+    inside = ("scenario.yaml", "real_agent_prompts")
+    return path.suffix == ".yaml" or any((path / name).exists() for name in inside)
+
+
+def _words(text: str, flag: str) -> list[str]:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise UsageError(f"{flag} is empty.")
+    return words
+
+
+def _embed(settings: ScenarioSettings) -> Embed | None:
+    if settings.embed is None:
+        return None
+    from ..export.embeddings import Embedder, embed_steps
+
+    embedder = Embedder(settings.embed, cache=settings.embed_cache)
+    return partial(embed_steps, embedder=embedder)
+
+
+def _bar(console: Console) -> Progress:
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("runs"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    return progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+def _show_runs(console: Console, runs: Runs, out: Path) -> None:
+    lines = [
+        f"{counted(runs.wanted, 'run')}: {runs.already} existed, {runs.made} new "
+        f"({runs.completed} with a final answer), {len(runs.failed)} failed."
+    ]
+    if runs.rewards:
+        mean = sum(runs.rewards) / len(runs.rewards)
+        lines.append(f"Mean fraction of checks passed: {mean:.3f} (new runs only).")
+    lines += [f"Failed: {words}" for words in runs.failed[:5]]
+    lines.append(f"Traces in {out}")
+    for text in lines:
+        console.print(text, markup=False)

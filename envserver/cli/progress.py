@@ -1,5 +1,5 @@
-"""Shows the progress of a run on a terminal: a bar with rewards, failures, tokens per second and
-time left.
+"""Shows a run on a terminal: its progress (rewards, failures, tokens per second, time left), and at
+the end its results.
 
 If the output is not a terminal, an occasional line has the same information.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from textwrap import shorten
 
 from envserver_records.costs import added
 from envserver_records.records import Group
@@ -24,12 +26,21 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ..config import Settings
 from ..rollouts.events import Event
-from ..running.tally import Tally, counted, is_full, mean_text
+from ..running.engines import SIMULATED
+from ..running.group_run import GroupRun
+from ..running.judging import judge_line
+from ..running.tally import Tally, is_full, mean_text
+from ..telemetry.redaction import counted
+from ..tokens.flags import FLAGS, Actions, chosen
 from .console import Console
 
 SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_LOOKS = 0.1
+_DONE = {"train": "trained", "mask": "affected calls masked", "drop": "not usable for RL"}
+LONGEST_WORDS = 200
+"""Maximum length of a failure message on the terminal; the failures file has the full text."""
 
 
 class ProgressView:
@@ -128,3 +139,63 @@ def _reward(reward: float, bounds: RewardRange) -> str:
     between = "yellow" if bounds.share(reward) > 0 else "red"
     colour = "green" if is_full(reward, bounds) else between
     return f"[{colour}]{reward:g}[/]" if reward in (0.0, 1.0) else f"[{colour}]{reward:.2f}[/]"
+
+
+def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
+    """Shows the results and where the files are."""
+    if run.tally.first_groups:
+        console.print(summary_table(run.tally))
+        if len(run.shares) > 1:
+            console.print(_shares_table(run))
+    tokens = settings.tokens
+    actions = chosen(tokens.train, tokens.mask, tokens.drop)
+    show_notes(console, run.tally, list(run.written().items()), settings, actions)
+    if run.judge is not None:
+        console.say(judge_line(run.judge))
+    for file in run.files.values():
+        if file.failures.lines:
+            console.say(f"Failures: {file.failures.path}")
+
+
+def _shares_table(run: GroupRun) -> Table:
+    """Builds a table of groups and rewards of each environment of a mix."""
+    table = Table()
+    for name in ("environment", "groups", "share", "wanted", "mean"):
+        table.add_column(name, justify="left" if name == "environment" else "right")
+    for name, wanted in run.shares.items():
+        share = run.groups[name] / max(1, run.groups.total())
+        mean = mean_text(run.rewards[name].mean)
+        table.add_row(name, str(run.groups[name]), f"{share:.0%}", f"{wanted:.0%}", mean)
+    return table
+
+
+def show_notes(
+    console: Console,
+    tally: Tally,
+    files: list[tuple[Path, int]],
+    settings: Settings,
+    actions: Actions,
+) -> None:
+    """Shows notes about a run, for every command.
+
+    Args:
+        files: paths of the group files, and the number of groups in each.
+    """
+    if settings.model == SIMULATED:
+        console.print("The model was simulated: these rewards do not measure a real model.")
+    if tally.rollouts:
+        console.say(tally.costs_line())
+    for path, groups in files:
+        console.say(f"{counted(groups, 'group')} in {path}")
+    for counts, noun in ((tally.drops, "dropped group"), (tally.failures, "failed attempt")):
+        for kind, count in sorted(counts.items()):
+            words = shorten(tally.last_words.get(kind, ""), LONGEST_WORDS, placeholder=" ...")
+            console.say(f"{counted(count, noun)}: {kind}{words and f' ({words})'}")
+    for flag, count in sorted(tally.flags.items()):
+        meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
+        console.say(
+            f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}"
+        )
+    if tally.untrained.tokens:
+        flags = ", ".join(f"{flag} {count:,}" for flag, count in tally.untrained.by_flag.items())
+        console.say(f"{tally.untrained.share:.0%} of the sampled tokens are not trained: {flags}")

@@ -1,29 +1,63 @@
-"""`envserver score`: prints a summary of the scores; the work is in `running.scoring`."""
+"""Commands that judge what was made: `score`, `rescore` and `verify`; each prints a summary.
+
+The work is in `running.scoring`, `running.rescoring` and `running.verifying`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from envserver_records.errors import InputError, UsageError
 
-from ..running.scoring import Summary, run_score
-from .command_line import read_run_spec
-from .console import Console
-from .logs import show_logs
-from .loop import run_loop
-from .specs.score_command import COMMAND
+from ..running.run_settings import RescoreSettings, ScoreSettings, VerifySettings
+from ..telemetry.redaction import counted
+from . import lean_imports
+from .command_line import ENGINE, CommandSpec, read_run_spec
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from ..running.mix import RunSpec
+    from ..running.rescoring import Tally
+    from ..running.scoring import Summary
+    from ..running.verifying import Progress as OnProgress
+    from ..running.verifying import Report
+    from .console import Console
 
 
-def run(argv: list[str]) -> int:
-    """Runs the command; returns 1 if rows have an error."""
-    line = read_run_spec(COMMAND, argv)
+_SCORE = """Scores rows {"task": a row of a data set or a task id, "response": "text"} (or a row
+with "messages") without a model: writes reward, components, metrics and error of each, in order.
+Exit status 0: no row has an error; 1: at least one has; 2: the command line is wrong."""
+
+SCORE = CommandSpec(
+    "score",
+    _SCORE,
+    ScoreSettings,
+    usage="--env NAME --input FILE --out FILE",
+    frequent=("environment", "input", "out", "processes", "sandbox.backend", "log_level"),
+)
+
+
+def run_score(argv: list[str]) -> int:
+    """Returns 1 if rows have an error."""
+    with lean_imports():
+        from ..running import scoring
+        from .console import Console
+        from .logs import show_logs
+        from .loop import run_loop
+
+    line = read_run_spec(SCORE, argv)
     settings = line.settings
     show_logs(settings)
     console = Console(stderr=True)
     try:
         with _bar(console) as bar:
             shown = bar.add_task("", total=1.0, rows=0)
-            scoring = run_score(
+            work = scoring.run_score(
                 line.reference,
                 settings.env.model_dump(mode="json"),
                 settings.input,
@@ -33,7 +67,7 @@ def run(argv: list[str]) -> int:
                 judge=settings.judge,
                 progress=lambda rows, share: bar.update(shown, completed=share, rows=rows),
             )
-            summary = run_loop(scoring)
+            summary = run_loop(work)
     except KeyboardInterrupt:
         console.print(f"Stopped: {settings.out} was not changed.", highlight=False, markup=False)
         raise
@@ -42,13 +76,15 @@ def run(argv: list[str]) -> int:
 
 
 def _bar(console: Console) -> Progress:
+    from rich import progress
+
     columns = (
-        TextColumn("{task.fields[rows]} rows"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[rows]} rows"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.TimeRemainingColumn(),
     )
-    return Progress(*columns, console=console, transient=True)
+    return progress.Progress(*columns, console=console, transient=True)
 
 
 def _show(console: Console, summary: Summary, output: Path) -> None:
@@ -64,3 +100,245 @@ def _show(console: Console, summary: Summary, output: Path) -> None:
     lines.append(f"Scores in {output}")
     for text in lines:
         console.say(text)
+
+
+_RESCORE = """Scores stored rollouts again with the environment or another rubric; no policy
+is called. `envserver rescore FILE... --env NAME --out FILE` writes the same lines with new scores,
+the old scores as `rescored_from`, and prints how they differ. Rollouts whose scoring fails
+through no fault of the model are left out and counted, never scored 0. Exit status 1: something
+failed, or nothing was scored."""
+
+RESCORE = CommandSpec(
+    "rescore",
+    _RESCORE,
+    RescoreSettings,
+    usage="FILE... --env NAME --out FILE",
+    arguments=("source",),
+    frequent=(
+        *("source", "environment", "out", "rubric", "resume", "overwrite", "skip_bad"),
+        *("without_messages", "processes", "sandbox.backend", "log_level"),
+    ),
+)
+
+
+def run_rescore(argv: list[str]) -> int:
+    with lean_imports():
+        from .console import Console
+        from .logs import show_logs
+
+    line = read_run_spec(RESCORE, argv)
+    settings = line.settings
+    if not settings.source:
+        raise UsageError("`envserver rescore` needs a source.", hint="Give a file of `process`.")
+    show_logs(settings)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    bad: list[InputError] = []
+    try:
+        tally = _rescored(line, console, bad)
+    except KeyboardInterrupt:
+        console.print(f"Stopped: use --resume to continue {settings.out}.", markup=False)
+        raise
+    _show_rescored(console, tally, bad, settings.out)
+    return 0 if tally.groups and not tally.left_out["failed"] else 1
+
+
+def _rescored(line: RunSpec[RescoreSettings], console: Console, bad: list[InputError]) -> Tally:
+    from ..running.rescoring import rescore
+    from .loop import run_loop
+
+    settings = line.settings
+    with _line_of(console) as bar:
+        shown = bar.add_task("", facts="")
+
+        def on_progress(tally: Tally) -> None:
+            facts = f"{counted(tally.groups, 'group')}, {tally.changed} changed, "
+            bar.update(shown, facts=f"{facts}{tally.left_out.total()} left out")
+
+        return run_loop(
+            rescore(
+                settings.source,
+                line.reference,
+                settings.env.model_dump(mode="json"),
+                settings.out,
+                rubric=settings.rubric,
+                resume=settings.resume,
+                overwrite=settings.overwrite,
+                processes=settings.processes,
+                sandbox=settings.sandbox,
+                judge=settings.judge,
+                without_messages=settings.without_messages,
+                on_bad=bad.append if settings.skip_bad else None,
+                on_progress=on_progress,
+            )
+        )
+
+
+def _line_of(console: Console) -> Progress:
+    from rich.progress import Progress, SpinnerColumn, TextColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.fields[facts]}"))
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _show_rescored(console: Console, tally: Tally, bad: list[InputError], out: Path) -> None:
+    from rich.table import Table
+
+    from ..running.rescoring import LEFT_OUT
+
+    table = Table(box=None, padding=(0, 2, 0, 1))
+    for name in ("", "old", "new", "change"):
+        table.add_column(name, justify="left" if not name else "right")
+    if count := tally.compared:
+        old, new = tally.old / count, tally.new / count
+        table.add_row("mean reward", f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}")
+    for one in tally.examples:
+        name = f"{one.rollout_id} ({one.task_id})"
+        table.add_row(name, f"{one.old:g}", f"{one.new:g}", f"{one.new - one.old:+.4g}")
+    console.print(table)
+    lines = [
+        f"{counted(tally.groups, 'group')} with {counted(tally.rollouts, 'rollout')}"
+        + (f", {tally.already} of them from an earlier run" if tally.already else "")
+        + f": {tally.changed} of {tally.compared} rewards changed ({tally.up} up, "
+        f"{tally.down} down)."
+    ]
+    if tally.unscorable:
+        lines.append(f"Left out, without a reward: {counted(tally.unscorable, 'rollout')}.")
+    for reason, number in tally.left_out.items():
+        lines.append(f"Left out: {number} {LEFT_OUT[reason]}. First: {tally.first[reason]}")
+    if bad:
+        lines.append(f"Skipped: {counted(len(bad), 'bad line')}. First: {bad[0]}")
+    if tally.judge:
+        lines.append(tally.judge)
+    lines.append(f"Groups in {out}" if tally.groups else "No group was written.")
+    for text in lines:
+        console.print(text, markup=False)
+
+
+_VERIFY = """Checks that delivered tokens are what the engine sampled: reads a JSONL file of
+`process` or the groups of a running server (without leasing any), has the engine score the rows
+again (prompt_logprobs), and compares ids, masks and logprobs. Exit status 0: all is correct; 1:
+there are differences, or nothing could be compared; 2: the command line is wrong."""
+
+VERIFY = CommandSpec(
+    "verify",
+    _VERIFY,
+    VerifySettings,
+    usage="FILE|ADDRESS",
+    arguments=("source",),
+    frequent=("source", *ENGINE, "tolerance", "policy_version", "sample", "concurrency", "as_json"),
+)
+
+_FINDINGS_SHOWN = 20
+_WORST_SHOWN = 5
+_VERDICTS = {
+    "exact": "OK: every logprob equals the engine's exactly.",
+    "within_tolerance": "OK: every logprob is within the tolerance.",
+    "wrong": "DIFFERENT: see the findings below.",
+    "nothing_compared": "NOTHING was compared.",
+}
+
+
+def run_verify(argv: list[str]) -> int:
+    with lean_imports():
+        from ..running.verifying import verify_source
+        from .console import Console, show_json
+        from .logs import show_logs
+        from .loop import run_loop
+
+    settings = VERIFY.read(argv)
+    show_logs(settings)
+    with _verify_bar(Console(stderr=True)) as on_progress:
+        report, model = run_loop(verify_source(settings, on_progress))
+    if settings.as_json:
+        show_json({"source": settings.source, "model": model, **report.facts()})
+    else:
+        _show_report(Console(), report, f"{settings.source} against {model}")
+    return 0 if report.verdict in ("exact", "within_tolerance") else 1
+
+
+@contextlib.contextmanager
+def _verify_bar(console: Console) -> Iterator[OnProgress]:
+    from .console import facts_bar
+
+    with facts_bar(console, 1.0) as update:
+
+        def on_progress(groups: int, rows: int, share: float | None) -> None:
+            facts = f"{counted(groups, 'group')} read, {counted(rows, 'row')} compared"
+            update(completed=share, facts=facts)
+
+        yield on_progress
+
+
+def _show_report(console: Console, report: Report, title: str) -> None:
+    for part in (title, _VERDICTS[report.verdict]):
+        console.say(part)
+    console.print(_sums(report))
+    if report.worst:
+        console.print("Largest differences of logprobs:", highlight=False)
+        console.print(_worst(report))
+    for finding in report.findings[:_FINDINGS_SHOWN]:
+        text = f"{finding.kind}: {finding.place}: {finding.message}"
+        console.say(text)
+    if (more := report.kinds.total() - _FINDINGS_SHOWN) > 0:
+        console.print(f"... and {counted(more, 'finding')} more.", highlight=False)
+
+
+def _sums(report: Report) -> Table:
+    from rich.table import Table
+
+    from ..rollouts.audit import NOT_COMPARED
+
+    totals = report.totals.facts()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    count = totals["tokens"]
+    version = "" if report.version < 0 else f"policy version {report.version}"
+    table.add_row("groups", f"{report.groups:,}", "")
+    if report.unsealed:
+        words = "written by an older version or another program: changes are not found"
+        table.add_row("  without digest", f"{report.unsealed:,}", words)
+    table.add_row("rows", f"{report.rows:,}", "each checked separately")
+    for reason, number in report.not_compared.most_common():
+        tokens = counted(report.tokens_not_compared[reason], "trained token")
+        words = f"{NOT_COMPARED[reason]} ({tokens})"
+        table.add_row("  not compared", f"{number:,}", words)
+    table.add_row("  compared", f"{totals['rows']:,}", version)
+    table.add_row("trained tokens", f"{count:,}", "in the compared rows")
+    if count:
+        exact, over = totals["tokens_exactly_equal"], totals["tokens_over_tolerance"]
+        table.add_row("  exactly equal", f"{exact:,}", _percent(exact, count))
+        words = f"{_percent(over, count)}, in {counted(totals['rows_over_tolerance'], 'row')}"
+        table.add_row(f"  off by over {totals['tolerance']:g}", f"{over:,}", words)
+        largest, mean = totals["largest_difference"], totals["mean_difference"]
+        table.add_row("largest difference", f"{largest:.3g}", f"mean {mean:.3g}")
+        kl = f"k1 {totals['kl_k1']:.3g}, k3 {totals['kl_k3']:.3g}"
+        table.add_row("KL estimates", "", f"{kl} (recorded policy to engine, per token)")
+    for kind, number in report.kinds.most_common():
+        table.add_row(f"[red]{kind}[/]", f"{number:,}", "")
+    return table
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.4g} %"
+
+
+def _worst(report: Report) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 0, 0, 1))
+    table.add_column("line", justify="right")
+    table.add_column("rollout", overflow="fold")
+    for name in ("row", "place", "token", "recorded", "now", "off by"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worst in report.worst[:_WORST_SHOWN]:
+        table.add_row(
+            "-" if worst.line is None else str(worst.line),
+            worst.rollout_id or worst.group_id,
+            *(str(number) for number in (worst.row, worst.position, worst.token)),
+            f"{worst.recorded:.5f}",
+            f"{worst.again:.5f}",
+            f"{worst.difference:+.2g}",
+        )
+    return table

@@ -1,60 +1,104 @@
-"""`envserver serve`: runs rollouts for trainers and keeps them until they are acknowledged.
+"""Commands that serve until a signal: `serve`, `run-api`, `join` and `sandboxes serve`.
 
-`run-api` is the same server without an environment.
+`serve` runs rollouts for trainers and keeps them until they are acknowledged; `run-api` is the same
+server without an environment; `join` runs rollouts here for a remote server; `sandboxes serve`
+makes sandboxes here for remote servers.
 """
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+import signal
+import sys
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import TYPE_CHECKING
 
-from ..running.hosting import Members
-from ..running.mix import alone
-from ..running.run_settings import ServeSettings
-from ..running.serving import Served, serving
-from ..running.tally import counted
-from .command_line import read_run_spec
-from .console import Console
-from .live_overview import shown
-from .logs import show_logs
-from .loop import run_loop
-from .mixing import read_mix
-from .samples import sampled
-from .signals import SignalStop
-from .specs.serve import COMMAND
+from envserver_records.errors import ConfigError
+
+from ..config import MixSettings
+from ..running.run_settings import (
+    JoinSettings,
+    RunApiSettings,
+    SandboxesServeSettings,
+    ServeSettings,
+)
+from ..telemetry.redaction import counted
+from . import lean_imports
+from .command_line import FREQUENT, CommandSpec, read_run_spec
+
+if TYPE_CHECKING:
+    from ..running.hosting import Members
+    from ..running.mix import RunSpec
+    from ..running.sandbox_serving import ServedSandboxes
+    from ..running.serving import Served, Serving
+    from .console import Console
+    from .loop import SignalStop
+
+
+SUMMARY = """Runs rollouts of one or more environments and serves the groups to trainers. SIGTERM
+or Ctrl-C once finishes the open groups and stops; twice stops at once, a
+third time kills."""
+
+COMMAND: CommandSpec[MixSettings] = CommandSpec(
+    "serve",
+    SUMMARY,
+    ServeSettings,
+    usage="--env NAME[=WEIGHT,NAME=WEIGHT]",
+    frequent=(
+        *FREQUENT,
+        "server.port",
+        "server.host",
+        "server.tokens_file",
+        "store",
+        "rollouts.max_staleness",
+        "verbose",
+        "ray.address",
+        "ray.runners",
+    ),
+    aliases={"ray": "ray.address"},
+    openai_variables="engine",
+)
 
 
 def run(argv: list[str]) -> int:
-    members = read_mix(COMMAND, argv)
-    if members is None:
-        line = read_run_spec(COMMAND, argv)
-        members = [alone(line)]
+    with lean_imports():
+        from ..running.mix import alone
+        from ..running.serving import serving
+        from .console import Console
+        from .logs import show_logs
+        from .loop import run_loop
+        from .mixing import read_mix
+
+    members = read_mix(COMMAND, argv) or [alone(read_run_spec(COMMAND, argv))]
     settings = members[0].spec.settings
     show_logs(settings)
-    return run_loop(serve(members, Console(stderr=True)))
+    console = Console(stderr=True)
+    if settings.ray.address:
+        return run_loop(_serve_on_ray(members, console))
+    return run_loop(_serve(serving(members), members, console))
 
 
-async def serve(members: Members, console: Console) -> int:
-    """Serves until stopped, or until the wanted number of groups is made and delivered.
+async def _serve(
+    serving: AbstractAsyncContextManager[Serving], members: Members, console: Console
+) -> int:
+    """Serves until stopped, or until the wanted number of groups is made and delivered."""
+    from .conversation import sampled
+    from .overview import shown
 
-    Returns:
-        The exit status: 1 when groups had to be cancelled at the end, else 0.
-    """
-    if members[0].spec.settings.ray.address:
-        return await serve_on_ray(members, console)
-    async with serving(members) as server:
+    async with serving as server:
         console.say(f"Trainers: {server.url}")
         console.say(f"Model endpoint for other environments: {server.model_url}")
         async with AsyncExitStack() as views:
             await views.enter_async_context(shown(console, server.numbers, server.alarms))
-            if _is_verbose(members):
+            settings = members[0].spec.settings
+            if isinstance(settings, ServeSettings) and settings.verbose:
                 await views.enter_async_context(sampled(console, server.latest_group))
             served = await server.run(_stop(members, console), console.print)
     return _report(served, members, console)
 
 
-async def serve_on_ray(members: Members, console: Console) -> int:
-    """Serves like `serve`, with the environments on a Ray cluster."""
+async def _serve_on_ray(members: Members, console: Console) -> int:
     from ..running.ray_serving import ray_serving
+    from .overview import shown
 
     async with ray_serving(members) as server:
         console.say(f"Trainers: {server.url}")
@@ -65,12 +109,14 @@ async def serve_on_ray(members: Members, console: Console) -> int:
 
 
 def _stop(members: Members, console: Console) -> SignalStop:
+    from .loop import SignalStop
+
     seconds = members[0].spec.settings.server.drain_seconds
     return SignalStop(console.print, drain_seconds=seconds)
 
 
 def _report(served: Served, members: Members, console: Console) -> int:
-    """Says how the server ended; returns the exit status."""
+    """Prints how the server ended; returns 1 if groups were cancelled, else 0."""
     if served.audit:
         console.say(served.audit)
     if served.judge:
@@ -88,6 +134,178 @@ def _report(served: Served, members: Members, console: Console) -> int:
     return 1
 
 
-def _is_verbose(members: Members) -> bool:
-    settings = members[0].spec.settings
-    return isinstance(settings, ServeSettings) and settings.verbose
+_RUN_API = """Serves trainers, and remote environments, over the Atropos wire and /v1.
+Ctrl-C or SIGTERM stops it; accepted groups stay in the store."""
+
+RUN_API = CommandSpec(
+    "run-api",
+    _RUN_API,
+    RunApiSettings,
+    frequent=(
+        *("server.port", "server.host", "server.tokens_file", "store"),
+        *("rollouts.max_staleness_at_delivery", "log_level", "log_format"),
+    ),
+)
+
+
+def run_api(argv: list[str]) -> int:
+    with lean_imports():
+        from ..running.api_serving import api_serving
+        from .logs import show_logs
+        from .loop import run_loop
+
+    settings = RUN_API.read(argv)
+    show_logs(settings)
+    return run_loop(_until_signal(api_serving(settings)))
+
+
+async def _until_signal(serving: AbstractAsyncContextManager[str]) -> int:
+    import asyncio
+
+    stop = asyncio.Event()
+    async with serving as url:
+        # Not before: a signal ends a start, which may wait for its database.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        print(f"Trainers and environments: {url}", file=sys.stderr, flush=True)
+        await stop.wait()
+    return 0
+
+
+_SANDBOXES = """Makes sandboxes on this machine for remote servers and runners, which name it in
+--sandbox.remote. Clients need a token of the role `environment` (--server.tokens_file); without a
+tokens file only this machine can connect. SIGTERM or Ctrl-C once waits until the open sandboxes are
+closed, at most --server.drain_seconds; twice stops at once."""
+
+SANDBOXES = CommandSpec(
+    "sandboxes serve",
+    _SANDBOXES,
+    SandboxesServeSettings,
+    frequent=(
+        *("server.host", "server.port", "server.tokens_file"),
+        *("server.ssl_certfile", "server.ssl_keyfile", "server.drain_seconds"),
+        *("sandbox.backend", "sandbox.concurrent", "sandbox.room", "sandbox.docker_image"),
+        *("sandbox.max_memory_mb", "sandbox.max_disk_mb", "log_level", "log_format"),
+    ),
+)
+
+
+def run_sandboxes(argv: list[str]) -> int:
+    with lean_imports():
+        from ..running.sandbox_serving import sandbox_serving
+        from .logs import show_logs
+        from .loop import run_loop
+
+    settings = SANDBOXES.read(argv)
+    show_logs(settings)
+    return run_loop(_serve_sandboxes(sandbox_serving(settings), settings.server.drain_seconds))
+
+
+async def _serve_sandboxes(
+    serving: AbstractAsyncContextManager[ServedSandboxes], drain_seconds: float
+) -> int:
+    """Serves until SIGINT or SIGTERM; returns 1 if open sandboxes were ended, else 0."""
+    import asyncio
+
+    stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (at_once if stop.is_set() else stop).set()
+
+    async with serving as served:
+        # Not before: a signal ends a start.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        load = served.machine.load
+        _say(
+            f"Sandboxes ({load.backend}, {load.sandboxes} at a time, {load.room} programs at a "
+            f"time): --sandbox.remote {served.url}"
+        )
+        await stop.wait()
+        left = served.machine.load.open
+        if left:
+            _say(f"Waiting until {left} open sandboxes are closed; again stops at once.")
+        draining = asyncio.create_task(served.drain())
+        ending = asyncio.create_task(at_once.wait())
+        await asyncio.wait(
+            {draining, ending},
+            timeout=drain_seconds,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        ending.cancel()
+        draining.cancel()
+        return 1 if served.machine.load.open else 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+_JOIN = """Runs rollouts of an environment on this machine for the server at URL (`serve` or
+`run-api`). It reconnects automatically and continues with its own groups after a restart.
+SIGTERM or Ctrl-C once finishes and delivers the open groups, then stops; twice stops at once,
+a third time kills."""
+
+JOIN = CommandSpec(
+    "join",
+    _JOIN,
+    JoinSettings,
+    usage="URL --env NAME",
+    arguments=("url",),
+    frequent=(*FREQUENT, "url", "token", "name", "weight"),
+)
+
+
+def run_join(argv: list[str]) -> int:
+    with lean_imports():
+        from .console import Console
+        from .logs import show_logs
+        from .loop import run_loop
+
+    line = read_run_spec(JOIN, argv)
+    if not line.settings.url:
+        raise ConfigError("Which server?", hint="envserver join http://host:8000 --env NAME")
+    show_logs(line.settings)
+    return run_loop(_join(line, Console(stderr=True)))
+
+
+async def _join(line: RunSpec[JoinSettings], console: Console) -> int:
+    """Makes groups for the server until it ends; returns 1 if open groups were cancelled, else 0.
+    Raises EnvserverError: see `joined` and `Runner.run`.
+    """
+    from ..running.joining import identity, joined
+    from .loop import SignalStop
+
+    settings = line.settings
+    seconds = settings.server.drain_seconds
+    if settings.dealt:
+        return await _join_dealt(line, console)
+    with identity(line) as held:
+        console.print(f"Joining {settings.url} as {held.name}", highlight=False)
+        async with joined(line, held) as runner:
+            console.print(
+                f"Joined {settings.url} as {held.name}: {line.environment_class.name}, seed "
+                f"{runner.seed}, {counted(runner.stored, 'group')} already on the server",
+                highlight=False,
+            )
+            ending = await runner.run(
+                SignalStop(console.print, drain_seconds=seconds), drain_seconds=seconds
+            )
+        console.print(f"{counted(runner.tally.groups, 'group')} delivered.", highlight=False)
+    return 1 if ending == "overdue" else 0
+
+
+async def _join_dealt(line: RunSpec[JoinSettings], console: Console) -> int:
+    """Makes the groups that a run deals, until it ends; returns as `_join` does."""
+    from ..running.joining import dealt_runner
+    from .loop import SignalStop
+
+    settings = line.settings
+    seconds = settings.server.drain_seconds
+    async with dealt_runner(line) as runner:
+        console.print(f"Joined {settings.url} as {runner.name}", highlight=False)
+        ending = await runner.run(
+            SignalStop(console.print, drain_seconds=seconds), drain_seconds=seconds
+        )
+    console.print(f"{counted(runner.delivered, 'group')} delivered.", highlight=False)
+    return 1 if ending == "overdue" else 0

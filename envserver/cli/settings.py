@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from envserver_records.errors import ConfigError
+from envserver_records.urls import TOKEN_VARIABLE
 from pydantic import BaseModel
 
-from ..config import Section, Settings
+from ..config import NO_ENGINE, Section, Settings
 from ..environment_config import EnvironmentConfig
 from ..running.options import (
     ANY_NAME,
@@ -34,16 +36,16 @@ from ..running.options import (
     validated,
     with_environment,
 )
-from .atropos_names import EQUIVALENTS, IGNORED, REFUSED
-from .flags import argument_name, read_flags
-from .openai_variables import engine_variables
-from .renamed import current_path, with_old_names
+from ..telemetry.redaction import redacted
 from .sources import (
     VARIABLE_PREFIX,
     ConfigFile,
     Given,
+    argument_name,
     config_file,
     read_dotenv,
+    read_dotenv_values,
+    read_flags,
     read_variables,
 )
 
@@ -55,16 +57,16 @@ def to_stderr(line: str) -> None:
     print(f"envserver: {line}", file=sys.stderr)
 
 
-def once(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Returns `tell` without repetitions of earlier lines."""
-    told: set[str] = set()
+def once(warn: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns `warn` without repetitions of earlier lines."""
+    seen: set[str] = set()
 
-    def tell_new(line: str) -> None:
-        if line not in told:
-            told.add(line)
-            tell(line)
+    def warn_once(line: str) -> None:
+        if line not in seen:
+            seen.add(line)
+            warn(line)
 
-    return tell_new
+    return warn_once
 
 
 def load_settings(
@@ -97,7 +99,7 @@ def load_settings(
         folder: folder of `.env`; unset: the working directory.
         over_file: a place in a file and its tree of values, which override the rest of the file.
         openai_variables: whether OPENAI_API_KEY and its like name the engine where nothing else
-            does; "openai": OpenAI itself is asked if only a key is set.
+            does; "openai": OpenAI itself is used if only a key is set.
         warn: called with one line for each name that is old, or has no effect.
     """
     read = partial(read_flags, aliases=aliases, arguments=arguments)
@@ -133,9 +135,9 @@ def load_settings(
         given = [*engine_variables(given, environ, folder or Path(), warn, alone=alone), *given]
     chosen = _choose(given, options, settings_class, warn, problems)
     values = preset(model) | flatten(defaults or {}, options)
-    said = _parsed(chosen, options, problems)
+    parsed = _parsed(chosen, options, problems)
     problems.raise_if_any()
-    values |= sampling_of_model(model, values | said, options) | said
+    values |= sampling_of_model(model, values | parsed, options) | parsed
 
     def where(path: str) -> str:
         if path in chosen:
@@ -218,14 +220,14 @@ def _choose(
 ) -> dict[str, list[Given]]:
     """Returns the values of each option from its strongest source; several only if a flag is
     repeated."""
-    elsewhere = options_of(Settings)
+    others = options_of(Settings)
     chosen: dict[str, list[Given]] = {}
     for given in all_given:
         path = current_path(given.path, options)
         if path != given.path:
             warn(f"{given.where} is now {_spelled(path, given)}.")
         elif path not in options:
-            path = EQUIVALENTS.get(path, current_path(path, elsewhere))
+            path = EQUIVALENTS.get(path, current_path(path, others))
         if path in options:
             before = chosen.get(path, [])
             repeated = given.kind == "flag" and bool(before) and before[0].kind == "flag"
@@ -236,13 +238,13 @@ def _choose(
         elif path in IGNORED:
             warn(f"{given.where} has no effect here: {IGNORED[path]}.")
         elif given.kind == "flag" or not _is_for_another(path, settings_class):
-            problems.add(_unknown(given, path, options, elsewhere))
+            problems.add(_unknown(given, path, options, others))
     return chosen
 
 
 def _is_for_another(path: str, settings_class: type[BaseModel]) -> bool:
     """Returns whether a path in a shared file or variable is another command's setting."""
-    from ..running.run_settings import JoinSettings  # only for a name that this command lacks
+    from ..running.run_settings import JoinSettings
 
     if path.startswith("env.") and "env" not in settings_class.model_fields:
         return True
@@ -250,12 +252,12 @@ def _is_for_another(path: str, settings_class: type[BaseModel]) -> bool:
 
 
 def _unknown(
-    given: Given, path: str, options: Mapping[str, Option], elsewhere: Mapping[str, Option]
+    given: Given, path: str, options: Mapping[str, Option], others: Mapping[str, Option]
 ) -> str:
     members = [known for known in options if known.startswith(f"{path}.")]
     if members:
         return f"{given.where} is a group of settings: try {_spelled(members[0], given)}."
-    if path in elsewhere:
+    if path in others:
         return f"{given.where} has no meaning for this command."
     sections = {known.rpartition(".")[0] for known in options} if given.kind == "file" else set()
     near = nearest(path, [*options, *sorted(sections - {""})])
@@ -303,3 +305,190 @@ def _parsed_one(given: Given, option: Option) -> Any:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+# The variables that OpenAI's own clients read, exported or in `.env`: the weakest source of the
+# engine's settings.
+OPENAI_PATHS = {
+    "OPENAI_BASE_URL": "openai.base_url",
+    "OPENAI_MODEL": "openai.model_name",
+    "OPENAI_API_KEY": "openai.api_key",
+}
+OPENAI_URL = "https://api.openai.com/v1"
+OPENAI_MODEL = "gpt-4o-mini"
+"""Model at OpenAI's address if none is named."""
+_READ_ELSEWHERE = ("HF_TOKEN", "TAVILY_API_KEY", TOKEN_VARIABLE)
+
+
+def engine_variables(
+    stronger: Sequence[Given],
+    environ: Mapping[str, str],
+    folder: Path,
+    warn: Callable[[str], None],
+    *,
+    alone: bool,
+) -> list[Given]:
+    """Returns what the variables say of the engine; says in one line which are used.
+
+    The key goes only to an engine that the user names: nothing is returned if envserver starts the
+    engine (`model`) or engines register (`openai.base_url` none), and no key without an address
+    unless `alone`.
+
+    Args:
+        stronger: what all other sources give.
+        environ: environment variables, which override those of `.env`.
+        folder: folder of `.env`.
+        alone: whether a key alone names OpenAI's address.
+    """
+    given = {current_path(one.path, OPENAI_PATHS.values()): one.value for one in stronger}
+    if given.get("model") or given.get("openai.base_url", OPENAI_URL) in ("", NO_ENGINE):
+        return []
+    values = {**read_dotenv_values(folder / ".env", OPENAI_PATHS), **environ}
+    found = [
+        Given(path, values[name], name, "variable")
+        for name, path in OPENAI_PATHS.items()
+        if values.get(name) and path not in given
+    ]
+    known = {**{one.path: one.value for one in found}, **given}
+    url = known.get("openai.base_url")
+    if url is None and not alone:
+        found = [one for one in found if one.origin != "OPENAI_API_KEY"]
+    used = [one.origin for one in found]
+    if url is None and "OPENAI_API_KEY" in used:
+        url = OPENAI_URL
+        found.append(Given("openai.base_url", url, "OPENAI_API_KEY", "variable"))
+    if used and isinstance(url, str) and urlsplit(url).hostname == urlsplit(OPENAI_URL).hostname:
+        found += [
+            Given(path, value, used[0], "variable")
+            for path, value in (
+                ("openai.server_type", "openai"),
+                ("openai.model_name", OPENAI_MODEL),
+            )
+            if path not in known
+        ]
+        known.setdefault("openai.model_name", OPENAI_MODEL)
+    if used:
+        model = known.get("openai.model_name")
+        engine = " and ".join(
+            f"--{path} {value}"
+            for path, value in (("openai.base_url", url), ("openai.model_name", model))
+            if value
+        )
+        warn(redacted(f"{', '.join(used)} {'is' if len(used) == 1 else 'are'} used: {engine}."))
+    return found
+
+
+def export_dotenv(
+    folder: Path, environ: MutableMapping[str, str], warn: Callable[[str], None]
+) -> None:
+    """Sets the tokens of services that `.env` holds and the environment lacks: their clients look
+    for them there."""
+    values = read_dotenv_values(folder / ".env", _READ_ELSEWHERE)
+    new = {name: value for name, value in values.items() if value and name not in environ}
+    environ.update(new)
+    if new:
+        warn(f"{', '.join(sorted(new))} of .env {'is' if len(new) == 1 else 'are'} used.")
+
+
+# The old name of a setting is accepted, with a warning that gives the new name. New names that a
+# command does not have are ignored, so one table serves every command.
+RENAMED: dict[str, str] = {
+    "api_key": "openai.api_key",
+    "out_dir": "out",
+}
+"""Old path -> new path. A path of a section renames everything in it."""
+
+
+def current_path(path: str, known: Collection[str]) -> str:
+    """Returns the current name of `path`; `path` itself if it was not renamed.
+
+    Args:
+        path: dotted path of a setting.
+        known: the existing paths; an existing name is never treated as an old name.
+    """
+    if path in known:
+        return path
+    for old, new in RENAMED.items():
+        if path == old or path.startswith(f"{old}."):
+            renamed = new + path[len(old) :]
+            if renamed in known:
+                return renamed
+    return path
+
+
+def with_old_names(known: Collection[str]) -> set[str]:
+    """Returns `known` with the old names of its paths added."""
+    old_names = {
+        old + path[len(new) :]
+        for path in known
+        for old, new in RENAMED.items()
+        if path == new or path.startswith(f"{new}.")
+    }
+    return {*known, *old_names}
+
+
+# Command lines and YAML files written for Atropos work. These are the fields of `BaseEnvConfig`,
+# `APIServerConfig` and `ServerManagerConfig` of atroposlib 0.4.0 with another meaning, or none,
+# here; a setting of the environment with the same name takes precedence.
+EQUIVALENTS: dict[str, str] = {
+    "env.max_batches_offpolicy": "rollouts.max_batches_offpolicy",
+    "env.max_concurrent_processes": "workers.dedicated",
+    "env.process_timeout": "env.worker_timeout",
+    "env.dataset_path": "env.data_path",
+    "env.agent_verbosity": "env.verbosity",
+}
+
+_METRICS = "metrics are served at /metrics and shown while a command runs"
+_WANDB = "`--track wandb` sends them to Weights & Biases"
+_PROMPTS = "prompts belong to the environment; see its own --env.* settings"
+_EVALUATION = "training and evaluation are separate commands"
+_ALONE = "one environment runs at a time"
+_RUBRIC = "the environment decides what counts; see --env.rubric.*"
+_EXACT = "token ids come from the engine, so no tokenizer is needed"
+
+# Accepted, with a warning that says what replaces it.
+IGNORED: dict[str, str] = {
+    "env.use_wandb": _WANDB,
+    "env.wandb_name": _WANDB,
+    "env.num_rollouts_to_keep": _METRICS,
+    "env.num_rollouts_per_group_for_logging": _METRICS,
+    "env.min_items_sent_before_logging": _METRICS,
+    "env.tokenizer_name": _EXACT,
+    "env.rollout_server_url": "`envserver serve` is the server itself; see --server.port",
+    "env.batch_size": "the trainer sets its batch size when it registers",
+    "env.inference_weight": _ALONE,
+    "env.min_batch_allocation": _ALONE,
+    "env.max_num_workers": "see --rollouts.max_concurrent",
+    "env.max_num_workers_per_node": "see --rollouts.max_concurrent",
+    "env.max_eval_workers": _EVALUATION,
+    "env.steps_per_eval": _EVALUATION,
+    "env.eval_handling": _EVALUATION,
+    "env.eval_limit_ratio": _EVALUATION,
+    "env.data_dir_to_save_evals": _EVALUATION,
+    "env.use_chat_completion": "agents may use any API",
+    "env.scoring_strategy": _RUBRIC,
+    "env.length_penalty_weight": _RUBRIC,
+    "env.debug_scoring": _RUBRIC,
+    "env.save_full_traces": "each agent's trace is in its trajectory",
+    "env.thinking_mode": _PROMPTS,
+    "env.reasoning_effort": _PROMPTS,
+    "env.max_reasoning_tokens": _PROMPTS,
+    "env.custom_thinking_prompt": _PROMPTS,
+    "openai.num_requests_for_eval": _EVALUATION,
+    "openai.rolling_buffer_length": "it was never used",
+    "openai.tokenizer_name": _EXACT,
+    "openai.n_kwarg_is_ignored": "each rollout requests one completion at a time",
+    "openai.health_check": "engine health is judged by its answers",
+    "tasks_per_step": "rows are written as their groups finish",
+    "max_n_completions": "each rollout requests one completion at a time",
+    "proxy_url": "the recording proxy is part of the server",
+}
+
+# Errors unless switched off.
+REFUSED: dict[str, str] = {
+    "output": "Use --out.",  # this and the next: our own names, until 0.2
+    "sandbox.wall": "Use --sandbox.backend.",
+    "slurm": "Give the engines' addresses: --openai.base_url http://a:8000/v1,http://b:8000/v1",
+    "api_url": "Rollouts are made here; `atropos-sft-gen` fetches them from a server.",
+    "testing": "Use the simulated engine: --model sim",
+}

@@ -11,33 +11,112 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from envserver_records.errors import ConfigError, UsageError
+from pydantic import Field
 
+from ..config import Settings
 from ..environment_config import AgentConfig
-from ..export.stored import read_groups
-from ..registry import find
-from ..rollouts.mixing import Share
-from ..rollouts.stream import group_requests
-from ..running.engines import SIMULATED
-from ..running.group_run import GroupRun, Part
-from ..running.mix import RunSpec
-from .command_line import CommandSpec
-from .console import Console
-from .logs import show_logs
-from .loop import run_loop
-from .process import show_result
-from .progress import ProgressView
-from .signals import SignalStop
-from .specs.sft_generate_command import (
-    CODE,
-    MATH,
-    ROUTER,
-    GenerateSettings,
+from . import lean_imports
+from .command_line import ENGINE, SAMPLING, CommandSpec
+
+if TYPE_CHECKING:
+    from ..running.group_run import GroupRun
+
+
+_ENDS = """Answers are kept in OUT/groups.jsonl: after a stop or a crash --resume continues, and
+repeats only the requests that were in flight. OUT/rows.jsonl has the rows at the end."""
+
+ALIASES = {
+    "queries": "env.data_path",
+    "teacher": "openai.model_name",
+    "k": "env.group_size",
+    "profile": "env.profile",
+    "retries": "env.repair",
+    "skip_bad": "env.skip_bad",
+    "limit": "env.total_steps",
+}
+
+
+class GenerateSettings(Settings):
+    """Settings that `sft router generate`, `sft math generate` and `sft code generate` share."""
+
+    out: Path
+    """Output folder."""
+    resume: bool = False
+    """Continue in an existing folder: requests that have an answer are not repeated."""
+    overwrite: bool = False
+    """Replace the files of an existing folder."""
+
+
+class RouterGenerateSettings(GenerateSettings):
+    """Settings of `sft router generate`."""
+
+    out: Path = Path("data/router-plans")
+    rows: int | None = Field(default=None, ge=1)
+    """Maximum number of rows; unset: all that are usable."""
+    balance: Literal["none", "route", "difficulty", "both"] = "none"
+    """Choose the rows (`rows`) so that routes, difficulties, or both together are equally
+    frequent, as far as there are enough."""
+    balance_seed: int = 7
+    """Seed of that choice."""
+
+
+class SolutionSettings(GenerateSettings):
+    """Settings of `sft math generate` and `sft code generate`."""
+
+    out: Path = Path("data/solutions")
+    per_group: Literal["all", "best", "shortest"] = "shortest"
+    """Right solutions that are kept of a problem's tries: all different ones, or one."""
+
+
+_FREQUENT = (*ENGINE, *SAMPLING, "rollouts.max_concurrent", "prices.prompt", "prices.completion")
+_OUTPUT = ("out", "resume", "overwrite")
+
+ROUTER = CommandSpec(
+    "sft router generate",
+    f"""Lets a teacher write plans for queries, in strict JSON; the environment `router` checks
+them by schema and as graphs. Each query and each plan occurs once.
+{_ENDS}
+`envserver sft router OUT/rows.jsonl` splits them. Several teachers, each with an equal share:
+--teacher A,B@http://host:8000/v1. Here the defaults of --k (tries of a query), --retries (of an
+invalid plan) and --sampling.max_tokens are 1, 2 and 4096.""",
     RouterGenerateSettings,
-    SolutionSettings,
+    usage="--queries FILE --teacher MODEL",
+    aliases=ALIASES,
+    environment="router",
+    frequent=(
+        *(*_OUTPUT, "rows", "balance", "env.group_size", "env.total_steps"),
+        *_FREQUENT,
+    ),
+    openai_variables="openai",
 )
+
+
+def _solutions(name: str, checked: str) -> CommandSpec[SolutionSettings]:
+    """Declares `sft NAME generate`."""
+    return CommandSpec(
+        f"sft {name} generate",
+        f"""Lets a teacher try each problem of the environment `{name}` k times (8) and keeps the
+conversations with a right answer, {checked}: rejection sampling.
+{_ENDS}
+It is `process --env {name} --env.group_size K`, then `export --to messages --min_reward 1
+--per_group shortest --dedupe`.""",
+        SolutionSettings,
+        usage="--queries FILE --teacher MODEL --k K",
+        aliases=ALIASES,
+        environment=name,
+        frequent=(
+            *(*_OUTPUT, "per_group", "env.group_size", "env.total_steps"),
+            *_FREQUENT,
+        ),
+        openai_variables="openai",
+    )
+
+
+MATH = _solutions("math", "compared by the math scorer")
+CODE = _solutions("code", "run against the problem's tests in a sandbox")
 
 G = TypeVar("G", bound=GenerateSettings)
 Json = dict[str, Any]
@@ -50,7 +129,7 @@ _RIGHT = 0.999
 
 
 def run_router(argv: list[str]) -> int:
-    """Runs `sft router generate`; returns 1 if it made no rows, 130 if it was stopped early."""
+    """Returns 1 if it made no rows, 130 if it was stopped early."""
     settings = _read(ROUTER, argv, _PLANS)
     if settings.balance != "none" and settings.rows is None:
         raise UsageError("--balance needs --rows N, the number of rows that are chosen.")
@@ -64,22 +143,22 @@ def run_router(argv: list[str]) -> int:
 def _check_profile(settings: RouterGenerateSettings) -> None:
     """Raises ConfigError if the folder has plans of another profile: all rows have the same
     keys."""
+    from ..export.stored import read_groups
+
     path, profile = _groups(settings), dict(settings.env)["profile"]
     first = next(read_groups([str(path)]), None) if path.exists() else None
     if first is not None and first.public.get("profile") != profile:
         raise ConfigError(
             f"{path} has plans of another profile than {profile!r}.",
-            hint="Go on with the --profile of before, or choose another --out.",
+            hint="Use the earlier --profile, or choose another --out.",
         )
 
 
 def run_math(argv: list[str]) -> int:
-    """Runs `sft math generate`; see `_solve`."""
     return _solve(MATH, argv)
 
 
 def run_code(argv: list[str]) -> int:
-    """Runs `sft code generate`; see `_solve`."""
     return _solve(CODE, argv)
 
 
@@ -100,6 +179,9 @@ def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, An
 
     A teacher called "sim" is the simulated engine, as everywhere.
     """
+    from ..running.engines import SIMULATED
+    from .logs import show_logs
+
     defaults = {"env": environment, "sampling": _LONG_ANSWERS}
     settings = command.read(argv, defaults=defaults)
     if settings.openai.model_name == SIMULATED:
@@ -135,7 +217,17 @@ def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
 
 
 def _generate(settings: GenerateSettings) -> GroupRun:
-    """Asks the teacher; returns the run, which has ended or was stopped."""
+    """Samples from the teacher; returns the run, which has ended or was stopped."""
+    with lean_imports():
+        from ..registry import find
+        from ..rollouts.mixing import Share
+        from ..rollouts.stream import group_requests
+        from ..running.group_run import GroupRun, Part
+        from ..running.mix import RunSpec
+        from .console import Console
+        from .loop import SignalStop, run_loop
+        from .progress import ProgressView, show_result
+
     name = str(settings.environment)
     spec = RunSpec(settings, name, find(name))
     environment = spec.make_environment()
@@ -173,6 +265,8 @@ def _write_plans(settings: RouterGenerateSettings) -> int:
     """Writes rows.jsonl and summary.json, and prints what became rows; returns their number."""
     from envserver_factory.sft_building.folder import write_summary
     from envserver_factory.sft_building.generated import Selection, write_plans
+
+    from .console import Console
 
     path = settings.out / "rows.jsonl"
     selection = Selection(settings.rows, settings.balance, settings.balance_seed)

@@ -6,24 +6,79 @@ change at its next request.
 
 from __future__ import annotations
 
+import re
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
-from ..api.access.tokens import Token, create_token, read_tokens, revoke_token
-from .console import show_rows
-from .specs.token_command import (
-    CREATE,
-    LIST,
-    REVOKE,
-    parse_lifetime,
+from pydantic import AfterValidator
+
+from ..config import Section
+from ..server_config import Role
+from . import lean_imports
+from .command_line import CommandSpec
+
+if TYPE_CHECKING:
+    from ..api.access.tokens import Token
+
+
+_UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def _lifetime(text: str) -> str:
+    parse_lifetime(text)
+    return text
+
+
+def parse_lifetime(text: str) -> timedelta:
+    """Parses a lifetime such as `90m`, `12h`, `30d` or `8w`; raises ValueError."""
+    found = re.fullmatch(r"(\d{1,5})([mhdw])", text)
+    if found is None or int(found[1]) == 0:
+        raise ValueError("must be a number and m, h, d or w, such as 30d")
+    return timedelta(**{_UNITS[found[2]]: int(found[1])})
+
+
+class TokenSettings(Section):
+    """Settings that all `token` commands share."""
+
+    tokens: Path = Path("data/tokens.yaml")
+    """The tokens file, which servers read with --server.tokens_file."""
+
+
+class NewToken(TokenSettings):
+    role: Role
+    """trainer, environment, reader (read-only) or admin (everything)."""
+    name: str
+    """Who the token is for; shown in lists and logs."""
+    expires: Annotated[str, AfterValidator(_lifetime)] | None = None
+    """Lifetime: 90m, 12h, 30d, 8w; unset: valid until revoked."""
+
+
+class GoneToken(TokenSettings):
+    token: str
+    """Name or id of the token."""
+
+
+CREATE = CommandSpec(
+    "token create", "Makes an access token.", NewToken, usage="--role ROLE --name NAME"
+)
+LIST = CommandSpec("token list", "Shows the access tokens; never their text.", TokenSettings)
+REVOKE = CommandSpec(
+    "token revoke",
+    "Revokes the token with this name or id: it is refused from now on.",
+    GoneToken,
+    usage="NAME",
+    arguments=("token",),
 )
 
 
 def run_create(argv: list[str]) -> int:
     """Makes a token; prints it alone on stdout."""
+    with lean_imports():
+        from ..api.access.tokens import create_token
+
     wanted = CREATE.read(argv)
-    if wanted is None:
-        return 0
     lifetime = parse_lifetime(wanted.expires) if wanted.expires else None
     text, entry = create_token(wanted.tokens, wanted.name, wanted.role, lifetime)
     until = f" until {_shown(entry.expires_at)}" if entry.expires_at else ""
@@ -37,7 +92,10 @@ def run_create(argv: list[str]) -> int:
 
 
 def run_list(argv: list[str]) -> int:
-    """Lists the tokens."""
+    with lean_imports():
+        from ..api.access.tokens import read_tokens
+        from .console import show_rows
+
     settings = LIST.read(argv)
     tokens = read_tokens(settings.tokens)
     rows = [("NAME", "ROLE", "ID", "CREATED", "EXPIRES"), *map(_row, tokens)]
@@ -46,7 +104,9 @@ def run_list(argv: list[str]) -> int:
 
 
 def run_revoke(argv: list[str]) -> int:
-    """Revokes a token."""
+    with lean_imports():
+        from ..api.access.tokens import revoke_token
+
     settings = REVOKE.read(argv)
     gone = revoke_token(settings.tokens, settings.token)
     print(f"Revoked {gone.name} ({gone.role}).", file=sys.stderr)

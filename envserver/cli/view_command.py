@@ -1,42 +1,129 @@
-"""`envserver view`: the page over what is on disk; the work is in `running.viewing`."""
+"""Commands that look at runs: `view` serves a page over files, stores or servers, and `top` shows
+tables of what a running server does."""
 
 from __future__ import annotations
 
-import asyncio
 import signal
+import time
 import webbrowser
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
 
 from envserver_records.errors import UsageError
+from envserver_records.urls import authorization
+from pydantic import Field
 
-from ..running.viewing import viewing
-from .console import Console
-from .logs import show_logs
-from .loop import run_loop
-from .specs.view_command import COMMAND, ViewSettings
+from ..config import LogFormat, LogLevel, Section
+from . import lean_imports
+from .command_line import CommandSpec
+
+if TYPE_CHECKING:
+    from ..running.viewing import Viewing
+
+
+class ViewSettings(Section):
+    """Settings of `view`."""
+
+    source: list[str] = Field(default_factory=list)
+    """Files of `process` (.jsonl, .gz, .zst), unified trajectories or traces; folders of them or of
+    `evaluate`; a store; or a server's URL (ENVSERVER_TOKEN holds its token). Several: compared."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the page; 0 picks a free one."""
+    host: str = "127.0.0.1"
+    """Address to listen on, of this machine only; from other machines use an SSH tunnel."""
+    open: bool = False
+    """Open the page in the browser."""
+    log_level: LogLevel = "warning"
+    """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
+
+
+COMMAND = CommandSpec(
+    "view",
+    "Shows groups and rollouts in the browser: files, folders, evaluations, a store or a server.",
+    ViewSettings,
+    usage="FILE | FOLDER | STORE | URL ...",
+    arguments=("source",),
+)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(argv: list[str]) -> int:
     """Serves the page until Ctrl-C or SIGTERM."""
+    with lean_imports():
+        from ..running.viewing import viewing
+        from .logs import show_logs
+        from .loop import run_loop
+
     settings = COMMAND.read(argv)
     if not settings.source:
         raise UsageError("`envserver view` needs something to show.", hint="Give a file.")
     show_logs(settings)
-    return run_loop(_view(settings))
+    return run_loop(
+        _view(viewing(settings.source, host=settings.host, port=settings.port), settings.open)
+    )
 
 
-async def _view(settings: ViewSettings) -> int:
+async def _view(viewing: AbstractAsyncContextManager[Viewing], opens_browser: bool) -> int:
+    import asyncio
+
+    from .console import Console
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    async with viewing(settings.source, host=settings.host, port=settings.port) as found:
+    async with viewing as found:
         for number in _SIGNALS:
             loop.add_signal_handler(number, stop.set)
         console = Console(highlight=False, soft_wrap=True)
         console.print(f"{found.title}: {found.url}/", markup=False)
-        if settings.open:
+        if opens_browser:
             await asyncio.to_thread(webbrowser.open, f"{found.url}/")
         await stop.wait()
         for number in _SIGNALS:  # a second one does not wait for what is being read
             loop.remove_signal_handler(number)
     return 0
+
+
+class TopSettings(Section):
+    """Settings of `top`."""
+
+    url: str = "http://127.0.0.1:8000"
+    """Address of the server; several equal servers: separate with commas. ENVSERVER_TOKEN holds the
+    token, where it needs one."""
+    seconds: float = Field(5.0, ge=0.5, le=3600)
+    """Seconds between two looks; the server renews its numbers every ten seconds."""
+    once: bool = False
+    """Show it once and end."""
+
+
+TOP = CommandSpec(
+    "top",
+    "Shows what a running server does: rewards, speed, trainers, engines, failures.",
+    TopSettings,
+    usage="[URL]",
+    arguments=("url",),
+)
+
+
+def run_top(argv: list[str]) -> int:
+    """Shows the tables until Ctrl-C, or once."""
+    with lean_imports():
+        from envserver_records.servers import ServersClient
+        from rich.live import Live
+
+        from .console import Console
+        from .overview import overview_of
+
+    settings = TOP.read(argv)
+    console = Console()
+    with ServersClient(settings.url, timeout=20.0, headers=authorization()) as http:
+        shown = overview_of(http, settings.url).tables()
+        if settings.once:
+            console.print(shown)
+            return 0
+        with Live(shown, console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(settings.seconds)
+                live.update(overview_of(http, settings.url).tables(), refresh=True)

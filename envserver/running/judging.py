@@ -13,7 +13,7 @@ from ..config import OpenAIConfig
 from ..judge_config import JudgeConfig
 from ..judges.server import JudgeServer
 from ..telemetry.numbers import by_key, counter
-from .tally import counted
+from ..telemetry.redaction import counted
 
 CACHE_NAME = "judge.db"
 _SCORERS = 8

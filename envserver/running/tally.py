@@ -163,10 +163,5 @@ class Tally:
         return " · ".join(parts)
 
 
-def counted(number: int, noun: str) -> str:
-    """Returns `1 group`, `2 groups`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def mean_text(mean: float | None) -> str:
     return "-" if mean is None else f"{mean:.2f}"

@@ -56,6 +56,11 @@ _CONTROLS: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud
 """Control characters, other line ends, overrides of the writing direction, lone surrogates."""
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns `1 group`, `2 groups`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def printable(text: str, keep: str = "") -> str:
     r"""Returns `text` without colours, and with control characters as escapes (`\x1b`).
 

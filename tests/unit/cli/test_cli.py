@@ -18,7 +18,8 @@ from support.waiting import PATIENCE
 
 import envserver
 from envserver import main
-from envserver.cli import COMMANDS, doctor_command
+from envserver.cli import COMMANDS
+from envserver.sandbox import service
 from envserver.sandbox.probe import ProbeReport
 
 CASES = cases_of(__file__)
@@ -44,10 +45,9 @@ _preload(['kuhn'])
 from envserver import registry
 assert registry.find('kuhn').Config.__pydantic_complete__
 """
-RUN_API = """
-from envserver.cli.lean_imports import import_command
-import_command('envserver.cli.run_api')
-"""
+SERVE = "from envserver.cli import main; assert main(['serve', '--nonsense']) == 2"
+PROCESS = "from envserver.cli import main; assert main(['process', '--nonsense']) == 2"
+RUN_API = "from envserver.cli import main; assert main(['run-api', '--nonsense']) == 2"
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ import_command('envserver.cli.run_api')
     [
         (ANSWERS, 9999, "pydantic numpy msgspec fastapi aiohttp openai rich asyncio"),
         (CASES["helps"], 9999, ""),
-        ("import envserver.cli.serve", 1490, "aiohttp dotenv sympy yaml envserver.models.openai"),
-        ("import envserver.cli.process", 1090, "aiohttp dotenv fastapi sqlalchemy sympy yaml"),
+        (SERVE, 1490, "aiohttp dotenv sympy yaml envserver.models.openai"),
+        (PROCESS, 1090, "aiohttp dotenv fastapi sqlalchemy sympy yaml"),
         (
             "import envserver.rollouts.scorer_process",
             370,
@@ -124,7 +124,7 @@ def test_a_user_without_a_home(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
     works = ProbeReport(backend="namespace", works=True)
-    monkeypatch.setattr(doctor_command, "probe", AsyncMock(return_value=works))
+    monkeypatch.setattr(service, "probe", AsyncMock(return_value=works))
     for name in ("one", "two"):
         Path(f"{name}.jsonl").touch()
     assert says in run(line, status)
@@ -132,7 +132,7 @@ def test_a_user_without_a_home(
 
 def test_bugs_show_a_traceback_if_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     command = Mock(side_effect=RuntimeError("a bug"))
-    monkeypatch.setattr("envserver.cli.list_command.run", command)
+    monkeypatch.setattr("envserver.cli.env_command.run_environments", command)
     assert "Internal error: RuntimeError: a bug" in run("list", status=1)
     with pytest.raises(RuntimeError):
         run("list --debug")

@@ -25,9 +25,9 @@ from support.waiting import PATIENCE
 from envserver.api.metrics import Metrics
 from envserver.cli import main
 from envserver.cli.console import Console
+from envserver.cli.conversation import Samples
 from envserver.cli.overview import Overview
 from envserver.cli.progress import summary_table
-from envserver.cli.samples import Samples
 from envserver.running.tally import Tally
 from envserver.telemetry.history import Name, Row
 from envserver.telemetry.numbers import gauge

@@ -16,9 +16,8 @@ from pydantic import SecretStr
 from support.extent import examples
 
 from envserver import EnvironmentConfig, SamplingConfig, ServerConfig, Settings
-from envserver.cli import renamed
-from envserver.cli.openai_variables import export_dotenv
-from envserver.cli.settings import load_settings
+from envserver.cli import settings as cli_settings
+from envserver.cli.settings import export_dotenv, load_settings
 from envserver.config import Section
 
 MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text())
@@ -257,7 +256,7 @@ def test_a_command_skips_what_shared_sources_say_of_other_commands() -> None:
 
 def test_an_old_name_is_accepted_with_a_line_of_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"environment_set.digit_count": "env.digits", "judging": "env.judge", "out_file": "out"}
-    monkeypatch.setattr(renamed, "RENAMED", table)
+    monkeypatch.setattr(cli_settings, "RENAMED", table)
     told: list[str] = []
     config = env(
         "--environment_set.digit-count 7"

@@ -11,7 +11,7 @@ from envserver_environments.scenarios.env import SAMPLE
 from envserver_environments.scenarios.loading import read_scenario
 
 from envserver import ConfigError, InputError, main
-from envserver.cli.specs.scenarios_command import ScenarioSettings
+from envserver.cli.process import ScenarioSettings
 from envserver.export import problems_of_trace
 from envserver.running.scenarios import runners
 

@@ -25,7 +25,6 @@ from support.in_process import Run
 from support.models_on_disk import floats, read_model, write_model
 
 from envserver import main
-from envserver.cli import sweep_command
 from envserver.evaluation import AttemptResult, Rules, TaskResult, report_run
 from envserver.evaluation.comparison import Comparison, compare, sign_flip_test
 from envserver.evaluation.harness import HarnessRun, harvest, report_harness
@@ -35,6 +34,7 @@ from envserver.evaluation.report import Asked, Counted, Report, robustness
 from envserver.evaluation.results import Action, Steps, steps_of
 from envserver.evaluation.suite import suite_of
 from envserver.evaluation.tables import comparison_markdown, comparison_notes, markdown_of
+from envserver.running import evaluating
 from envserver.running.evaluating import Evaluation, Member
 
 CASES = cases_of(__file__)
@@ -349,7 +349,7 @@ WORDS = [
 @pytest.fixture
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the models that were evaluated, in order."""
-    real, names = sweep_command.evaluate_members, []
+    real, names = evaluating.evaluate_members, []
 
     async def simulated(members: Sequence[Member[Any]], *given: Any, **more: Any) -> Evaluation:
         for member in members:
@@ -360,7 +360,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return await real(members, *given, **more)
 
-    monkeypatch.setattr(sweep_command, "evaluate_members", simulated)
+    monkeypatch.setattr(evaluating, "evaluate_members", simulated)
     return names
 
 

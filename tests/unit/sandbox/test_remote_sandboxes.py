@@ -27,7 +27,7 @@ from support.waiting import PATIENCE, until
 from envserver import ExecResult, InputError, Sandbox, SandboxConfig, SandboxLimits, SandboxSpec
 from envserver.api import create_token
 from envserver.cli.console import Console
-from envserver.cli.doctor_machines import look_at_machines, show_machines
+from envserver.cli.doctor_command import look_at_machines, show_machines
 from envserver.running.hosting_metrics import SandboxMachineNumbers
 from envserver.running.sandbox_serving import ServedSandboxes
 from envserver.sandbox import SandboxClient, SandboxService

@@ -33,7 +33,6 @@ from support.sandboxes import sandboxes
 from support.waiting import PATIENCE
 
 from envserver import SandboxConfig, SandboxLimits, SandboxSpec, main
-from envserver.cli import doctor_command
 from envserver.sandbox import (
     SandboxService,
     bubblewrap,
@@ -424,7 +423,7 @@ def test_doctor_tells(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
             return ProbeReport(backend=backend, works=True)
         return unavailable(backend, f"[{backend}] is broken")
 
-    monkeypatch.setattr(doctor_command, "probe", probed)
+    monkeypatch.setattr(service, "probe", probed)
     assert main(["doctor"]) == 0
     told = capsys.readouterr().out
     assert "use the backend namespace" in told

@@ -1,4 +1,4 @@
-"""The environments that `evaluate` runs: one, several, or a folder of them.
+"""What `evaluate` and `sweep` share: the environments that they run, and what they show.
 
 In: the command line. Out: `Member`s, each with its own settings and a unique name. A folder has
 environments (`*.py`, or `NAME/env.py`) and settings files (`*.yaml`) that each name an environment:
@@ -12,13 +12,19 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from envserver_records.errors import ConfigError, InputError, UsageError
+from rich.table import Table
+from rich.text import Text
 
 from ..config import MixEntry, MixSettings
+from ..evaluation.report import Report
+from ..evaluation.suite import Suite
+from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
 from ..folders import is_environment_folder
 from ..registry import (
     builtin_names,
@@ -27,16 +33,21 @@ from ..registry import (
     find,
     is_path,
 )
-from ..running.evaluating import Member
+from ..running.evaluating import EvaluationView, Member
+from ..running.group_run import GroupRun
 from ..running.mix import RunSpec
+from ..running.python_api import EVALUATION_DEFAULTS
 from .command_line import CommandSpec
+from .console import Console
 from .mixing import entries_of
+from .progress import ProgressView, show_result
 from .settings import once, to_stderr
 
 M = TypeVar("M", bound=MixSettings)
 Tree = Mapping[str, Any]
 _NOT_AN_ENVIRONMENT = ("_", "test_", ".")
 _OF_A_FILE = {"environment", "env", "sampling"}
+_SHOWN_OF_SEVERAL = ("Outcomes", "Tokens, time and cost")
 
 
 @dataclass(frozen=True)
@@ -49,21 +60,21 @@ class _Wanted:
     name: str = ""
 
 
-def read_members(
-    command: CommandSpec[M], argv: Sequence[str], *, defaults: Tree
-) -> list[Member[M]]:
-    """Returns the environments given on the command line, at least one."""
+def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]]:
+    """Returns the environments given on the command line, at least one; each has a group size of 1
+    at temperature 0 unless another is given."""
     warn = once(to_stderr)
     found = []
     for one in _wanted(command, argv):
         settings = command.read(
             argv,
             environment=one.reference,
-            defaults=defaults,
+            defaults=EVALUATION_DEFAULTS,
             over_file=(one.place, dict(one.tree)),
             warn=warn,
         )
-        assert settings is not None  # no help was asked for
+        if settings.sampling.temperature == 0 and "group_size" not in settings.env.model_fields_set:
+            settings.env.group_size = 1
         environment_class = find(one.reference)
         name = one.name or environment_class.name
         found.append(Member(name, RunSpec(settings, one.reference, environment_class)))
@@ -134,7 +145,7 @@ def _of_path(path: Path) -> list[_Wanted]:
 
 
 def _is_builtin(folder: Path) -> bool:
-    """Whether `folder` is the package of a built-in environment, which then has one name."""
+    """Returns whether `folder` is the package of a built-in environment."""
     if folder.name not in builtin_names():
         return False
     return Path(inspect.getfile(find(folder.name))).parent == folder.resolve()
@@ -152,3 +163,53 @@ def _of_file(path: Path) -> _Wanted:
     if is_path(reference.partition(":")[0]) and not Path(reference).is_absolute():
         reference = str(path.parent / reference)
     return _Wanted(reference, str(path), kept, path.stem)
+
+
+class Progress(EvaluationView):
+    """Shows the progress of an evaluation, and not its report."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.show = partial(ProgressView, console)
+
+    def say(self, line: str) -> None:
+        self._console.say(line)
+
+
+class Shown(Progress):
+    """Shows an evaluation on a terminal."""
+
+    def ended(self, run: GroupRun, settings: MixSettings) -> None:
+        show_result(self._console, run, settings)
+
+    def report(self, report: Report | Suite, folder: Path) -> None:
+        show_report(self._console, report, folder)
+
+
+def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
+    """Prints the tables of a report, how to read them, and where the files are."""
+    if isinstance(report, Suite):
+        tables = [summary_of(report)]
+        for part in report.parts:
+            shown = [one for one in tables_of(part) if one.title in _SHOWN_OF_SEVERAL]
+            tables += [
+                TextTable(f"{part.name}: {one.title}", one.header, one.rows) for one in shown
+            ]
+        notes = warnings_of(report)
+    else:
+        tables, notes = tables_of(report), notes_of(report)
+    show_tables(console, tables, notes)
+    console.say(f"Report in {folder / 'report.html'}, report.md and report.json")
+
+
+def show_tables(console: Console, tables: list[TextTable], notes: list[str]) -> None:
+    """Prints tables with notes below them."""
+    for text in tables:
+        table = Table(title=text.title, title_justify="left")
+        for number, name in enumerate(text.header):
+            table.add_column(Text(name), justify="right" if number else "left", overflow="fold")
+        for row in text.rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+    for note in notes:
+        console.say(note)

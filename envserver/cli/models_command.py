@@ -1,0 +1,581 @@
+"""`envserver models WORD`: lists, starts, makes and probes models and engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import orjson
+from envserver_records.errors import EngineError, UsageError
+from pydantic import Field, model_validator
+
+from ..config import (
+    EngineConfig,
+    EnvironmentSettings,
+    LogFormat,
+    LogLevel,
+    OpenAIConfig,
+    SandboxConfig,
+    Section,
+    SimConfig,
+)
+from ..server_config import LoopbackHost
+from ..telemetry.redaction import printable
+from ..tokens_config import TokensConfig
+from . import lean_imports
+from .command_line import CommandSpec
+
+if TYPE_CHECKING:
+    from envserver_local.tiny.from_experts import TinyPlan
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from ..environment import Environment
+    from ..models.catalogue import ModelEntry
+    from ..models.probe import ProbeResult
+    from ..models.sim import Solver
+    from .console import Console
+
+
+class ListSettings(Section):
+    """Settings of `models list`."""
+
+    models_file: Path = EngineConfig().models_file
+    """YAML file that names the models."""
+    as_json: bool = False
+    """Print JSON instead of a table."""
+
+
+LIST = CommandSpec(
+    "models list", "Lists the named models, and how each is served and sampled.", ListSettings
+)
+
+
+def run_list(argv: list[str]) -> int:
+    """Runs the command; returns 1 if no model has a name."""
+    with lean_imports():
+        from ..models.catalogue import read_catalogue
+        from .console import Console, show_json
+
+    settings = LIST.read(argv)
+    entries = list(read_catalogue(settings.models_file).values())
+    if settings.as_json:
+        show_json([entry.model_dump(mode="json", exclude_none=True) for entry in entries])
+    elif entries:
+        Console().print(_table(entries))
+    if not entries:
+        print(f"No models: {settings.models_file} lists none.", file=sys.stderr)
+    return 0 if entries else 1
+
+
+def _table(entries: list[ModelEntry]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in ("name", "files", "by", "dtype", "tokens", "temp"):
+        table.add_column(column, overflow="fold")
+    for entry in entries:
+        sampling = [
+            "" if (value := entry.sampling.get(name)) is None else f"{value:g}"
+            for name in ("max_tokens", "temperature")
+        ]
+        dtype = f"{entry.dtype}{', 4 bit' if entry.load_in_4bit else ''}"
+        served = f" as {entry.served_name}" if entry.served_name else ""
+        table.add_row(entry.name + served, entry.files, entry.backend, dtype, *sampling)
+    return table
+
+
+_START = """Starts an engine for a model: vLLM if it is installed and starts, else the local
+engine, and says why. Prints the address when the engine is ready, restarts the engine when it
+dies, and stops it on exit. NAME is a name in models.yaml, a folder, or a name on the hub."""
+
+_START_ALIASES = {
+    name: f"engine.{name}"
+    for name in (
+        *("models_file", "backend", "port", "vllm_python", "vllm_args", "local_args"),
+        *("start_seconds", "restarts", "log"),
+    )
+}
+
+
+class StartSettings(Section):
+    """Settings of `models start`."""
+
+    name: str = Field(default="", min_length=0)
+    """Name of the model. Can be given as the first argument."""
+    log_level: LogLevel = "info"
+    """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
+    engine: EngineConfig = EngineConfig()
+
+
+START = CommandSpec(
+    "models start",
+    _START,
+    StartSettings,
+    usage="NAME",
+    arguments=("name",),
+    aliases=_START_ALIASES,
+    frequent=(
+        *("name", "engine.backend", "engine.port", "engine.vllm_args", "engine.local_args"),
+        *("engine.models_file", "engine.start_seconds", "engine.log"),
+    ),
+)
+
+PORT = 9001
+
+
+def run_start(argv: list[str]) -> int:
+    """Runs the command until a signal, or until the engine has died too often."""
+    with lean_imports():
+        from .logs import show_logs
+        from .loop import run_loop
+
+    settings = START.read(argv, defaults={"engine": {"port": PORT}})
+    if not settings.name:
+        raise UsageError(
+            "Give a model: envserver models start NAME",
+            hint="`envserver models list` shows the names.",
+        )
+    show_logs(settings)
+    run_loop(_start(settings))
+    return 0
+
+
+async def _start(settings: StartSettings) -> None:
+    from ..models.catalogue import find_model, read_catalogue
+    from ..models.manager import engine_spec, running_engine
+
+    config = settings.engine
+    entry = find_model(settings.name, read_catalogue(config.models_file), config.models_file)
+    async with running_engine(engine_spec(entry, config), tell=_say) as engine:
+        print(engine.base_url, flush=True)
+        await engine.until_lost()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+_TINY = """Trains a language model of a million parameters that answers sums and differences up
+to 9 and is sometimes right, with or without tools: a starting point from which reinforcement
+learning visibly works on a laptop. The same settings give the same weights on one machine."""
+
+
+class TinySettings(Section):
+    """Settings of `models tiny`."""
+
+    folder: Path = Path()
+    """Folder for the model. Can be given as the first argument."""
+    tasks: Literal["sums", "many", "half_sort", "half_tool"] = "sums"
+    """sums: up to 9, 155 problems. many: tens of thousands, to show that what is learned
+    generalises: sorting five digits with one answer, sums up to 99 with a calculator.
+    half_sort, half_tool: one of these two, from right answers only, ended early."""
+    seed: int = 0
+    """Seed for the experts, the initial weights and the training order."""
+    steps: int | None = Field(default=None, ge=2)
+    """Optimizer steps; fewer give a weaker model. Default: 500 (sums), 600 (many), 38 (half_sort),
+    190 (half_tool)."""
+    groups: int | None = Field(default=None, ge=1)
+    """Groups of expert rollouts for each kind of tasks. Default: 124 groups of eight (sums), 1500
+    of two (many), of one (half_sort, half_tool)."""
+    solve_probability: float | None = Field(default=None, gt=0, le=1)
+    """Fraction of rollouts that the expert solves, and about what the trained model solves.
+    Default: 0.25 (sums), 0.35 (many), 1 (half_sort, half_tool)."""
+    threads: int = Field(default=1, ge=1)
+    """Torch threads; another number gives other weights, and more help only on an idle machine."""
+    overwrite: bool = False
+    """Replace an existing tiny model."""
+
+
+TINY = CommandSpec("models tiny", _TINY, TinySettings, usage="FOLDER", arguments=("folder",))
+
+
+def run_tiny(argv: list[str]) -> int:
+    """Runs the command; prints the model's folder."""
+    with lean_imports():
+        from envserver_local.tiny.from_experts import (
+            RECIPES,
+            TinyPlan,
+            check_folder,
+            make_from_experts,
+        )
+
+        from .loop import run_loop
+
+    settings = TINY.read(argv)
+    if settings.folder == Path():
+        raise UsageError("Give a folder: envserver models tiny FOLDER")
+    check_folder(settings.folder, overwrite=settings.overwrite)
+    recipe = RECIPES[settings.tasks]
+    plan = TinyPlan(
+        tasks=settings.tasks,
+        seed=settings.seed,
+        steps=settings.steps or recipe.steps,
+        groups=settings.groups or recipe.groups,
+        solve_probability=settings.solve_probability or recipe.solve_probability,
+        threads=settings.threads,
+    )
+    with _bars() as bars:
+        view = _TinyView(bars, plan)
+        run_loop(make_from_experts(settings.folder, plan, view, overwrite=settings.overwrite))
+    print(settings.folder)
+    return 0
+
+
+class _TinyView:
+    """Shows a bar for each kind of experts and one for the training."""
+
+    def __init__(self, bars: Progress, plan: TinyPlan) -> None:
+        from envserver_local.tiny.from_experts import RECIPES
+
+        self._bars = bars
+        self._experts = {
+            mode: bars.add_task(f"experts, {mode}", total=plan.groups, visible=False, note="")
+            for mode in RECIPES[plan.tasks].flags
+        }
+        self._training = bars.add_task("training", total=plan.steps, visible=False, note="")
+
+    def experts(self, mode: str, groups: int) -> None:
+        self._bars.update(self._experts[mode], completed=groups, visible=True)
+
+    def training(self, step: int, loss: float | None) -> None:
+        note = "loading torch" if loss is None else f"loss {loss:.3f}"
+        self._bars.update(self._training, completed=step, visible=True, note=note)
+
+
+def _bars() -> Progress:
+    from rich import progress
+
+    from .console import Console
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+    )
+
+
+_SIM = """Serves the simulated engine as an OpenAI-compatible server. It is not a language
+model: it answers with correct or spoiled solutions of the tasks of --env, and random text without
+--env."""
+
+
+class SimSettings(EnvironmentSettings):
+    """Settings of `models sim`."""
+
+    host: LoopbackHost = "127.0.0.1"
+    """Address to listen on; only loopback addresses."""
+    port: int = Field(default=9001, ge=0, le=65535)
+    """Port; 0 chooses a free port."""
+    sim: SimConfig = SimConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+
+
+SIM = CommandSpec(
+    "models sim",
+    _SIM,
+    SimSettings,
+    usage="[--env NAME]",
+    frequent=(
+        *("environment", "host", "port", "sim.solve_probability", "sim.openers"),
+        *("sim.latency_seconds", "sim.seed", "log_level"),
+    ),
+)
+
+
+def run_simulated(argv: list[str]) -> int:
+    with lean_imports():
+        from ..running.simulated_server import run_sim
+        from .logs import show_logs
+        from .loop import run_loop
+
+    settings = SIM.read(argv)
+    show_logs(settings)
+    solver = _solver(settings)
+    run_loop(
+        run_sim(settings.sim, host=settings.host, port=settings.port, solver=solver, announce=_say)
+    )
+    return 0
+
+
+def _solver(settings: SimSettings) -> Solver | None:
+    """Returns the solver of the given environment, if any."""
+    from ..registry import find
+    from ..running.mix import RunSpec
+    from ..running.simulated_server import demonstration_solver
+    from .loop import run_loop
+
+    if settings.environment is None:
+        return None
+    line = RunSpec(settings, settings.environment, find(settings.environment))
+    environment = line.make_environment()
+    if environment.sandbox is None:
+        return demonstration_solver(environment, settings.env.split)
+    return run_loop(_with_sandboxes(environment, settings))
+
+
+async def _with_sandboxes(environment: Environment, settings: SimSettings) -> Solver:
+    """Returns the solver of an environment whose tasks need a sandbox to be read."""
+    import asyncio
+
+    from ..running.sandboxes import sandboxes_of
+    from ..running.simulated_server import demonstration_solver
+
+    async with sandboxes_of(environment, settings.sandbox):
+        return await asyncio.to_thread(demonstration_solver, environment, settings.env.split)
+
+
+_PROBE = """Sends about a dozen tiny requests to an engine and shows what it can do: how exactly
+its tokens can be recorded, what is missing, and how to fix it. Several addresses (separated by
+commas) are probed one by one, and their differences are shown."""
+
+
+class ProbeSettings(Section):
+    """Settings of `models probe`."""
+
+    url: list[str] = Field(default_factory=list)
+    """Addresses of engines, with or without `http://`; unset: those of openai.base_url."""
+    log_level: LogLevel = "error"
+    """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
+    as_json: bool = Field(default=False)
+    """Print JSON instead of a table."""
+    openai: OpenAIConfig = OpenAIConfig()
+    tokens: TokensConfig = TokensConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _addresses(cls, values: dict[str, Any]) -> dict[str, Any]:
+        urls = [url.strip() for url in ",".join(values.get("url") or []).split(",") if url.strip()]
+        if not urls:
+            return values
+        whole = [url if "://" in url else f"http://{url}" for url in urls]
+        return {**values, "openai": {**values.get("openai", {}), "base_url": whole}}
+
+
+PROBE = CommandSpec("models probe", _PROBE, ProbeSettings, usage="URL...", arguments=("url",))
+
+_TRIES = 2
+
+
+def run_probe(argv: list[str]) -> int:
+    """Runs the command; returns 1 if an engine does not answer."""
+    with lean_imports():
+        from .logs import show_logs
+        from .loop import run_loop
+
+    settings = PROBE.read(argv)
+    show_logs(settings)
+    return run_loop(_probe_all(settings))
+
+
+async def _probe_all(settings: ProbeSettings) -> int:
+    import asyncio
+
+    urls = settings.openai.base_urls
+    outcomes = await asyncio.gather(
+        *(_probe(url, settings) for url in urls), return_exceptions=True
+    )
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
+            raise outcome
+    probed = [outcome for outcome in outcomes if isinstance(outcome, ProbedEngine)]
+    show = print_json if settings.as_json else print_table
+    show(probed, differences(probed))
+    for url, outcome in zip(urls, outcomes, strict=True):
+        if isinstance(outcome, EngineError):
+            print(printable(f"envserver: {url}: {outcome}", keep="\n"), file=sys.stderr)
+    return 0 if len(probed) == len(urls) else 1
+
+
+async def _probe(url: str, settings: ProbeSettings) -> ProbedEngine:
+    import asyncio
+
+    from ..models.openai import OpenAIEngine
+    from ..models.probe import probe
+    from ..proxy.endpoint import capabilities_of
+
+    config = settings.openai.model_copy(update={"base_url": url})
+    async with OpenAIEngine(config, tries=_TRIES) as engine:
+        model = await engine.model_name()
+        probe_result = await probe(engine, wanted=config.mode, model=model)
+    capabilities = await asyncio.to_thread(
+        capabilities_of, probe_result, settings.tokens, config.default_template_kwargs
+    )
+    return ProbedEngine(
+        url=url,
+        probe_result=probe_result,
+        tokenizer=capabilities.folder,
+        template_kwargs=capabilities.format.defaults if capabilities.format else {},
+        not_stitched=capabilities.why_not or None,
+    )
+
+
+_MODES = {
+    "tokens": "token ids in, token ids out",
+    "completions": "token ids in and out by /v1/completions, messages by chat",
+    "chat": "messages in, token ids out: each call has a separate prompt",
+    "opaque": "messages in and out, no token ids: text only, cannot be used for RL",
+}
+_LOGPROBS = {
+    "raw": "raw: from the model, before temperature",
+    "processed": "processed: after temperature and other sampling settings",
+    "unknown": "unknown whether raw or processed",
+}
+_BETTER = {
+    "tokens": "Mode tokens",
+    "completions": "Mode completions",
+    "chat": "Mode chat",
+    "tools": "Tool calls",
+    "pausable": "Pausing",
+}
+
+
+class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """The probe result of one address.
+
+    Args:
+        tokenizer: the folder of the model's tokenizer and chat template.
+        template_kwargs: variables that the engine gives to every chat template, configured or
+            detected.
+        not_stitched: why conversations cannot be continued from recorded tokens.
+    """
+
+    url: str
+    probe_result: ProbeResult
+    tokenizer: Path | None
+    template_kwargs: dict[str, Any]
+    not_stitched: str | None
+
+
+def differences(probed: Sequence[ProbedEngine]) -> list[str]:
+    """Returns the differences between replicas of one engine, one line each."""
+    lines = []
+    facts = [_facts(one) for one in probed]
+    for name in facts[0] if facts else ():
+        values = [_short(fact[name]) for fact in facts]
+        if len(set(values)) > 1:
+            addresses = [f"{value} at {one.url}" for value, one in zip(values, probed, strict=True)]
+            lines.append(f"{name}: {', '.join(addresses)}")
+    return lines
+
+
+def _facts(probed: ProbedEngine) -> dict[str, Any]:
+    facts: dict[str, Any] = msgspec.to_builtins(probed.probe_result)
+    del facts["reasons"]
+    echoes = facts.pop("echoes")
+    facts["prompts"] = f"{[len(echo['prompt_ids']) for echo in echoes]} tokens"
+    return facts
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "unknown" if value in (None, "") else str(value)
+
+
+def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:
+    """Prints one JSON object on stdout."""
+    from .console import show_json
+
+    engines = [
+        {
+            "url": one.url,
+            **msgspec.to_builtins(one.probe_result),
+            "tokenizer": str(one.tokenizer) if one.tokenizer else None,
+            "template_kwargs": one.template_kwargs,
+            "stitching": one.not_stitched is None,
+            "not_stitched": one.not_stitched,
+        }
+        for one in probed
+    ]
+    show_json({"engines": engines, "differences": list(different)})
+
+
+def print_table(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:
+    """Prints one table for each address on stdout, and possible improvements."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from .console import Console
+
+    console = Console(highlight=False, markup=False)
+    for one in probed:
+        console.print(Text(one.url, style="bold"))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in _rows(one):
+            table.add_row(f"  {name}", value)
+        console.print(table)
+        _print_list(console, "To improve this:", list(_better(one)))
+        console.print()
+    _print_list(console, "THESE REPLICAS DIFFER:", different, style="bold red")
+
+
+def _print_list(
+    console: Console, title: str, lines: Sequence[str], style: str = "bold yellow"
+) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not lines:
+        return
+    console.print(Text(title, style=style))
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row("  -", line)
+    console.print(table)
+
+
+def _rows(probed: ProbedEngine) -> Iterator[tuple[str, str]]:
+    probe_result = probed.probe_result
+    root = probe_result.root if probe_result.root not in (None, probe_result.model) else None
+    yield "server", probe_result.server or "unknown"
+    yield "model", f"{probe_result.model} (from {root})" if root else probe_result.model
+    yield (
+        "context",
+        f"{probe_result.max_model_len} tokens" if probe_result.max_model_len else "unknown",
+    )
+    yield "mode", f"{probe_result.mode}: {_MODES[probe_result.mode]}"
+    yield "tool calls", _yes(probe_result.tools)
+    yield "reasoning", "parsed by the engine" if probe_result.reasoning_parser else "not parsed"
+    yield "logprobs", _LOGPROBS[probe_result.logprobs]
+    yield "weight versions", "for each token" if probe_result.weight_versions else "not reported"
+    yield "pause, resume", _yes(probe_result.pausable)
+    yield "metrics", _yes(probe_result.metrics)
+    yield "tokenizer", str(probed.tokenizer) if probed.tokenizer else "not found"
+    if probed.template_kwargs:
+        yield "template variables", orjson.dumps(probed.template_kwargs).decode()
+    yield "stitching", _stitching(probed)
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
+
+
+def _stitching(probed: ProbedEngine) -> str:
+    if probed.not_stitched is not None:
+        return f"no: {probed.not_stitched}"
+    if not probed.probe_result.tools:
+        return "yes: prompts rendered here match the engine's"
+    return "yes: prompts rendered here match the engine's, also with tools"
+
+
+def _better(probed: ProbedEngine) -> Iterator[str]:
+    """Returns what the engine lacks, why, and how to fix it, grouped by reason."""
+    reasons = probed.probe_result.reasons
+    for reason in dict.fromkeys(reasons.values()):
+        names = [_BETTER[name] for name, why in reasons.items() if why == reason]
+        yield f"{', '.join(names)}: {reason}"
