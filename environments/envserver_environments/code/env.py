@@ -34,13 +34,17 @@ from envserver import (
 )
 
 from .agent import Mode, solve
-from .cheats import known_results
-from .data_sets import a_constant_passes, normalised, read_problem
-from .demonstrations import demonstrate
+from .data_sets import (
+    DATA,
+    MAX_INSTRUCTION_CHARACTERS,
+    Problem,
+    a_constant_passes,
+    normalised,
+    read_problem,
+)
 from .extraction import MAX_CODE_CHARACTERS
 from .hoisting import NotHoistable, hoisted
-from .loading import DATA
-from .problem import MAX_INSTRUCTION_CHARACTERS, Problem
+from .known import demonstrate, known_results
 from .prompts import SOLUTION, ShowTests, question
 from .running import SPEC
 from .scoring import References, ScoringRules, checked, score_rollout

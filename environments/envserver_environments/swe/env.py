@@ -50,19 +50,14 @@ from envserver import (
     Task,
 )
 
-from .agent import AgentKind, patch_in, solve
-from .asking import Terminal, asked_task
-from .cheats import known_results, result_of
-from .demonstrations import demonstrate
+from .agent import CONFIRM, AgentKind, AgentOptions, patch_in, solve
 from .grading import Container, Verdict, grade
 from .images import ImageFiles, ImageRules, Images, image_of
-from .loading import HUBS, named, read_row
-from .local_tasks import folder_rows, task_folders
+from .known import demonstrate, known_results, result_of
+from .loading import HUBS, folder_rows, named, read_row, task_folders
 from .prompts import task_prompt
-from .repositories import SPEC, base_tree, limits_of, workspace
-from .rules import AgentOptions
+from .repositories import SPEC, Terminal, asked_task, base_tree, limits_of, workspace
 from .sample import hidden_tests, sample_tasks, write_folder
-from .watching import CONFIRM
 
 DataSetName = Literal[
     "sample", "swe_bench", "swe_bench_lite", "swe_bench_verified", "swe_gym", "swe_smith", "r2e"

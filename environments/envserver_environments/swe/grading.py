@@ -27,8 +27,7 @@ from msgspec import structs
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
-from .answers import VeiledAnswer
-from .hoisting import Answer, hoist
+from .hoisting import Answer, VeiledAnswer, hoist
 from .images import ImageRules
 from .patches import PatchError, apply_changes, read_patch, split_protected
 from .repositories import GRADING_PRELOAD
