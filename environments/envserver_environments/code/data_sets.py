@@ -1,4 +1,4 @@
-"""Converts rows of data sets to `Problem`, by what their fields are. Pure; runs nothing.
+"""Loads data sets, and converts rows to `Problem`s by what their fields are. Runs nothing.
 
 The tests decide what is to be written: a function that they name or call, else a program that reads
 and prints. Tests that cannot be split into calls and claims are left out.

@@ -50,12 +50,22 @@ from envserver import (
 )
 
 from .agent import AgentOptions, Mode, harness_task, solve
-from .data_sets import DataSet, MultiHopQuestion, read_item, single_rows, why_unusable
-from .demonstrations import demonstrate
-from .known import known_answers
-from .loading import DATA, different, own_passages, read_aliases, read_context, read_corpus
+from .data_sets import (
+    DATA,
+    DataSet,
+    MultiHopQuestion,
+    different,
+    own_passages,
+    read_aliases,
+    read_context,
+    read_corpus,
+    read_item,
+    single_rows,
+    why_unusable,
+)
+from .known import demonstrate, known_answers
 from .scoring import last_answer, parse_answer, score_rollout
-from .serving import MAX_TOP_K, Scope, corpus_services, external_services
+from .shelf import MAX_TOP_K, Scope, corpus_services, external_services
 
 
 class Mhqa(DataEnvironment):

@@ -35,8 +35,7 @@ from envserver import (
 from envserver.rows.sources import every_row
 
 from .agent import ROUTER, final_answer, solve
-from .demonstrations import demonstrate
-from .known import known_answers
+from .known import demonstrate, known_answers
 from .loading import (
     DATA,
     SAMPLE,
@@ -46,10 +45,10 @@ from .loading import (
     answer_of,
     hidden_part,
     public_part,
+    query_tasks,
     read_documents,
     read_problem,
 )
-from .queries import query_tasks
 from .scoring import last_plan, score_rollout
 from .subagents import SUBAGENTS
 

@@ -6,8 +6,8 @@ Pure. Options are found as in `envserver_environments.answers`, words as in `mhq
 from __future__ import annotations
 
 from envserver_environments.answers import choice_index, last_boxed, option_index
-from envserver_environments.mhqa.extraction import extract_answer
 from envserver_environments.mhqa.metrics import normalize_answer
+from envserver_environments.mhqa.scoring import extract_answer
 from envserver_tools.visible import visible_text
 
 from .agent import AgentAnswer

@@ -19,10 +19,9 @@ from envserver_environments.gaia.scoring import question_scorer
 from envserver_environments.math.agent import run_command
 from envserver_environments.math.data_sets import read_problem
 from envserver_environments.mhqa.agent import numbered_list
-from envserver_environments.mhqa.extraction import extract_answer
 from envserver_environments.mhqa.metrics import answer_measure
-from envserver_environments.mhqa.scoring import parse_answer, why_refused
-from envserver_environments.router.course_metrics import course_metrics
+from envserver_environments.mhqa.scoring import extract_answer, parse_answer, why_refused
+from envserver_environments.router.course import course_metrics
 from envserver_environments.router.plans import PlanError, read_plan
 from envserver_environments.tau.evaluation.checks import Strictness, information_given
 from envserver_environments.video.agent import AgentAnswer
