@@ -24,7 +24,6 @@ from envserver_tools.retrieval import (
 
 from envserver import Caller, InputError, PublicTask, Rollout, Service
 
-
 # question   in the worker, over the passages in the task
 # corpus     a service of the server, which holds one index for all agents
 # external   a service of the server, which calls an external retriever

@@ -18,9 +18,8 @@ from .domains.toolkit import Requestor
 from .domains.world import Domain
 from .episodes import Episode, EpisodeRules
 from .prompts import agent_prompt
-from .speaking import ModelSpeaker, Speaker, Utterance
+from .speaking import ModelSpeaker, Speaker, TextSpeaker, Utterance
 from .tasks import TauMessage, has_text, read_task
-from .texting import TextSpeaker
 from .users import UserKind, customer_of
 from .wire import as_openai, seen_by
 

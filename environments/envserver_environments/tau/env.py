@@ -37,17 +37,15 @@ from envserver import (
 )
 
 from .agent import AGENT, Manner, Protocol, solve
-from .demonstrations import demonstrate
-from .domains.kinds import KINDS, OWN, find_domain
+from .domains.loading import KINDS, OWN, find_domain
 from .domains.world import Domain
 from .episodes import COMPLETE, GREETING, STOP, Episode, EpisodeRules
 from .evaluation import Strictness
-from .judging import verdicts
-from .known import known_conversations
-from .rows import RecordedTask, read_recorded_task, replayed
-from .scoring import score_conversation
+from .known import demonstrate, known_conversations
+from .replays import RecordedTask, read_recorded_task, replayed
+from .scoring import score_conversation, verdicts
+from .speaking import as_texts
 from .tasks import TauTask, read_task
-from .texting import as_texts
 from .users import USER, UserKind
 
 MINI = "mini_"

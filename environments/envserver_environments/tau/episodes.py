@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from .domains.toolkit import Requestor, with_whole_numbers
 from .domains.world import Domain
-from .states import start
-from .tasks import TauMessage, TauTask, has_text
+from .tasks import TauMessage, TauTask, has_text, start
 
 GREETING = "Hi! How can I help you today?"
 """The assistant's first message if a task has no message history (tau2-bench's words)."""

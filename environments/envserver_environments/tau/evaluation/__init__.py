@@ -1,1 +1,0 @@
-"""Rewards of a conversation: tau2-bench's, and a stricter one."""
