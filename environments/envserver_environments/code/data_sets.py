@@ -19,7 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.roles import (
+from envserver_environments.rows import (
+    DataSets,
+    Division,
+    Hub,
+    Row,
     decoded,
     last_message,
     missing,
@@ -27,7 +31,6 @@ from envserver_environments.roles import (
     table_of,
     value_at,
 )
-from envserver_environments.rows import DataSets, Division, Hub, Row
 
 from envserver import InputError, Split
 

@@ -13,8 +13,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of, name_of
-from envserver_environments.usable import DataEnvironment, made
+from envserver_environments.rows import (
+    DataEnvironment,
+    NumberedRow,
+    Row,
+    RowsConfig,
+    id_of,
+    made,
+    name_of,
+)
 from pydantic import Field, field_validator
 
 from envserver import (

@@ -12,8 +12,7 @@ from envserver import KnownResult, Message, Result, Task
 
 from .agents import Kind
 from .agents.prompts import FAILED, NO_CALL, NO_CODE, OBSERVED, TOOL_FAILED
-from .scoring import MAX_ANSWER_CHARACTERS, question_scorer
-from .verdict import Terms
+from .scoring import MAX_ANSWER_CHARACTERS, Terms, question_scorer
 
 
 def demonstrate(task: Task, agent: Kind, planning_interval: int | None) -> list[Message]:

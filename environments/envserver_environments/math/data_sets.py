@@ -21,7 +21,9 @@ from math import isfinite
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
-from envserver_environments.roles import (
+from envserver_environments.rows import (
+    FirstOption,
+    Row,
     by_label,
     decoded,
     last_message,
@@ -30,7 +32,6 @@ from envserver_environments.roles import (
     table_of,
     value_at,
 )
-from envserver_environments.rows import FirstOption, Row
 
 from envserver import InputError
 

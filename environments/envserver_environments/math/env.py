@@ -12,14 +12,16 @@ from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
 from envserver_environments.rows import (
+    DataEnvironment,
     NumberedRow,
     OptionRowsConfig,
     Row,
     first_option,
     id_of,
+    made,
+    mixed,
     name_of,
 )
-from envserver_environments.usable import DataEnvironment, made, mixed
 from envserver_tools.visible import visible_text
 from pydantic import Field, field_validator
 

@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.options import option_place, options_of
-from envserver_environments.roles import (
+from envserver_environments.rows import (
+    DataSets,
+    FirstOption,
+    Hub,
+    Row,
     decoded,
     last_message,
     missing,
@@ -29,7 +33,6 @@ from envserver_environments.roles import (
     text_of,
     value_at,
 )
-from envserver_environments.rows import DataSets, FirstOption, Hub, Row
 from envserver_tools.retrieval import Passage, passages_from
 
 from envserver import ConfigError, InputError, NotFoundError

@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from envserver_environments.rows import (
+    DataEnvironment,
     FirstOption,
     NumberedRow,
     OptionRowsConfig,
     Row,
     first_option,
     id_of,
+    made,
+    mixed,
 )
-from envserver_environments.usable import DataEnvironment, made, mixed
 from envserver_tools.retrieval import Passage, RetrieverSettings
 from pydantic import Field, field_validator, model_validator
 

@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from envserver_environments.code.running import SPEC
-from envserver_environments.roles import missing
-from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of, name_of
-from envserver_environments.usable import DataEnvironment, made
+from envserver_environments.rows import (
+    DataEnvironment,
+    NumberedRow,
+    Row,
+    RowsConfig,
+    id_of,
+    made,
+    missing,
+    name_of,
+)
 from pydantic import BeforeValidator, Field
 
 from envserver import (

@@ -17,8 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.roles import decoded, missing, roles_of, table_of
-from envserver_environments.rows import DataSets, Division, Hub, Row
+from envserver_environments.rows import (
+    DataSets,
+    Division,
+    Hub,
+    Row,
+    decoded,
+    missing,
+    roles_of,
+    table_of,
+)
 
 from envserver import ConfigError, InputError, NotFoundError, Task
 from envserver.rows.sources import every_row

@@ -20,15 +20,16 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from envserver_environments.rows import (
+    DataEnvironment,
     NumberedRow,
     Row,
     RowsConfig,
     file_rows,
     hub_rows,
     id_of,
+    made,
     name_of,
 )
-from envserver_environments.usable import DataEnvironment, made
 from envserver_records.extras import install_command
 from envserver_tools.visible import visible_text
 from pydantic import Field

@@ -23,8 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.roles import decoded, missing, roles_of, table_of
-from envserver_environments.rows import Hub, NumberedRow, Row
+from envserver_environments.rows import Hub, NumberedRow, Row, decoded, missing, roles_of, table_of
 
 from envserver import InputError, Task
 

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import id_of
-from envserver_environments.usable import DataEnvironment, copied, mixed
+from envserver_environments.rows import DataEnvironment, copied, id_of, mixed
 from pydantic import Field, field_validator
 
 from envserver import (

@@ -194,7 +194,7 @@ def set_up(domain: Domain, task: TauTask) -> World:
 
 
 def replay_messages(world: World, messages: Sequence[TauMessage]) -> None:
-    """Repeats the calls of `messages` that change data; their results must equal the recorded ones."""
+    """Repeats the calls that change data; their results must equal the recorded ones."""
     for call, recorded in calls_with_results(messages):
         tool = world.tool(call["name"])
         if tool is None or not tool.mutates:

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.usable import copied
+from envserver_environments.rows import copied
 
 from envserver import (
     Caller,

@@ -25,13 +25,13 @@ from envserver import PublicTask, Rollout
 
 from .agent import Agent, AgentAnswer, Protocol
 from .context import VideoContext
-from .frames.viewing import FrameViewer
 from .prompts import about, question, reports, system_prompt
-from .reading import final_answer, same_answer
+from .scoring import final_answer, same_answer
 from .tools import (
     MAX_ANSWER_CHARACTERS,
     TOOLS_OF,
     Finished,
+    FrameViewer,
     finish_tool,
     video_tools,
 )

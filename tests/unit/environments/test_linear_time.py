@@ -25,8 +25,7 @@ from envserver_environments.router.course import course_metrics
 from envserver_environments.router.plans import PlanError, read_plan
 from envserver_environments.tau.evaluation import Strictness, information_given
 from envserver_environments.video.agent import AgentAnswer
-from envserver_environments.video.reading import option_of, words_of
-from envserver_environments.video.scoring import cites_evidence
+from envserver_environments.video.scoring import cites_evidence, option_of, words_of
 from envserver_tools.protocol import parse_message
 from support.cases import cases_of
 from support.extent import WHOLE

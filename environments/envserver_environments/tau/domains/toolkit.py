@@ -190,9 +190,9 @@ def _shown(value: Any) -> Any:
     raise ValueError(f"Unsupported type: {type(value)}")
 
 
-# tau2-bench's `calculate` evaluates what consists of digits, + - * / ( ) . and blanks as Python and rounds to two
-# decimals. Here the tree is walked instead; what differs is only that numbers of more than 100,000
-# bits are refused at once, with the error that Python would raise after minutes.
+# tau2-bench's `calculate` evaluates digits, + - * / ( ) . and blanks as Python and rounds to two
+# decimals. Here the tree is walked instead, and numbers of more than 100,000 bits are refused at
+# once, with the error that Python would raise after minutes.
 
 _ALLOWED = "0123456789+-*/(). "
 _MAX_BITS = 100_000
