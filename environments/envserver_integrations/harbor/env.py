@@ -43,8 +43,7 @@ from envserver import (
 )
 
 from .folders import MOST_BYTES, HarborTask, fetches, read_task, task_folders
-from .grading import grade
-from .workspace import changed, changes_in
+from .grading import changed, changes_in, grade
 
 SPEC = SandboxSpec(
     preload=(*PRELOAD, "tarfile", "hashlib"),
