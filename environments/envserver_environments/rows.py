@@ -188,7 +188,6 @@ def rows_within(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
 
 
 def _first(row: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any] | None:
-    """The first name that has a value, and the value."""
     values = ((name, value_at(row, name)) for name in names)
     return next((one for one in values if not isinstance(one[1], bool | None)), None)
 

@@ -101,7 +101,6 @@ def _functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
 
 
 def _parameters(function: ast.FunctionDef, values: Values) -> Iterator[Values]:
-    """The parameters of each of pytest's runs of a test."""
     match function.decorator_list:
         case [ast.Call(func=ast.Attribute(attr="parametrize"), args=[names, rows])]:
             tree = parsed(re.sub("['\"]", "", ast.unparse(names)))
@@ -301,7 +300,6 @@ def _name_in(tests: Mapping[str, Any]) -> str:
 
 
 def _lines(value: Any) -> str:
-    """Text of a program; some rows hold its lines one by one, and its words."""
     if not isinstance(value, list):
         return str(value)
     lines = [" ".join(map(str, line)) if isinstance(line, list) else str(line) for line in value]
@@ -499,7 +497,6 @@ def _tests(row: Row, found: Mapping[str, Any]) -> tuple[list[RowTests], list[Row
 
 
 def _entry_point(found: Mapping[str, Any], tests: list[RowTests], starter: str, code: str) -> str:
-    """The function that the tests call; "": they are of a program."""
     name = found.get("entry_point") or next((one.name for one in tests if one.name), "")
     if isinstance(name, str) and name:
         return name.strip().rpartition(".")[2]
@@ -537,7 +534,6 @@ def _preamble(stub: str, entry_point: str) -> str:
 
 
 def _reference(value: Any) -> str | None:
-    """The first solution in Python."""
     value = decoded(value)
     if isinstance(value, Mapping):  # CodeContests
         pairs = zip(value.get("language") or (), value.get("solution") or (), strict=False)

@@ -193,7 +193,6 @@ class Code(DataEnvironment):
 
 
 def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
-    """The tests in a file, one a line."""
     if not entry_point:
         raise InputError("Tests need the name of the function.", hint="Give --entry_point.")
     try:
@@ -212,7 +211,6 @@ def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
 
 
 def _usable(row: Row, data_set: str, columns: Mapping[str, str]) -> Problem:
-    """The problem in a row of a data set."""
     problem = read_problem(row, data_set, columns)
     if len(problem.instruction) > MAX_INSTRUCTION_CHARACTERS:
         raise InputError("The instruction is too long.")

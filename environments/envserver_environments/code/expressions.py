@@ -289,8 +289,6 @@ Scope = Mapping[str, Any]
 
 
 class _Evaluator:
-    """Evaluates one expression, within its time."""
-
     def __init__(self) -> None:
         self._end = time.thread_time() + MAX_CPU_SECONDS
 

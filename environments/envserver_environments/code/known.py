@@ -7,11 +7,12 @@ status, the process, its output, `==`, or the files around it. Here each must sc
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 import zlib
 from collections.abc import Iterator
+
+from envserver_environments.demonstrations import call_message, text_message
 
 from envserver import KnownResult, Message, Result, Task
 
@@ -116,23 +117,18 @@ def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
     code, output = task.hidden.get("code"), task.hidden.get("output")
     if not code:
         return None
-    answer: Message = {"role": "assistant", "content": output or fenced(code)}
+    answer = text_message(output or fenced(code))
     if mode == "single":
         return [answer]
     # Both ways to end are shown, each for half of the tasks.
     by_call = zlib.crc32(task.id.encode()) % 2 == 0
-    return [_call("run_tests", code), _call("submit", code) if by_call else answer]
+    last = call_message("submit", code=code) if by_call else answer
+    return [call_message("run_tests", code=code), last]
 
 
 def fenced(code: str) -> str:
     """`code` as a model writes it in a text."""
     return f"```python\n{code.strip()}\n```"
-
-
-def _call(name: str, code: str) -> Message:
-    function = {"name": name, "arguments": json.dumps({"code": code}, ensure_ascii=False)}
-    call = {"id": f"call_{name}", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 FAST_EVERY = 2
@@ -433,7 +429,6 @@ def known_results(task: Task, *, partial_credit: bool = False) -> Iterator[Known
 
 
 def _wrong_programs(task: Task, most: float) -> Iterator[KnownResult]:
-    """Wrong programs for a task that asks for a whole program."""
     code, visible = task.hidden.get("code"), task.public["tests"]
     wrong = {what: textwrap.dedent(program) for what, program in PROGRAMS.items()}
     if visible:

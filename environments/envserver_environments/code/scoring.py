@@ -67,7 +67,6 @@ def agreement(program: Mapping[int, Any], reference: Mapping[int, Any]) -> float
 
 
 def _read(call: str) -> tuple[str, list[Any]] | None:
-    """Returns the name and arguments of a call with plain arguments, else None."""
     try:
         tree = ast.parse(call, mode="eval").body
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.keywords:

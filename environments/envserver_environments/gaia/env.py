@@ -273,7 +273,6 @@ class Gaia(DataEnvironment):
         )
 
     def _read(self, item: GaiaQuestion | str) -> Task | str:
-        """The task of a row, or why it is not used."""
         if isinstance(item, str):
             return item
         if item.level not in self.config.levels:
@@ -305,7 +304,6 @@ class Gaia(DataEnvironment):
 
 
 def _task(item: GaiaQuestion, most_bytes: int) -> Task:
-    """The task of an item."""
     files = []
     if item.attachment is not None:
         suffix = item.attachment.suffix.lower()

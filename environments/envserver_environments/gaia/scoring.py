@@ -410,6 +410,5 @@ def _was_leaked(task: Task, result: Result, trail: Trail) -> bool:
 
 
 def _was_observed(answer: str, observed: str) -> bool:
-    """Returns whether each part of the answer occurred in an observation."""
     seen = observed.casefold()
     return all(part.strip().casefold() in seen for part in answer.split(","))

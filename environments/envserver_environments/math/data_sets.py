@@ -272,7 +272,6 @@ def _is_number(text: str) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A text or a number as text; anything else is not an answer."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):

@@ -492,7 +492,6 @@ def _raised(found: re.Match[str]) -> str:
 
 
 def _are_words(blank: str, words: str) -> bool:
-    """Returns whether letters behind a number are words, and not factors."""
     if measure(words) is not None:
         return len(words) > 1 or not words.isascii()
     return bool(blank) and re.fullmatch(r"[A-Za-z]{3,}(?:\s+[A-Za-z]{3,})*\s*", words) is not None
@@ -508,7 +507,6 @@ def _power_of_ten(found: re.Match[str]) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """Returns the fraction that a repeating decimal is."""
     whole, fixed, repeated = found.groups()
     before = int(f"0{whole}{fixed}")
     after = int(f"{before}{repeated}")

@@ -81,7 +81,7 @@ def score_entry(name: str, entry: Entry, answer: str, *, partial_credit: bool) -
         partial_credit: pass scores between 0 and 1 on; otherwise only a full score counts, since
             several scorers pay for a matching prefix or for garbage.
     """
-    answer = _plain(answer)
+    answer = answer.replace("\\times", "×").replace("\\cdot", "*").strip().strip("$").strip()
     if name == "polynomial_multiplication":
         # Its own scorer hands the answer to Python's `eval`.
         return float(equal_polynomials(answer, entry["answer"]))
@@ -101,10 +101,6 @@ def _check_allowed(name: str) -> None:
         raise ConfigError(
             f"The generator {name!r} is not allowed.", hint=f"Allowed: {', '.join(ALLOWED)}."
         )
-
-
-def _plain(answer: str) -> str:
-    return answer.replace("\\times", "×").replace("\\cdot", "*").strip().strip("$").strip()
 
 
 @functools.lru_cache(maxsize=64)

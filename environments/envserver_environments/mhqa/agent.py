@@ -109,8 +109,6 @@ def _shelf(task: PublicTask, run: Rollout, rules: AgentOptions) -> Shelf:
 
 @dataclass(frozen=True)
 class _Submission:
-    """The submitted answer, and the last text."""
-
     answer: str | None
     text: str
 

@@ -251,7 +251,6 @@ class Mhqa(DataEnvironment):
         return read_aliases(self.config.aliases_path)
 
     def _corpus(self) -> Iterator[Passage]:
-        """Returns the corpus of the settings, else all passages of the data sets."""
         if self.config.corpus_path is not None:
             return different(read_corpus(self.config.corpus_path))
         return different(self._all_passages())

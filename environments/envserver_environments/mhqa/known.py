@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from envserver_environments.demonstrations import call_message, text_message
 from envserver_tools.retrieval import passages_from
 
 from envserver import KnownResult, Message, Result, Task
@@ -87,7 +88,6 @@ def _several_said(golds: list[str]) -> Iterator[KnownResult]:
 
 
 def _near_ones(task: Task, gold: str) -> Iterator[tuple[str, str]]:
-    """Answers that are not the right one, but share words with it."""
     yield "two answers, and", f"{gold} and {OTHER}"
     yield "two answers, comma", f"{gold}, {OTHER}"
     yield "two answers, slash", f"{gold} / {OTHER}"
@@ -107,7 +107,6 @@ def _near_ones(task: Task, gold: str) -> Iterator[tuple[str, str]]:
 
 
 def _resting_on(task: Task) -> dict[str, Any]:
-    """Returns the evidence of the right answer, as the agent returns it."""
     passages = task.public["passages"]
     facts = [
         [passages[name]["title"] if isinstance(name, int) else name, number]
@@ -126,7 +125,6 @@ def _text_result(text: str) -> Result:
 
 
 def _output(answer: str | None, text: str = "") -> dict[str, Any]:
-    """Returns an output of the agent."""
     return {"answer": answer, "text": text, "facts": [], "passages": [], "evidence": []}
 
 
@@ -159,7 +157,7 @@ def _with_tools(task: Task) -> list[Message]:
     asked = queries(task)
     plan = "\n".join(f"{number}. {query}" for number, query in enumerate(asked, start=1))
     searches = [
-        _call(f"call_{number}", "search", _thought(task, number, plan), query=query[:300])
+        call_message("search", _thought(task, number, plan), query=query[:300])
         for number, query in enumerate(asked, start=1)
     ]
     facts = [[_title(task, name), number] for name, number in task.hidden["supporting"]]
@@ -167,7 +165,7 @@ def _with_tools(task: Task) -> list[Message]:
     rest: dict[str, Any] = {"supporting_facts": facts} if facts else {}
     if task.hidden["evidences"]:
         rest["evidence"] = [ways[0] for ways in task.hidden["evidences"]]
-    last = _call("call_finish", "finish", f"So the answer is {answer}.", answer=answer, **rest)
+    last = call_message("finish", f"So the answer is {answer}.", answer=answer, **rest)
     return [*searches, last]
 
 
@@ -177,8 +175,8 @@ def _with_texts(task: Task) -> list[Message]:
     messages = []
     for number, query in enumerate(asked, start=1):
         call = json.dumps({"tool": "search", "args": {"query": query[:300]}}, ensure_ascii=False)
-        messages.append(_text(f"THOUGHT: {_thought(task, number, plan)}\nTOOL_CALL: {call}"))
-    return [*messages, _text(f"THOUGHT: Now I know.\nFINAL: {task.hidden['golds'][0]}")]
+        messages.append(text_message(f"THOUGHT: {_thought(task, number, plan)}\nTOOL_CALL: {call}"))
+    return [*messages, text_message(f"THOUGHT: Now I know.\nFINAL: {task.hidden['golds'][0]}")]
 
 
 def _with_tags(task: Task) -> list[Message]:
@@ -188,21 +186,20 @@ def _with_tags(task: Task) -> list[Message]:
     for number, query in enumerate(asked, start=1):
         tag = "plan" if number == 1 else "reflection"
         thought = f"<{tag}>{_thought(task, number, plan)}</{tag}>"
-        messages.append(_text(f"{thought}\n<wiki_search>{query}</wiki_search>"))
-    return [*messages, _text(f"<answer>{task.hidden['golds'][0]}</answer>")]
+        messages.append(text_message(f"{thought}\n<wiki_search>{query}</wiki_search>"))
+    return [*messages, text_message(f"<answer>{task.hidden['golds'][0]}</answer>")]
 
 
 def _by_script(task: Task) -> list[Message]:
     gold = str(task.hidden["golds"][0])
     steps = task.hidden["decomposition"][:MAX_HOPS] or [(task.public["question"], gold)]
     plan = "\n".join(f"{number}. {step[0]}" for number, step in enumerate(steps, start=1))
-    notes = [_text(f"The passages say it.\nAnswer: {answer}") for _, answer in steps]
+    notes = [text_message(f"The passages say it.\nAnswer: {answer}") for _, answer in steps]
     assert len(numbered_list(plan)) == len(steps)
-    return [_text(plan), *notes, _text(f"Answer: {gold}")]
+    return [text_message(plan), *notes, text_message(f"Answer: {gold}")]
 
 
 def _thought(task: Task, number: int, plan: str) -> str:
-    """Returns the text before the search of that number."""
     if number == 1:
         return f"I must find:\n{plan}"
     steps = task.hidden["decomposition"]
@@ -212,13 +209,3 @@ def _thought(task: Task, number: int, plan: str) -> str:
 def _title(task: Task, name: str | int) -> str:
     passages = task.public["passages"]
     return str(passages[name]["title"]) if isinstance(name, int) else name
-
-
-def _text(content: str) -> Message:
-    return {"role": "assistant", "content": content}
-
-
-def _call(call_id: str, tool: str, content: str, **arguments: Any) -> Message:
-    function = {"name": tool, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    call = {"id": call_id, "type": "function", "function": function}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}

@@ -316,7 +316,6 @@ def _keys_of_titles(task: Task, facts: list[tuple[str, int]]) -> list[str]:
 
 
 def _several(text: str) -> bool:
-    """Returns whether `text` offers a choice: by "or", or by a list separator."""
     return bool(_SEPARATORS.search(text.strip())) or "or" in normalize_answer(text).split()
 
 

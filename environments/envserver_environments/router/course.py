@@ -249,7 +249,6 @@ def _named(item: Any) -> str | None:
 
 
 def _tools(route: Any) -> list[str]:
-    """The commands of a route; a text is a route of characters, as theirs has it."""
     steps = route if isinstance(route, list | str | dict) else ()
     return [step.split("(", 1)[0].strip() if isinstance(step, str) else "" for step in steps]
 

@@ -182,7 +182,6 @@ class Router(DataEnvironment):
         return Task(task.id, {**task.public, "runs": True}, task.hidden)
 
     def _routers(self) -> list[str]:
-        """Returns the names of the agents that plan."""
         count = self.config.teachers
         return [ROUTER] if count == 1 else [f"teacher_{number}" for number in range(1, count + 1)]
 

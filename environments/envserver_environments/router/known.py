@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from envserver_environments.demonstrations import call_message, text_message
+
 from envserver import KnownResult, Message, Result, Task
 
 from .agent import ROUTER
@@ -30,10 +32,10 @@ def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None
     """
     text = right_answer(task)
     if text is None and task.hidden.get("any_plan") and task.hidden["answer"] is None:
-        return {ROUTER: [_assistant(_some_plan(task))]}
+        return {ROUTER: [text_message(_some_plan(task))]}
     if text is None:
         return None
-    said = {ROUTER: [_assistant(text)]}
+    said = {ROUTER: [text_message(text)]}
     results = task.hidden["results"]
     for step in plan_of(task.hidden["plan"]).in_order() if execute else ():
         if step.id in results:
@@ -48,7 +50,6 @@ def right_answer(task: Task) -> str | None:
 
 
 def _some_plan(task: Task) -> str:
-    """A plan of one step that gives the whole query to one of the agents."""
     query = task.public["query"]
     place = hashlib.sha256(query.encode()).digest()[0] % len(_FIRST_STEPS)
     agent, tool, argument = _FIRST_STEPS[place]
@@ -60,14 +61,8 @@ def _some_plan(task: Task) -> str:
 
 def _finding(agent: str, result: str) -> Message:
     if agent == "code":
-        return _assistant(f"```python\n{result}\n```")
-    function = {"name": "finish", "arguments": json.dumps({"answer": result}, ensure_ascii=False)}
-    call = {"id": "call_finish", "type": "function", "function": function}
-    return {**_assistant(""), "tool_calls": [call]}
-
-
-def _assistant(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+        return text_message(f"```python\n{result}\n```")
+    return call_message("finish", answer=result)
 
 
 ALMOST = 0.96
@@ -110,7 +105,6 @@ def known_answers(task: Task, *, execute: bool) -> Iterator[KnownResult]:
 
 
 def _unreadable(gold: str) -> Iterator[tuple[str, str]]:
-    """The right plan in forms that are not strict JSON."""
     yield "in a fence", f"```json\n{gold}\n```"
     yield "prose before it", f"Here is the plan: {gold}"
     yield "prose behind it", f"{gold}\nI hope this helps."
@@ -242,7 +236,6 @@ def _changed(gold: str, change: Callable[[dict[str, Any]], Any]) -> dict[str, An
 
 
 def _right_output(task: Task) -> dict[str, Any]:
-    """Returns the output of executing the right plan."""
     answer = task.hidden["answer"]
     if answer["kind"] == "function":
         return {"executed": True, "answer": "", "program": answer["code"]}
@@ -258,6 +251,5 @@ def _between(name: str, text: str, most: float) -> KnownResult:
 
 
 def _output(text: str, **output: Any) -> dict[str, Any]:
-    """Returns an output of the agent."""
     fresh = {"repaired": False, "cut_off": False, "executed": False, "answer": None}
     return {"plan": text, "program": None, **fresh, **output}

@@ -178,7 +178,6 @@ def hidden_part(problem: Problem, profile: Profile) -> dict[str, Any]:
 
 
 def _results(problem: Problem, profile: Profile) -> dict[str, str]:
-    """The steps' results by their ids in that profile."""
     if problem.plan is None or profile == "graph" or problem.profile == profile:
         return problem.results
     steps = enumerate(chain_of(problem.plan), 1)
@@ -187,7 +186,6 @@ def _results(problem: Problem, profile: Profile) -> dict[str, str]:
 
 
 def _answer(value: Any) -> dict[str, Any] | None:
-    """Returns a row's expected result of the plan's execution."""
     match value:
         case None:
             return None

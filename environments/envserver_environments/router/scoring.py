@@ -76,7 +76,6 @@ def _edges(plan: Plan) -> set[tuple[int, int]]:
 
 
 def _halves(one: Step, other: Step) -> int:
-    """Returns the value of a pair, in halves."""
     if one.agent != other.agent:
         return 0
     return 2 if one.tool == other.tool else 1
@@ -262,7 +261,6 @@ def _components(alike: Likeness | None, *, valid: float) -> dict[str, float]:
 
 
 def _reward(components: dict[str, float]) -> float | None:
-    """Returns the reward of a valid plan, or None if it cannot be compared."""
     plan, done = components.get("plan"), components.get("outcome")
     if plan is None or done is None:
         return done if plan is None else plan

@@ -62,7 +62,6 @@ def _watched(tool: Tool, run: Rollout, asks: bool) -> Tool:
 
 
 def _logged_output(name: str, text: str) -> Any:
-    """Returns a command's status and its output (both streams, in order)."""
     ended = _STATUS.match(text) if name in COMMANDS else None
     if ended is None:
         return text
@@ -204,8 +203,6 @@ async def work_in_text(
 
 
 def _heard(run: Rollout) -> Callable[..., Awaitable[Reply]]:
-    """Calls `run.chat` and logs the model's message as an action."""
-
     async def chat(messages: list[Message], **sampling: Any) -> Reply:
         reply = await run.chat(messages, **sampling)
         run.log_action("reason", output=reply.content)

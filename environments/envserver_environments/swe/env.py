@@ -241,7 +241,6 @@ class Swe(DataEnvironment):
         return read_row(row, task_id, self.config.mirror, tuple(self.config.plugins), found)
 
     def _files_now(self, image: str) -> ImageFiles | None:
-        """Returns the files in an image, or None without an image."""
         if not image:
             return None
         return self._waited(lambda: self._images.files(image, self.sandboxes.open))
@@ -276,7 +275,6 @@ class Swe(DataEnvironment):
         return made(rows, task)
 
     def _usable(self, row: Row, task_id: str) -> Task:
-        """The task of a row; with `check_gold`, one whose gold patch passes its tests."""
         task: Task | None = None
         try:
             task = given = self._task(row, task_id)
@@ -295,12 +293,10 @@ class Swe(DataEnvironment):
 
 
 def _with(task: Task, needs: dict[str, Any]) -> Task:
-    """The task, with more in its hidden part."""
     return msgspec.structs.replace(task, hidden={**task.hidden, **needs})
 
 
 def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
-    """Rows of files, or of folders with a task.json each, which are the same for every split."""
     folders = task_folders(path)
     if not folders:
         yield from file_rows(path, split, seed)

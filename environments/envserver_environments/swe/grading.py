@@ -358,7 +358,6 @@ class _Run:
         return wrong, frozenset(passed - failed) & frozenset(self._tests.ids)
 
     def _opened(self, line: bytes) -> tuple[int, int, str, str] | None:
-        """A report whose seal is genuine."""
         seal, _, body = line.partition(b" ")
         genuine = hmac.new(self._key, body, hashlib.sha256).hexdigest().encode()
         if not hmac.compare_digest(seal, genuine):
@@ -476,6 +475,5 @@ def _imports(sources: Iterable[str], own: set[str]) -> list[str]:
 
 
 def _own_packages(paths: Iterable[str]) -> set[str]:
-    """Names that can be imported from the top of the tree, or from `src`."""
     tops = {path.removeprefix("src/").split("/")[0] for path in paths if path.endswith(".py")}
     return {top.removesuffix(".py") for top in tops}

@@ -12,6 +12,8 @@ import json
 from collections.abc import Iterator
 from textwrap import dedent
 
+from envserver_environments.demonstrations import call_message, text_message
+
 from envserver import KnownResult, Message, Result, Task
 
 from .agent import SUBMIT, AgentKind
@@ -454,16 +456,13 @@ def demonstrate(task: Task, kind: AgentKind) -> list[Message]:
     match kind:
         case "bash":
             last = f"{applying} &>/dev/null\necho {SUBMIT}"
-            return [
-                {"role": "assistant", "content": f"```bash\n{command}\n```"}
-                for command in (_LOOK, *writing, last)
-            ]
+            return [text_message(f"```bash\n{command}\n```") for command in (_LOOK, *writing, last)]
         case "tools":
-            calls = [_call("bash", command=command) for command in (*writing, applying)]
-            return [_call("list_dir", path="."), *calls]
+            calls = [call_message("bash", command=command) for command in (*writing, applying)]
+            return [call_message("list_dir", path="."), *calls]
         case "text":
             calls = [_text_call("bash", command=command) for command in (*writing, applying)]
-            final = {"role": "assistant", "content": "FINAL: The problem is solved."}
+            final = text_message("FINAL: The problem is solved.")
             return [_text_call("list_dir", path="."), *calls, final]
 
 
@@ -476,12 +475,6 @@ def _pieces(patch: str) -> list[str]:
     return pieces
 
 
-def _call(name: str, **arguments: str) -> Message:
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    call = {"id": f"call_{name}", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
 def _text_call(name: str, **arguments: str) -> Message:
     text = json.dumps({"tool": name, "args": arguments}, ensure_ascii=False)
-    return {"role": "assistant", "content": f"TOOL_CALL: {text}"}
+    return text_message(f"TOOL_CALL: {text}")

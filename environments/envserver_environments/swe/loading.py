@@ -326,13 +326,11 @@ def _located(name: str, tests: dict[str, str]) -> str:
 
 
 def _object(value: object) -> dict[str, Any]:
-    """A JSON object, or the text of one; {} where it is neither."""
     value = decoded(value)
     return value if isinstance(value, dict) else {}
 
 
 def _names(row: Row, field: str) -> list[str]:
-    """Ids of tests, from a list or the text of one."""
     value = decoded(row.get(field) or [])
     if not isinstance(value, list):
         raise InputError(f"{field} is not a list.")
@@ -354,7 +352,6 @@ def _ids(row: Row, field: str, tree: Tree) -> list[str]:
 
 
 def _repository(mirror: Path, name: str) -> Path:
-    """The folder of a repository in the mirror."""
     flat = name.removeprefix("swesmith/").replace("/", "__")
     for candidate in (flat, f"{flat}.git", flat.split("__")[-1], f"{flat.split('__')[-1]}.git"):
         if re.fullmatch(r"[\w.-]+", candidate) and (mirror / candidate).is_dir():
@@ -366,7 +363,6 @@ def _repository(mirror: Path, name: str) -> Path:
 
 
 def _commit(repository: Path, name: str) -> str:
-    """A commit's id in full."""
     if name != "HEAD" and not _COMMIT.fullmatch(name.removesuffix("^")):
         raise InputError("Its commit is not named by an id.")
     try:

@@ -115,7 +115,6 @@ def parameter_table(function: Function, ids: list[str], name: str) -> Table | No
 
 
 def _cells(rows: ast.expr, width: int) -> list[list[ast.expr]]:
-    """The cells of a table, by row; none if it is not one."""
     if not isinstance(rows, ast.List | ast.Tuple):
         return []
     found = [row.elts for row in rows.elts if isinstance(row, ast.List | ast.Tuple)]
@@ -293,7 +292,6 @@ class _Veil:
             self._rename(parameters, name, fixed, [one.numbers for one in told if one.by_row])
 
     def _rename(self, table: Table, name: str, fixed: set[int], by_row: list[range]) -> None:
-        """Gives the rows of `parametrize` ids without answers."""
         if table.end is not None:
             ids = ", ".join(f'"row{place}"' for place in range(len(table.ids)))
             end = self._span(table.end)[1]
@@ -307,7 +305,6 @@ class _Veil:
     def _replace(
         self, node: ast.stmt, checks: list[_Check], uses: _Uses, columns: dict[str, _Column]
     ) -> list[_Told]:
-        """Edits an assertion."""
         told = [self._told(check, uses, columns) for check in checks]
         if any(told):
             texts = [
@@ -427,7 +424,6 @@ class _Uses:
 
 
 def _functions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:
-    """Functions of a module and of its classes, with their ids."""
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from _functions(node.body, f"{prefix}{node.name}::")
@@ -444,7 +440,6 @@ def _names_in_messages(function: Function | ast.Module) -> Iterator[str]:
 
 
 def _assertions(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Assertions whose failure nobody catches."""
     for node in body:
         if isinstance(node, ast.Assert | ast.Expr):
             yield node

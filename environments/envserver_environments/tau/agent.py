@@ -109,6 +109,5 @@ def _log(run: Rollout, speaker: Requestor, utterance: Utterance, results: list[T
 
 
 def _last_words(messages: list[TauMessage]) -> str:
-    """Returns the assistant's last message to the customer, or ""."""
     said = (m["content"] for m in reversed(messages) if m["role"] == "assistant" and has_text(m))
     return str(next(said, ""))

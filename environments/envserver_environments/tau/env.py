@@ -231,7 +231,6 @@ class Tau(DataEnvironment):
         return find_domain(name, self.config.tau2_data)
 
     def _subdomain(self, name: str) -> str:
-        """Raises InputError; NotFoundError if there is no such subdomain."""
         try:
             find_domain(name, self.config.tau2_data, with_tasks=False)
         except NotFoundError:
@@ -241,7 +240,6 @@ class Tau(DataEnvironment):
         return name
 
     def _tasks_of(self, name: str, split: Split) -> Iterator[tuple[str, Task | str]]:
-        """The ids of a domain's tasks with the task, or why it is left out."""
         domain = self._domain(name)
         ids = list(_ids(domain, split, self.config.task_split))
         random.Random(f"tau-{self.config.seed}-{name}-{split}").shuffle(ids)
@@ -283,7 +281,6 @@ class Tau(DataEnvironment):
         return task.model_copy(update={"evaluation_criteria": changed})
 
     def _verdicts(self, task: Task, known: TauTask, episode: Episode) -> Sequence[bool] | None:
-        """Returns the judge's verdicts; None where nothing is to be judged."""
         criteria = known.evaluation_criteria
         if not task.public["judged"] or criteria is None or episode.ending not in COMPLETE:
             return None

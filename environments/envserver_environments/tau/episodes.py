@@ -132,7 +132,6 @@ class Episode:
         return results
 
     def _ending_by(self, message: TauMessage) -> Ending | None:
-        """Returns the ending that this message itself causes."""
         by_agent = message["role"] == "assistant"
         calls = bool(message.get("tool_calls"))
         if has_text(message) == calls and (self.rules.validate or not calls):
@@ -150,7 +149,6 @@ class Episode:
             self.ending = "too_many_errors"
 
     def _resume(self, last: TauMessage) -> None:
-        """Continues after the history of a task."""
         if last["role"] == "tool":
             self._next = last["requestor"]
         else:

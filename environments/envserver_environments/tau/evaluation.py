@@ -316,7 +316,6 @@ def _look_at_env(
     criteria: Criteria,
     messages: Sequence[TauMessage],
 ) -> None:
-    """Evaluates the final data, and the assertions on them."""
     if criteria.actions is None and criteria.env_assertions is None:
         found.db_match = True
         return

@@ -89,8 +89,6 @@ def opening(task: TauTask) -> str:
 
 
 class _Play:
-    """A conversation that is played turn by turn."""
-
     def __init__(self, episode: Episode, script: Sequence[Rule], actions: deque[Action]) -> None:
         self.done = Demonstration()
         self.closings = 0
@@ -270,7 +268,6 @@ def _is_fulfilled(criteria: Criteria, world: World | None) -> bool:
 def _short_ones(
     domain: Domain, task: TauTask, strict: bool, verdicts: list[bool] | None
 ) -> Iterator[KnownResult]:
-    """Conversations in which nothing is done for the customer."""
     free = pays_for_nothing(domain, task)
     unmet = None if verdicts is None else [False] * len(verdicts)
     asked = [_said("assistant", GREETING), _said("user", opening(task))]
@@ -315,7 +312,6 @@ def _hidden_words(
     verdicts: list[bool] | None,
     strict: bool,
 ) -> Iterator[KnownResult]:
-    """Omits the expected texts, or hides them in longer words."""
     yield _known("gold, without what is to be said", _replaced(gold, expected, "..."), verdicts)
     if strict and all(info[:1].isalnum() and info[-1:].isalnum() for info in expected):
         inside = _replaced(gold, expected, "9{}9")
@@ -330,7 +326,6 @@ def _other_writes(
     played: Demonstration,
     verdicts: list[bool] | None,
 ) -> Iterator[KnownResult]:
-    """Omits one write, or adds one, if the final data differ by it."""
     actions = expected_actions(domain.world(), task)
     writes = [place for place, action in enumerate(actions) if _is_write(domain.world(), action)]
     cases = {}

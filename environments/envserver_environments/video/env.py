@@ -242,7 +242,6 @@ class Video(DataEnvironment):
         return _task(asked.video_ctx.stem, item, context, list(range(len(item.options))))
 
     def _videos(self) -> Videos | None:
-        """Returns the texts about videos, or None if only the rows have them."""
         config = self.config
         if config.captions_path is not None:
             return Videos(config.captions_path, config.caption_fps)
@@ -257,7 +256,6 @@ class Video(DataEnvironment):
         return None
 
     def _folder(self) -> Path | None:
-        """Returns the folder of video files; None if no frames are shown."""
         config = self.config
         if config.frames == "off" or config.blind:
             return None

@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from envserver_environments.demonstrations import call_message, text_message
+
 from envserver import KnownResult, Message, Result, Task
 
 from .agent import Protocol
@@ -25,7 +27,7 @@ def demonstrate(
     """The assistant messages, one a turn: of the only agent, or of each agent by name."""
     answer = right_answer(task)
     if blind:
-        return [_said(f"Answer: {answer}")]
+        return [text_message(f"Answer: {answer}")]
     context = VideoContext.of_json(task.public["context"] or {})
     seen = [_calls("view_frames", _span(task), protocol)] if frames == "tool" else []
     if not task.public.get("file"):
@@ -33,8 +35,9 @@ def demonstrate(
     if mode == "single":
         reading = [_reads(task, name, protocol) for name in context.modalities]
         # Both ways to end are shown, each for half of the tasks.
-        boxed = protocol == "tools" and zlib.crc32(task.id.encode()) % 2 == 0
-        last = _said(f"The answer is \\boxed{{{answer}}}.") if boxed else _ends(answer, protocol)
+        last = _ends(answer, protocol)
+        if protocol == "tools" and zlib.crc32(task.id.encode()) % 2 == 0:
+            last = text_message(f"The answer is \\boxed{{{answer}}}.")
         return [*seen, *reading, last]
     team = {
         str(name): [
@@ -69,14 +72,14 @@ def _reads(task: Task, modality: Modality, protocol: Protocol) -> Message:
 
 def _ends(answer: str, protocol: Protocol) -> Message:
     if protocol == "text":
-        return _said(f"FINAL: {answer}")
+        return text_message(f"FINAL: {answer}")
     return _calls("finish", {"answer": answer}, protocol)
 
 
 def _decides(task: Task, answer: str) -> Message:
     named = f"Option {answer}" if task.public["options"] else answer
     decision = {"reasoning": "That is what they read.", "answer": named}
-    return _said(json.dumps(decision, ensure_ascii=False))
+    return text_message(json.dumps(decision, ensure_ascii=False))
 
 
 def _asks(experts: Iterable[str], answer: str, protocol: Protocol) -> list[Message]:
@@ -90,17 +93,11 @@ def _asks(experts: Iterable[str], answer: str, protocol: Protocol) -> list[Messa
     return [*asked, _calls("route", final, protocol)]
 
 
-def _said(text: str) -> Message:
-    return {"role": "assistant", "content": text}
-
-
 def _calls(name: str, arguments: dict[str, Any], protocol: Protocol) -> Message:
     if protocol == "text":
         call = json.dumps({"tool": name, "args": arguments})
-        return _said(f"THOUGHT: I look there.\nTOOL_CALL: {call}")
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    call_ = {"id": f"call_{name}", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call_]}
+        return text_message(f"THOUGHT: I look there.\nTOOL_CALL: {call}")
+    return call_message(name, **arguments)
 
 
 def known_answers(task: Task) -> Iterator[KnownResult]:
@@ -179,6 +176,5 @@ def _output(
     experts: dict[str, str] | None = None,
     final_answer: str = "",
 ) -> dict[str, Any]:
-    """Returns an output of the agents."""
     told = {"experts": experts or {}, "final_answer": final_answer}
     return {"answer": answer, "text": text, **told}

@@ -66,7 +66,8 @@ def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Sc
             the evidence, where the task has any.
     """
     reply = read_answer(result.output)
-    metrics = {"truncated": float(result.truncated), "tool_errors": _tool_errors(result.metrics)}
+    errors = sum(value for name, value in result.metrics.items() if name.startswith("tool_errors"))
+    metrics = {"truncated": float(result.truncated), "tool_errors": errors}
     if result.truncated:
         correct, metrics["answered"] = 0.0, 0.0
     elif task.public["options"]:
@@ -108,13 +109,7 @@ def words_score(answer: str, golds: list[str]) -> float:
 
 
 def _content(text: str) -> set[str]:
-    """The words that say something."""
     return set(normalize_answer(text).split()) - STOP_WORDS
-
-
-def _tool_errors(metrics: dict[str, float]) -> float:
-    """Returns the number of tool errors of all agents."""
-    return sum(value for name, value in metrics.items() if name.startswith("tool_errors"))
 
 
 def kinds_of(type_: str) -> list[str]:

@@ -122,7 +122,6 @@ def _converted(space: Any, value: Any) -> Any:
 
 
 def _kind(space: Any) -> str:
-    """Returns the name of Gymnasium's own class that a space is, or inherits from."""
     own = (one for one in type(space).__mro__ if one.__module__.startswith("gymnasium.spaces"))
     return next((one.__name__ for one in own), "")
 

@@ -193,7 +193,6 @@ class Player:
                 return
 
     async def _say(self, text: str) -> None:
-        """Takes the action that the model wrote."""
         answer = _answer(text, self._config.answer)
         if answer is None:
             self._tell(f"Write your answer so that it matches {self._config.answer}.")
@@ -214,7 +213,6 @@ class Player:
             self._tell(text_of_observation(observation, self._config.observation))
 
     async def _call(self, reply: Reply) -> None:
-        """Takes the actions that the model called, one after the other."""
         for call in reply.tool_calls:
             text = "The episode is over." if self.done else await self._called(call["function"])
             answer = {"role": "tool", "tool_call_id": call["id"], "content": text}
@@ -260,7 +258,6 @@ class Player:
 
 
 def _answer(text: str, pattern: str) -> str | None:
-    """Returns the model's answer; None: its text has none."""
     if not pattern:
         return text
     found = re.search(pattern, text, re.DOTALL)

@@ -48,7 +48,6 @@ async def started(address: str) -> AsyncIterator[str]:
 
 
 async def _healthy(program: str, container: str) -> str:
-    """Waits until the container's server answers; returns its address."""
     try:
         async with asyncio.timeout(_START_SECONDS), aiohttp.ClientSession() as http:
             while True:
@@ -67,7 +66,6 @@ async def _healthy(program: str, container: str) -> str:
 
 
 async def _place(program: str, container: str) -> str:
-    """Returns host:port of the container's server."""
     code, out, err = await _run(program, "port", container, _PORT)
     await _check_runs(program, container)
     if code != 0:
@@ -92,7 +90,6 @@ async def _output(*words: str) -> str:
 
 
 async def _run(*words: str) -> tuple[int | None, str, str]:
-    """Returns a program's exit status, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
         *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -116,8 +113,6 @@ async def connected(address: str, config: Any) -> AsyncIterator[Mapping[str, Ser
 
 
 class _Server:
-    """The OpenEnv server."""
-
     def __init__(
         self, http: aiohttp.ClientSession, url: str, timeouts: Timeouts, config: Any
     ) -> None:
@@ -165,8 +160,6 @@ class _Server:
 
 
 class _Play:
-    """One attempt's episode, which has begun."""
-
     def __init__(self, session: Session, first: dict[str, Any]) -> None:
         self.session = session
         self.first = first

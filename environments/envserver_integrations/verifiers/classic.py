@@ -159,7 +159,6 @@ def _messages(messages: Any) -> Any:
 
 
 def _json_like(value: Any) -> Any:
-    """Returns the value if JSON can hold it, else None."""
     try:
         return json.loads(json.dumps(to_jsonable_python(value), allow_nan=False))
     except (TypeError, ValueError):
@@ -389,7 +388,6 @@ def classic_class(name: str) -> type[Environment]:
 
 
 def _loaded(name: str, arguments: dict[str, Any]) -> Any:
-    """Loads the environment."""
     try:
         with kept_signals():
             environment = import_env_module(name).load_environment(**arguments)

@@ -62,8 +62,6 @@ from .common import UNSCORED, VerifiersConfig, VerifiersEnvironment, names_limit
 
 
 class _Playing(NamedTuple):
-    """The rollout that an episode belongs to, and the variable that holds its key."""
-
     run: Rollout
     variable: str
 
@@ -342,7 +340,6 @@ class TasksetEnvironment(VerifiersEnvironment):
         return {"traces": traces}
 
     async def _played(self, data: Mapping[str, Any], run: Rollout) -> list[dict[str, Any]]:
-        """Returns the traces of an episode."""
         with playing(run) as context:
             slot = self._env.slots(self._task(data))[0]
             episode = await self._env.run_slot(slot, context)
@@ -384,7 +381,6 @@ class TasksetEnvironment(VerifiersEnvironment):
         return self._score_of(traces)
 
     async def _scored(self, task: Task, record: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the task's rewards and metrics say of a trace."""
         kind = self._task_kind
         data = kind.data_type().model_validate(task.hidden)
         record = {**record, "rewards": {}, "metrics": {}, "ok": True}
@@ -418,7 +414,6 @@ class TasksetEnvironment(VerifiersEnvironment):
 
 
 def _scored(trace: Any) -> dict[str, Any]:
-    """Returns what was scored; no reward if a failure came before."""
     rewards = {name: one.score for name, one in trace.rewards.items() if one is not None}
     return {
         "reward": trace.reward if rewards or trace.ok else None,

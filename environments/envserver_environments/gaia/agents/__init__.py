@@ -67,7 +67,6 @@ async def solve(
 
 @cache
 def _smol_run() -> type[AgentRun]:
-    """Imports smolagents, once."""
     if importlib.util.find_spec("smolagents") is None:
         raise ConfigError(
             "smolagents is not installed.",

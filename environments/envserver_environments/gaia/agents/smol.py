@@ -400,7 +400,6 @@ class SmolRun(AgentRun):
         )
 
     def _error(self, step: ActionStep) -> tuple[str, str] | None:
-        """Returns an error's type and message."""
         if isinstance(step.error, AgentParsingError):
             return "parsing", str(step.error)
         agent = self._agent

@@ -319,7 +319,6 @@ class _Watched:
             self._drain()
 
     def _wait(self, seconds: float) -> float:
-        """Waits for a frame; returns the remaining seconds."""
         poll = select.poll()
         channel, output = self._process.channel.fileno(), self._process.output
         poll.register(channel, select.POLLIN)

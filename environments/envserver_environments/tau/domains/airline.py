@@ -486,7 +486,6 @@ class AirlineTools(Toolkit):
         return self._existing("reservations", reservation_id, "Reservation {} not found")
 
     def _day(self, flight_number: str, date: str) -> Record:
-        """A flight on a day."""
         flight = self._existing("flights", flight_number, "Flight {} not found")
         days: dict[str, Record] = flight["dates"]
         if date not in days:
@@ -522,7 +521,6 @@ class AirlineTools(Toolkit):
         destination: str | None = None,
         leave_after: str | None = None,
     ) -> Iterator[Record]:
-        """Flights with tickets on a day, as the assistant sees them."""
         for flight in self.db.rows("flights"):
             if (
                 (origin is None or flight["origin"] == origin)

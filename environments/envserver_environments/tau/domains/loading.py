@@ -84,7 +84,6 @@ def _policy(kind: DomainKind, folder: Path) -> str:
 
 
 def _base(side: Side, folder: Path, *, required: bool = True) -> Base:
-    """Returns the data of one side; empty if the file is optional and missing."""
     content = _read_data(folder, side.file, required=required) or {}
     try:
         return Base(side.model, content, side.keyed)

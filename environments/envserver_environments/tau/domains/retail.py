@@ -466,7 +466,6 @@ class RetailTools(Toolkit):
         return methods[method_id]
 
     def _replacement(self, order: Record, item_id: str, new_item_id: str) -> tuple[Record, Record]:
-        """The item of the order and the variant that is to take its place."""
         item = _item(order, item_id)
         variants: dict[str, Record] = self._product(item["product_id"])["variants"]
         if new_item_id not in variants:
@@ -476,7 +475,6 @@ class RetailTools(Toolkit):
         return item, variants[new_item_id]
 
     def _change_balance(self, user_id: str, method_id: str, amount: float) -> None:
-        """Adds to the balance of a gift card; nothing for other methods."""
         if self._payment_method(user_id, method_id)["source"] == "gift_card":
             card = self.db.edit("users", user_id)["payment_methods"][method_id]
             card["balance"] = round(card["balance"] + amount, 2)

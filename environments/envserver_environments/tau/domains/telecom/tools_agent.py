@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from calendar import monthrange
-from collections.abc import Iterator
 from datetime import date
 from typing import Any
 
@@ -67,7 +66,8 @@ class Accounts(Toolkit):
 
     def customer_by_number(self, phone_number: str) -> Record:
         """Returns the customer with that number, or with a line of that number, to be read only."""
-        owners = {line["line_id"] for line in self._lines_with(phone_number)}
+        lines = self.db.table("lines")
+        owners = {line["line_id"] for line in lines if line["phone_number"] == phone_number}
         for customer in self.db.table("customers"):
             if customer["phone_number"] == phone_number or owners & {*customer["line_ids"]}:
                 return customer  # type: ignore[no-any-return]
@@ -117,9 +117,6 @@ class Accounts(Toolkit):
         )
         self.add_bill(bill)
         return bill.bill_id
-
-    def _lines_with(self, phone_number: str) -> Iterator[Record]:
-        return (line for line in self.db.table("lines") if line["phone_number"] == phone_number)
 
 
 LAST_PERIOD = (date(2025, 1, 1), date(2025, 1, 31))
