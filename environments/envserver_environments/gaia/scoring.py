@@ -403,7 +403,7 @@ def _facts(task: Task, result: Result, answer: str | None, trail: Trail, terms: 
 
 
 def _was_leaked(task: Task, result: Result, trail: Trail) -> bool:
-    """Returns whether the agent saw a copy of its task (the web service or its id tells)."""
+    """Returns whether the agent saw a copy of its task (by the web service or its id)."""
     name = str(task.hidden.get("task_id") or "")
     named = len(name) >= _TELLING_CHARACTERS and name.casefold() in trail.observed.casefold()
     return named or LEAK_SEEN in result.flags

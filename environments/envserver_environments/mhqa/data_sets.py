@@ -43,7 +43,7 @@ from .metrics import normalize_answer
 DataSet = Literal["sample", "hotpotqa", "2wiki", "musique", "afm"]
 
 NO_ANSWER = "noanswer"
-"""The answer where the paragraphs do not tell it."""
+"""The answer where the paragraphs do not contain it."""
 NO_ANSWERS = (NO_ANSWER, "no answer", "unanswerable", "not answerable")
 
 MAX_ANSWER_CHARACTERS = 400

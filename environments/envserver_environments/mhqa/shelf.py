@@ -64,7 +64,7 @@ async def corpus_services(
 
 @asynccontextmanager
 async def external_services(settings: RetrieverSettings) -> AsyncIterator[Mapping[str, Service]]:
-    """The services over a retriever elsewhere."""
+    """The services over an external retriever."""
     async with HttpRetriever(settings) as retriever:
         yield {SEARCH: _service(retriever.search)}
 

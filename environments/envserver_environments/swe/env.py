@@ -306,7 +306,7 @@ def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
 
 
 def _score(task: Task, patch: str, verdict: Verdict) -> Score:
-    """Returns 1 for a patch that solves the task, else 0; metrics tell how near it came."""
+    """Returns 1 for a patch that solves the task, else 0; metrics show how near it came."""
     lists = {name: task.hidden[name] for name in ("fail_to_pass", "pass_to_pass")}
     shares = {
         name: len(verdict.passed.intersection(ids)) / len(ids) if ids else 1.0

@@ -232,7 +232,7 @@ def _line() -> asyncio.Future[str]:
     def work() -> None:
         try:
             reading.set_result(sys.stdin.readline())
-        except BaseException as error:  # noqa: BLE001 - it goes to whoever awaits
+        except BaseException as error:  # noqa: BLE001 - it goes to the awaiting task
             reading.set_exception(error)
 
     threading.Thread(target=work, name="terminal", daemon=True).start()

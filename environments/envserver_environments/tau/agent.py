@@ -38,7 +38,7 @@ class Manner:
 
     Args:
         rules: when they end early.
-        user: who plays the customer.
+        user: the simulated customer.
         protocol: how the assistant calls tools.
     """
 
@@ -53,8 +53,8 @@ async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) 
     episode = Episode(domain, known, manner.rules)
     begun = len(episode.messages)
     prompt = agent_prompt(domain.policy, task.public.get("context", ""))
-    told = {"path": f"{domain.name}/{known.id}"}
-    run.log_action("load_context", told, prompt[:_SHOWN_CHARACTERS])
+    loaded = {"path": f"{domain.name}/{known.id}"}
+    run.log_action("load_context", loaded, prompt[:_SHOWN_CHARACTERS])
     sides: dict[Requestor, Speaker] = {
         "assistant": _assistant(run, prompt, episode, manner.protocol),
         "user": customer_of(manner.user, task.public["user_script"], known, episode, run),

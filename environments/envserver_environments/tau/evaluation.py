@@ -154,7 +154,7 @@ MAX_SAID_CHARACTERS = 20_000
 
 
 def is_brief(messages: Sequence[TauMessage]) -> bool:
-    """Does the assistant say less than would tell a whole database?"""
+    """Returns whether the messages are too short to repeat a whole database."""
     said = sum(len(m["content"]) for m in messages if m["role"] == "assistant" and has_text(m))
     return said <= MAX_SAID_CHARACTERS
 

@@ -57,7 +57,7 @@ def demonstrate(
     """Plays the conversation in which `actions` are done.
 
     Args:
-        script: the customer's; empty: a model plays the customer.
+        script: the customer's; empty: a model simulates the customer.
         actions: unset: the expected ones, and a look at the records if there are none.
     """
     episode = Episode(domain, task, rules)

@@ -31,7 +31,7 @@ class Utterance:
 
     Args:
         cut_off: the message is incomplete; neither text nor calls count.
-        dropped_words: there was text beside the calls, which nobody hears.
+        dropped_words: there was text beside the calls; it was dropped.
     """
 
     content: str | None = None

@@ -171,7 +171,7 @@ def _withholds(target: _Withheld) -> Solver:
 
 
 class _Withheld(Target):  # type: ignore[misc] # Inspect is not installed here
-    """The target of a sample that is scored elsewhere; `wanted` is set when a solver reads it."""
+    """The target of a sample that another process scores; `wanted`: a solver read it."""
 
     def __init__(self) -> None:
         self.wanted = False

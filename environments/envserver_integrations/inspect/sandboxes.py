@@ -148,7 +148,7 @@ class EnvserverSandbox(SandboxEnvironment):  # type: ignore[misc] # Inspect is n
         timeout_retry: bool = True,
         concurrency: bool = True,
     ) -> ExecResult[str]:
-        """Runs a program as the sandbox's only user; its end at a limit is told on its stderr."""
+        """Runs a program as the sandbox's only user; its stderr reports an end at a limit."""
         ended = await to_thread(
             self.sandbox.exec,
             cmd,

@@ -415,7 +415,7 @@ def _environments(environment: Any) -> Iterator[Any]:
 
 
 def _is_of_verifiers(environment: Any) -> bool:
-    """Returns whether all code that plays is verifiers' own, which reads no answer."""
+    """Returns whether all code of the rollout is verifiers' own, which reads no answer."""
     if isinstance(environment, vf.EnvGroup):
         return False
     kinds = [kind for kind in type(environment).__mro__ if issubclass(kind, vf.Environment)]

@@ -136,7 +136,7 @@ _WORKER_HOOKS = ("setup", "finalize", "stage_verifier", "runtime_env", "score", 
 
 def refuse_own_harness(name: str) -> None:
     own = default_harness_id(name)
-    if own != "bash":  # verifiers' default, in whose place ours plays
+    if own != "bash":  # verifiers' default, which ours replaces
         raise ConfigError(
             f"verifiers:{name} brings a harness of its own, which runs a program.",
             hint="envserver plays task sets with a chat loop; agents that are programs: --agent.",
@@ -229,7 +229,7 @@ def _in_a_thread(function: Callable[[], None]) -> None:
 
 
 def scores_apart(env: Any) -> bool:
-    """Returns whether a scorer process can score: nothing that plays is the package's own."""
+    """Returns whether a scorer process can score: no code of the rollout is the package's own."""
     kind = type(env.taskset).task_type()
     alone = type(env).__mro__[1] is SingleAgentEnv
     changed = any(

@@ -134,7 +134,7 @@ class ProcessExecutor(PythonExecutor):  # type: ignore[misc]  # a class of a lib
         self._variables.update(variables)
 
     def __call__(self, code: str) -> CodeOutput:
-        """Raises StepFailed, which smolagents tells the model."""
+        """Raises StepFailed, which smolagents reports to the model."""
         if self._variables:
             values, self._variables = self._variables, {}
             lines = (f"{name} = {value!r}" for name, value in values.items())

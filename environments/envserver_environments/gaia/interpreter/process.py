@@ -367,5 +367,5 @@ class _Watched:
             return {"error": f"there is no tool {frame['call']!r}"}
         try:
             return {"value": tool(*frame.get("args", ()), **frame.get("named", {}))}
-        except Exception as error:  # noqa: BLE001 - the code that called it is told
+        except Exception as error:  # noqa: BLE001 - reported to the calling code
             return {"error": f"{type(error).__name__}: {error}"}
