@@ -420,7 +420,7 @@ def same_words(gold: str, answer: str) -> bool | None:
 def same_in_base(gold: str, answer: str) -> bool | None:
     """Compares numbers with a base, such as `101_2`; None if neither has one."""
     wanted, given = (
-        found and (found[1].lstrip("0").casefold(), _base(found[2] or found[3]))
+        found and (found[1].lstrip("0").casefold(), _MEANINGS.get(sub := found[2] or found[3], sub))
         for found in (_BASE.fullmatch(gold), _BASE.fullmatch(answer))
     )
     return None if wanted is None and given is None else wanted == given
@@ -497,10 +497,6 @@ def _are_words(blank: str, words: str) -> bool:
     return bool(blank) and re.fullmatch(r"[A-Za-z]{3,}(?:\s+[A-Za-z]{3,})*\s*", words) is not None
 
 
-def _base(text: str) -> str:
-    return _MEANINGS.get(text, text)
-
-
 def _power_of_ten(found: re.Match[str]) -> str:
     unit = f"\\text{{{found[2]}}}" if found[2].strip() else ""
     return f" \\times 10^{{{_POWERS[found[1]]}}}{unit}"
@@ -514,7 +510,6 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def _in_order(formula: ast.expr) -> str:
-    """Returns a formula with the operands of each operator in alphabetical order."""
     match formula:
         case ast.BinOp(left, operator, right):
             kind = type(operator)
