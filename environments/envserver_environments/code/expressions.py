@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from .values import BadValue, checked_hashes
+from .values import BadValue, checked_hashes, made_set
 
 # The arguments are built-in values that a hostile program chose. So whatever could produce
 # something much larger than its input (a power, a product, a range, a set of colliding hashes, a
@@ -37,11 +37,6 @@ MAX_BITS = 70_000
 
 class Unevaluable(Exception):
     """The expression is not supported or too large, or one of its calls has no value."""
-
-
-def made_set(items: list[Any]) -> set[Any]:
-    checked_hashes(items)
-    return set(items)
 
 
 def made_dict(pairs: list[Any]) -> dict[Any, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from envserver_environments.demonstrations import text_message
+
 from envserver import KnownResult, Message, Result
 
 from .agent import AGENT
@@ -96,7 +98,7 @@ class _Play:
         self._script = script
         self._actions = actions
         self._customer = ScriptedCustomer(script, episode.messages) if script else None
-        self._his_turns: deque[Message] = deque([_says(opening(episode.task))])
+        self._his_turns: deque[Message] = deque([text_message(opening(episode.task))])
 
     def turn(self) -> None:
         """Plays one side's turn."""
@@ -126,9 +128,9 @@ class _Play:
             while self._actions and self._actions[0].requestor == "user":
                 asked.append(self._actions.popleft())
             self._his_turns += [assistant_calls((a.name, a.arguments)) for a in asked]
-            self._his_turns.append(_says("Done."))
+            self._his_turns.append(text_message("Done."))
             names = ", ".join(action.name for action in asked)
-            self._say(_says(f"Please do this at your side: {names}."), self.done.agent)
+            self._say(text_message(f"Please do this at your side: {names}."), self.done.agent)
             return
         place = next((p for p, rule in enumerate(self._script) if _does(rule, asked[0])), None)
         if place is None:
@@ -141,10 +143,12 @@ class _Play:
         criteria = self._episode.task.evaluation_criteria
         info = ", ".join((criteria.communicate_info if criteria else None) or ())
         ending = [
-            place for place, rule in enumerate(self._script) if is_user_stop(_says(rule["say"]))
+            place
+            for place, rule in enumerate(self._script)
+            if is_user_stop(text_message(rule["say"]))
         ]
         self.closings += 1
-        self._his_turns.append(_says(f"Thank you. {STOP}"))
+        self._his_turns.append(text_message(f"Thank you. {STOP}"))
         form = "That is it; {words}: " + info if info else "That is it; {words}."
         text = words_for(self._script, ending, form) if ending else form.replace("{words}", "done")
         last = self.done.agent[-1] if self.done.agent else {}
@@ -157,7 +161,7 @@ class _Play:
             self._tell(text)
 
     def _tell(self, text: str, *, note: bool = True) -> None:
-        self._say(_says(text), self.done.agent if note else [])
+        self._say(text_message(text), self.done.agent if note else [])
         if self._customer is not None:
             self._customer.hear(text)
 
@@ -206,10 +210,6 @@ def _plain_reads(world: World) -> Iterator[str]:
         required = tool.schema["function"]["parameters"].get("required")
         if tool.kind == "read" and not required:
             yield tool.name
-
-
-def _says(text: str) -> Message:
-    return {"role": "assistant", "content": text}
 
 
 def _calls(message: Message) -> Iterator[tuple[str, Any]]:
