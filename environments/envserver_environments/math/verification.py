@@ -251,7 +251,7 @@ class Verdict(enum.StrEnum):
     EQUAL = "equal"
     DIFFERENT = "different"
     KILLED = "killed"
-    """Not decided within the limits, or not tried: see `sizes`."""
+    """Not decided within the limits, or not tried: see `is_huge`."""
     BAD_GOLD = "bad_gold"
     """The gold does not even equal itself."""
 

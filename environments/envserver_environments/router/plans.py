@@ -139,7 +139,7 @@ class Step:
 
     Args:
         agent: "math", "code" or "search".
-        tool: one of the agent's tools (see `schemas.TOOLS`), which `args` fit.
+        tool: one of the agent's tools (see `TOOLS`), which `args` fit.
         depends_on: ids of the steps whose results it gets.
     """
 
