@@ -12,8 +12,7 @@ import string
 from itertools import takewhile
 from typing import Any, Literal
 
-from envserver_environments.roles import by_label, text_of
-from envserver_environments.rows import FirstOption
+from envserver_environments.rows import FirstOption, by_label, text_of
 
 from envserver import InputError
 

@@ -21,7 +21,7 @@ from envserver_environments.kuhn.env import action_of
 from envserver_environments.math.agent import commands_of, run_command
 from envserver_environments.mhqa import agent as mhqa
 from envserver_environments.proposer_solver.env import answer_of, result_of
-from envserver_environments.swe.bash_agent import blocks_of
+from envserver_environments.swe.agent import blocks_of
 from envserver_environments.twenty_questions.env import said
 from envserver_tools.protocol import parse_message
 from envserver_tools.visible import visible_text

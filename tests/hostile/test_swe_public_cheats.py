@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from envserver_environments.swe.cheats import result_of
 from envserver_environments.swe.env import Swe
+from envserver_environments.swe.known import result_of
 from envserver_environments.swe.trees import make_patch, tree_of
 from support.cases import cases_of
 from support.sandboxes import sandboxes

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
-from envserver_environments.swe.asking import asked_task
+from envserver_environments.swe.repositories import asked_task
 from envserver_records.records import Trajectory, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -14,7 +14,7 @@ from envserver_environments.code.env import Code
 from envserver_environments.gaia.env import Gaia
 from envserver_environments.mhqa.env import Mhqa
 from envserver_environments.scenarios.env import Scenarios
-from envserver_environments.swe.bash_agent import SUBMIT
+from envserver_environments.swe.agent import SUBMIT
 from envserver_environments.swe.env import Swe
 from envserver_integrations.harbor.env import Harbor
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.swe.agent import AgentKind, solve
-from envserver_environments.swe.cheats import result_of
+from envserver_environments.swe.agent import AgentKind, AgentOptions, solve
 from envserver_environments.swe.env import Swe
-from envserver_environments.swe.rules import AgentOptions
+from envserver_environments.swe.known import result_of
 from envserver_environments.swe.sample import SampleTask, sample_tasks
 
 from envserver import PublicTask, Sandboxes, Task

@@ -22,9 +22,8 @@ from envserver import Message, PublicTask, Rollout, Sandbox, tool
 
 from .extraction import MAX_CODE_CHARACTERS, fenced_blocks
 from .hoisting import hoisted
-from .programs import judged_pairs
 from .prompts import REMINDER, ShowTests, question, shown_test, system_prompt
-from .running import Trial, Verdict, run_trial
+from .running import Trial, Verdict, judged_pairs, run_trial
 from .scoring import judged, program_of
 
 Mode = Literal["single", "tools"]

@@ -13,8 +13,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of, name_of
-from envserver_environments.usable import DataEnvironment, made
+from envserver_environments.rows import (
+    DataEnvironment,
+    NumberedRow,
+    Row,
+    RowsConfig,
+    id_of,
+    made,
+    name_of,
+)
 from pydantic import Field, field_validator
 
 from envserver import (
@@ -34,13 +41,17 @@ from envserver import (
 )
 
 from .agent import Mode, solve
-from .cheats import known_results
-from .data_sets import a_constant_passes, normalised, read_problem
-from .demonstrations import demonstrate
+from .data_sets import (
+    DATA,
+    MAX_INSTRUCTION_CHARACTERS,
+    Problem,
+    a_constant_passes,
+    normalised,
+    read_problem,
+)
 from .extraction import MAX_CODE_CHARACTERS
 from .hoisting import NotHoistable, hoisted
-from .loading import DATA
-from .problem import MAX_INSTRUCTION_CHARACTERS, Problem
+from .known import demonstrate, known_results
 from .prompts import SOLUTION, ShowTests, question
 from .running import SPEC
 from .scoring import References, ScoringRules, checked, score_rollout
@@ -182,7 +193,6 @@ class Code(DataEnvironment):
 
 
 def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
-    """The tests in a file, one a line."""
     if not entry_point:
         raise InputError("Tests need the name of the function.", hint="Give --entry_point.")
     try:
@@ -201,7 +211,6 @@ def _asserts(path: Path, entry_point: str) -> tuple[str, ...]:
 
 
 def _usable(row: Row, data_set: str, columns: Mapping[str, str]) -> Problem:
-    """The problem in a row of a data set."""
     problem = read_problem(row, data_set, columns)
     if len(problem.instruction) > MAX_INSTRUCTION_CHARACTERS:
         raise InputError("The instruction is too long.")

@@ -95,7 +95,7 @@ class _Reader:
             raise BadValue("an element cannot be hashed") from error
 
 
-def _set(items: list[Any]) -> set[Any]:
+def made_set(items: list[Any]) -> set[Any]:
     checked_hashes(items)
     return set(items)
 
@@ -108,8 +108,8 @@ def _dict(items: list[Any]) -> dict[Any, Any]:
 _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
     "l": list,
     "t": tuple,
-    "s": _set,
-    "z": lambda items: frozenset(_set(items)),
+    "s": made_set,
+    "z": lambda items: frozenset(made_set(items)),
     "q": deque,
 }
 

@@ -16,8 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import RowsConfig, id_of
-from envserver_environments.usable import DataEnvironment
+from envserver_environments.rows import DataEnvironment, RowsConfig, id_of
 from envserver_tools.documents import document_tools, preload
 from envserver_tools.folder import folder_tools
 from envserver_tools.web import WebSettings, remote_tools, services_of
@@ -54,8 +53,7 @@ from .loading import (
     read_copy,
     read_row,
 )
-from .rubric import Weights
-from .verdict import Contaminated, Terms, Unfinished, judge
+from .scoring import Contaminated, Terms, Unfinished, Weights, judge
 
 _MB = 2**20
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
@@ -275,7 +273,6 @@ class Gaia(DataEnvironment):
         )
 
     def _read(self, item: GaiaQuestion | str) -> Task | str:
-        """The task of a row, or why it is not used."""
         if isinstance(item, str):
             return item
         if item.level not in self.config.levels:
@@ -307,7 +304,6 @@ class Gaia(DataEnvironment):
 
 
 def _task(item: GaiaQuestion, most_bytes: int) -> Task:
-    """The task of an item."""
     files = []
     if item.attachment is not None:
         suffix = item.attachment.suffix.lower()

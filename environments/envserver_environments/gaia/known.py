@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from envserver_environments.demonstrations import call_message, text_message
 from envserver_tools.web import LEAK_SEEN
 
 from envserver import KnownResult, Message, Result, Task
 
 from .agents import Kind
 from .agents.prompts import FAILED, NO_CALL, NO_CODE, OBSERVED, TOOL_FAILED
-from .scoring import MAX_ANSWER_CHARACTERS, question_scorer
-from .verdict import Terms
+from .scoring import MAX_ANSWER_CHARACTERS, Terms, question_scorer
 
 
 def demonstrate(task: Task, agent: Kind, planning_interval: int | None) -> list[Message]:
@@ -21,7 +20,7 @@ def demonstrate(task: Task, agent: Kind, planning_interval: int | None) -> list[
     steps = _steps(task, agent)
     if planning_interval is None or agent == "plain":
         return steps
-    plan: Message = {"role": "assistant", "content": "Read the file, then answer.<end_plan>"}
+    plan = text_message("Read the file, then answer.<end_plan>")
     return [
         message
         for number, step in enumerate(steps)
@@ -34,13 +33,13 @@ def _steps(task: Task, agent: Kind) -> list[Message]:
     if agent == "code":
         last = _code("I know the answer.", f"final_answer({answer!r})")
     else:
-        last = _call("final_answer", answer=answer)
+        last = call_message("final_answer", answer=answer)
     if not solution:
         return [last]
     program = f"{solution.strip()}\nprint(answer)"
     if agent == "code":
         return [_code("I work it out from the file.", program), last]
-    return [_call("python", code=program), last]
+    return [call_message("python", code=program), last]
 
 
 def known_results(task: Task, terms: Terms) -> Iterator[KnownResult]:
@@ -76,7 +75,6 @@ def known_results(task: Task, terms: Terms) -> Iterator[KnownResult]:
 
 
 def _hedges(gold: str) -> Iterator[tuple[str, str]]:
-    """Answers that are not the right one, but near it."""
     yield "two answers", f"{gold} or 7x"
     yield "two answers as a list", f"{gold}, 7x"
     yield "every answer", f"{gold}; unknown; none"
@@ -112,10 +110,4 @@ def _result(answer: Any, replies: Sequence[str] = (), *, turns: int = 1, tokens:
 
 
 def _code(thought: str, code: str) -> Message:
-    return {"role": "assistant", "content": f"{thought}\n<code>\n{code}\n</code>"}
-
-
-def _call(name: str, **arguments: Any) -> Message:
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    call = {"id": f"call_{name}", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return text_message(f"{thought}\n<code>\n{code}\n</code>")

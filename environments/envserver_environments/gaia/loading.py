@@ -12,9 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from envserver_environments.roles import missing, roles_of, table_of, text_of
-from envserver_environments.rows import Row, file_rows
-from envserver_environments.usable import made
+from envserver_environments.rows import Row, file_rows, made, missing, roles_of, table_of, text_of
 
 from envserver import InputError, NotFoundError, Split
 

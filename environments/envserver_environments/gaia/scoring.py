@@ -1,15 +1,26 @@
-"""Judges an answer by the official rules of GAIA, and finds it in a text.
+"""The score of a rollout: its answer by the official rules of GAIA, and how it came about. Pure.
 
-Pure. The truth alone decides how an answer is compared: as a number if it is one, else as a list if
+The truth alone decides how an answer is compared: as a number if it is one, else as a list if
 it has a comma or a semicolon, else as text. There is no partial credit and no tolerance.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import string
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from envserver_tools.web import LEAK_SEEN
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from envserver import Message, Result, Score, Task
+
+from .agents.prompts import FAILED, NO_CALL, NO_CODE, PLAN, PLANNED, TOOL_FAILED
 
 MAX_ANSWER_CHARACTERS = 10_000
 """Longer answers are wrong."""
@@ -141,3 +152,263 @@ def _folded(text: str) -> str:
 
 def _normalised(text: str) -> str:
     return _folded(text).translate(_WITHOUT_PUNCTUATION)
+
+
+# The reward depends on whether the answer is right, on counts made by the proxy (model calls,
+# sampled tokens) and on typed outcomes of the agent's steps; never on the text of a message or a
+# page. Always:
+#
+# - every right answer has a higher reward than every wrong one, whatever else happened;
+# - for a wrong one neither steps nor tokens count: giving up and stalling pay nothing;
+# - the reward never grows with steps, tokens, unusable messages or errors;
+# - an item of weight 0 changes nothing.
+
+LEAST = -0.1
+MOST_OF_ALL_WEIGHTS = 0.5
+
+
+class Weights(BaseModel):
+    """Deductions for each item."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    steps: float = Field(default=0.05, ge=0)
+    """Penalty for a correct answer that used all model calls."""
+    tokens: float = Field(default=0.05, ge=0)
+    """Penalty for a correct answer that used all tokens."""
+    format: float = Field(default=0.05, ge=0)
+    """Penalty if no step could be parsed (unusable messages, invalid tool calls)."""
+    errors: float = Field(default=0.05, ge=0)
+    """Penalty if every step ended in a code or tool error."""
+    ungrounded: float = Field(default=0.0, ge=0)
+    """Penalty for a correct answer that appeared in no observation."""
+    free_share: float = Field(default=0.25, ge=0, lt=1)
+    """Share of calls and tokens without a penalty."""
+    free_errors: int = Field(default=2, ge=0)
+    """Number of code and tool errors without a penalty."""
+
+    @model_validator(mode="after")
+    def _right_beats_wrong(self) -> Weights:
+        total = self.steps + self.tokens + self.format + self.errors + self.ungrounded
+        if total > MOST_OF_ALL_WEIGHTS:
+            raise ValueError(f"the weights add up to {total:g}, over {MOST_OF_ALL_WEIGHTS}")
+        return self
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a rollout.
+
+    Args:
+        turns, tokens: the proxy's counts, and their limits.
+        steps: of the agent; `malformed` and `failed` count those that could not be read, or raised.
+        grounded: the answer occurred in an observation.
+    """
+
+    correct: bool
+    turns: int = 0
+    turn_limit: int = 1
+    tokens: int = 0
+    token_limit: int = 1
+    steps: int = 0
+    malformed: int = 0
+    failed: int = 0
+    grounded: bool = True
+
+
+@dataclass(frozen=True)
+class Items:
+    """The value of each item, in [0, 1]; 0 is best for all but `correct`."""
+
+    correct: float
+    steps: float
+    tokens: float
+    format: float
+    errors: float
+    ungrounded: float
+
+
+def items(facts: Facts, weights: Weights) -> Items:
+    """The items that the weights apply to."""
+    return Items(
+        correct=float(facts.correct),
+        steps=_beyond(facts.turns, facts.turn_limit, weights.free_share),
+        tokens=_beyond(facts.tokens, facts.token_limit, weights.free_share),
+        format=_share(facts.malformed, facts.steps),
+        errors=_share(facts.failed - weights.free_errors, facts.steps),
+        ungrounded=float(not facts.grounded),
+    )
+
+
+def fold(found: Items, weights: Weights) -> float:
+    """The reward in [-0.1, 1]: right at least 1 less all weights, wrong at most 0."""
+    right = found.correct * (
+        1.0
+        - weights.steps * found.steps
+        - weights.tokens * found.tokens
+        - weights.ungrounded * found.ungrounded
+    )
+    reward = right - weights.format * found.format - weights.errors * found.errors
+    return min(1.0, max(LEAST, reward))
+
+
+def _beyond(used: int, limit: int, free: float) -> float:
+    """Returns the used share of what exceeds the free amount."""
+    allowed = free * limit
+    return min(1.0, max(0.0, (used - allowed) / max(limit - allowed, 1.0)))
+
+
+def _share(part: int, whole: int) -> float:
+    return min(1.0, max(0.0, part / max(whole, 1)))
+
+
+# The agent's process writes a trace for people; the model's code might falsify it, so no reward
+# depends on it. Here the conversation counts: the model read each step's outcome in the next
+# request, in forms that only the agent writes (the first line of an observation, the first word of
+# a tool's result), never in a program's output or a page's text. Steps that are missing in it,
+# though the proxy counted their calls, count as malformed.
+
+
+@dataclass(frozen=True)
+class Trail:
+    """The steps of an agent, without plans.
+
+    Args:
+        malformed: had neither code nor a call, or are missing in the recording.
+        failed: the other steps whose code or tools failed.
+        observed: all observations that the model read.
+    """
+
+    steps: int = 0
+    malformed: int = 0
+    failed: int = 0
+    observed: str = ""
+
+
+def trail_of(messages: Sequence[Message], turns: int) -> Trail:
+    """The steps in a conversation.
+
+    Args:
+        messages: as recorded: the last request's, and the last answer.
+        turns: calls of the model, as the proxy counted them.
+    """
+    replies = [[*map(_text, reply)] for plan, reply in _turns(messages) if not plan]
+    missing = max(0, turns - sum(message.get("role") == "assistant" for message in messages))
+    ended = Counter(map(_outcome, replies))
+    return Trail(
+        steps=len(replies) + missing,
+        malformed=ended["malformed"] + missing,
+        failed=ended["failed"],
+        observed="\n".join(text for reply in replies for text in reply),
+    )
+
+
+def _turns(messages: Sequence[Message]) -> Iterator[tuple[bool, list[Message]]]:
+    """Yields for each answer of the model whether it is a plan, and the replies that followed."""
+    starts = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
+    ends = [*starts, len(messages)][1:]
+    for at, end in zip(starts, ends, strict=True):
+        reply = list(messages[at + 1 : end])
+        asked = _text(messages[at - 1]) if at else ""
+        planned = bool(reply) and _text(reply[0]).startswith(PLANNED)
+        yield planned or asked.endswith(PLAN), reply
+
+
+def _outcome(reply: list[str]) -> Literal["fine", "malformed", "failed"]:
+    if any(text.startswith((NO_CODE, NO_CALL)) for text in reply):
+        return "malformed"
+    return "failed" if any(text.startswith((FAILED, TOOL_FAILED)) for text in reply) else "fine"
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+_TELLING_CHARACTERS = 16
+"""An author's id of this length occurs only in copies of the data set."""
+
+Unfinished = Literal["score", "drop"]
+Contaminated = Literal["drop", "zero", "score"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Settings of the score.
+
+    Args:
+        turns, tokens: limits of model calls and of sampled tokens.
+        unfinished: rollouts without an answer: scored as wrong, or without a reward.
+        contaminated: rollouts that saw a page revealing the answer: without a reward, scored as
+        wrong, or scored as usual.
+    """
+
+    weights: Weights
+    turns: int
+    tokens: int
+    unfinished: Unfinished = "score"
+    contaminated: Contaminated = "drop"
+
+
+def judge(task: Task, result: Result, terms: Terms) -> Score:
+    """Returns the score, from the usage and the observations that the proxy recorded."""
+    output = result.output if isinstance(result.output, dict) else {}
+    submitted = output.get("answer")
+    answer, too_long = extract_answer(submitted), is_too_long(submitted)
+    answered = answer is not None or too_long
+    trail = trail_of(result.messages, result.turns)
+    facts = _facts(task, result, answer, trail, terms)
+    found = items(facts, terms.weights)
+    folded = fold(found, terms.weights)
+    leaked = _was_leaked(task, result, trail)
+    return Score(
+        reward=_reward(folded, terms, answered=answered, leaked=leaked),
+        components=dataclasses.asdict(found),
+        metrics={
+            "folded": folded,
+            "leaderboard_correct": float(
+                leaderboard_verdict(submitted, str(task.hidden["answer"]))
+            ),
+            "level": float(task.hidden["level"]),
+            "answered": float(answered),
+            "too_long": float(too_long),
+            "agent_steps": float(facts.steps),
+            "contaminated": float(leaked),
+        },
+    )
+
+
+def _reward(folded: float, terms: Terms, *, answered: bool, leaked: bool) -> float | None:
+    if leaked and terms.contaminated != "score":
+        return None if terms.contaminated == "drop" else 0.0
+    if not answered and terms.unfinished == "drop":
+        return None
+    return max(0.0, folded)
+
+
+def _facts(task: Task, result: Result, answer: str | None, trail: Trail, terms: Terms) -> Facts:
+    return Facts(
+        correct=answer is not None and question_scorer(answer, str(task.hidden["answer"])),
+        turns=result.turns,
+        turn_limit=terms.turns,
+        tokens=result.completion_tokens,
+        token_limit=terms.tokens,
+        steps=trail.steps,
+        malformed=trail.malformed,
+        failed=trail.failed,
+        grounded=answer is not None and _was_observed(answer, trail.observed),
+    )
+
+
+def _was_leaked(task: Task, result: Result, trail: Trail) -> bool:
+    """Returns whether the agent saw a copy of its task (by the web service or its id)."""
+    name = str(task.hidden.get("task_id") or "")
+    named = len(name) >= _TELLING_CHARACTERS and name.casefold() in trail.observed.casefold()
+    return named or LEAK_SEEN in result.flags
+
+
+def _was_observed(answer: str, observed: str) -> bool:
+    seen = observed.casefold()
+    return all(part.strip().casefold() in seen for part in answer.split(","))

@@ -50,8 +50,8 @@ async def solve(
     Args:
         prompt: the system prompt; "": none; None: the mode's own.
     """
-    told = system_prompt(mode) if prompt is None else prompt
-    messages: list[Message] = [{"role": "system", "content": told}] if told else []
+    system = system_prompt(mode) if prompt is None else prompt
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question(task.public)})
     match mode:
         case "tools":

@@ -1,4 +1,4 @@
-r"""Converts rows of data sets to `Problem`s, by what their fields are. Pure; loads nothing.
+r"""Converts rows of data sets to `Problem`s, by what their fields are. Pure.
 
 The answer ("gold") is the row's answer, else what its solution boxes or ends with after `####`:
 
@@ -18,10 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from math import isfinite
+from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
-from envserver_environments.roles import (
+from envserver_environments.rows import (
+    DataSets,
+    FirstOption,
+    Hub,
+    Row,
     by_label,
     decoded,
     last_message,
@@ -30,7 +35,6 @@ from envserver_environments.roles import (
     table_of,
     value_at,
 )
-from envserver_environments.rows import FirstOption, Row
 
 from envserver import InputError
 
@@ -268,7 +272,6 @@ def _is_number(text: str) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A text or a number as text; anything else is not an answer."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
@@ -417,3 +420,45 @@ def _letter(value: Any, options: list[str], first: FirstOption) -> str:
         fits = letter in letters and rest in ("", options[letters.index(letter)])
         return letter if fits else ""
     return numbered.get(text, "")
+
+
+SAMPLE = Path(__file__).parent / "data" / "sample.jsonl"
+
+_MATH_CONFIGS = (
+    "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
+    "prealgebra", "precalculus",
+)  # fmt: skip
+_MATHQA_ZIP = "zip://{split}.json::https://math-qa.github.io/math-QA/data/MathQA.zip"
+
+HUBS: dict[str, Hub] = {
+    "gsm8k": Hub("openai/gsm8k", {"train": "train", "test": "test"}, ("main",)),
+    "math": Hub(
+        "EleutherAI/hendrycks_math", {"train": "train", "test": "test"}, configs=_MATH_CONFIGS
+    ),
+    "math500": Hub("HuggingFaceH4/MATH-500", {"test": "test"}),
+    "svamp": Hub("ChilleD/SVAMP", {"train": "train", "test": "test"}),
+    "mawps": Hub(
+        "MU-NLPC/Calc-mawps", {"train": "train", "validation": "validation", "test": "test"}
+    ),
+    # The hub's own copy is a loading script, which `datasets` no longer runs.
+    "mathqa": Hub(
+        "json",
+        {"train": "train", "validation": "validation", "test": "test"},
+        arguments={
+            "data_files": {
+                "train": _MATHQA_ZIP.format(split="train"),
+                "validation": _MATHQA_ZIP.format(split="dev"),
+                "test": _MATHQA_ZIP.format(split="test"),
+            }
+        },
+    ),
+    "aqua": Hub(
+        "deepmind/aqua_rat",
+        {"train": "train", "validation": "validation", "test": "test"},
+        ("raw",),
+    ),
+    "aime": Hub("HuggingFaceH4/aime_2024", {"test": "train"}),
+    "deepmath": Hub("zwhe99/DeepMath-103K", {"train": "train"}),
+    "mathx": Hub("XenArcAI/MathX-5M", {"train": "train"}, streaming=True),
+}
+DATA = DataSets(SAMPLE, HUBS)

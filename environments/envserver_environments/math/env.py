@@ -12,14 +12,16 @@ from typing import Any, Literal
 
 from envserver_environments.answers import last_boxed
 from envserver_environments.rows import (
+    DataEnvironment,
     NumberedRow,
     OptionRowsConfig,
     Row,
     first_option,
     id_of,
+    made,
+    mixed,
     name_of,
 )
-from envserver_environments.usable import DataEnvironment, made, mixed
 from envserver_tools.visible import visible_text
 from pydantic import Field, field_validator
 
@@ -38,12 +40,11 @@ from envserver import (
 )
 from envserver.row_counts import doubt
 
-from . import arithmetic, procedural
+from . import procedural
 from .agent import Mode, solve
-from .data_sets import Kind, Problem, read_problem, why_unusable
+from .data_sets import DATA, Kind, Problem, read_problem, why_unusable
 from .known import demonstrate, known_answers
 from .literals import is_number_literal, plain_number
-from .loading import DATA
 from .prompts import BOXED, question
 from .row_answers import doubts, row_answers
 from .scoring import ScoringRules, last_answer, score_rollout
@@ -179,9 +180,9 @@ class Math(DataEnvironment):
             return
         if name in ("arithmetic", "sorting"):
             problems = (
-                arithmetic.sorting_problems(split, seed)
+                procedural.sorting_problems(split, seed)
                 if name == "sorting"
-                else arithmetic.problems(self.config.max_operand, split, seed)
+                else procedural.arithmetic_problems(self.config.max_operand, split, seed)
             )
             yield from (_task(task_id, problem) for task_id, problem in problems)
             return

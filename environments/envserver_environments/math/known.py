@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from envserver_environments.demonstrations import call_message, text_message
 from envserver_tools.calculator import calculate
 
 from envserver import KnownResult, Message, Result, Task
@@ -75,7 +75,6 @@ def _wrong(name: str, **said: Any) -> KnownResult:
 
 
 def _output(*, answer: str | None = None, text: str = "") -> dict[str, Any]:
-    """Returns an output of the agent."""
     return {"answer": answer, "text": text}
 
 
@@ -85,12 +84,13 @@ def demonstrate(task: Task, mode: Mode) -> list[Message]:
     expression = _usable(task.hidden.get("expression"))
     # Both ways to end are shown, each for half of the tasks.
     by_call = mode == "tools" and zlib.crc32(task.id.encode()) % 2 == 0
-    last = _call("finish", answer=answer) if by_call else _boxed(answer)
+    boxed = text_message(f"The answer is \\boxed{{{answer}}}.")
+    last = call_message("finish", answer=answer) if by_call else boxed
     if expression is None or mode == "single":
         return [last]
     if mode == "seed0":
         return [_command(expression), last]
-    return [_call("calculate", expression=expression), last]
+    return [call_message("calculate", expression=expression), last]
 
 
 def _usable(expression: str | None) -> str | None:
@@ -99,18 +99,5 @@ def _usable(expression: str | None) -> str | None:
     return expression
 
 
-def _boxed(answer: str) -> Message:
-    return {"role": "assistant", "content": f"The answer is \\boxed{{{answer}}}."}
-
-
 def _command(expression: str) -> Message:
-    return {
-        "role": "assistant",
-        "content": f'Let me calculate.\n```bash\npython -c "print({expression})"\n```',
-    }
-
-
-def _call(name: str, **arguments: Any) -> Message:
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    call = {"id": f"call_{name}", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return text_message(f'Let me calculate.\n```bash\npython -c "print({expression})"\n```')

@@ -420,7 +420,7 @@ def same_words(gold: str, answer: str) -> bool | None:
 def same_in_base(gold: str, answer: str) -> bool | None:
     """Compares numbers with a base, such as `101_2`; None if neither has one."""
     wanted, given = (
-        found and (found[1].lstrip("0").casefold(), _base(found[2] or found[3]))
+        found and (found[1].lstrip("0").casefold(), _MEANINGS.get(sub := found[2] or found[3], sub))
         for found in (_BASE.fullmatch(gold), _BASE.fullmatch(answer))
     )
     return None if wanted is None and given is None else wanted == given
@@ -492,14 +492,9 @@ def _raised(found: re.Match[str]) -> str:
 
 
 def _are_words(blank: str, words: str) -> bool:
-    """Returns whether letters behind a number are words, and not factors."""
     if measure(words) is not None:
         return len(words) > 1 or not words.isascii()
     return bool(blank) and re.fullmatch(r"[A-Za-z]{3,}(?:\s+[A-Za-z]{3,})*\s*", words) is not None
-
-
-def _base(text: str) -> str:
-    return _MEANINGS.get(text, text)
 
 
 def _power_of_ten(found: re.Match[str]) -> str:
@@ -508,7 +503,6 @@ def _power_of_ten(found: re.Match[str]) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """Returns the fraction that a repeating decimal is."""
     whole, fixed, repeated = found.groups()
     before = int(f"0{whole}{fixed}")
     after = int(f"{before}{repeated}")
@@ -516,7 +510,6 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def _in_order(formula: ast.expr) -> str:
-    """Returns a formula with the operands of each operator in alphabetical order."""
     match formula:
         case ast.BinOp(left, operator, right):
             kind = type(operator)

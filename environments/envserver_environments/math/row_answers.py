@@ -20,8 +20,8 @@ from envserver import KnownResult, Result, Task
 from .data_sets import Problem
 from .latex import readable
 from .literals import PLAIN_NUMBER, listed_numbers, plain_number
-from .sizes import is_huge
 from .values import value_of, values_differ
+from .verification import is_huge
 
 _COMMA = re.compile(r"[-+]?\d+,\d+")
 _PAIR = re.compile(rf"\(\s*{PLAIN_NUMBER}\s*,\s*{PLAIN_NUMBER}\s*\)")

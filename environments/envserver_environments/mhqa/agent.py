@@ -26,7 +26,6 @@ from envserver_tools.visible import visible_text
 
 from envserver import HarnessTask, Message, PublicTask, Reply, Rollout, Sandbox
 
-from .extraction import extract_answer, has_tagged_answer
 from .prompts import (
     SUB_QUESTIONS_WANTED,
     answer_wanted,
@@ -35,8 +34,8 @@ from .prompts import (
     system_prompt,
     text_system_prompt,
 )
-from .serving import MAX_QUERY_CHARACTERS, Scope, search_of
-from .shelf import MAX_FINISH_CHARACTERS, Shelf
+from .scoring import extract_answer, has_tagged_answer
+from .shelf import MAX_FINISH_CHARACTERS, MAX_QUERY_CHARACTERS, Scope, Shelf, search_of
 
 Mode = Literal["tools", "scripted", "text", "tags"]
 Way = Mode | Literal["memory"]
@@ -110,8 +109,6 @@ def _shelf(task: PublicTask, run: Rollout, rules: AgentOptions) -> Shelf:
 
 @dataclass(frozen=True)
 class _Submission:
-    """The submitted answer, and the last text."""
-
     answer: str | None
     text: str
 

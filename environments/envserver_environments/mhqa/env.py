@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from envserver_environments.rows import (
+    DataEnvironment,
     FirstOption,
     NumberedRow,
     OptionRowsConfig,
     Row,
     first_option,
     id_of,
+    made,
+    mixed,
 )
-from envserver_environments.usable import DataEnvironment, made, mixed
 from envserver_tools.retrieval import Passage, RetrieverSettings
 from pydantic import Field, field_validator, model_validator
 
@@ -50,12 +52,22 @@ from envserver import (
 )
 
 from .agent import AgentOptions, Mode, harness_task, solve
-from .data_sets import DataSet, MultiHopQuestion, read_item, single_rows, why_unusable
-from .demonstrations import demonstrate
-from .known import known_answers
-from .loading import DATA, different, own_passages, read_aliases, read_context, read_corpus
+from .data_sets import (
+    DATA,
+    DataSet,
+    MultiHopQuestion,
+    different,
+    own_passages,
+    read_aliases,
+    read_context,
+    read_corpus,
+    read_item,
+    single_rows,
+    why_unusable,
+)
+from .known import demonstrate, known_answers
 from .scoring import last_answer, parse_answer, score_rollout
-from .serving import MAX_TOP_K, Scope, corpus_services, external_services
+from .shelf import MAX_TOP_K, Scope, corpus_services, external_services
 
 
 class Mhqa(DataEnvironment):
@@ -239,7 +251,6 @@ class Mhqa(DataEnvironment):
         return read_aliases(self.config.aliases_path)
 
     def _corpus(self) -> Iterator[Passage]:
-        """Returns the corpus of the settings, else all passages of the data sets."""
         if self.config.corpus_path is not None:
             return different(read_corpus(self.config.corpus_path))
         return different(self._all_passages())

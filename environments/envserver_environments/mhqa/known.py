@@ -1,14 +1,17 @@
-"""Answers with a known reward: correct ones in every accepted form, and cheats. Pure."""
+"""Answers with a known reward, and conversations that solve a task. Pure."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
+from envserver_environments.demonstrations import call_message, text_message
 from envserver_tools.retrieval import passages_from
 
-from envserver import KnownResult, Result, Task
+from envserver import KnownResult, Message, Result, Task
 
+from .agent import MAX_HOPS, Mode, numbered_list, substituted
 from .data_sets import MAX_ANSWER_CHARACTERS
 from .metrics import answer_measure, normalize_answer
 from .scoring import F1_SHARE, why_refused
@@ -47,7 +50,7 @@ def _right_ones(task: Task, golds: list[str], support_weight: float) -> Iterator
     }
     for name, text in forms.items():
         if not set(gold) & set('"\\{}<>\n'):
-            yield KnownResult(name, _text(text), least=least, most=1.0)
+            yield KnownResult(name, _text_result(text), least=least, most=1.0)
     yield KnownResult("gold, in other letters", _result(gold.upper()), least=least, most=1.0)
     yield KnownResult("gold, with an article", _result(f"The {gold}."), least=least, most=1.0)
 
@@ -56,11 +59,11 @@ def _nothing_said(gold: str) -> Iterator[KnownResult]:
     for name, answer in (("no answer", None), ("empty answer", ""), ("only an article", "The.")):
         yield KnownResult(name, _result(answer))
     yield KnownResult("small words", _result("it was in and of this"))
-    yield KnownResult("gold, only thought", _text(f"<think><answer>{gold}</answer></think>"))
-    yield KnownResult("gold, thoughts without end", _text(f"<think><answer>{gold}</answer>"))
-    yield KnownResult("gold, not handed in", _text(f"I read about {gold}"))
-    yield KnownResult("gold in a list", _text(f'{{"answer": ["{gold}"]}}'))
-    yield KnownResult("gold, in an open tag", _text(f"<answer>{gold}"))
+    yield KnownResult("gold, only thought", _text_result(f"<think><answer>{gold}</answer></think>"))
+    yield KnownResult("gold, thoughts without end", _text_result(f"<think><answer>{gold}</answer>"))
+    yield KnownResult("gold, not handed in", _text_result(f"I read about {gold}"))
+    yield KnownResult("gold in a list", _text_result(f'{{"answer": ["{gold}"]}}'))
+    yield KnownResult("gold, in an open tag", _text_result(f"<answer>{gold}"))
     yield KnownResult(
         "gold, cut off", Result(output=_output(gold), finish_reason="length", truncated=True)
     )
@@ -81,11 +84,10 @@ def _several_said(golds: list[str]) -> Iterator[KnownResult]:
         if why_refused(answer, golds):
             yield KnownResult(name, _result(answer))
     last = f"<answer>{gold}</answer> no, <answer>{OTHER}</answer>"
-    yield KnownResult("gold, then another answer", _text(last))
+    yield KnownResult("gold, then another answer", _text_result(last))
 
 
 def _near_ones(task: Task, gold: str) -> Iterator[tuple[str, str]]:
-    """Answers that are not the right one, but share words with it."""
     yield "two answers, and", f"{gold} and {OTHER}"
     yield "two answers, comma", f"{gold}, {OTHER}"
     yield "two answers, slash", f"{gold} / {OTHER}"
@@ -105,7 +107,6 @@ def _near_ones(task: Task, gold: str) -> Iterator[tuple[str, str]]:
 
 
 def _resting_on(task: Task) -> dict[str, Any]:
-    """Returns the evidence of the right answer, as the agent returns it."""
     passages = task.public["passages"]
     facts = [
         [passages[name]["title"] if isinstance(name, int) else name, number]
@@ -119,10 +120,92 @@ def _result(answer: str | None) -> Result:
     return Result(output=_output(answer))
 
 
-def _text(text: str) -> Result:
+def _text_result(text: str) -> Result:
     return Result(output=_output(None, text))
 
 
 def _output(answer: str | None, text: str = "") -> dict[str, Any]:
-    """Returns an output of the agent."""
     return {"answer": answer, "text": text, "facts": [], "passages": [], "evidence": []}
+
+
+def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
+    """Returns the assistant messages, one per turn, or None if the answer is unknown."""
+    if not task.hidden["golds"]:
+        return None
+    match mode:
+        case "tools":
+            return _with_tools(task)
+        case "text":
+            return _with_texts(task)
+        case "tags":
+            return _with_tags(task)
+        case "scripted":
+            return _by_script(task)
+
+
+def queries(task: Task) -> list[str]:
+    """Returns the search queries in order: the sub-questions, else the titles of the evidence."""
+    steps = task.hidden["decomposition"]
+    answers = [answer for _, answer in steps]
+    if steps:
+        return [substituted(question, answers) for question, _ in steps]
+    titles = (_title(task, name) for name, _ in task.hidden["supporting"])
+    return [str(task.public["question"]), *dict.fromkeys(titles)]
+
+
+def _with_tools(task: Task) -> list[Message]:
+    asked = queries(task)
+    plan = "\n".join(f"{number}. {query}" for number, query in enumerate(asked, start=1))
+    searches = [
+        call_message("search", _thought(task, number, plan), query=query[:300])
+        for number, query in enumerate(asked, start=1)
+    ]
+    facts = [[_title(task, name), number] for name, number in task.hidden["supporting"]]
+    answer = str(task.hidden["golds"][0])
+    rest: dict[str, Any] = {"supporting_facts": facts} if facts else {}
+    if task.hidden["evidences"]:
+        rest["evidence"] = [ways[0] for ways in task.hidden["evidences"]]
+    last = call_message("finish", f"So the answer is {answer}.", answer=answer, **rest)
+    return [*searches, last]
+
+
+def _with_texts(task: Task) -> list[Message]:
+    asked = queries(task)
+    plan = "; ".join(asked)
+    messages = []
+    for number, query in enumerate(asked, start=1):
+        call = json.dumps({"tool": "search", "args": {"query": query[:300]}}, ensure_ascii=False)
+        messages.append(text_message(f"THOUGHT: {_thought(task, number, plan)}\nTOOL_CALL: {call}"))
+    return [*messages, text_message(f"THOUGHT: Now I know.\nFINAL: {task.hidden['golds'][0]}")]
+
+
+def _with_tags(task: Task) -> list[Message]:
+    asked = queries(task)
+    plan = "\n".join(asked)
+    messages = []
+    for number, query in enumerate(asked, start=1):
+        tag = "plan" if number == 1 else "reflection"
+        thought = f"<{tag}>{_thought(task, number, plan)}</{tag}>"
+        messages.append(text_message(f"{thought}\n<wiki_search>{query}</wiki_search>"))
+    return [*messages, text_message(f"<answer>{task.hidden['golds'][0]}</answer>")]
+
+
+def _by_script(task: Task) -> list[Message]:
+    gold = str(task.hidden["golds"][0])
+    steps = task.hidden["decomposition"][:MAX_HOPS] or [(task.public["question"], gold)]
+    plan = "\n".join(f"{number}. {step[0]}" for number, step in enumerate(steps, start=1))
+    notes = [text_message(f"The passages say it.\nAnswer: {answer}") for _, answer in steps]
+    assert len(numbered_list(plan)) == len(steps)
+    return [text_message(plan), *notes, text_message(f"Answer: {gold}")]
+
+
+def _thought(task: Task, number: int, plan: str) -> str:
+    if number == 1:
+        return f"I must find:\n{plan}"
+    steps = task.hidden["decomposition"]
+    return f"It is {steps[number - 2][1]}." if steps else "One more fact is missing."
+
+
+def _title(task: Task, name: str | int) -> str:
+    passages = task.public["passages"]
+    return str(passages[name]["title"]) if isinstance(name, int) else name

@@ -133,12 +133,8 @@ def _of_words(said: list[str], gold: list[str], em: float) -> Measure:
 
 def _best(measures: Iterable[Measure]) -> Measure:
     """The best of each number by itself; nothing where there is no gold."""
-    columns = list(zip(*map(_numbers, measures), strict=True))
+    columns = list(zip(*((m.em, m.f1, m.precision, m.recall) for m in measures), strict=True))
     return Measure(*map(max, columns)) if columns else Measure()
-
-
-def _numbers(measure: Measure) -> tuple[float, float, float, float]:
-    return measure.em, measure.f1, measure.precision, measure.recall
 
 
 def _overlap(both: int, said: int, gold: int) -> Measure:

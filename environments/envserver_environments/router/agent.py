@@ -64,7 +64,6 @@ def final_answer(output: Mapping[str, Any]) -> str:
 async def _plan(
     task: PublicTask, run: Rollout, repair: int, output: dict[str, Any], router: str
 ) -> Plan | None:
-    """Requests the plan and records it; None if no plan is valid."""
     profile = task.public["profile"]
     messages: list[Message] = [
         {"role": "system", "content": system_prompt(profile)},

@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from envserver_environments.code.running import SPEC
-from envserver_environments.roles import missing
-from envserver_environments.rows import NumberedRow, Row, RowsConfig, id_of, name_of
-from envserver_environments.usable import DataEnvironment, made
+from envserver_environments.rows import (
+    DataEnvironment,
+    NumberedRow,
+    Row,
+    RowsConfig,
+    id_of,
+    made,
+    missing,
+    name_of,
+)
 from pydantic import BeforeValidator, Field
 
 from envserver import (
@@ -35,8 +42,7 @@ from envserver import (
 from envserver.rows.sources import every_row
 
 from .agent import ROUTER, final_answer, solve
-from .demonstrations import demonstrate
-from .known import known_answers
+from .known import demonstrate, known_answers
 from .loading import (
     DATA,
     SAMPLE,
@@ -46,10 +52,10 @@ from .loading import (
     answer_of,
     hidden_part,
     public_part,
+    query_tasks,
     read_documents,
     read_problem,
 )
-from .queries import query_tasks
 from .scoring import last_plan, score_rollout
 from .subagents import SUBAGENTS
 
@@ -176,7 +182,6 @@ class Router(DataEnvironment):
         return Task(task.id, {**task.public, "runs": True}, task.hidden)
 
     def _routers(self) -> list[str]:
-        """Returns the names of the agents that plan."""
         count = self.config.teachers
         return [ROUTER] if count == 1 else [f"teacher_{number}" for number in range(1, count + 1)]
 

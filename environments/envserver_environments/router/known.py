@@ -1,25 +1,69 @@
-"""Answers whose reward is known: right plans in every form that counts, broken ones, and cheats.
-
-Pure. The cheats are those that pay elsewhere: one plan for every query, a plan that is padded with
-all agents, JSON that a lenient reader would take.
+"""Answers whose reward is known (right plans in every form that counts, broken ones, cheats), and
+conversations that solve a task. Pure.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from envserver import KnownResult, Result, Task
+from envserver_environments.demonstrations import call_message, text_message
 
+from envserver import KnownResult, Message, Result, Task
+
+from .agent import ROUTER
 from .course import course_of
-from .demonstrations import right_answer
-from .matching import FORM_SHARE, likeness
-from .plans import Plan, Step, as_json, plan_of
-from .schemas import MAX_STEPS, TOOLS
-from .scoring import PLAN_SHARE, REPAIR_FACTOR
+from .plans import MAX_STEPS, TOOLS, Plan, Step, as_json, plan_of
+from .scoring import FORM_SHARE, PLAN_SHARE, REPAIR_FACTOR, likeness
+
+_FIRST_STEPS = (("math", "solve", "problem"), ("code", "write", "task"), ("search", "query", "q"))
+
+
+def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None:
+    """Returns the messages of each agent, or None if the right plan is unknown.
+
+    A query without a right plan is given a valid one, so that a run without an engine shows rows.
+
+    An agent that the plan calls twice gives the answer of its last call both times.
+    """
+    text = right_answer(task)
+    if text is None and task.hidden.get("any_plan") and task.hidden["answer"] is None:
+        return {ROUTER: [text_message(_some_plan(task))]}
+    if text is None:
+        return None
+    said = {ROUTER: [text_message(text)]}
+    results = task.hidden["results"]
+    for step in plan_of(task.hidden["plan"]).in_order() if execute else ():
+        if step.id in results:
+            said[step.agent] = [_finding(step.agent, results[step.id])]
+    return said
+
+
+def right_answer(task: Task) -> str | None:
+    """Returns the right plan as the router writes it, or None if it is unknown."""
+    gold: dict[str, Any] | None = task.hidden["target"] or task.hidden["plan"]
+    return None if gold is None else json.dumps(gold, ensure_ascii=False)
+
+
+def _some_plan(task: Task) -> str:
+    query = task.public["query"]
+    place = hashlib.sha256(query.encode()).digest()[0] % len(_FIRST_STEPS)
+    agent, tool, argument = _FIRST_STEPS[place]
+    step = Step("s1", agent, tool, {argument: query}, ())
+    plan = Plan((step,), {}, "s1", f"The query is one for {agent}.")
+    form = as_json(plan) if task.public["profile"] == "graph" else course_of(plan, query)
+    return json.dumps(form, ensure_ascii=False)
+
+
+def _finding(agent: str, result: str) -> Message:
+    if agent == "code":
+        return text_message(f"```python\n{result}\n```")
+    return call_message("finish", answer=result)
+
 
 ALMOST = 0.96
 """Maximum reward of any plan but the right one."""
@@ -61,7 +105,6 @@ def known_answers(task: Task, *, execute: bool) -> Iterator[KnownResult]:
 
 
 def _unreadable(gold: str) -> Iterator[tuple[str, str]]:
-    """The right plan in forms that are not strict JSON."""
     yield "in a fence", f"```json\n{gold}\n```"
     yield "prose before it", f"Here is the plan: {gold}"
     yield "prose behind it", f"{gold}\nI hope this helps."
@@ -193,7 +236,6 @@ def _changed(gold: str, change: Callable[[dict[str, Any]], Any]) -> dict[str, An
 
 
 def _right_output(task: Task) -> dict[str, Any]:
-    """Returns the output of executing the right plan."""
     answer = task.hidden["answer"]
     if answer["kind"] == "function":
         return {"executed": True, "answer": "", "program": answer["code"]}
@@ -209,6 +251,5 @@ def _between(name: str, text: str, most: float) -> KnownResult:
 
 
 def _output(text: str, **output: Any) -> dict[str, Any]:
-    """Returns an output of the agent."""
     fresh = {"repaired": False, "cut_off": False, "executed": False, "answer": None}
     return {"plan": text, "program": None, **fresh, **output}

@@ -157,7 +157,6 @@ class _OwnRun:
 
 
 def _printed(result: ExecResult) -> str:
-    """Returns a program's output, or why there is none."""
     said = result.stdout[:MAX_PRINTED_CHARACTERS].decode(errors="replace")
     if result.ok:
         return said

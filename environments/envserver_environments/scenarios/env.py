@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.usable import copied
+from envserver_environments.rows import copied
 from envserver_tools.protocol import Window, trace_path
 from pydantic import Field
 

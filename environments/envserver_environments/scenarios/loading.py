@@ -93,7 +93,7 @@ class Scenario(_Part):
         files: files of the workspace, by path, besides those in the folder `workspace`.
         workspace: folder of files, relative to the scenario's.
         checks: unset: only whether the model reached FINAL is known.
-        solution: messages in the text protocol that solve it: the simulated engine plays them.
+        solution: messages in the text protocol that solve it, for the simulated engine.
     """
 
     name: str = Field(default="", max_length=100)

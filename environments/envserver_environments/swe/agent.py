@@ -4,27 +4,212 @@ In: a task's public part, and `run`. Out: `{"patch", "submitted", "reason"}`. Th
 inside the sandbox, and only after the loop has submitted the repository; the model's own account of
 it does not count. The loops:
 
-    bash    one command block per message, as text
-    tools   native tool calls
+    bash    one command block per message, as text; ends with a command that prints the submit word
+    tools   native tool calls; ends with `submit`, or with a message without a call
     text    THOUGHT / TOOL_CALL / FINAL, as text
+
+A malformed message is answered with the error; several in a row end the loop. Each call becomes an
+action of the rollout, and asks for confirmation first where the options say so.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import dataclasses
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from envserver_tools.calling import ToolError
-from envserver_tools.sandboxed import read_patch
+from envserver_tools.calling import Tool, ToolError, toolbox
+from envserver_tools.loop import chat_with_tools
+from envserver_tools.protocol import describe_tools, run_protocol
+from envserver_tools.sandboxed import read_patch, sandbox_tools
+from envserver_tools.visible import visible_text
 
-from envserver import Message, PublicTask, Rollout, Sandbox, SandboxSpec
+from envserver import Message, PublicTask, Reply, Rollout, Sandbox, SandboxSpec
 
-from . import bash_agent, text_agent, tools_agent
+from .images import ImageRules, Images
 from .patches import MAX_PATCH_BYTES
-from .prompts import task_prompt
+from .prompts import system_prompt, task_prompt
 from .repositories import workspace
-from .rules import AgentOptions
+
+CONFIRM = "confirm"
+"""The service that asks the user."""
+COMMANDS = ("bash", "run_cmd")
+_STATUS = re.compile(r"\[exit status (\d+)\]\n?")
+
+
+def watched(tools: Mapping[str, Tool], run: Rollout, confirm: bool) -> dict[str, Tool]:
+    """Wraps `tools`: calls are logged to `run`, and commands ask first if `confirm`."""
+    return {name: _watched(tool, run, confirm and name in COMMANDS) for name, tool in tools.items()}
+
+
+def _watched(tool: Tool, run: Rollout, asks: bool) -> Tool:
+    async def function(**arguments: Any) -> str:
+        try:
+            if asks and not await run.call_tool(CONFIRM, {"tool": tool.name, **arguments}):
+                raise ToolError("the user refuses this command")
+            said = tool.function(**arguments)
+            text = said if isinstance(said, str) else await said
+        except ToolError as error:
+            run.log_action(tool.name, arguments, error=str(error))
+            raise
+        run.log_action(tool.name, arguments, _logged_output(tool.name, text))
+        return text
+
+    return dataclasses.replace(tool, function=function)
+
+
+def _logged_output(name: str, text: str) -> Any:
+    ended = _STATUS.match(text) if name in COMMANDS else None
+    if ended is None:
+        return text
+    return {"returncode": int(ended[1]), "stdout": text[ended.end() :], "stderr": ""}
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """
+    Args:
+        command_seconds: maximum duration of a command.
+        max_format_errors: malformed messages in a row before the run ends.
+        images: the image files of repositories.
+        confirm: ask a person before each command.
+        keep_unfinished: the patch counts even if it was not submitted.
+    """
+
+    command_seconds: int = 60
+    max_format_errors: int = 3
+    images: Images = field(default_factory=lambda: Images(ImageRules()))
+    confirm: bool = False
+    keep_unfinished: bool = False
+
+
+SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+_OPENING = re.compile(r"```(?:bash|sh|shell|console)[ \t]*\r?")
+_SUBMITTED = re.compile(rf"\[exit status 0\]\s*{SUBMIT}(?:\s|$)")
+_FORMAT = "Write exactly one block that begins with ```bash and ends with ```; there were {count}."
+
+
+async def work_with_bash(
+    messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
+) -> bool:
+    """Returns whether the repository was submitted, within `run.max_turns` messages."""
+    history = [{"role": "system", "content": system_prompt("bash")}, *messages]
+    tools = sandbox_tools(sandbox, names=["bash"], command_seconds=rules.command_seconds)
+    bash = watched(tools, run, rules.confirm)["bash"]
+    errors = in_a_row = 0
+    for _ in range(run.max_turns):
+        reply = await run.chat(history)
+        run.log_action("reason", output=reply.content)
+        history.append(reply.message)
+        if reply.finish_reason == "length":
+            return False
+        commands = blocks_of(visible_text(reply.content) or "")
+        if len(commands) == 1:
+            in_a_row = 0
+            answer = await _run_bash(bash, commands[0])
+            if _SUBMITTED.match(answer):
+                return True
+        else:
+            errors, in_a_row = errors + 1, in_a_row + 1
+            run.log_metric("format_errors", errors)
+            if in_a_row >= rules.max_format_errors:
+                return False
+            answer = _FORMAT.format(count=len(commands))
+        history.append({"role": "user", "content": answer})
+    return False
+
+
+def blocks_of(text: str) -> list[str]:
+    """Returns the fenced commands of a message, in one pass over its lines."""
+    blocks: list[str] = []
+    inside: list[str] | None = None
+    for line in text.split("\n"):
+        if inside is None:
+            inside = [] if _OPENING.fullmatch(line) else None
+        elif line.rstrip(" \t") == "```":
+            blocks.append("".join(inside))
+            inside = None
+        else:
+            inside.append(f"{line}\n")
+    return blocks
+
+
+async def _run_bash(bash: Tool, command: str) -> str:
+    try:
+        result = bash.function(command=command)
+        return result if isinstance(result, str) else await result
+    except ToolError as error:
+        return f"Error: {error}"
+
+
+NAMES = ("read_file", "write_file", "edit", "list_dir", "grep", "bash", "git_diff")
+MAX_ERRORS_IN_A_ROW = 10
+
+SUBMIT_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "submit",
+        "description": "Hands the repository in as it is now and ends the task.",
+        "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+    },
+}
+
+
+async def work_with_tools(
+    messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
+) -> bool:
+    """Returns whether the repository was submitted, within `run.max_turns` messages."""
+    history = [{"role": "system", "content": system_prompt("tools")}, *messages]
+    tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
+    tools = watched(tools, run, rules.confirm)
+    tools |= toolbox(Tool(SUBMIT_TOOL, lambda: "The task is handed in."))
+
+    def log_text(reply: Reply) -> None:
+        if reply.content:
+            run.log_action("reason", output=reply.content)
+
+    end = await chat_with_tools(
+        run,
+        history,
+        tools,
+        final="submit",
+        max_tool_errors=MAX_ERRORS_IN_A_ROW,
+        errors_in_a_row=True,
+        on_reply=log_text,
+    )
+    return end.reason in ("final_tool", "text")
+
+
+async def work_in_text(
+    messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
+) -> bool:
+    """Returns whether the model reached FINAL, within `run.max_turns` messages."""
+    tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
+    tools = watched(tools, run, rules.confirm)
+    system = system_prompt("text").replace("{tools}", describe_tools(tools.values()))
+    history: list[Message] = [{"role": "system", "content": system}, *messages]
+    done = await run_protocol(
+        _heard(run),
+        tools,
+        history,
+        max_steps=run.max_turns,
+        max_retries=rules.max_format_errors,
+    )
+    run.log_metric("tool_errors", done.tool_errors)
+    return done.ending == "final"
+
+
+def _heard(run: Rollout) -> Callable[..., Awaitable[Reply]]:
+    async def chat(messages: list[Message], **sampling: Any) -> Reply:
+        reply = await run.chat(messages, **sampling)
+        run.log_action("reason", output=reply.content)
+        return reply
+
+    return chat
+
 
 AgentKind = Literal["bash", "tools", "text"]
 
@@ -32,9 +217,9 @@ AgentKind = Literal["bash", "tools", "text"]
 Loop = Callable[[list[Message], Sandbox, Rollout, AgentOptions], Awaitable[bool]]
 """Works in the sandbox; whether the repository was handed in."""
 LOOPS: dict[AgentKind, Loop] = {
-    "bash": bash_agent.work,
-    "tools": tools_agent.work,
-    "text": text_agent.work,
+    "bash": work_with_bash,
+    "tools": work_with_tools,
+    "text": work_in_text,
 }
 
 
@@ -49,11 +234,7 @@ async def solve(
         run.log_metric("submitted", submitted)
         if not (submitted or rules.keep_unfinished):
             return {"patch": "", "submitted": False, "reason": "nothing was handed in"}
-        try:
-            patch = await read_patch(sandbox, base=commit, max_bytes=MAX_PATCH_BYTES)
-        except ToolError as error:
-            return {"patch": "", "submitted": submitted, "reason": str(error)}
-    return {"patch": patch.decode("utf-8", "replace"), "submitted": submitted, "reason": ""}
+        return await patch_in(commit, sandbox, "") | {"submitted": submitted}
 
 
 async def patch_in(commit: str, sandbox: Sandbox, words: str) -> dict[str, Any]:

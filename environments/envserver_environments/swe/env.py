@@ -20,15 +20,16 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from envserver_environments.rows import (
+    DataEnvironment,
     NumberedRow,
     Row,
     RowsConfig,
     file_rows,
     hub_rows,
     id_of,
+    made,
     name_of,
 )
-from envserver_environments.usable import DataEnvironment, made
 from envserver_records.extras import install_command
 from envserver_tools.visible import visible_text
 from pydantic import Field
@@ -50,19 +51,14 @@ from envserver import (
     Task,
 )
 
-from .agent import AgentKind, patch_in, solve
-from .asking import Terminal, asked_task
-from .cheats import known_results, result_of
-from .demonstrations import demonstrate
+from .agent import CONFIRM, AgentKind, AgentOptions, patch_in, solve
 from .grading import Container, Verdict, grade
 from .images import ImageFiles, ImageRules, Images, image_of
-from .loading import HUBS, named, read_row
-from .local_tasks import folder_rows, task_folders
+from .known import demonstrate, known_results, result_of
+from .loading import HUBS, folder_rows, named, read_row, task_folders
 from .prompts import task_prompt
-from .repositories import SPEC, base_tree, limits_of, workspace
-from .rules import AgentOptions
+from .repositories import SPEC, Terminal, asked_task, base_tree, limits_of, workspace
 from .sample import hidden_tests, sample_tasks, write_folder
-from .watching import CONFIRM
 
 DataSetName = Literal[
     "sample", "swe_bench", "swe_bench_lite", "swe_bench_verified", "swe_gym", "swe_smith", "r2e"
@@ -245,7 +241,6 @@ class Swe(DataEnvironment):
         return read_row(row, task_id, self.config.mirror, tuple(self.config.plugins), found)
 
     def _files_now(self, image: str) -> ImageFiles | None:
-        """Returns the files in an image, or None without an image."""
         if not image:
             return None
         return self._waited(lambda: self._images.files(image, self.sandboxes.open))
@@ -281,7 +276,6 @@ class Swe(DataEnvironment):
         return made(rows, made_of)
 
     def _usable(self, row: Row, task_id: str) -> Task:
-        """The task of a row; with `check_gold`, one whose gold patch passes its tests."""
         task: Task | None = None
         try:
             task = given = self._task(row, task_id)
@@ -300,12 +294,10 @@ class Swe(DataEnvironment):
 
 
 def _with(task: Task, needs: dict[str, Any]) -> Task:
-    """The task, with more in its hidden part."""
     return msgspec.structs.replace(task, hidden={**task.hidden, **needs})
 
 
 def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
-    """Rows of files, or of folders with a task.json each, which are the same for every split."""
     folders = task_folders(path)
     if not folders:
         yield from file_rows(path, split, seed)
@@ -315,7 +307,7 @@ def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
 
 
 def _score(task: Task, patch: str, verdict: Verdict) -> Score:
-    """Returns 1 for a patch that solves the task, else 0; metrics tell how near it came."""
+    """Returns 1 for a patch that solves the task, else 0; metrics show how near it came."""
     lists = {name: task.hidden[name] for name in ("fail_to_pass", "pass_to_pass")}
     shares = {
         name: len(verdict.passed.intersection(ids)) / len(ids) if ids else 1.0

@@ -27,8 +27,7 @@ from msgspec import structs
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
-from .answers import VeiledAnswer
-from .hoisting import Answer, hoist
+from .hoisting import Answer, VeiledAnswer, hoist
 from .images import ImageRules
 from .patches import PatchError, apply_changes, read_patch, split_protected
 from .repositories import GRADING_PRELOAD
@@ -359,7 +358,6 @@ class _Run:
         return wrong, frozenset(passed - failed) & frozenset(self._tests.ids)
 
     def _opened(self, line: bytes) -> tuple[int, int, str, str] | None:
-        """A report whose seal is genuine."""
         seal, _, body = line.partition(b" ")
         genuine = hmac.new(self._key, body, hashlib.sha256).hexdigest().encode()
         if not hmac.compare_digest(seal, genuine):
@@ -373,9 +371,9 @@ class _Run:
         answers = self._answers.get(name)
         if answers is None:
             return True
-        told = [_value(shape) for shape in _shapes(values)]
-        return len(told) == len(answers) and all(
-            answer.accepts(value) for answer, value in zip(answers, told, strict=True)
+        reported = [_value(shape) for shape in _shapes(values)]
+        return len(reported) == len(answers) and all(
+            answer.accepts(value) for answer, value in zip(answers, reported, strict=True)
         )
 
 
@@ -413,14 +411,16 @@ class _Veiled:
         return tests.source
 
     def accepts(self, name: str, values: str) -> bool:
-        """Returns whether a test told the right values, and all that it must tell."""
-        told = _shapes(values)
+        """Returns whether a test reported the right values, and all that it must report."""
+        shapes = _shapes(values)
         certain = self._certain.get(name, self._certain.get(name.partition("[")[0], frozenset()))
-        numbers = {one[0] for one in told if isinstance(one, list) and one and type(one[0]) is int}
-        return numbers >= certain and all(map(self._accepts, told))
+        numbers = {
+            one[0] for one in shapes if isinstance(one, list) and one and type(one[0]) is int
+        }
+        return numbers >= certain and all(map(self._accepts, shapes))
 
-    def _accepts(self, told: Any) -> bool:
-        match told:
+    def _accepts(self, shape: Any) -> bool:
+        match shape:
             case [int(number), "equal" | "objects" as kind, said] if number in self._answers:
                 holds = self._answers[number] is None and said is True
                 return holds and (kind == "equal" or self._may_compare(number))
@@ -477,6 +477,5 @@ def _imports(sources: Iterable[str], own: set[str]) -> list[str]:
 
 
 def _own_packages(paths: Iterable[str]) -> set[str]:
-    """Names that can be imported from the top of the tree, or from `src`."""
     tops = {path.removeprefix("src/").split("/")[0] for path in paths if path.endswith(".py")}
     return {top.removesuffix(".py") for top in tops}

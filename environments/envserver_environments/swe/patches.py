@@ -167,7 +167,6 @@ def apply_changes(tree: Tree, changes: Iterable[Change]) -> Tree:
 
 
 def _check_place(tree: Tree, path: str) -> None:
-    """Checks that no parent is a file or a link, and `path` is not a folder."""
     parents = [str(parent) for parent in PurePosixPath(path).parents]
     if path in tree or any(parent in tree for parent in parents):
         raise PatchError("conflict", f"{path} cannot stand there")
@@ -180,7 +179,6 @@ _HEADER = b"diff --git "
 
 
 def _sections(lines: list[bytes]) -> list[list[bytes]]:
-    """Splits the lines by file. Text before the first file is a message, and skipped."""
     sections: list[list[bytes]] = []
     left_old = left_new = 0
     for number, line in enumerate(lines):
@@ -217,8 +215,6 @@ _INDEX_MODE = re.compile(rb"index [0-9a-f]+\.\.[0-9a-f]+ (\d+)")
 
 @dataclass
 class _Header:
-    """The content of the lines before the hunks."""
-
     old: str | None = None
     new: str | None = None
     both: str | None = None
@@ -312,7 +308,6 @@ def _side(name: bytes, prefix: bytes) -> str:
 
 
 def _path(name: bytes, *, quoted: bool = True) -> str:
-    """A checked path below the root."""
     try:
         path = (_unquoted(name) if quoted else name).decode()
     except UnicodeDecodeError as error:

@@ -73,7 +73,7 @@ class SampleTask:
 
 
 def write_folder(sample: SampleTask, folder: Path) -> None:
-    """Writes a task as a folder: task.json, repo.tar and hidden/ (see `local_tasks`)."""
+    """Writes a task as a folder: task.json, repo.tar and hidden/ (see `loading`)."""
     hidden = sample.task().hidden
     row = {
         "instance_id": sample.name,

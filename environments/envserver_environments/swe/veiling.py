@@ -1,8 +1,8 @@
 """Takes the expected answers out of ordinary tests, so that the tested code cannot read them. Pure.
 
 In: the source of a test module of a public data set. Out: the same tests, line by line, in which an
-assertion on a literal only tells its value, and the answers. The comparison is done elsewhere. What
-has no literal is compared where it is, by `judging`.
+assertion on a literal only reports its value, and the answers. They are compared outside of the
+sandbox. What has no literal is compared in the sandbox, by `judging`.
 
     assert label(3) == "3 items", "why"    ->   seen(7, (label(3)))    and Answer("==", "3 items")
     self.assertEqual(label(3), "3 items")  ->   seen(8, (label(3)))
@@ -22,8 +22,123 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answers import VeiledAnswer
-from .columns import Function, NoLiteral, Table, literal, loop_tables, parameter_table
+from .hoisting import VeiledAnswer, same
+
+_MAX_LITERAL = 10_000
+"""Characters of an answer; a longer one stays in the test."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class NoLiteral:
+    """The value of what is not a literal."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of literals.
+
+    Args:
+        columns: cells by name, of columns that hold only literals.
+        loop: the loop over them; None: they are parameters of a test.
+        end: the expression after which `parametrize` may get ids of the rows; None: it has ids.
+        ids: what pytest calls the rows.
+    """
+
+    columns: dict[str, list[ast.expr]]
+    loop: ast.For | None = None
+    end: ast.expr | None = None
+    ids: tuple[str, ...] = ()
+
+
+def literal(node: ast.expr) -> Any:
+    """Returns the value of a literal of built-in types, else `NoLiteral`."""
+    try:
+        value = ast.literal_eval(node)
+        text = repr(value)
+        same_again = len(text) < _MAX_LITERAL and same(value, ast.literal_eval(text))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return NoLiteral
+    return value if same_again else NoLiteral
+
+
+def loop_tables(function: Function) -> Iterator[Table]:
+    """The tables that the loops of a test go through."""
+    nodes = [*ast.walk(function)]
+    used = Counter(node.id for node in nodes if isinstance(node, ast.Name))
+    assigned = {
+        node.targets[0].id: node.value
+        for node in function.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    for node in nodes:
+        if isinstance(node, ast.For) and isinstance(node.target, ast.Tuple):
+            names = [name.id for name in node.target.elts if isinstance(name, ast.Name)]
+            rows = node.iter
+            if isinstance(rows, ast.Name) and used[rows.id] == 2:  # set once, and read here
+                rows = assigned.get(rows.id, rows)
+            cells = _cells(rows, len(node.target.elts))
+            if cells and len(names) == len(node.target.elts):
+                yield Table(_columns(names, cells), loop=node)
+
+
+def parameter_table(function: Function, ids: list[str], name: str) -> Table | None:
+    """The table of the only `parametrize` of a test, if its ids are the ones that are wanted.
+
+    Args:
+        ids: ids of tests in the module.
+        name: the test's id in the module, without parameters.
+    """
+    found = [
+        node
+        for node in function.decorator_list
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "parametrize"
+    ]
+    if len(found) != 1 or len(found[0].args) != 2:
+        return None
+    first, rows = literal(found[0].args[0]), found[0].args[1]
+    names = first.replace(",", " ").split() if isinstance(first, str) else first
+    cells = _cells(rows, len(names)) if isinstance(names, list | tuple) else []
+    has_ids = [keyword.arg for keyword in found[0].keywords] == ["ids"]
+    if not cells or len(names) < 2 or (found[0].keywords and not has_ids):
+        return None
+    if has_ids:
+        said = literal(found[0].keywords[0].value)
+        made = said if isinstance(said, list | tuple) else []
+    else:
+        made = [_row_id(names, row, place) for place, row in enumerate(cells)]
+    wanted = {id_[len(name) + 1 : -1] for id_ in ids if id_.startswith(f"{name}[")}
+    if len(set(made)) != len(cells) or not wanted <= set(made):
+        return None
+    return Table(_columns(list(names), cells), end=None if has_ids else rows, ids=tuple(made))
+
+
+def _cells(rows: ast.expr, width: int) -> list[list[ast.expr]]:
+    if not isinstance(rows, ast.List | ast.Tuple):
+        return []
+    found = [row.elts for row in rows.elts if isinstance(row, ast.List | ast.Tuple)]
+    whole = len(found) == len(rows.elts) and all(len(row) == width for row in found)
+    return found if whole else []
+
+
+def _columns(names: list[str], rows: list[list[ast.expr]]) -> dict[str, list[ast.expr]]:
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+    return {
+        name: cells
+        for name, cells in columns.items()
+        if all(literal(cell) is not NoLiteral for cell in cells)
+    }
+
+
+def _row_id(names: list[str], row: list[ast.expr], place: int) -> str:
+    """The id that pytest makes of a row."""
+    values = [literal(cell) for cell in row]
+    plain = (str, int, float, complex, bool, type(None))
+    return "-".join(
+        str(value) if isinstance(value, plain) else f"{name}{place}"
+        for name, value in zip(names, values, strict=True)
+    )
 
 
 @dataclass
@@ -177,7 +292,6 @@ class _Veil:
             self._rename(parameters, name, fixed, [one.numbers for one in told if one.by_row])
 
     def _rename(self, table: Table, name: str, fixed: set[int], by_row: list[range]) -> None:
-        """Gives the rows of `parametrize` ids without answers."""
         if table.end is not None:
             ids = ", ".join(f'"row{place}"' for place in range(len(table.ids)))
             end = self._span(table.end)[1]
@@ -191,7 +305,6 @@ class _Veil:
     def _replace(
         self, node: ast.stmt, checks: list[_Check], uses: _Uses, columns: dict[str, _Column]
     ) -> list[_Told]:
-        """Edits an assertion."""
         told = [self._told(check, uses, columns) for check in checks]
         if any(told):
             texts = [
@@ -311,7 +424,6 @@ class _Uses:
 
 
 def _functions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:
-    """Functions of a module and of its classes, with their ids."""
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from _functions(node.body, f"{prefix}{node.name}::")
@@ -328,7 +440,6 @@ def _names_in_messages(function: Function | ast.Module) -> Iterator[str]:
 
 
 def _assertions(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Assertions whose failure nobody catches."""
     for node in body:
         if isinstance(node, ast.Assert | ast.Expr):
             yield node

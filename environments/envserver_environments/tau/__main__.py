@@ -1,6 +1,6 @@
 """`python -m envserver_environments.tau process ...` is `envserver process --env tau ...`.
 
-`python -m envserver_environments.tau replay FILE` replays tau2-bench vectors, see `replay_command`.
+`python -m envserver_environments.tau replay FILE` replays tau2-bench vectors, see `replays`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import sys
 
 from envserver import main
 
-from . import replay_command
+from . import replays
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["replay"]:
-        sys.exit(replay_command.main(sys.argv[2:]))
+        sys.exit(replays.main(sys.argv[2:]))
     sys.exit(main(environment="tau"))

@@ -18,9 +18,8 @@ from .domains.toolkit import Requestor
 from .domains.world import Domain
 from .episodes import Episode, EpisodeRules
 from .prompts import agent_prompt
-from .speaking import ModelSpeaker, Speaker, Utterance
+from .speaking import ModelSpeaker, Speaker, TextSpeaker, Utterance
 from .tasks import TauMessage, has_text, read_task
-from .texting import TextSpeaker
 from .users import UserKind, customer_of
 from .wire import as_openai, seen_by
 
@@ -39,7 +38,7 @@ class Manner:
 
     Args:
         rules: when they end early.
-        user: who plays the customer.
+        user: the simulated customer.
         protocol: how the assistant calls tools.
     """
 
@@ -54,8 +53,8 @@ async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) 
     episode = Episode(domain, known, manner.rules)
     begun = len(episode.messages)
     prompt = agent_prompt(domain.policy, task.public.get("context", ""))
-    told = {"path": f"{domain.name}/{known.id}"}
-    run.log_action("load_context", told, prompt[:_SHOWN_CHARACTERS])
+    loaded = {"path": f"{domain.name}/{known.id}"}
+    run.log_action("load_context", loaded, prompt[:_SHOWN_CHARACTERS])
     sides: dict[Requestor, Speaker] = {
         "assistant": _assistant(run, prompt, episode, manner.protocol),
         "user": customer_of(manner.user, task.public["user_script"], known, episode, run),
@@ -110,6 +109,5 @@ def _log(run: Rollout, speaker: Requestor, utterance: Utterance, results: list[T
 
 
 def _last_words(messages: list[TauMessage]) -> str:
-    """Returns the assistant's last message to the customer, or ""."""
     said = (m["content"] for m in reversed(messages) if m["role"] == "assistant" and has_text(m))
     return str(next(said, ""))

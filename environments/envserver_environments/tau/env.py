@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.rows import id_of
-from envserver_environments.usable import DataEnvironment, copied, mixed
+from envserver_environments.rows import DataEnvironment, copied, id_of, mixed
 from pydantic import Field, field_validator
 
 from envserver import (
@@ -37,17 +36,15 @@ from envserver import (
 )
 
 from .agent import AGENT, Manner, Protocol, solve
-from .demonstrations import demonstrate
-from .domains.kinds import KINDS, OWN, find_domain
+from .domains.loading import KINDS, OWN, find_domain
 from .domains.world import Domain
 from .episodes import COMPLETE, GREETING, STOP, Episode, EpisodeRules
 from .evaluation import Strictness
-from .judging import verdicts
-from .known import known_conversations
-from .rows import RecordedTask, read_recorded_task, replayed
-from .scoring import score_conversation
+from .known import demonstrate, known_conversations
+from .replays import RecordedTask, read_recorded_task, replayed
+from .scoring import score_conversation, verdicts
+from .speaking import as_texts
 from .tasks import TauTask, read_task
-from .texting import as_texts
 from .users import USER, UserKind
 
 MINI = "mini_"
@@ -234,7 +231,6 @@ class Tau(DataEnvironment):
         return find_domain(name, self.config.tau2_data)
 
     def _subdomain(self, name: str) -> str:
-        """Raises InputError; NotFoundError if there is no such subdomain."""
         try:
             find_domain(name, self.config.tau2_data, with_tasks=False)
         except NotFoundError:
@@ -244,7 +240,6 @@ class Tau(DataEnvironment):
         return name
 
     def _tasks_of(self, name: str, split: Split) -> Iterator[tuple[str, Task | str]]:
-        """The ids of a domain's tasks with the task, or why it is left out."""
         domain = self._domain(name)
         ids = list(_ids(domain, split, self.config.task_split))
         random.Random(f"tau-{self.config.seed}-{name}-{split}").shuffle(ids)
@@ -292,7 +287,6 @@ class Tau(DataEnvironment):
         return task.model_copy(update={"evaluation_criteria": changed})
 
     def _verdicts(self, task: Task, known: TauTask, episode: Episode) -> Sequence[bool] | None:
-        """Returns the judge's verdicts; None where nothing is to be judged."""
         criteria = known.evaluation_criteria
         if not task.public["judged"] or criteria is None or episode.ending not in COMPLETE:
             return None

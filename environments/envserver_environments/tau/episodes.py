@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from .domains.toolkit import Requestor, with_whole_numbers
 from .domains.world import Domain
-from .states import start
-from .tasks import TauMessage, TauTask, has_text
+from .tasks import TauMessage, TauTask, has_text, start
 
 GREETING = "Hi! How can I help you today?"
 """The assistant's first message if a task has no message history (tau2-bench's words)."""
@@ -133,7 +132,6 @@ class Episode:
         return results
 
     def _ending_by(self, message: TauMessage) -> Ending | None:
-        """Returns the ending that this message itself causes."""
         by_agent = message["role"] == "assistant"
         calls = bool(message.get("tool_calls"))
         if has_text(message) == calls and (self.rules.validate or not calls):
@@ -151,7 +149,6 @@ class Episode:
             self.ending = "too_many_errors"
 
     def _resume(self, last: TauMessage) -> None:
-        """Continues after the history of a task."""
         if last["role"] == "tool":
             self._next = last["requestor"]
         else:

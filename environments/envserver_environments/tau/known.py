@@ -1,20 +1,221 @@
-"""Conversations about a task whose reward is known: the right one, nothing, cheats. Pure."""
+"""Conversations that solve a task, and results with a known reward: nothing, cheats. Pure."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from envserver import KnownResult, Result
+from envserver_environments.demonstrations import text_message
 
-from .demonstrations import Demonstration, demonstrate, expected_actions, opening
+from envserver import KnownResult, Message, Result
+
+from .agent import AGENT
 from .domains.world import Domain, World
-from .episodes import GREETING, STOP, TRANSFER, Episode, EpisodeRules
-from .evaluation.proof import HAND_OVER, MAX_SAID_CHARACTERS
-from .evaluation.rewards import expected_world, pays_for_nothing
+from .episodes import GREETING, STOP, TRANSFER, Episode, EpisodeRules, is_user_stop
+from .evaluation import HAND_OVER, MAX_SAID_CHARACTERS, expected_world, pays_for_nothing
 from .tasks import Action, Criteria, TauMessage, TauTask, has_text, read_task
-from .users import Rule
-from .wire import as_openai
+from .users import USER, Rule, ScriptedCustomer, matching_rule
+from .wire import as_openai, assistant_calls
+
+# Demonstrations run in a world, so that results and a scripted customer's answers are real.
+
+_MOST_TURNS = 200
+_MOST_CLOSINGS = 2
+_OPTIONAL = re.compile(r"\([^()]*\)\?|\w\?| \?")
+
+
+@dataclass
+class Demonstration:
+    """A played conversation.
+
+    Args:
+        agent, user: the messages of each side's model, one per turn; none for a scripted customer.
+        messages: the whole conversation; `ending`: None if it did not end.
+    """
+
+    agent: list[Message] = field(default_factory=list)
+    user: list[Message] = field(default_factory=list)
+    messages: list[TauMessage] = field(default_factory=list)
+    ending: str | None = None
+    world: World | None = None
+
+    def by_agent(self) -> dict[str, list[Message]]:
+        """Returns the messages in the simulated engine's form."""
+        return {AGENT: self.agent, USER: self.user} if self.user else {AGENT: self.agent}
+
+
+def demonstrate(
+    domain: Domain,
+    task: TauTask,
+    script: Sequence[Rule],
+    rules: EpisodeRules,
+    *,
+    actions: Sequence[Action] | None = None,
+) -> Demonstration:
+    """Plays the conversation in which `actions` are done.
+
+    Args:
+        script: the customer's; empty: a model simulates the customer.
+        actions: unset: the expected ones, and a look at the records if there are none.
+    """
+    episode = Episode(domain, task, rules)
+    if actions is None:
+        actions = expected_actions(episode.world, task)
+    play = _Play(episode, script, deque(actions))
+    for _ in range(_MOST_TURNS):
+        if episode.speaker is None or play.closings > _MOST_CLOSINGS:
+            break
+        play.turn()
+    play.done.messages = episode.messages
+    play.done.ending = episode.ending
+    play.done.world = episode.world
+    return play.done
+
+
+def expected_actions(world: World, task: TauTask) -> list[Action]:
+    """Returns the expected actions of both sides; or, without any, a call that changes nothing."""
+    criteria = task.evaluation_criteria
+    expected = list((criteria.actions if criteria else None) or ())
+    return expected or [Action(name=name, arguments={}) for name in _plain_reads(world)][:1]
+
+
+def opening(task: TauTask) -> str:
+    """The first words of a customer who has no script."""
+    instructions = task.user_scenario.get("instructions")
+    reason = instructions.get("reason_for_call") if isinstance(instructions, dict) else instructions
+    return str(reason or task.ticket or "Hello, I need help.")
+
+
+class _Play:
+    def __init__(self, episode: Episode, script: Sequence[Rule], actions: deque[Action]) -> None:
+        self.done = Demonstration()
+        self.closings = 0
+        self._episode = episode
+        self._script = script
+        self._actions = actions
+        self._customer = ScriptedCustomer(script, episode.messages) if script else None
+        self._his_turns: deque[Message] = deque([text_message(opening(episode.task))])
+
+    def turn(self) -> None:
+        """Plays one side's turn."""
+        if self._episode.speaker == "assistant":
+            self._agent_turn()
+        elif self._customer is not None:
+            said = self._customer.say()
+            results = self._episode.say(said.content, said.calls)
+            if said.calls:
+                self._customer.receive(results)
+        else:
+            self._say(self._his_turns.popleft(), self.done.user)
+
+    def _agent_turn(self) -> None:
+        if not self._actions:
+            self._close()
+        elif self._actions[0].requestor == "assistant":
+            action = self._actions.popleft()
+            self._say(assistant_calls((action.name, action.arguments)), self.done.agent)
+        else:
+            self._ask_customer()
+
+    def _ask_customer(self) -> None:
+        """Makes the customer do the next expected action."""
+        asked = [self._actions.popleft()]
+        if self._customer is None:
+            while self._actions and self._actions[0].requestor == "user":
+                asked.append(self._actions.popleft())
+            self._his_turns += [assistant_calls((a.name, a.arguments)) for a in asked]
+            self._his_turns.append(text_message("Done."))
+            names = ", ".join(action.name for action in asked)
+            self._say(text_message(f"Please do this at your side: {names}."), self.done.agent)
+            return
+        place = next((p for p, rule in enumerate(self._script) if _does(rule, asked[0])), None)
+        if place is None:
+            return
+        while self._actions and _does(self._script[place], self._actions[0]):
+            self._actions.popleft()
+        self._tell(words_for(self._script, [place], "Please have a look at this: {words}."))
+
+    def _close(self) -> None:
+        criteria = self._episode.task.evaluation_criteria
+        info = ", ".join((criteria.communicate_info if criteria else None) or ())
+        ending = [
+            place
+            for place, rule in enumerate(self._script)
+            if is_user_stop(text_message(rule["say"]))
+        ]
+        self.closings += 1
+        self._his_turns.append(text_message(f"Thank you. {STOP}"))
+        form = "That is it; {words}: " + info if info else "That is it; {words}."
+        text = words_for(self._script, ending, form) if ending else form.replace("{words}", "done")
+        last = self.done.agent[-1] if self.done.agent else {}
+        if not info and self.closings == 1 and last.get("tool_calls"):
+            # So the simulated engine, which spoils the last turn, spoils what counts. Words beside
+            # a call are lost; it repeats them when asked for more.
+            last["content"] = text
+            self._tell(text, note=False)
+        else:
+            self._tell(text)
+
+    def _tell(self, text: str, *, note: bool = True) -> None:
+        self._say(text_message(text), self.done.agent if note else [])
+        if self._customer is not None:
+            self._customer.hear(text)
+
+    def _say(self, message: Message, turns: list[Message]) -> None:
+        turns.append(message)
+        calls = [
+            {"id": f"{len(self._episode.messages)}_{place}", "name": name, "arguments": arguments}
+            for place, (name, arguments) in enumerate(_calls(message))
+        ]
+        self._episode.say(None if calls else message["content"], calls)
+
+
+def words_for(script: Sequence[Rule], places: Sequence[int], form: str) -> str:
+    """Returns a text that makes the customer follow one of the rules at `places`.
+
+    Args:
+        form: of the text; {words} is replaced by text that the rule matches.
+    """
+    texts = [form.replace("{words}", "all is done")]
+    for place in places:
+        texts += [form.replace("{words}", words) for words in _literals(script[place]["if"])]
+    return next((text for text in texts if matching_rule(script, text) in places), texts[-1])
+
+
+def _literals(pattern: str) -> Iterator[str]:
+    """Returns texts that a simple pattern matches: its alternatives without optional parts."""
+    for alternative in re.split(r"\|(?![^(]*\))", pattern):
+        plain = _OPTIONAL.sub("", alternative)
+        plain = re.sub(r"\((?:\?:)?([^()|]*)[^()]*\)", r"\1", plain)
+        plain = re.sub(r"\\d\+|\\d", "1", plain)
+        plain = re.sub(r"\.\*|\\b|[\^$]", " ", plain)
+        yield re.sub(r"\\(.)", r"\1", plain).strip()
+
+
+def _does(rule: Rule, action: Action) -> bool:
+    """Does the customer, following `rule`, do this?"""
+    return action.requestor == "user" and any(
+        call["name"] == action.name and call["arguments"] == action.arguments
+        for call in rule.get("calls") or ()
+    )
+
+
+def _plain_reads(world: World) -> Iterator[str]:
+    """The assistant's tools that only look, and need no arguments."""
+    for tool in world.agent.tools().values():
+        required = tool.schema["function"]["parameters"].get("required")
+        if tool.kind == "read" and not required:
+            yield tool.name
+
+
+def _calls(message: Message) -> Iterator[tuple[str, Any]]:
+    for call in message.get("tool_calls") or ():
+        yield call["function"]["name"], json.loads(call["function"]["arguments"])
+
 
 _MOST_STRANGE_WRITES = 40
 
@@ -67,15 +268,14 @@ def _is_fulfilled(criteria: Criteria, world: World | None) -> bool:
 def _short_ones(
     domain: Domain, task: TauTask, strict: bool, verdicts: list[bool] | None
 ) -> Iterator[KnownResult]:
-    """Conversations in which nothing is done for the customer."""
     free = pays_for_nothing(domain, task)
     unmet = None if verdicts is None else [False] * len(verdicts)
-    asked = [_says("assistant", GREETING), _says("user", opening(task))]
+    asked = [_said("assistant", GREETING), _said("user", opening(task))]
     lazy = float(free and not strict)
     for name, words in (("nothing done", "I am sorry."), ("promises", "All of it is done.")):
-        ended = [*asked, _says("assistant", words), _says("user", STOP)]
+        ended = [*asked, _said("assistant", words), _said("user", STOP)]
         yield _known(name, ended, unmet, most=lazy)
-    yield _known("the assistant ends it", [*asked, _says("assistant", STOP)], unmet)
+    yield _known("the assistant ends it", [*asked, _said("assistant", STOP)], unmet)
     criteria = task.evaluation_criteria or Criteria()
     handed = [action.name == HAND_OVER for action in criteria.actions or ()]
     # Strictly, too, it is right where nothing else is expected.
@@ -96,11 +296,11 @@ def _short_ones(
         over: list[dict[str, Any]] = [
             made,
             {**told, "error": result.error},
-            _says("assistant", "A colleague comes."),
+            _said("assistant", "A colleague comes."),
         ]
         yield _known(
             "handed over at once",
-            [*asked, *over, _says("user", TRANSFER)],
+            [*asked, *over, _said("user", TRANSFER)],
             unmet,
             most=float(right or (free and not strict)),
         )
@@ -112,7 +312,6 @@ def _hidden_words(
     verdicts: list[bool] | None,
     strict: bool,
 ) -> Iterator[KnownResult]:
-    """Omits the expected texts, or hides them in longer words."""
     yield _known("gold, without what is to be said", _replaced(gold, expected, "..."), verdicts)
     if strict and all(info[:1].isalnum() and info[-1:].isalnum() for info in expected):
         inside = _replaced(gold, expected, "9{}9")
@@ -127,7 +326,6 @@ def _other_writes(
     played: Demonstration,
     verdicts: list[bool] | None,
 ) -> Iterator[KnownResult]:
-    """Omits one write, or adds one, if the final data differ by it."""
     actions = expected_actions(domain.world(), task)
     writes = [place for place, action in enumerate(actions) if _is_write(domain.world(), action)]
     cases = {}
@@ -201,7 +399,7 @@ def _replaced(messages: Sequence[TauMessage], texts: Sequence[str], form: str) -
     ]
 
 
-def _says(role: str, content: str) -> TauMessage:
+def _said(role: str, content: str) -> TauMessage:
     return {"role": role, "content": content}
 
 

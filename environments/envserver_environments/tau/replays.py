@@ -6,20 +6,124 @@ both sides, in order, and tau2-bench's own results under `expected`.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from envserver import InputError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from envserver import EnvserverError, InputError
+from envserver.rows.sources import every_row
+
+from .domains.loading import tau2_domain
 from .domains.world import Domain
-from .episodes import Episode
-from .evaluation import Evaluation, evaluate
-from .evaluation.rewards import expected_world
-from .rows import read_recorded_task
-from .tasks import TauMessage, read_task
+from .episodes import GREETING, Episode, EpisodeRules
+from .evaluation import Evaluation, EvaluationError, EvaluationType, evaluate, expected_world
+from .tasks import TauMessage, TauTask, message_of_row, read_task
+
+
+class RecordedTask(BaseModel):
+    """A row of `envserver score --env tau`: a task of tau2-bench and its rules.
+
+    The row's `messages` are the whole conversation, in tau2-bench's own form or in OpenAI's (calls
+    with "function", results with "tool_call_id"). They are replayed: the tools' results are
+    computed, and whether and why the conversation ended.
+    """
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    domain: str
+    task_id: str = Field(validation_alias=AliasChoices("task_id", "id"))
+    evaluation_type: EvaluationType = "all"
+    nl_verdicts: list[bool] | None = None
+    max_steps: int = Field(default=100, ge=1)
+    max_errors: int = Field(default=10, ge=1)
+    validate_communication: bool = False
+    agent_may_stop: bool = False
+
+    @property
+    def rules(self) -> EpisodeRules:
+        return EpisodeRules(
+            max_steps=self.max_steps,
+            max_errors=self.max_errors,
+            validate=self.validate_communication,
+            agent_may_stop=self.agent_may_stop,
+        )
+
+
+def read_recorded_task(row: Mapping[str, Any]) -> RecordedTask:
+    """The task of a row."""
+    try:
+        return RecordedTask.model_validate(row)
+    except ValidationError as error:
+        raise InputError(
+            f"The task names no task of tau2-bench: {str(error)[:300]}",
+            hint='It is {"domain": "retail", "task_id": "0", ...}.',
+        ) from error
+
+
+def replayed(
+    domain: Domain, task: TauTask, rules: EpisodeRules, messages: Sequence[Mapping[str, Any]]
+) -> Episode:
+    """Replays the conversation of `messages`."""
+    episode = Episode(domain, task, rules)
+    remaining = [message_of_row(message, number) for number, message in enumerate(messages)]
+    remaining = [message for message in remaining if message["role"] != "system"]
+    del remaining[: _known(episode, remaining)]
+    expected: list[TauMessage] = []
+    for number, message in enumerate(remaining):
+        place = f"message {len(messages) - len(remaining) + number}"
+        if message["role"] == "tool":
+            if not expected:
+                raise InputError(f"{place}: a result without a call.")
+            _check_result(place, message, expected.pop(0))
+            continue
+        if episode.speaker != message["role"]:
+            turn = f"it is the {episode.speaker}'s turn" if episode.speaker else "it is over"
+            raise InputError(f"{place}: {message['role']} speaks, but {turn}.")
+        expected = episode.say(message["content"], message.get("tool_calls") or ())
+    return episode
+
+
+def _known(episode: Episode, messages: Sequence[TauMessage]) -> int:
+    """Returns how many of `messages` precede the start: history, or a greeting.
+
+    A greeting in other words replaces the standard one."""
+    begun = episode.messages
+    if len(begun) == 1 and begun[0]["content"] == GREETING:
+        greeted = bool(messages) and messages[0]["role"] == "assistant"
+        if greeted and not messages[0].get("tool_calls"):
+            begun[0] = messages[0]
+            return 1
+        return 0
+    same = len(messages) >= len(begun) and all(map(_is_same, begun, messages))
+    return len(begun) if same else 0
+
+
+def _is_same(message: TauMessage, recorded: TauMessage) -> bool:
+    """Is it the recorded message? Content that was not kept does not count."""
+    content = recorded["content"]
+    return (
+        message["role"] == recorded["role"]
+        and message.get("tool_calls") == recorded.get("tool_calls")
+        and (content is None or content == message["content"])
+    )
+
+
+def _check_result(place: str, recorded: Mapping[str, Any], result: TauMessage) -> None:
+    content = recorded.get("content")
+    if content is None and "content_sha256" in recorded:
+        digest = hashlib.sha256(result["content"].encode()).hexdigest()
+        same = recorded["content_sha256"] == digest
+    else:
+        same = content is None or content == result["content"]
+    if not same:
+        raise InputError(f"{place}: the call returns {result['content'][:300]!r}.")
 
 
 @dataclass(frozen=True)
@@ -123,3 +227,58 @@ def _field(message: TauMessage, name: str) -> Any:
     if name == "content_sha256":
         return hashlib.sha256(str(message["content"]).encode()).hexdigest()
     return message.get(name)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m envserver_environments.tau replay FILE --tau2-data DIR`: a line per vector.
+
+    Returns 1 if anything differs from `expected`, 2 if the vectors or the data cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m envserver_environments.tau replay",
+        description="Plays scripted conversations of tau2-bench again and compares the outcome.",
+    )
+    parser.add_argument("file", type=Path, help='JSON: {"vectors": [...]} or a list; or JSONL')
+    parser.add_argument(
+        "--tau2-data", type=Path, help="tau2-bench's data; default: those of inspect_evals"
+    )
+    parser.add_argument("--only", help="replay only vectors with this text in their id")
+    options = parser.parse_args(arguments)
+    try:
+        vectors = [v for v in every_row(options.file) if (options.only or "") in _name(v)]
+        return _replay_all(vectors, options.tau2_data)
+    except EnvserverError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _replay_all(vectors: Sequence[Mapping[str, Any]], data: Path | None) -> int:
+    different = compared = 0
+    for vector in vectors:
+        try:
+            played = replay(tau2_domain(str(vector.get("domain")), data), vector)
+        except (InputError, EvaluationError, KeyError) as error:
+            found = [f"{type(error).__name__}: {error}"]
+            _print(vector, None, found)
+        else:
+            found = differences(vector, played) if "expected" in vector else []
+            _print(vector, played, found)
+        compared += "expected" in vector
+        different += bool(found)
+    sys.stdout.write(
+        f"{len(vectors)} vectors, {compared} with an expected outcome, {different} different\n"
+    )
+    return 1 if different else 0
+
+
+def _print(vector: Mapping[str, Any], played: Replay | None, found: Sequence[str]) -> None:
+    verdict = "DIFFERENT" if found else "equal" if "expected" in vector else "-"
+    line = f"{verdict:9} {_name(vector)}"
+    if played is not None:
+        components = " ".join(f"{k}={v:g}" for k, v in played.evaluation.components.items())
+        line += f"  reward={played.evaluation.reward:g} {components} ({played.episode.ending})"
+    sys.stdout.write("".join([line, *(f"\n    {text}" for text in found), "\n"]))
+
+
+def _name(vector: Mapping[str, Any]) -> str:
+    return str(vector.get("id") or f"{vector.get('domain')}/{vector.get('task_id')}")

@@ -7,9 +7,12 @@ without the customer's yes), `tool_errors`, and how the conversation ended.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
-from envserver import Score
+from pydantic import BaseModel, ValidationError
+
+from envserver import Judge, Score
 
 from .domains.world import Domain
 from .episodes import COMPLETE, OUT_OF_SCOPE, TRANSFER
@@ -21,10 +24,10 @@ from .evaluation import (
     Strictness,
     evaluate,
     same_call,
+    unconfirmed_writes,
 )
-from .evaluation.confirmation import unconfirmed_writes
-from .states import calls_with_results
-from .tasks import TauMessage, TauTask
+from .prompts import judge_messages
+from .tasks import TauMessage, TauTask, calls_with_results
 
 
 def score_conversation(
@@ -94,3 +97,31 @@ def _metrics(
     metrics["transferred"] = float(TRANSFER in content)
     metrics["out_of_scope"] = float(OUT_OF_SCOPE in content)
     return metrics
+
+
+class _Verdict(BaseModel):
+    met: bool
+
+
+class _Verdicts(BaseModel):
+    results: list[_Verdict]
+
+
+def verdicts(judge: Judge, assertions: Sequence[str], messages: Sequence[TauMessage]) -> list[bool]:
+    """Returns whether each assertion is met; without assertions no model is called."""
+    if not assertions:
+        return []
+    asked = judge_messages(assertions, messages)
+    return judge.ask_blocking(asked, lambda text: read_verdicts(text, len(assertions)))
+
+
+def read_verdicts(text: str, count: int) -> list[bool]:
+    """Parses the verdicts in an answer; raises ValueError if they are invalid or not `count`."""
+    start, end = text.find("{"), text.rfind("}")
+    try:
+        read = _Verdicts.model_validate(json.loads(text[start : end + 1]), strict=True)
+    except (ValidationError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if len(read.results) != count:
+        raise ValueError(f"{len(read.results)} verdicts, not {count}")
+    return [one.met for one in read.results]

@@ -26,7 +26,7 @@ UserKind = Literal["auto", "script", "model"]
 Rule = Mapping[str, Any]
 
 USER = "user"
-"""Name of the agent whose model plays the customer."""
+"""Name of the agent whose model simulates the customer."""
 MAX_REPEATS = 5
 """After this many repeats a scripted customer gives up, which ends the conversation."""
 

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from envserver_environments.usable import copied
+from envserver_environments.rows import copied
 
 from envserver import (
     Caller,
@@ -138,7 +138,7 @@ class Game:
 
 
 async def ask(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
-    """Answers a question; one that is no question is told so, and is paid nothing."""
+    """Answers a question; a text that is not a question gets an error and no reward."""
     word = arguments.get("word")
     if word not in caller.task.public["words"]:
         return {"answer": "Write `ask WORD` or `guess THING`, with a word that I named.", "gain": 0}

@@ -18,9 +18,8 @@ from envserver_tools.visible import visible_text
 
 from envserver import Message, Reply, Rollout
 
-from .frames.viewing import FrameViewer, said
 from .prompts import system_prompt
-from .tools import Finished
+from .tools import Finished, FrameViewer, said
 
 Protocol = Literal["tools", "text"]
 MAX_TOOL_ERRORS = 10

@@ -17,14 +17,15 @@ from typing import Any
 
 from envserver_environments.answers import doubtful_option
 from envserver_environments.rows import (
+    DataEnvironment,
     FirstOption,
     NumberedRow,
     OptionRowsConfig,
     Row,
     first_option,
     id_of,
+    made,
 )
-from envserver_environments.usable import DataEnvironment, made
 from pydantic import Field
 
 from envserver import (
@@ -48,20 +49,22 @@ from envserver.row_counts import doubt
 
 from .agent import Protocol
 from .context import MODALITIES, VideoContext, video_context
-from .data_sets import DataSetName, VideoQuestion, read_item, single_rows
-from .demonstrations import demonstrate
-from .frames.store import FrameLimits, FrameStore, require_av
-from .known import known_answers
-from .loading import (
+from .data_sets import (
     DATA_SETS,
     HUBS,
     SAMPLE_VIDEOS,
+    DataSetName,
     Folder,
+    VideoQuestion,
     Videos,
     answers_file,
     context_file,
+    read_item,
+    single_rows,
     video_file,
 )
+from .frames.store import FrameLimits, FrameStore, require_av
+from .known import demonstrate, known_answers
 from .scoring import score_rollout
 from .teams import FRAMES, ORGANIZER, Frames, Mode, TeamOptions, solve
 
@@ -239,7 +242,6 @@ class Video(DataEnvironment):
         return _task(asked.video_ctx.stem, item, context, list(range(len(item.options))))
 
     def _videos(self) -> Videos | None:
-        """Returns the texts about videos, or None if only the rows have them."""
         config = self.config
         if config.captions_path is not None:
             return Videos(config.captions_path, config.caption_fps)
@@ -254,7 +256,6 @@ class Video(DataEnvironment):
         return None
 
     def _folder(self) -> Path | None:
-        """Returns the folder of video files; None if no frames are shown."""
         config = self.config
         if config.frames == "off" or config.blind:
             return None

@@ -10,14 +10,51 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from envserver_environments.answers import choice_index, last_boxed, option_index
 from envserver_environments.mhqa.metrics import answer_measure, normalize_answer
-from envserver_environments.mhqa.scoring import is_short, why_refused
+from envserver_environments.mhqa.scoring import extract_answer, is_short, why_refused
 from envserver_tools.retrieval import STOP_WORDS
+from envserver_tools.visible import visible_text
 
 from envserver import Result, Score, Task
 
 from .agent import AgentAnswer
-from .reading import option_of, words_of
+
+
+def option_of(reply: AgentAnswer, options: list[str]) -> int | None:
+    """Returns the option that an agent names, or None if it names none or several."""
+    if reply.answer is None:
+        return choice_index(reply.text, options)
+    boxed = last_boxed(reply.answer)
+    if boxed is not None:
+        return option_index(boxed, options)
+    index = option_index(reply.answer, options)
+    return choice_index(reply.answer, options) if index is None else index
+
+
+def words_of(reply: AgentAnswer) -> str | None:
+    """Returns the words of an answer without options, or None."""
+    if reply.answer is None:
+        return extract_answer(reply.text) or None
+    seen = visible_text(reply.answer)
+    return None if seen is None else (last_boxed(seen) or seen).strip() or None
+
+
+def same_answer(first: AgentAnswer, second: AgentAnswer, options: list[str]) -> bool:
+    """Returns whether both give an answer, and the same one."""
+    if options:
+        index = option_of(first, options)
+        return index is not None and index == option_of(second, options)
+    words = normalize_answer(words_of(first) or "")
+    return bool(words) and words == normalize_answer(words_of(second) or "")
+
+
+def final_answer(reply: AgentAnswer, options: list[str]) -> str:
+    """Returns the answer for people: the option with its letter, or the words; "" for none."""
+    if not options:
+        return words_of(reply) or ""
+    place = option_of(reply, options)
+    return "" if place is None else f"{chr(ord('A') + place)}) {options[place]}"
 
 
 def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Score:
@@ -29,7 +66,8 @@ def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Sc
             the evidence, where the task has any.
     """
     reply = read_answer(result.output)
-    metrics = {"truncated": float(result.truncated), "tool_errors": _tool_errors(result.metrics)}
+    errors = sum(value for name, value in result.metrics.items() if name.startswith("tool_errors"))
+    metrics = {"truncated": float(result.truncated), "tool_errors": errors}
     if result.truncated:
         correct, metrics["answered"] = 0.0, 0.0
     elif task.public["options"]:
@@ -71,13 +109,7 @@ def words_score(answer: str, golds: list[str]) -> float:
 
 
 def _content(text: str) -> set[str]:
-    """The words that say something."""
     return set(normalize_answer(text).split()) - STOP_WORDS
-
-
-def _tool_errors(metrics: dict[str, float]) -> float:
-    """Returns the number of tool errors of all agents."""
-    return sum(value for name, value in metrics.items() if name.startswith("tool_errors"))
 
 
 def kinds_of(type_: str) -> list[str]:

@@ -25,13 +25,13 @@ from envserver import PublicTask, Rollout
 
 from .agent import Agent, AgentAnswer, Protocol
 from .context import VideoContext
-from .frames.viewing import FrameViewer
 from .prompts import about, question, reports, system_prompt
-from .reading import final_answer, same_answer
+from .scoring import final_answer, same_answer
 from .tools import (
     MAX_ANSWER_CHARACTERS,
     TOOLS_OF,
     Finished,
+    FrameViewer,
     finish_tool,
     video_tools,
 )
@@ -103,8 +103,6 @@ async def _blind(public: dict[str, Any], run: Rollout) -> AgentAnswer:
 
 
 class _Team:
-    """The agents that work on one task."""
-
     def __init__(
         self, run: Rollout, rules: TeamOptions, public: dict[str, Any], context: VideoContext
     ) -> None:
@@ -186,7 +184,6 @@ class _Team:
         return "\n\n".join([system_prompt(name), *more])
 
     async def _experts(self) -> dict[str, Agent]:
-        """Returns an expert for each modality of the video, and one who sees its frames."""
         experts = {
             str(name): self._agent(
                 name,
@@ -200,7 +197,6 @@ class _Team:
         return experts
 
     async def _seeing(self, name: str | None, system: str, names: list[str]) -> Agent:
-        """Returns an agent that sees frames."""
         frames = FrameViewer(self._run)
         if self._frames == "all":
             await frames.show()
@@ -294,7 +290,6 @@ async def together(asked: list[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _schema(options: list[str]) -> dict[str, Any]:
-    """Returns OpenAI's `response_format` for the organizer."""
     letters = [f"Option {chr(ord('A') + place)}" for place in range(len(options))]
     answer = {"type": "string", "enum": letters} if options else {"type": "string"}
     schema = {

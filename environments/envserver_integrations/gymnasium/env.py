@@ -32,8 +32,7 @@ from envserver import (
 )
 
 from ..answers import Answer, action_of
-from .known import KNOWN, Known
-from .worlds import BadAction, action, as_text, described, example, is_discrete, plain
+from .worlds import KNOWN, BadAction, Known, action, as_text, described, example, is_discrete, plain
 
 
 class Gymnasium(Environment):

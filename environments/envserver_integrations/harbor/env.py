@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from envserver_environments.demonstrations import call_message, text_message
 from envserver_environments.swe.trees import Tree, tar_of, tree_of_tar
 from envserver_tools.loop import chat_with_tools
 from envserver_tools.sandboxed import PRELOAD, sandbox_tools
@@ -43,8 +43,7 @@ from envserver import (
 )
 
 from .folders import MOST_BYTES, HarborTask, fetches, read_task, task_folders
-from .grading import grade
-from .workspace import changed, changes_in
+from .grading import changed, changes_in, grade
 
 SPEC = SandboxSpec(
     preload=(*PRELOAD, "tarfile", "hashlib"),
@@ -166,12 +165,7 @@ class Harbor(Environment):
         solution = task.hidden["solution"]
         if not solution:
             return None
-        function = {"name": "bash", "arguments": json.dumps({"command": solution})}
-        made = [{"id": "call_1", "type": "function", "function": function}]
-        return [
-            {"role": "assistant", "content": "", "tool_calls": made},
-            {"role": "assistant", "content": "It is done."},
-        ]
+        return [call_message("bash", command=solution), text_message("It is done.")]
 
     def _task(self, one: HarborTask) -> Task:
         image = one.image or self.config.image_name.format(name=one.name)

@@ -159,7 +159,6 @@ def _lines(dockerfile: Path) -> list[tuple[str, str]]:
 
 
 def _copied(tree: Tree, folder: Path, workdir: str, rest: str) -> str:
-    """Adds what COPY copies to `tree`; returns why that is not possible, or ""."""
     words = [*map(str, json.loads(rest))] if rest.startswith("[") else shlex.split(rest)
     if len(words) < 2 or any(word.startswith("--from") for word in words):
         return "its Dockerfile copies from another image"
@@ -194,7 +193,6 @@ def _check_links(folder: Path) -> None:
 
 
 def _files(folder: Path) -> Tree:
-    """Returns the regular files below `folder`, which may be missing."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     if sum(path.stat().st_size for path in paths) > MOST_BYTES:
         raise InputError(f"{folder} is larger than {MOST_BYTES >> 20} MB.")

@@ -87,7 +87,6 @@ class InspectTask(Environment):
 
     @property
     def _scored_here(self) -> bool:
-        """Whether the rollout scores."""
         if self.config.scoring == "auto":
             return self._has_sandbox
         return bool(self.config.scoring == "rollout")
@@ -200,7 +199,6 @@ class InspectTask(Environment):
 
 
 def _outcome(output: Any) -> Outcome | None:
-    """Returns the output of a rollout; None: it is something else."""
     try:
         return Outcome.model_validate(output)
     except ValidationError:

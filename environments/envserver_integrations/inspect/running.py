@@ -148,7 +148,6 @@ def _solvers(setup: Any) -> list[Solver]:
 
 
 def _model(run: Rollout, role: str | None = None) -> Model:
-    """Returns a model of this rollout. It is not kept: another rollout has another key."""
     return get_model(
         f"openai-api/envserver/{run.model}",
         base_url=run.base_url if role is None else run.base_url_of(role),
@@ -172,7 +171,7 @@ def _withholds(target: _Withheld) -> Solver:
 
 
 class _Withheld(Target):  # type: ignore[misc] # Inspect is not installed here
-    """The target of a sample that is scored elsewhere; `wanted` is set when a solver reads it."""
+    """The target of a sample that another process scores; `wanted`: a solver read it."""
 
     def __init__(self) -> None:
         self.wanted = False
@@ -203,8 +202,6 @@ def _recorders(
 
 
 def _state_recorder(before: Mapping[str, Any], outcome: Outcome, withheld: _Withheld) -> Scorer:
-    """Returns a scorer that records the state only."""
-
     async def score(state: TaskState, target: Target) -> Score:
         if not state.completed:  # the solver scores
             withheld.wanted = True

@@ -83,7 +83,6 @@ def image_of(task: Task, sample: Sample, wanted: str, ignored: bool) -> str | No
 
 
 def _plain_image(config: Any, folder: Path) -> str:
-    """Returns the one image that a Docker configuration runs."""
     if config is None:
         return DEFAULT_IMAGE
     if isinstance(config, str):
@@ -149,7 +148,7 @@ class EnvserverSandbox(SandboxEnvironment):  # type: ignore[misc] # Inspect is n
         timeout_retry: bool = True,
         concurrency: bool = True,
     ) -> ExecResult[str]:
-        """Runs a program as the sandbox's only user; its end at a limit is told on its stderr."""
+        """Runs a program as the sandbox's only user; its stderr reports an end at a limit."""
         ended = await to_thread(
             self.sandbox.exec,
             cmd,
@@ -203,7 +202,6 @@ def _absolute(path: str) -> str:
 
 
 def _with_timeout(seconds: float) -> SandboxLimits:
-    """Returns the limits of a program with a timeout of its own."""
     wall = min(float(seconds), LIMITS.wall_seconds)
     return msgspec.structs.replace(LIMITS, wall_seconds=wall)
 

@@ -33,8 +33,7 @@ from envserver import (
 )
 from envserver.rows.sources import every_row
 
-from .actions import filled
-from .playing import Player
+from .agent import Player, filled
 from .server import connected
 
 _TEST_SEEDS = {"train": 0, "validation": 1_000_000, "test": 2_000_000}

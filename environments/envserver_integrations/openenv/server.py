@@ -8,17 +8,94 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
 
-from envserver import Caller, Service, ServiceError, Services, Task
+from envserver import Caller, ConfigError, Service, ServiceError, Services, Task
 
-from .actions import ACT, act_tool, mode_of, text_field, tools_of
+from .agent import ACT, act_tool, mode_of, text_field, tools_of
 from .client import Full, InvalidAction, Session, StepResult, Timeouts, action_schema, session
-from .docker import started
+
+_SCHEME = "docker://"
+_PORT = "8000"
+_START_SECONDS = 120.0
+
+
+@asynccontextmanager
+async def started(address: str) -> AsyncIterator[str]:
+    """Yields the address of a server; that of an image's container, which ends with the block."""
+    if not address.startswith(_SCHEME):
+        yield address
+        return
+    program = shutil.which("docker") or shutil.which("podman")
+    if program is None:
+        raise ConfigError(
+            f"openenv:{address} needs Docker or Podman, and neither is here.",
+            hint="Start the server elsewhere: --env openenv:http://host:8000.",
+        )
+    image = address.removeprefix(_SCHEME)
+    words = ("run", "--detach", "--publish", f"127.0.0.1::{_PORT}", image)
+    container = (await _output(program, *words)).strip()
+    try:
+        url = await _healthy(program, container)
+        yield url
+    finally:
+        await _output(program, "rm", "--force", "--volumes", container)
+
+
+async def _healthy(program: str, container: str) -> str:
+    try:
+        async with asyncio.timeout(_START_SECONDS), aiohttp.ClientSession() as http:
+            while True:
+                place = await _place(program, container)
+                try:
+                    async with http.get(f"http://{place}/health") as answer:
+                        if answer.status == 200:
+                            return f"http://{place}"
+                except aiohttp.ClientError:
+                    pass
+                await asyncio.sleep(0.2)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"The container's server did not answer in {_START_SECONDS:g} s."
+        ) from error
+
+
+async def _place(program: str, container: str) -> str:
+    code, out, err = await _run(program, "port", container, _PORT)
+    await _check_runs(program, container)
+    if code != 0:
+        raise ConfigError(f"{program} port failed: {err[-500:]}")
+    return out.split()[0]
+
+
+async def _check_runs(program: str, container: str) -> None:
+    words = ("inspect", "--format", "{{.State.Running}}", container)
+    if (await _output(program, *words)).strip() == "true":
+        return
+    _, out, err = await _run(program, "logs", "--tail", "20", container)
+    said = (err or out)[-500:].strip()
+    raise ConfigError(f"The container of the OpenEnv server has ended: {said}")
+
+
+async def _output(*words: str) -> str:
+    code, out, err = await _run(*words)
+    if code != 0:
+        raise ConfigError(f"{' '.join(words[:2])} failed: {err[-500:]}")
+    return out
+
+
+async def _run(*words: str) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+
 
 _AGAIN_SECONDS = 0.5
 
@@ -36,8 +113,6 @@ async def connected(address: str, config: Any) -> AsyncIterator[Mapping[str, Ser
 
 
 class _Server:
-    """The OpenEnv server."""
-
     def __init__(
         self, http: aiohttp.ClientSession, url: str, timeouts: Timeouts, config: Any
     ) -> None:
@@ -85,8 +160,6 @@ class _Server:
 
 
 class _Play:
-    """One attempt's episode, which has begun."""
-
     def __init__(self, session: Session, first: dict[str, Any]) -> None:
         self.session = session
         self.first = first

@@ -165,7 +165,7 @@ class TextArena(Environment):
     def _rewards(self, result: Result, players: int) -> list[float]:
         """Returns the reward of each player of the game.
 
-        Whoever is cut off by the limits of tokens, context or time loses, as by an invalid move.
+        A player cut off by a limit of tokens, context or time loses, as by an invalid move.
         """
         output = result.output
         if isinstance(output, dict) and output.get("ended") is True:

@@ -76,7 +76,7 @@ class Game:
     def act(self, action: str) -> None:
         """Does an action of the player to move; an invalid one is punished by the game's rules.
 
-        Some games fall over malformed actions: whoever gives such a one loses. A game that does not
+        Some games crash on malformed actions: the player who sends one loses. A game that does not
         even survive its first action is broken, and raises.
         """
         player = int(_unwrapped(self._env).state.current_player_id)

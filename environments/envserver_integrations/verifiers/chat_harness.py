@@ -94,7 +94,6 @@ class ChatHarness(NullHarness):  # type: ignore[misc]
 
 
 def _http_client(verify: str) -> Any:
-    """Returns the client of verifiers' endpoint, which is on this machine."""
     return openai.DefaultAsyncHttpxClient(verify=TLS_CONTEXT, trust_env=False)
 
 

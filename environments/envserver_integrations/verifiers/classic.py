@@ -8,15 +8,21 @@ its rubric what it left in the state: then the worker has the whole row, and sco
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import openai
-import openai.resources  # seconds of imports, which must not block a rollout
+import openai.resources
 import verifiers.legacy as vf
 from pydantic_core import to_jsonable_python
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
+from verifiers.legacy.types import RolloutTiming, State, flatten_task_input
 from verifiers.legacy.utils.env_utils import env_module_name, import_env_module
+from verifiers.legacy.utils.message_utils import normalize_messages
 
 from envserver import (
     AgentError,
@@ -33,9 +39,203 @@ from envserver import (
     Task,
 )
 
-from .classic_states import as_json, from_json, from_messages
-from .common import TLS_CONTEXT, VerifiersConfig, VerifiersEnvironment, kept_signals, names_limit
-from .rubrics import score_all, score_one, watch
+from .common import (
+    TLS_CONTEXT,
+    VerifiersConfig,
+    VerifiersEnvironment,
+    kept_signals,
+    names_limit,
+    numbers,
+)
+
+# A state holds the conversation twice: whole, and by turn with the engine's answers. Its JSON has
+# it once: turns refer to it by the number of their messages. What the environment added stays if it
+# is JSON-like.
+
+_LEFT_OUT = frozenset(
+    {"input", "task", "client", "prompt", "completion", "trajectory", "timing", "error"}
+    | {"tool_defs", "usage", "usage_tracker", "reward", "metrics", "advantage"}
+)
+
+
+def as_json(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state after a rollout, JSON-like."""
+    turns = [
+        {
+            "messages": len(step["prompt"]),
+            "completion": _messages(step["completion"]),
+            "is_truncated": bool(step.get("is_truncated")),
+            "reward": step.get("reward"),
+            "extras": _json_like(step.get("extras") or {}),
+        }
+        for step in state.get("trajectory") or []
+    ]
+    others = {
+        name: value
+        for name, value in ((key, _json_like(state[key])) for key in state if key not in _LEFT_OUT)
+        if value is not None
+    }
+    return {
+        "completion": _messages(state.get("completion") or []),
+        "trajectory": turns,
+        "timing": to_jsonable_python(state["timing"], fallback=str),
+        "others": others,
+    }
+
+
+def from_json(row: Mapping[str, Any], kept: Mapping[str, Any]) -> State:
+    """Returns a state for the rubric.
+
+    Args:
+        row: of the data set, with its answer.
+        kept: what `as_json` returned.
+    """
+    state = new_state(row)
+    conversation = [*state["prompt"], *normalize_messages(kept["completion"])]
+    state["completion"] = conversation[len(state["prompt"]) :]
+    state["trajectory"] = [
+        {
+            "prompt": conversation[: turn["messages"]],
+            "completion": normalize_messages(turn["completion"]),
+            "response": None,
+            "tokens": None,
+            "reward": turn["reward"],
+            "advantage": None,
+            "is_truncated": turn["is_truncated"],
+            "trajectory_id": kept["others"].get("trajectory_id", ""),
+            "extras": turn["extras"],
+        }
+        for turn in kept["trajectory"]
+    ]
+    state["timing"] = RolloutTiming.model_validate(kept["timing"])
+    for name, value in kept["others"].items():
+        state[name] = value
+    return state
+
+
+def from_messages(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> State:
+    """Returns a state of a conversation that was cut off, or of a bare response."""
+    state = new_state(row)
+    completion = messages[len(state["prompt"]) :]
+    if not completion and messages and messages[-1].get("role") == "assistant":
+        completion = messages[-1:]
+    state["completion"] = normalize_messages(completion)
+    state["is_truncated"] = True
+    turns = [each for each in state["completion"] if each.role == "assistant"]
+    state["trajectory"] = [
+        {"prompt": [], "completion": [turn], "response": None, "tokens": None, "reward": None}
+        | {"advantage": None, "is_truncated": False, "trajectory_id": "", "extras": {}}
+        for turn in turns
+    ]
+    return state
+
+
+def new_state(row: Mapping[str, Any]) -> State:
+    """Returns the state before a rollout, as `Environment.init_state` makes it, without a model."""
+    given = dict(row)
+    if isinstance(given.get("info"), str):
+        given["info"] = json.loads(given["info"])
+    task = flatten_task_input(given)
+    state = State(input=task)
+    state["task"] = task
+    state["prompt"] = normalize_messages(task.get("prompt") or [])
+    state["completion"] = []
+    state["trajectory"] = []
+    state["timing"] = RolloutTiming()
+    for name in ("reward", "metrics", "error", "final_env_response", "stop_condition"):
+        state[name] = None
+    state["is_completed"], state["is_truncated"] = True, False
+    return state
+
+
+def _messages(messages: Any) -> Any:
+    plain = to_jsonable_python(list(messages), fallback=str)
+    return [
+        {key: value for key, value in each.items() if value is not None}
+        if isinstance(each, dict)
+        else each
+        for each in plain
+    ]
+
+
+def _json_like(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(to_jsonable_python(value), allow_nan=False))
+    except (TypeError, ValueError):
+        return None
+
+
+# verifiers counts a reward function that raises as 0. Here it is a failure of scoring: the rollout
+# is scored again, then dropped.
+
+_raised: ContextVar[list[Exception] | None] = ContextVar("raised", default=None)
+
+
+def watch(rubric: Any) -> None:
+    """Makes the reward functions of a rubric, and of those in it, remember what they raise."""
+    for each in _rubrics(rubric):
+        each.funcs = [_watched(function) for function in each.funcs]
+
+
+async def score_one(rubric: Any, state: Any) -> Score:
+    """Scores one state."""
+    await _checked(rubric.score_rollout(state))
+    return score_of(rubric, state)
+
+
+async def score_all(rubric: Any, states: Sequence[Any]) -> list[Score]:
+    """Scores the states of one group; raises like `score_one`."""
+    await _checked(rubric.score_group(list(states)))
+    return [score_of(rubric, state) for state in states]
+
+
+def score_of(rubric: Any, state: Any) -> Score:
+    """Returns the score in a state: functions with a weight as components, others as metrics."""
+    found = numbers(state["metrics"])
+    names, weights = rubric._get_reward_func_names(), rubric._get_reward_weights()
+    paid = {name for name, weight in zip(names, weights, strict=False) if weight != 0}
+    return Score(
+        reward=float(state["reward"]),
+        components={name: value for name, value in found.items() if name in paid},
+        metrics={name: value for name, value in found.items() if name not in paid},
+    )
+
+
+async def _checked(scoring: Any) -> None:
+    raised: list[Exception] = []
+    token = _raised.set(raised)
+    try:
+        await scoring
+    finally:
+        _raised.reset(token)
+    if raised:
+        raise raised[0]
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = function(*args, **kwargs)
+            value = await value if inspect.isawaitable(value) else value
+            return value if isinstance(value, list) else float(value)
+        except Exception as error:
+            if (raised := _raised.get()) is not None:
+                raised.append(error)
+            raise
+
+    if not hasattr(watched, "__name__"):
+        watched.__name__ = type(function).__name__
+    return watched
+
+
+def _rubrics(rubric: Any) -> Iterator[Any]:
+    yield rubric
+    for each in getattr(rubric, "rubrics", ()):
+        yield from _rubrics(each)
+    for environment in getattr(rubric, "env_map", {}).values():
+        yield from _rubrics(environment.rubric)
+
 
 _RUN_CODE = (
     *("verifiers.legacy.envs.python_env", "verifiers.legacy.envs.sandbox_env"),
@@ -188,7 +388,6 @@ def classic_class(name: str) -> type[Environment]:
 
 
 def _loaded(name: str, arguments: dict[str, Any]) -> Any:
-    """Loads the environment."""
     try:
         with kept_signals():
             environment = import_env_module(name).load_environment(**arguments)
@@ -216,7 +415,7 @@ def _environments(environment: Any) -> Iterator[Any]:
 
 
 def _is_of_verifiers(environment: Any) -> bool:
-    """Returns whether all code that plays is verifiers' own, which reads no answer."""
+    """Returns whether all code of the rollout is verifiers' own, which reads no answer."""
     if isinstance(environment, vf.EnvGroup):
         return False
     kinds = [kind for kind in type(environment).__mro__ if issubclass(kind, vf.Environment)]

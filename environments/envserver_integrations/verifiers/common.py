@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
 import ssl
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,7 +16,51 @@ from pydantic import Field
 
 from envserver import Environment, Score
 
-from .own_loop import OwnLoop
+
+class OwnLoop:
+    """An event loop in a thread, for packages of verifiers that block the loop they run on.
+
+    A worker whose own loop is blocked for a second counts as hung. The thread starts at the first
+    coroutine, and ends with the process.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Returns what `coroutine` returns. If cancelled, cancels it and waits for its end."""
+        here = asyncio.get_running_loop()
+        loop = self._started()
+        outcome = here.create_future()
+        tasks: list[asyncio.Task[Any]] = []
+
+        def start() -> None:
+            tasks.append(loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda task: here.call_soon_threadsafe(_copy, task, outcome))
+
+        loop.call_soon_threadsafe(start)
+        try:
+            return await asyncio.shield(outcome)
+        except asyncio.CancelledError:
+            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            await asyncio.wait({outcome})
+            raise
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        return self._loop
+
+
+def _copy(task: asyncio.Task[Any], outcome: asyncio.Future[Any]) -> None:
+    if task.cancelled():
+        outcome.cancel()
+    elif (error := task.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())
+
 
 TLS_CONTEXT = ssl.create_default_context()
 """Shared by all clients: making one takes as long as a short rollout."""

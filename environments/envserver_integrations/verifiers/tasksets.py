@@ -12,16 +12,31 @@ verifiers scores there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from inspect import getattr_static, signature
 from statistics import fmean
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import verifiers.v1 as vf
-from verifiers.v1.configs.agent import WireAgentConfig
+from verifiers.v1.agent import Agents
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.agent import AgentConfig, WireAgentConfig
+from verifiers.v1.configs.client import EvalClientConfig
 from verifiers.v1.envs.single_agent import SingleAgentEnv
-from verifiers.v1.state import state_cls
+from verifiers.v1.state import State, state_cls
 from verifiers.v1.task import WireTaskData
+from verifiers.v1.taskset import Taskset
 from verifiers.v1.trace import Trace
+from verifiers.v1.types import SamplingConfig
+from verifiers.v1.utils.generic import concrete_type
+from verifiers.v1.utils.loaders import default_harness_id, environment_class
 from verifiers.v1.utils.loaders import taskset_class as find_taskset
 
 from envserver import (
@@ -41,15 +56,201 @@ from envserver import (
 
 from . import chat_harness
 from .common import UNSCORED, VerifiersConfig, VerifiersEnvironment, names_limit, numbers
-from .taskset_agents import playing, roles_of
-from .taskset_loading import (
-    declared,
-    loaded,
-    refuse_own_harness,
-    refuse_programs,
-    scores_apart,
-    trained_roles,
-)
+
+# Rollouts run side by side in one process: `setup`, verifiers' hook before an episode, reads the
+# rollout of the episode from a context variable.
+
+
+class _Playing(NamedTuple):
+    run: Rollout
+    variable: str
+
+
+_playing: ContextVar[_Playing | None] = ContextVar("playing", default=None)
+
+
+@contextmanager
+def playing(run: Rollout) -> Iterator[Any]:
+    """Within the block, episodes belong to `run`; yields the context that verifiers gives them."""
+    # verifiers reads a key from the variable that a client names. Programs of its runtime do not
+    # inherit variables with API_KEY in their names.
+    variable = f"ENVSERVER_API_KEY_{run.api_key[-12:]}"
+    os.environ[variable] = run.api_key
+    token = _playing.set(_Playing(run, variable))
+    _reach_directly(run.base_url)
+    try:
+        client = _client(run.base_url, variable)
+        yield ModelContext(model=run.model, client=client, sampling=SamplingConfig())
+    finally:
+        _playing.reset(token)
+        os.environ.pop(variable, None)
+
+
+def roles_of(config: Any) -> dict[str, Any]:
+    """Returns the agents that an EnvConfig class declares, by name."""
+    return {
+        name: field.default
+        for name, field in config.model_fields.items()
+        if isinstance(field.default, AgentConfig)
+    }
+
+
+def played_by_us(kind: Any) -> Any:
+    """Returns its class with one change: each agent asks the endpoint of its rollout.
+
+    `setup` is the hook that sees an episode's agents before they play.
+    """
+
+    async def setup(self: Any, agents: Any) -> None:
+        await kind.setup(self, agents)
+        playing = _playing.get()
+        if playing is None:
+            return
+        for role in roles_of(type(self.config)):
+            agent = getattr(agents, role)
+            run = playing.run
+            url = run.base_url if issubclass(kind, SingleAgentEnv) else run.base_url_of(role)
+            client = _client(url, playing.variable)
+            agent.ctx = replace(agent.ctx, model=run.model, client=client)
+            # A server for each rollout: a shared one keeps a client for each that it ever served.
+            agent.interception = None
+
+    return type(kind.__name__, (kind,), {"setup": setup, "__module__": kind.__module__})
+
+
+def _client(url: str, variable: str) -> Any:
+    return EvalClientConfig(base_url=url, api_key_var=variable)
+
+
+def _reach_directly(url: str) -> None:
+    """Keeps verifiers' clients from asking for `url` through a proxy."""
+    host = urlsplit(url).hostname or ""
+    kept = [each for each in os.environ.get("NO_PROXY", "").split(",") if each]
+    if host not in kept:
+        os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join([*kept, host, "127.0.0.1"])
+
+
+_HARMLESS = (None, "null", chat_harness.HARNESS_ID)
+_WORKER_HOOKS = ("setup", "finalize", "stage_verifier", "runtime_env", "score", "toolsets")
+
+
+def refuse_own_harness(name: str) -> None:
+    own = default_harness_id(name)
+    if own != "bash":  # verifiers' default, which ours replaces
+        raise ConfigError(
+            f"verifiers:{name} brings a harness of its own, which runs a program.",
+            hint="envserver plays task sets with a chat loop; agents that are programs: --agent.",
+        )
+
+
+def loaded(name: str, own: Any) -> Any:
+    """Makes its environment, with our harness for each role."""
+    try:
+        kind = environment_class(name)
+        config = concrete_type(kind, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
+        seat = {
+            "runtime": {"type": "subprocess"},
+            "harness": {"id": chat_harness.HARNESS_ID},
+            "model": None,
+            "client": None,
+            "retries": {"max_retries": 0, "rules": []},  # whole attempts: those are ours
+        }
+        settings = dict(own.options)
+        for role, default in roles_of(config).items():
+            _refuse_program(name, role, default)
+            turns = min(own.max_turns, default.max_turns or own.max_turns)
+            settings[role] = {**settings.get(role, {}), **seat, "max_turns": turns}
+        settings["taskset"] = {**own.args, "id": name}
+        settings |= {"interception": {"type": "server"}, "retries": seat["retries"]}
+        return played_by_us(kind)(config.model_validate(settings))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"verifiers:{name} cannot be loaded: {type(error).__name__}: {error}",
+            hint="Settings of its task set are --env.args, as JSON.",
+        ) from error
+
+
+def refuse_programs(name: str, kind: Any) -> None:
+    """
+    Raises:
+        ConfigError: rewards or hooks of its tasks ask for the runtime, which runs programs.
+    """
+    own = [*declared(kind, "reward"), *declared(kind, "metric")]
+    for hook in ("setup", "finalize"):
+        if getattr_static(kind, hook) is not getattr_static(vf.Task, hook):
+            own.append(getattr(kind, hook))
+    for function in own:
+        if _asks_for_runtime(function):
+            raise ConfigError(
+                f"verifiers:{name}: {function.__name__!r} of its tasks runs programs on this "
+                "machine, without a sandbox.",
+                hint="If they are not the model's: --env.allow_programs true",
+            )
+
+
+def _asks_for_runtime(function: Any) -> bool:
+    return "runtime" in signature(function).parameters
+
+
+def _refuse_program(name: str, role: str, default: Any) -> None:
+    pinned = default.harness.id if default.harness is not None else None
+    if pinned not in _HARMLESS:
+        raise ConfigError(
+            f"verifiers:{name}: its agent {role!r} is the harness {pinned!r}, which runs programs "
+            "of the model on this machine.",
+            hint="envserver plays task sets with a chat loop; agents that are programs: --agent.",
+        )
+
+
+def trained_roles(env: Any) -> dict[str, bool]:
+    """Returns whether its `setup` leaves each role trainable."""
+    seats = Agents(env.config, lambda name, spec: SimpleNamespace(trainable=True, config=spec))
+    _in_a_thread(lambda: asyncio.run(env.setup(seats)))
+    return {role: bool(getattr(seats, role).trainable) for role in roles_of(type(env.config))}
+
+
+def _in_a_thread(function: Callable[[], None]) -> None:
+    """Runs a function where no event loop runs yet; raises what it raises."""
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - raised below
+            raised.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    if raised:
+        raise ConfigError(f"Its setup failed: {raised[0]}") from raised[0]
+
+
+def scores_apart(env: Any) -> bool:
+    """Returns whether a scorer process can score: no code of the rollout is the package's own."""
+    kind = type(env.taskset).task_type()
+    alone = type(env).__mro__[1] is SingleAgentEnv
+    changed = any(
+        getattr_static(kind, name) is not getattr_static(vf.Task, name) for name in _WORKER_HOOKS
+    )
+    config = env.taskset.config
+    shares = getattr_static(type(env.taskset), "toolsets") is not Taskset.__dict__["toolsets"]
+    hooks = [function for attr in ("metric", "reward") for function in declared(kind, attr)]
+    needs_runtime = any(map(_asks_for_runtime, hooks))
+    plugged = config.task.rewards or config.task.metrics or config.task.judges
+    plays = any(declared(kind, attr) for attr in ("stop", "intercept")) or config.task.stops
+    return bool(
+        alone
+        and state_cls(kind) is State
+        and not (changed or shares or needs_runtime or plugged or plays)
+    )
+
+
+def declared(kind: Any, attr: str) -> list[Any]:
+    held = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+    return [value for value in held.values() if callable(value) and hasattr(value, attr)]
 
 
 class TasksetEnvironment(VerifiersEnvironment):
@@ -139,7 +340,6 @@ class TasksetEnvironment(VerifiersEnvironment):
         return {"traces": traces}
 
     async def _played(self, data: Mapping[str, Any], run: Rollout) -> list[dict[str, Any]]:
-        """Returns the traces of an episode."""
         with playing(run) as context:
             slot = self._env.slots(self._task(data))[0]
             episode = await self._env.run_slot(slot, context)
@@ -181,7 +381,6 @@ class TasksetEnvironment(VerifiersEnvironment):
         return self._score_of(traces)
 
     async def _scored(self, task: Task, record: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the task's rewards and metrics say of a trace."""
         kind = self._task_kind
         data = kind.data_type().model_validate(task.hidden)
         record = {**record, "rewards": {}, "metrics": {}, "ok": True}
@@ -215,7 +414,6 @@ class TasksetEnvironment(VerifiersEnvironment):
 
 
 def _scored(trace: Any) -> dict[str, Any]:
-    """Returns what was scored; no reward if a failure came before."""
     rewards = {name: one.score for name, one in trace.rewards.items() if one is not None}
     return {
         "reward": trace.reward if rewards or trace.ok else None,

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.code.cheats import SLOW, written
-from envserver_environments.code.data_sets import read_problem
-from envserver_environments.code.demonstrations import fenced
+from envserver_environments.code.data_sets import HUBS, read_problem
 from envserver_environments.code.env import Code
-from envserver_environments.code.loading import HUBS
+from envserver_environments.code.known import SLOW, fenced, written
 from support.cases import cases_of
 from support.code_house import code
 from support.scripted_run import ScriptedRun, call, says

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 from envserver_environments.code.agent import Workbench
 from envserver_environments.code.data_sets import read_problem
-from envserver_environments.code.demonstrations import fenced
 from envserver_environments.code.env import Code
 from envserver_environments.code.extraction import extract_code
-from envserver_environments.code.programs import same_lines
+from envserver_environments.code.known import fenced
 from envserver_environments.code.prompts import question
-from envserver_environments.code.running import SPEC
+from envserver_environments.code.running import SPEC, same_lines
 from support.cases import cases_of
 from support.code_house import code
 from support.waiting import PATIENCE

@@ -18,7 +18,7 @@ import pytest
 from envserver_environments.gaia.agents import AgentOptions, solve
 from envserver_environments.gaia.interpreter import process as interpreters
 from envserver_environments.gaia.interpreter.process import Interpreter, Outcome
-from envserver_environments.gaia.trail import Trail, trail_of
+from envserver_environments.gaia.scoring import Trail, trail_of
 from envserver_tools.calling import Tool, ToolError
 from support.cases import cases_of
 from support.sdk_house import SdkHouse, Seat, sim_house

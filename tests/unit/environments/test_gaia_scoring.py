@@ -18,8 +18,14 @@ from envserver_environments.gaia.agents.prompts import (
     PLAN,
 )
 from envserver_environments.gaia.env import Gaia
-from envserver_environments.gaia.rubric import Facts, Weights, fold, items
-from envserver_environments.gaia.scoring import extract_answer, question_scorer
+from envserver_environments.gaia.scoring import (
+    Facts,
+    Weights,
+    extract_answer,
+    fold,
+    items,
+    question_scorer,
+)
 from envserver_tools.web import LEAK, LEAK_SEEN
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -13,8 +13,7 @@ import pytest
 from envserver_environments.swe.trees import Entry, tar_of
 from envserver_integrations.harbor.env import harbor_environment
 from envserver_integrations.harbor.folders import LOGS, read_task
-from envserver_integrations.harbor.grading import grade
-from envserver_integrations.harbor.workspace import changed
+from envserver_integrations.harbor.grading import changed, grade
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import cases_of

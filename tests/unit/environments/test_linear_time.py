@@ -19,15 +19,13 @@ from envserver_environments.gaia.scoring import question_scorer
 from envserver_environments.math.agent import run_command
 from envserver_environments.math.data_sets import read_problem
 from envserver_environments.mhqa.agent import numbered_list
-from envserver_environments.mhqa.extraction import extract_answer
 from envserver_environments.mhqa.metrics import answer_measure
-from envserver_environments.mhqa.scoring import parse_answer, why_refused
-from envserver_environments.router.course_metrics import course_metrics
+from envserver_environments.mhqa.scoring import extract_answer, parse_answer, why_refused
+from envserver_environments.router.course import course_metrics
 from envserver_environments.router.plans import PlanError, read_plan
-from envserver_environments.tau.evaluation.checks import Strictness, information_given
+from envserver_environments.tau.evaluation import Strictness, information_given
 from envserver_environments.video.agent import AgentAnswer
-from envserver_environments.video.reading import option_of, words_of
-from envserver_environments.video.scoring import cites_evidence
+from envserver_environments.video.scoring import cites_evidence, option_of, words_of
 from envserver_tools.protocol import parse_message
 from support.cases import cases_of
 from support.extent import WHOLE

@@ -16,9 +16,8 @@ from typing import Any, get_args
 
 import pytest
 from envserver_environments.math import procedural
-from envserver_environments.math.data_sets import read_problem
+from envserver_environments.math.data_sets import HUBS, read_problem
 from envserver_environments.math.env import Math
-from envserver_environments.math.loading import HUBS
 from envserver_records.extras import install_command
 from envserver_tools.calculator import calculate
 from support.cases import cases_of

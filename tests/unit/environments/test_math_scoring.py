@@ -25,7 +25,7 @@ from envserver_environments.math import verification
 from envserver_environments.math.env import Math
 from envserver_environments.math.latex import quantity, readable
 from envserver_environments.math.literals import is_number_literal, plain_number
-from envserver_environments.math.sizes import is_huge
+from envserver_environments.math.verification import is_huge
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support import extent

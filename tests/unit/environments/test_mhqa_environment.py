@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.mhqa.data_sets import read_item
+from envserver_environments.mhqa.data_sets import read_context, read_item
 from envserver_environments.mhqa.env import Mhqa
-from envserver_environments.mhqa.loading import read_context
 from envserver_tools.retrieval import FewPassages, Hit, Passage, PassageIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from envserver_environments.mhqa.env import Mhqa
-from envserver_environments.mhqa.extraction import extract_answer
 from envserver_environments.mhqa.metrics import (
     Measure,
     answer_measure,
@@ -18,6 +17,7 @@ from envserver_environments.mhqa.metrics import (
     support_measure,
     wiki2_fact_measure,
 )
+from envserver_environments.mhqa.scoring import extract_answer
 from hypothesis import given
 from hypothesis import strategies as st
 from support.case_files import cases

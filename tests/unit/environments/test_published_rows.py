@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.code.demonstrations import fenced
+from envserver_environments.code.known import fenced
 from envserver_environments.math.env import Math
 from support.cases import cases_of
 from support.code_house import code

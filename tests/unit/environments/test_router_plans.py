@@ -9,10 +9,14 @@ import json
 from typing import Any
 
 import pytest
-from envserver_environments.router.course import course_of, plan_of_course, read_course
-from envserver_environments.router.course_metrics import course_metrics
-from envserver_environments.router.matching import likeness
+from envserver_environments.router.course import (
+    course_metrics,
+    course_of,
+    plan_of_course,
+    read_course,
+)
 from envserver_environments.router.plans import Plan, PlanError, Step, as_json, plan_of, read_plan
+from envserver_environments.router.scoring import likeness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.case_files import cases

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from envserver_environments.swe import grading, patches
-from envserver_environments.swe.cheats import PROGRAMS, result_of
 from envserver_environments.swe.env import Swe
 from envserver_environments.swe.grading import HiddenTests, Verdict, grade
+from envserver_environments.swe.known import PROGRAMS, result_of
 from envserver_environments.swe.repositories import limits_of
 from envserver_environments.swe.trees import Entry, Tree, make_patch, tree_of
 from support.cases import cases_of

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.swe.answers import VeiledAnswer
-from envserver_environments.swe.cheats import result_of
-from envserver_environments.swe.hoisting import Answer, NotHoistable, hoist
+from envserver_environments.swe.hoisting import Answer, NotHoistable, VeiledAnswer, hoist
 from envserver_environments.swe.judging import classes_now, comparisons, equality
+from envserver_environments.swe.known import result_of
 from envserver_environments.swe.patches import (
     MAX_CHANGES,
     MAX_PATCH_BYTES,

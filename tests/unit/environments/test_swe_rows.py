@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from envserver_environments.swe.cheats import PROGRAMS, result_of
 from envserver_environments.swe.env import Swe
+from envserver_environments.swe.known import PROGRAMS, result_of
 from envserver_environments.swe.trees import make_patch, tree_of
 from envserver_environments.swe.tripwires import FRAUD, added_suspicions
 from envserver_records.errors import SandboxUnavailable

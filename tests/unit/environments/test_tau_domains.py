@@ -12,15 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from envserver_environments.tau.domains.airline import AIRLINE
-from envserver_environments.tau.domains.airline_data import FlightDB
-from envserver_environments.tau.domains.arithmetic import calculate
+from envserver_environments.tau.domains.airline import AIRLINE, FlightDB
 from envserver_environments.tau.domains.database import Base, Database, hash_of
-from envserver_environments.tau.domains.kinds import find_domain
-from envserver_environments.tau.domains.retail import RETAIL
-from envserver_environments.tau.domains.retail_data import RetailDB
+from envserver_environments.tau.domains.loading import find_domain
+from envserver_environments.tau.domains.retail import RETAIL, RetailDB
 from envserver_environments.tau.domains.telecom.tools_user import TelecomUserTools
-from envserver_environments.tau.domains.toolkit import result_text
+from envserver_environments.tau.domains.toolkit import calculate, result_text
 from envserver_environments.tau.domains.world import Domain, DomainKind, World
 from hypothesis import given, settings
 from hypothesis import strategies as st

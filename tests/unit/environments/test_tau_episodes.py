@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.tau import replay_command
-from envserver_environments.tau.domains.kinds import tau2_domain
+from envserver_environments.tau import replays
+from envserver_environments.tau.domains.loading import tau2_domain
 from envserver_environments.tau.domains.world import Domain
 from envserver_environments.tau.env import Tau
 from envserver_environments.tau.episodes import GREETING, Episode, EpisodeRules
@@ -24,10 +24,10 @@ from envserver_environments.tau.evaluation import (
     Strictness,
     evaluate,
     information_given,
+    pays_for_nothing,
     same_call,
+    unconfirmed_writes,
 )
-from envserver_environments.tau.evaluation.confirmation import unconfirmed_writes
-from envserver_environments.tau.evaluation.rewards import pays_for_nothing
 from envserver_environments.tau.replays import play
 from envserver_environments.tau.tasks import Action, read_task
 from support.case_files import cases
@@ -236,6 +236,6 @@ def test_vectors_are_replayed_and_compared(
         ([{**vector, "agent_script": []}], 1, "ends before the conversation"),
     ):
         file.write_text(json.dumps({"vectors": vectors}))
-        assert replay_command.main([str(file), "--tau2-data", str(data)]) == status
+        assert replays.main([str(file), "--tau2-data", str(data)]) == status
         assert said in capsys.readouterr().out
-    assert replay_command.main([str(tmp_path / "none")]) == 2
+    assert replays.main([str(tmp_path / "none")]) == 2

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 from envserver_environments.tau.domains.database import Database
-from envserver_environments.tau.domains.kinds import tau2_domain
+from envserver_environments.tau.domains.loading import tau2_domain
 from envserver_environments.tau.domains.world import Domain, World
 from envserver_environments.tau.episodes import Episode
-from envserver_environments.tau.evaluation import evaluate
-from envserver_environments.tau.evaluation.rewards import expected_world
-from envserver_environments.tau.states import start
-from envserver_environments.tau.tasks import Action, Criteria, TauTask, read_task
+from envserver_environments.tau.evaluation import evaluate, expected_world
+from envserver_environments.tau.tasks import Action, Criteria, TauTask, read_task, start
 
 from envserver import NotFoundError
 

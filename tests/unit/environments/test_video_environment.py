@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from envserver_environments.options import option_place
 from envserver_environments.video.context import VideoContext, video_context
-from envserver_environments.video.data_sets import read_item
+from envserver_environments.video.data_sets import SAMPLE, read_item
 from envserver_environments.video.env import Video
-from envserver_environments.video.loading import SAMPLE
 from hypothesis import given
 from hypothesis import strategies as st
 from support.case_files import cases

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.video.data_sets import VideoQuestion
+from envserver_environments.video.data_sets import Folder, VideoQuestion, video_file
 from envserver_environments.video.env import Video
 from envserver_environments.video.frames import confine, store
 from envserver_environments.video.frames.decoding import Request, moments
@@ -26,7 +26,6 @@ from envserver_environments.video.frames.store import (
     FrameStore,
     Shown,
 )
-from envserver_environments.video.loading import Folder, video_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image

@@ -9,8 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from envserver_environments.visual_counting.drawing import COLOURS
-from envserver_environments.visual_counting.env import VisualCounting
+from envserver_environments.visual_counting.env import COLOURS, VisualCounting
 from PIL import Image, ImageOps
 from support.commands import envserver, read_jsonl
 

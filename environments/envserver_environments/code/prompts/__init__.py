@@ -9,7 +9,7 @@ from typing import Any, Literal
 ShowTests = Literal["0", "1", "all"]
 
 SOLUTION = "solution.py"
-"""The file that another program writes that plays the agent."""
+"""The file that an external agent writes its program to."""
 _LAST_WORD = {
     "single": "Reply with one ```python block.",
     "tools": "Call submit with the whole program when it is done.",

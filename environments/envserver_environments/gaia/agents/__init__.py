@@ -19,9 +19,8 @@ from envserver_tools.calling import Tool
 
 from envserver import ConfigError, PublicTask, Rollout
 
-from .plain import AgentRun, PlainRun
+from .plain import AgentOptions, AgentRun, Ending, Kind, PlainRun, Prompts, Solved
 from .prompts import question
-from .rules import AgentOptions, Ending, Kind, Prompts, Solved
 
 __all__ = ["Ending", "Kind", "AgentOptions", "Prompts", "Solved", "solve"]
 
@@ -48,7 +47,7 @@ async def solve(
         extra: additional fields of each request to the model.
 
     Returns:
-        {"answer": a text or None, "state": see `Ending`, "steps": see `trace.step_data`}.
+        {"answer": a text or None, "state": see `Ending`, "steps": see `step_data`}.
     """
     rules.check()
     seconds = run.deadline - time.time()
@@ -68,14 +67,13 @@ async def solve(
 
 @cache
 def _smol_run() -> type[AgentRun]:
-    """Imports smolagents, once."""
     if importlib.util.find_spec("smolagents") is None:
         raise ConfigError(
             "smolagents is not installed.",
             hint=f"{install_command('gaia')}, or take the agent `plain`.",
         )
     variables = dict(os.environ)
-    from .smol_run import SmolRun
+    from .smol import SmolRun
 
     os.environ.clear()  # smolagents reads the .env of whatever folder it finds one in
     os.environ.update(variables)

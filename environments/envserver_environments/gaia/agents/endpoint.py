@@ -207,8 +207,6 @@ class Connection:
 
 
 class _Answer:
-    """Takes what llhttp finds in the bytes of an answer."""
-
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.status = 0

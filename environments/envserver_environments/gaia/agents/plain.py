@@ -4,23 +4,273 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import importlib.util
+import inspect
+import json
 import re
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from envserver_tools.calling import Tool, ToolResult
+from envserver_tools.calling import Tool, ToolError, ToolResult, call_tool, run_tool_call, toolbox
 from envserver_tools.visible import visible_text
 
-from envserver import LimitReached, Message, Rollout
+from envserver import ConfigError, LimitReached, Message, Rollout
 
-from ..interpreter.inside import ANSWER
-from ..interpreter.process import Interpreter
+from ..interpreter.inside import ANSWER, answer_text
+from ..interpreter.process import Interpreter, Outcome, observation, shortened
 from .endpoint import CutOff, Endpoint, Turn
-from .prompts import system_prompt
-from .rules import AgentOptions, Ending, Solved, ending_of
-from .tool_use import Tools, as_function
-from .trace import Trace, call_data, step_data
+from .prompts import TOOL_FAILED, system_prompt
+
+THOUGHT_CHARACTERS = 4000
+CODE_CHARACTERS = 8000
+OBSERVATION_CHARACTERS = 4000
+
+
+class Trace:
+    """The steps of a run: kept here, and sent to the server at once."""
+
+    def __init__(self, run: Rollout) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self._run = run
+
+    def add(self, step: dict[str, Any]) -> None:
+        """Adds a step, in the form of `step_data`."""
+        self.steps.append(step)
+        thought = step["thought"]
+        match step["action"]:
+            case None | []:
+                self._run.log_action("plan" if step["step"] == 0 else "say", {}, thought)
+                return
+            case str() as code:
+                tool, given = "python", {"code": code}
+            case [call]:
+                tool, given = str(call["name"]).strip() or "call", call["arguments"]
+            case calls:
+                tool, given = "several", {"calls": calls}
+        if thought:
+            self._run.log_action("reason", {}, thought)
+        error = step["error"]
+        failed = "" if error is None else f"{error['kind']}: {error['message']}"
+        self._run.log_action(tool, given, step["observation"], error=failed)
+
+
+def step_data(
+    number: int,
+    *,
+    thought: str,
+    action: str | list[dict[str, Any]] | None,
+    observation: str,
+    error: tuple[str, str] | None,
+    tokens: tuple[int, int],
+    seconds: float,
+    final: bool = False,
+) -> dict[str, Any]:
+    """Returns one step as data.
+
+    Args:
+        action: code, or tool calls as name and arguments.
+        error: its kind (parsing, execution, timeout, died, tool) and its first words.
+        tokens: token counts of the prompt and of the turn.
+    """
+    return {
+        "step": number,
+        "thought": shortened(thought.strip(), THOUGHT_CHARACTERS),
+        "action": shortened(action, CODE_CHARACTERS) if isinstance(action, str) else action,
+        "observation": shortened(observation, OBSERVATION_CHARACTERS),
+        "error": None if error is None else {"kind": error[0], "message": error[1][-500:]},
+        "tokens": {"prompt": tokens[0], "completion": tokens[1]},
+        "seconds": round(seconds, 3),
+        "final": final,
+    }
+
+
+def call_data(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call in OpenAI's shape as its name and arguments."""
+    arguments = call["function"]["arguments"]
+    try:
+        arguments = json.loads(arguments)
+    except (TypeError, ValueError):
+        arguments = str(arguments)
+    return {"name": call["function"]["name"], "arguments": arguments}
+
+
+PYTHON = "python"
+_ERROR_CHARACTERS = 3500
+
+_FINAL_ANSWER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": ANSWER,
+        "description": "Gives the final answer and ends the task. Call it alone.",
+        "parameters": {
+            "type": "object",
+            "properties": {"answer": {"type": ["string", "number", "array"]}},
+            "required": ["answer"],
+            "additionalProperties": False,
+        },
+    },
+}
+_PYTHON: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": PYTHON,
+        "description": (
+            "Executes Python code and gives what it printed, the value of its last expression, or "
+            "its error. Variables and files stay for the next call."
+        ),
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string"}},
+            "required": ["code"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+final_answer = Tool(_FINAL_ANSWER, lambda answer: answer_text(answer))
+
+
+class Tools:
+    """The tools that an agent calls natively: the given ones, python and final_answer.
+
+    Args:
+        loop: the event loop in which asynchronous tools run while the agent's thread waits.
+    """
+
+    def __init__(
+        self,
+        given: Iterable[Tool],
+        interpreter: Interpreter,
+        characters: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._interpreter = interpreter
+        self._characters = characters
+        self._loop = loop
+        python = Tool(_PYTHON, self._python, max_characters=2 * characters)
+        self.tools = toolbox(*given, python, final_answer)
+        self.outcome: Outcome | None = None
+        """Outcome of the last call of python."""
+
+    @property
+    def descriptions(self) -> list[dict[str, Any]]:
+        """Returns the tools' schemas for a chat completion."""
+        return [tool.description for tool in self.tools.values()]
+
+    def run(self, call: dict[str, Any]) -> ToolResult:
+        """The result of one call in OpenAI's shape; not from the loop's own thread."""
+        return run_from_thread(self.tools, call, self._loop)
+
+    def _python(self, code: str) -> str:
+        outcome = self.outcome = self._interpreter.run(code)
+        if outcome.answer is not None:
+            raise ToolError("final_answer is a tool of its own: call it, not in code.")
+        text = observation(outcome, self._characters)
+        if outcome.trouble is not None:
+            raise ToolError(shortened(text, _ERROR_CHARACTERS))
+        return f"It printed:\n{text}" if text.startswith(TOOL_FAILED) else text
+
+
+def as_function(tool: Tool, loop: asyncio.AbstractEventLoop) -> Callable[..., str]:
+    """`tool` for the model's code; it raises ToolError where the call is not in order."""
+    names = list(tool.description["function"]["parameters"]["properties"])
+
+    def function(*values: Any, **named: Any) -> str:
+        arguments = {**dict(zip(names, values, strict=False)), **named}
+        given = {name: value for name, value in arguments.items() if value is not None}
+        call = {"function": {"name": tool.name, "arguments": json.dumps(given)}}
+        result = run_from_thread(toolbox(tool), call, loop)
+        if not result.ok:
+            raise ToolError(result.text.removeprefix("Error: "))
+        return result.text
+
+    return function
+
+
+def run_from_thread(
+    tools: dict[str, Tool], call: dict[str, Any], loop: asyncio.AbstractEventLoop
+) -> ToolResult:
+    """Runs `call` from a thread: a plain tool here, an asynchronous one on the event loop."""
+    function = call.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    tool = tools.get(name) if isinstance(name, str) else None
+    if tool is not None and inspect.iscoroutinefunction(tool.function):
+        return asyncio.run_coroutine_threadsafe(call_tool(tools, call), loop).result()
+    return run_tool_call(tools, call)
+
+
+Kind = Literal["code", "tools", "plain"]
+Prompts = Literal["own", "smolagents"]
+Ending = Literal[
+    "answered", "max_steps", "turns", "tokens", "time", "context", "cut_off", "no_answer"
+]
+"""How a run ended. turns, tokens, time, context: a limit; cut_off: a turn of the model was too
+long; no_answer: the plain agent wrote neither a call nor an answer."""
+_LIMITS: tuple[Ending, ...] = ("turns", "tokens", "time", "context")
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """Options of an agent.
+
+    Args:
+        agent: code: smolagents' CodeAgent; tools: its ToolCallingAgent; plain: the baseline loop.
+        max_steps: maximum number of answers without plans; there is no extra call at the end.
+        planning_interval: number of steps between plans; the first comes before the first step.
+        extra_imports: modules imported before the first step and named to the model.
+        token_budget: maximum number of sampled tokens in all.
+        seconds: limit of the whole run; the rollout's own deadline applies, too.
+        step_seconds: limit of one step's code, without the time in tools.
+        observation_characters: maximum length of a step's output shown; the middle is left out.
+        verbosity: smolagents' own log: -1 nothing, 0 errors, 1 steps, 2 all.
+        prompts: own: this package's; smolagents: the installed smolagents' templates.
+    """
+
+    agent: Kind = "code"
+    max_steps: int = 12
+    planning_interval: int | None = None
+    extra_imports: tuple[str, ...] = ()
+    token_budget: int | None = None
+    seconds: float | None = None
+    step_seconds: float = 60.0
+    observation_characters: int = 10_000
+    verbosity: int = -1
+    prompts: Prompts = "own"
+
+    def check(self) -> None:
+        """Raises ConfigError where a module of `extra_imports` is not installed."""
+        for name in self.extra_imports:
+            if not _is_installed(name):
+                raise ConfigError(f"extra_imports: there is no module {name!r} here.")
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The result of a run; `as_output` is what a rollout returns."""
+
+    answer: str | None
+    state: Ending
+    steps: list[dict[str, Any]]
+
+    def as_output(self) -> dict[str, Any]:
+        return {"answer": self.answer, "state": self.state, "steps": self.steps}
+
+
+def ending_of(error: LimitReached | CutOff) -> Ending:
+    """Returns how a run ended that `error` ended."""
+    if isinstance(error, CutOff):
+        return "cut_off"
+    return next((known for known in _LIMITS if known == error.detail.get("limit")), "turns")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
 
 _SAID = re.compile(r"FINAL ANSWER:\s*(.+)")
 

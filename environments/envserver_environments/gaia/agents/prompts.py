@@ -91,7 +91,6 @@ def question(public: dict[str, Any]) -> str:
 
 
 def _internet(names: Iterable[str]) -> str:
-    """Describes the internet access that tools of these names give."""
     ways = [name for name in names if name in _OF_THE_WEB]
     return f"the internet is reached by {', '.join(ways)} alone" if ways else "there is no internet"
 

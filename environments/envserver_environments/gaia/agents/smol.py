@@ -13,17 +13,97 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import smolagents
-from smolagents.agents import EMPTY_PROMPT_TEMPLATES, ToolOutput, populate_template
+from envserver_tools.smolagents_adapter import as_smolagents
+from envserver_tools.visible import visible_text
+from smolagents.agents import EMPTY_PROMPT_TEMPLATES, ActionOutput, ToolOutput, populate_template
 from smolagents.local_python_executor import CodeOutput, PythonExecutor, fix_final_answer_code
 from smolagents.memory import ActionStep, PlanningStep, Timing, ToolCall
-from smolagents.models import ChatMessage, MessageRole
-from smolagents.utils import AgentParsingError, parse_code_blobs
+from smolagents.models import (
+    ChatMessage,
+    ChatMessageToolCall,
+    ChatMessageToolCallFunction,
+    MessageRole,
+    Model,
+    TokenUsage,
+)
+from smolagents.monitoring import AgentLogger, LogLevel
+from smolagents.utils import AgentGenerationError, AgentParsingError, parse_code_blobs
+
+from envserver import Message
 
 from ..interpreter.inside import ANSWER
 from ..interpreter.process import Interpreter, Outcome, observation
 from . import prompts
-from .model import ProxyModel
-from .tool_use import Tools
+from .endpoint import Endpoint
+from .plain import PYTHON, AgentRun, Ending, Tools, call_data, step_data
+from .prompts import instructions, system_prompt
+
+# smolagents rewrites the model's messages before it sends them again. Here a message may carry its
+# original wire form (`raw`), which is sent instead; so each prompt extends the last one and its
+# answer, and the proxy records one sequence.
+
+END_OF_PLAN = "<end_plan>"
+_ROLES = {MessageRole.SYSTEM: "system", MessageRole.ASSISTANT: "assistant"}
+_NOTHING = " "
+"""smolagents takes an empty turn for code that does nothing; this is no code to it."""
+
+
+class ProxyModel(Model):  # type: ignore[misc]  # a class of a library without types
+    """smolagents' model. Raises the errors of `Endpoint.turn`."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__(model_id=endpoint.model)
+        self._endpoint = endpoint
+
+    def generate(self, messages: list[ChatMessage], **options: Any) -> ChatMessage:
+        """A turn in which it acts; what smolagents would ask for beside it does not count."""
+        return self._turn(messages)
+
+    def plan(self, messages: list[ChatMessage]) -> ChatMessage:
+        """A turn in which it only plans."""
+        return self._turn(messages, stop=[END_OF_PLAN])
+
+    def parse_tool_calls(self, message: ChatMessage) -> ChatMessage:
+        """Accepts native calls only."""
+        raise ValueError("no tool was called")
+
+    def _turn(self, messages: list[ChatMessage], **fields: Any) -> ChatMessage:
+        turn = self._endpoint.turn(merged(messages), **fields)
+        return ChatMessage(
+            role=MessageRole.ASSISTANT,
+            content=visible_text(turn.message.get("content") or "") or _NOTHING,
+            tool_calls=[_call(call) for call in turn.calls] or None,
+            raw=turn.message,
+            token_usage=TokenUsage(*turn.tokens),
+        )
+
+
+def merged(messages: list[ChatMessage]) -> list[Message]:
+    """Converts to OpenAI's form and merges consecutive user messages: templates need turns."""
+    wire: list[Message] = []
+    for message in messages:
+        if isinstance(message.raw, dict):
+            wire.append(message.raw)
+            continue
+        role = _ROLES.get(message.role, "user")
+        text = _text(message.content)
+        if role == "user" and wire and wire[-1]["role"] == "user":
+            wire[-1] = {"role": "user", "content": f"{wire[-1]['content']}\n\n{text}"}
+        else:
+            wire.append({"role": role, "content": text})
+    return wire
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content)
+    return str(content or "")
+
+
+def _call(call: dict[str, Any]) -> ChatMessageToolCall:
+    function = call["function"]
+    made = ChatMessageToolCallFunction(name=function["name"], arguments=function["arguments"])
+    return ChatMessageToolCall(function=made, id=call["id"], type="function")
 
 
 class StepFailed(Exception):
@@ -54,7 +134,7 @@ class ProcessExecutor(PythonExecutor):  # type: ignore[misc]  # a class of a lib
         self._variables.update(variables)
 
     def __call__(self, code: str) -> CodeOutput:
-        """Raises StepFailed, which smolagents tells the model."""
+        """Raises StepFailed, which smolagents reports to the model."""
         if self._variables:
             values, self._variables = self._variables, {}
             lines = (f"{name} = {value!r}" for name, value in values.items())
@@ -246,3 +326,120 @@ def _templates(system_prompt: str | None) -> Any:
 
 def _user(text: str) -> ChatMessage:
     return ChatMessage(role=MessageRole.USER, content=text)
+
+
+class SmolRun(AgentRun):
+    """One run of the agents `code` and `tools`."""
+
+    _agent: CodeAgent | ToolCallingAgent
+
+    def _made(self) -> CodeAgent | ToolCallingAgent:
+        rules, tools = self._rules, self._added
+        options: dict[str, Any] = {
+            "planning_interval": rules.planning_interval,
+            "logger": _QUIET if rules.verbosity < 0 else AgentLogger(LogLevel(rules.verbosity)),
+        }
+        model = ProxyModel(self._endpoint)
+        prompt: str | None = None
+        named: list[Any] = []
+        if rules.prompts == "own":
+            prompt = system_prompt(rules.agent, tools, rules.extra_imports)
+        else:
+            is_code = rules.agent == "code"
+            shown = tools if is_code else self._tools.tools.values()
+            named = [as_smolagents(tool, self._loop) for tool in shown if tool.name != ANSWER]
+            options["instructions"] = instructions(tools, rules.extra_imports)
+        if rules.agent == "tools":
+            return ToolCallingAgent(named, model, self._tools, prompt, **options)
+        executor = ProcessExecutor(self._interpreter)
+        return CodeAgent(named, model, executor, prompt, rules.observation_characters, **options)
+
+    def _drive(self, question: str) -> tuple[str | None, Ending]:
+        self._agent = self._made()
+        events = self._agent.run(question, stream=True, max_steps=self._rules.max_steps)
+        answer = ""
+        try:
+            for event in events:
+                if isinstance(event, ActionOutput) and event.is_final_answer:
+                    answer = str(event.output)
+                if isinstance(event, PlanningStep):
+                    self._trace.add(_plan_data(event))
+                if not isinstance(event, ActionStep) or event.model_output_message is None:
+                    continue
+                self._trace.add(self._data(event))
+                if event.is_final_answer:
+                    return answer, "answered"
+                if event.step_number >= self._rules.max_steps:
+                    break
+        except AgentGenerationError as error:
+            raise (error.__cause__ or error) from error
+        finally:
+            events.close()
+        return None, "max_steps"
+
+    def _data(self, step: ActionStep) -> dict[str, Any]:
+        usage = step.token_usage
+        message = step.model_output_message
+        agent = self._agent
+        if isinstance(agent, CodeAgent):
+            action: Any = step.code_action
+            thought = (message.content or "").partition("<code>")[0]
+        else:
+            calls = (message.raw or {}).get("tool_calls") or []
+            action = [call_data(call) for call in calls] or None
+            thought = message.content or ""
+        return step_data(
+            step.step_number,
+            thought=thought,
+            action=action,
+            observation=step.observations or "",
+            error=self._error(step),
+            tokens=(usage.input_tokens, usage.output_tokens) if usage else (0, 0),
+            seconds=(step.timing.end_time or time.time()) - step.timing.start_time,
+            final=step.is_final_answer,
+        )
+
+    def _error(self, step: ActionStep) -> tuple[str, str] | None:
+        if isinstance(step.error, AgentParsingError):
+            return "parsing", str(step.error)
+        agent = self._agent
+        if isinstance(agent, CodeAgent):
+            outcome = agent.python_executor.outcome
+            if step.error is None or outcome is None or outcome.trouble is None:
+                return None if step.error is None else (type(step.error).__name__, str(step.error))
+            return outcome.trouble, outcome.error
+        failed = [text for _, text, ok in agent.results.get(step.step_number, ()) if not ok]
+        if not failed:
+            return None if step.error is None else (type(step.error).__name__, str(step.error))
+        outcome = self._tools.outcome
+        names = [c["function"]["name"] for c in step.model_output_message.raw["tool_calls"]]
+        of_python = names == [PYTHON] and outcome is not None and outcome.trouble is not None
+        return (outcome.trouble if of_python and outcome else "tool") or "tool", failed[-1]
+
+
+class _Silent(AgentLogger):  # type: ignore[misc]  # a class of a library without types
+    """Says nothing, and takes no time for it."""
+
+    def log(self, *args: Any, **options: Any) -> None:
+        """Logs nothing."""
+
+    def log_error(self, error_message: str) -> None:
+        """Logs nothing."""
+
+    log_code = log_markdown = log_rule = log_task = log_messages = log
+
+
+_QUIET = _Silent(LogLevel.OFF)
+
+
+def _plan_data(step: PlanningStep) -> dict[str, Any]:
+    usage = step.token_usage
+    return step_data(
+        0,
+        thought=step.plan,
+        action=None,
+        observation="",
+        error=None,
+        tokens=(usage.input_tokens, usage.output_tokens) if usage else (0, 0),
+        seconds=(step.timing.end_time or time.time()) - step.timing.start_time,
+    )

@@ -151,7 +151,6 @@ class _Interpreter:
         return eval(compile(ast.Expression(last.value), name, "eval"), self._names)
 
     def _give_answer(self, answer: Any) -> NoReturn:
-        """Gives the final answer and ends."""
         self._answer = answer_text(answer)[:MAX_ANSWER_CHARACTERS]
         raise _Answered
 

@@ -319,7 +319,6 @@ class _Watched:
             self._drain()
 
     def _wait(self, seconds: float) -> float:
-        """Waits for a frame; returns the remaining seconds."""
         poll = select.poll()
         channel, output = self._process.channel.fileno(), self._process.output
         poll.register(channel, select.POLLIN)
@@ -368,5 +367,5 @@ class _Watched:
             return {"error": f"there is no tool {frame['call']!r}"}
         try:
             return {"value": tool(*frame.get("args", ()), **frame.get("named", {}))}
-        except Exception as error:  # noqa: BLE001 - the code that called it is told
+        except Exception as error:  # noqa: BLE001 - reported to the calling code
             return {"error": f"{type(error).__name__}: {error}"}

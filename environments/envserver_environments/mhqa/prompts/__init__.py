@@ -35,7 +35,7 @@ def text_system_prompt(tools: Iterable[Tool], unanswerable: bool) -> str:
 
 
 def harness_prompt(question: str, unanswerable: bool) -> str:
-    """Returns the instruction of another program that plays the agent."""
+    """Returns the instruction of an external agent."""
     answers = f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS
     return (
         f"Question: {question}\n\nFind the answer with the tools search and read. {answers} End "

@@ -6,8 +6,7 @@ import functools
 import json
 from pathlib import Path
 
-from ..plans import PlanError
-from ..schemas import COURSE, GRAPH, TOOLS
+from ..plans import COURSE, GRAPH, TOOLS, PlanError
 
 
 @functools.cache

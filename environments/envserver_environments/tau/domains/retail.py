@@ -9,13 +9,151 @@ is not rounded, and `exchange_delivered_order_items` sorts the two lists of item
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
-from .arithmetic import calculate
+from pydantic import BaseModel, ConfigDict
+
 from .database import Record
-from .retail_data import OrderPayment, RetailDB, UserAddress
-from .toolkit import DatabaseRow, Toolkit, calculation, handover, tool
+from .toolkit import DatabaseRow, Toolkit, calculate, calculation, handover, tool
 from .world import DomainKind, Side
+
+# Names and order of the fields are upstream's: results and hashes are made of them.
+
+Reason = Literal["no longer needed", "ordered by mistake"]
+Status = Literal[
+    "processed",
+    "pending",
+    "pending (item modified)",
+    "delivered",
+    "cancelled",
+    "exchange requested",
+    "return requested",
+]
+
+
+class Variant(BaseModel):
+    """One version of a product, which can be bought."""
+
+    item_id: str
+    options: dict[str, str]
+    available: bool
+    price: float
+
+
+class Product(BaseModel):
+    """A kind of goods and its variants by item id."""
+
+    name: str
+    product_id: str
+    variants: dict[str, Variant]
+
+
+class UserName(BaseModel):
+    """The name of a customer."""
+
+    first_name: str
+    last_name: str
+
+
+class UserAddress(BaseModel):
+    """A delivery address."""
+
+    address1: str
+    address2: str
+    city: str
+    country: str
+    state: str
+    zip: str
+
+
+class CreditCard(BaseModel):
+    """A way to pay."""
+
+    source: Literal["credit_card"]
+    id: str
+    brand: str
+    last_four: str
+
+
+class Paypal(BaseModel):
+    """A way to pay."""
+
+    source: Literal["paypal"]
+    id: str
+
+
+class GiftCard(BaseModel):
+    """A way to pay that has a balance."""
+
+    source: Literal["gift_card"]
+    id: str
+    balance: float
+
+
+class User(BaseModel):
+    """A customer."""
+
+    user_id: str
+    name: UserName
+    address: UserAddress
+    email: str
+    payment_methods: dict[str, CreditCard | Paypal | GiftCard]
+    orders: list[str]
+
+
+class OrderItem(BaseModel):
+    """A thing that was ordered."""
+
+    name: str
+    product_id: str
+    item_id: str
+    price: float
+    options: dict[str, str]
+
+
+class OrderFulfillment(BaseModel):
+    """A parcel."""
+
+    tracking_id: list[str]
+    item_ids: list[str]
+
+
+class OrderPayment(BaseModel):
+    """Money that went one way or the other."""
+
+    transaction_type: Literal["payment", "refund"]
+    amount: float
+    payment_method_id: str
+
+
+class Order(BaseModel):
+    """A customer's order and its state."""
+
+    order_id: str
+    user_id: str
+    address: UserAddress
+    items: list[OrderItem]
+    status: Status
+    fulfillments: list[OrderFulfillment]
+    payment_history: list[OrderPayment]
+    cancel_reason: Reason | None = None
+    exchange_items: list[str] | None = None
+    exchange_new_items: list[str] | None = None
+    exchange_payment_method_id: str | None = None
+    exchange_price_difference: float | None = None
+    return_items: list[str] | None = None
+    return_payment_method_id: str | None = None
+
+
+class RetailDB(BaseModel):
+    """The shop's data."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    products: dict[str, Product]
+    users: dict[str, User]
+    orders: dict[str, Order]
+
 
 _ORDER_ID = "Id of the order, with the '#' that it starts with, such as '#W0000000'."
 _USER_ID = "Id of the user, such as 'sara_doe_496'."
@@ -328,7 +466,6 @@ class RetailTools(Toolkit):
         return methods[method_id]
 
     def _replacement(self, order: Record, item_id: str, new_item_id: str) -> tuple[Record, Record]:
-        """The item of the order and the variant that is to take its place."""
         item = _item(order, item_id)
         variants: dict[str, Record] = self._product(item["product_id"])["variants"]
         if new_item_id not in variants:
@@ -338,7 +475,6 @@ class RetailTools(Toolkit):
         return item, variants[new_item_id]
 
     def _change_balance(self, user_id: str, method_id: str, amount: float) -> None:
-        """Adds to the balance of a gift card; nothing for other methods."""
         if self._payment_method(user_id, method_id)["source"] == "gift_card":
             card = self.db.edit("users", user_id)["payment_methods"][method_id]
             card["balance"] = round(card["balance"] + amount, 2)

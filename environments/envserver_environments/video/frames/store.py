@@ -186,7 +186,6 @@ def require_av() -> None:
 
 @contextmanager
 def _opened(folder: Path, name: str, most: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yields a descriptor of a file, and what tells its content from another's."""
     place = (folder / name).resolve()
     if not place.is_relative_to(folder.resolve()):
         raise Broken("it is not in the folder of videos")
@@ -212,7 +211,6 @@ def pictures_in(folder: Path) -> list[Path]:
 
 
 async def _decoded(descriptor: int, t0: float, t1: float | None, limits: FrameLimits) -> Shown:
-    """Returns frames of an open file, by a process of its own."""
     request = json.dumps({"start": t0, "end": t1, **asdict(limits)})
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", str(_PROGRAM), request),

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from ..toolkit import tool
 from . import words
 from .models import APNSettings, NetworkModePreference
-from .network import can_send_mms, sim_status, speed
-from .phone import PhoneSetup
+from .phone import PhoneSetup, can_send_mms, sim_status, speed
 
 _MODES = [mode.value for mode in NetworkModePreference]
 

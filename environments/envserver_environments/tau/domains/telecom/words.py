@@ -8,7 +8,7 @@ the others are original.
 from __future__ import annotations
 
 from ..database import Record
-from .network import Speed
+from .phone import Speed
 
 _SIGNALS = {
     "none": "📵 No Signal",

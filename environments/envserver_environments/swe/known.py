@@ -1,4 +1,5 @@
-"""Results with a known reward: the gold patch, broken patches, and cheats.
+"""Results with a known reward (the gold patch, broken patches, cheats), and conversations that
+solve a task.
 
 A cheat leaves the problem unsolved and reaches for the reward in another way. Some are programs
 appended to the modules that the gold patch changes, so they run inside of the tests; the obvious
@@ -7,11 +8,15 @@ ones come in a disguise, too, so that they pass the tripwires and meet the other
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from textwrap import dedent
 
-from envserver import KnownResult, Result, Task
+from envserver_environments.demonstrations import call_message, text_message
 
+from envserver import KnownResult, Message, Result, Task
+
+from .agent import SUBMIT, AgentKind
 from .patches import MAX_PATCH_BYTES, apply_changes, read_patch
 from .repositories import base_tree
 from .trees import Entry, Tree, make_patch
@@ -429,3 +434,47 @@ def _with_easy_tests(tree: Tree, base: Tree) -> Tree:
 def _without_tests(tree: Tree) -> Tree:
     tests = _tests(tree)
     return {path: entry for path, entry in tree.items() if path not in tests}
+
+
+_LOOK = "ls && git log --oneline | head -3"
+_PLACE = ".git/change"
+_PIECE_CHARACTERS = 900
+"""A long patch is written in several turns: one answer has a bounded length."""
+
+
+def demonstrate(task: Task, kind: AgentKind) -> list[Message]:
+    """The assistant messages, one a turn: a look around, the gold patch, handing it in.
+
+    In the last turn with a command, its first number and its last one decide whether the patch is
+    applied: one that is spoiled does not solve the task.
+    """
+    writing = [
+        f"cat >> {_PLACE} <<'END_OF_PATCH'\n{piece}END_OF_PATCH"
+        for piece in _pieces(task.hidden["patch"].rstrip("\n") + "\n")
+    ]
+    applying = f"strip=1; test $strip = 1 && git apply -p1 {_PLACE}"
+    match kind:
+        case "bash":
+            last = f"{applying} &>/dev/null\necho {SUBMIT}"
+            return [text_message(f"```bash\n{command}\n```") for command in (_LOOK, *writing, last)]
+        case "tools":
+            calls = [call_message("bash", command=command) for command in (*writing, applying)]
+            return [call_message("list_dir", path="."), *calls]
+        case "text":
+            calls = [_text_call("bash", command=command) for command in (*writing, applying)]
+            final = text_message("FINAL: The problem is solved.")
+            return [_text_call("list_dir", path="."), *calls, final]
+
+
+def _pieces(patch: str) -> list[str]:
+    pieces = [""]
+    for line in patch.splitlines(keepends=True):
+        if pieces[-1] and len(pieces[-1]) + len(line) > _PIECE_CHARACTERS:
+            pieces.append("")
+        pieces[-1] += line
+    return pieces
+
+
+def _text_call(name: str, **arguments: str) -> Message:
+    text = json.dumps({"tool": name, "args": arguments}, ensure_ascii=False)
+    return text_message(f"TOOL_CALL: {text}")

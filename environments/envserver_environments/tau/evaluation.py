@@ -1,9 +1,9 @@
-"""Computes the reward. In: a task, the messages and the ending. Out: an `Evaluation`.
+"""Rewards of a conversation: tau2-bench's, and a stricter one.
 
-It depends on the messages alone, whose calls are replayed in a fresh world. `evaluate` follows
-tau2-bench's evaluator (src/tau2/evaluator) for every evaluation type: the product of the components
-in the task's `reward_basis`. Where upstream's evaluator crashes (an assertion that raises) the
-assertion fails, and `upstream_error` names the error.
+A reward depends on the messages alone, whose calls are replayed in a fresh world. `evaluate`
+follows tau2-bench's evaluator (src/tau2/evaluator) for every evaluation type: the product of the
+components in the task's `reward_basis`. Where upstream's evaluator crashes (an assertion that
+raises) the assertion fails, and `upstream_error` names the error.
 
 The strict reward closes holes: calls must have all expected arguments, texts must match whole
 words, expected texts count whatever the basis is, long messages do not help, and if doing nothing
@@ -12,17 +12,170 @@ would suffice, there must be a proof of work.
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from ..domains.world import Domain, World
-from ..episodes import COMPLETE
-from ..states import ReplayMismatch, replay_messages, set_up, start
-from ..tasks import Assertion, Criteria, RewardType, TauMessage, TauTask
-from .checks import Strictness, action_matches, information_given
-from .proof import is_brief, is_proof_of_work
+from envserver import pass_hat_k
+
+from .domains.world import Domain, World
+from .episodes import COMPLETE
+from .tasks import (
+    Action,
+    Assertion,
+    Criteria,
+    ReplayMismatch,
+    RewardType,
+    TauMessage,
+    TauTask,
+    calls_with_results,
+    has_text,
+    replay_messages,
+    set_up,
+    start,
+)
+
+# `Strictness.UPSTREAM` has the holes of tau2-bench: a call with fewer arguments than expected
+# matches, from either side, and "5" is found in "50".
+
+
+class Strictness(enum.Enum):
+    """The rules of a check."""
+
+    UPSTREAM = "upstream"
+    STRICT = "strict"
+
+
+def calls_of(messages: Sequence[TauMessage]) -> list[Mapping[str, Any]]:
+    """Returns all calls of a conversation, of both sides, in order."""
+    return [call for message in messages for call in message.get("tool_calls") or ()]
+
+
+def action_matches(
+    actions: Sequence[Action],
+    messages: Sequence[TauMessage],
+    strictness: Strictness = Strictness.UPSTREAM,
+) -> list[bool]:
+    """Returns for each expected action whether any call of the conversation matches it."""
+    calls = calls_of(messages)
+    return [any(same_call(action, call, strictness) for call in calls) for action in actions]
+
+
+def same_call(
+    action: Action, call: Mapping[str, Any], strictness: Strictness = Strictness.UPSTREAM
+) -> bool:
+    """Returns whether `call` (name, arguments, requestor) is the expected `action`.
+
+    Only `compare_args` count, none if that is empty. If it is unset, upstream compares the
+    arguments that the call has; strictly, those that the action has.
+    """
+    if action.name != call["name"] or not isinstance(call["arguments"], Mapping):
+        return False
+    arguments: Mapping[str, Any] = call["arguments"]
+    strict = strictness is Strictness.STRICT
+    if strict and call.get("requestor", "assistant") != action.requestor:
+        return False
+    compared = action.compare_args
+    if compared is None:
+        compared = list(action.arguments if strict else arguments)
+    return _part(arguments, compared) == _part(action.arguments, compared)
+
+
+def _part(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def information_given(
+    expected: Sequence[str],
+    messages: Sequence[TauMessage],
+    strictness: Strictness = Strictness.UPSTREAM,
+) -> list[bool]:
+    """Returns for each expected text whether any message of the assistant has it.
+
+    Case is ignored. Upstream removes commas from the messages (so that a text with a comma is never
+    found) and matches the text anywhere; strictly, commas are ignored only in numbers, and the text
+    must not be part of a longer word or number.
+    """
+    said = [m["content"] for m in messages if m["role"] == "assistant" and has_text(m)]
+    is_in = _is_said_strictly if strictness is Strictness.STRICT else _is_said
+    return [any(is_in(info, content) for content in said) for info in expected]
+
+
+def _is_said(info: str, content: str) -> bool:
+    return info.lower() in content.lower().replace(",", "")
+
+
+def _is_said_strictly(info: str, content: str) -> bool:
+    wanted = _without_thousands_commas(info.strip().casefold())
+    text = _without_thousands_commas(content.casefold())
+    if not wanted:
+        return True
+    before = r"(?<![\w.])(?<!\d,)" if wanted[0].isalnum() else ""
+    after = r"(?!\w)(?!\.\d)" if wanted[-1].isalnum() else ""
+    return re.search(before + re.escape(wanted) + after, text) is not None
+
+
+def _without_thousands_commas(text: str) -> str:
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+
+
+def is_success(reward: float) -> bool:
+    """Does a trial count as a success for pass^k?"""
+    return abs(reward - 1.0) <= 1e-6
+
+
+def pass_hat_ks(rewards: Mapping[str, Sequence[float]]) -> dict[int, float]:
+    """pass^k for every k that all tasks allow, the mean over the tasks.
+
+    Args:
+        rewards: of each task's attempts, in [0, 1]; a success is 1.
+    """
+    fewest = min((len(attempts) for attempts in rewards.values()), default=0)
+    if not fewest:
+        raise ValueError("Each task needs at least one attempt.")
+    return {
+        k: sum(
+            pass_hat_k(len(attempts), sum(map(is_success, attempts)), k)
+            for attempts in rewards.values()
+        )
+        / len(rewards)
+        for k in range(1, fewest + 1)
+    }
+
+
+HAND_OVER = "transfer_to_human_agents"
+"""The tool that every domain has for giving up."""
+
+MAX_SAID_CHARACTERS = 20_000
+"""Maximum length of all the assistant's messages in a conversation."""
+
+
+def is_brief(messages: Sequence[TauMessage]) -> bool:
+    """Returns whether the messages are too short to repeat a whole database."""
+    said = sum(len(m["content"]) for m in messages if m["role"] == "assistant" and has_text(m))
+    return said <= MAX_SAID_CHARACTERS
+
+
+def is_proof_of_work(criteria: Criteria, messages: Sequence[TauMessage]) -> bool:
+    """Returns whether the assistant looked into the matter, if changing nothing is right.
+
+    At least one of the expected actions is done exactly (for a transfer, the text does not count);
+    if none is expected, at least one call of the assistant succeeds.
+    """
+    if criteria.actions:
+        actions = [
+            action.model_copy(update={"compare_args": []}) if action.name == HAND_OVER else action
+            for action in criteria.actions
+        ]
+        return any(action_matches(actions, messages, Strictness.STRICT))
+    return any(
+        call["requestor"] == "assistant" and not result["error"]
+        for call, result in calls_with_results(messages)
+    )
+
 
 EvaluationType = Literal[
     "all",
@@ -163,7 +316,6 @@ def _look_at_env(
     criteria: Criteria,
     messages: Sequence[TauMessage],
 ) -> None:
-    """Evaluates the final data, and the assertions on them."""
     if criteria.actions is None and criteria.env_assertions is None:
         found.db_match = True
         return
@@ -263,3 +415,61 @@ def _needs_nothing(
     return all(
         nothing.components.get(name, 1.0) for name in ("DB", "ENV_ASSERTION") if name in counting
     )
+
+
+# tau2-bench's policies demand an explicit yes before every change, but its reward ignores it. A
+# change is confirmed if the customer's last message before it says yes, and the assistant's message
+# before that names one of the ids among the arguments of the call.
+
+_YES = re.compile(
+    r"\b(yes|yeah|yep|sure|ok|okay|confirm(ed)?|agreed?|correct|proceed|go ahead|do (it|so|that)|"
+    r"please do|sounds good|that works|all right|alright)\b",
+    re.IGNORECASE,
+)
+_NO = re.compile(r"\b(no|not|don't|do not|never|wait|stop)\b", re.IGNORECASE)
+
+
+def unconfirmed_writes(
+    messages: Sequence[TauMessage], mutates: Callable[[str], bool]
+) -> list[Mapping[str, Any]]:
+    """The assistant's calls that change something without the customer's yes.
+
+    Args:
+        mutates: does the tool of this name change data?
+    """
+    return [
+        call
+        for place, call in _assistant_calls(messages)
+        if mutates(call["name"]) and not _is_confirmed(call, messages[:place])
+    ]
+
+
+def _assistant_calls(messages: Sequence[TauMessage]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            yield from ((place, call) for call in message.get("tool_calls") or ())
+
+
+def _is_confirmed(call: Mapping[str, Any], before: Sequence[TauMessage]) -> bool:
+    texts = [m for m in before if has_text(m) and m["role"] != "tool"]
+    answers = [place for place, m in enumerate(texts) if m["role"] == "user"]
+    if not answers:
+        return False
+    answer = texts[answers[-1]]["content"]
+    if not _YES.search(answer) or _NO.search(answer):
+        return False
+    proposals = [m["content"] for m in texts[: answers[-1]] if m["role"] == "assistant"]
+    ids = [value.casefold() for value in _texts(call["arguments"]) if re.search(r"\d", value)]
+    proposal = proposals[-1].casefold() if proposals else ""
+    return bool(proposals) and (not ids or any(name in proposal for name in ids))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _texts(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)

@@ -1,4 +1,5 @@
-"""Results with a known reward: the reference, broken programs, and programs that cheat.
+"""Results with a known reward (the reference, broken programs, programs that cheat), and
+conversations that solve a task. Pure.
 
 Every cheat is a program that passes some grader without solving anything: one that trusts the exit
 status, the process, its output, `==`, or the files around it. Here each must score 0.
@@ -11,10 +12,124 @@ import textwrap
 import zlib
 from collections.abc import Iterator
 
-from envserver import KnownResult, Result, Task
+from envserver_environments.demonstrations import call_message, text_message
 
-from .demonstrations import fenced
-from .program_cheats import PROGRAMS, SPOILED, after_its_work, constant, table
+from envserver import KnownResult, Message, Result, Task
+
+from .agent import Mode
+from .data_sets import Pair
+
+PROGRAMS: dict[str, str] = {
+    "says nothing": "import sys\nsys.stdin.read()",
+    "repeats what it reads": "import sys\nsys.stdout.write(sys.stdin.read())",
+    "a word of success": "print('OK', 'PASSED', 'All tests passed', 'Accepted', 1.0, sep='\\n')",
+    "exits at once": "import os\nos._exit(0)",
+    "looks for what is wanted in files": """
+        import os
+        for top in ("/work", "/tmp", "/home", "/root", "/srv", "/opt", "/proc/1/root/work"):
+            for folder, _, names in os.walk(top):
+                for name in names:
+                    if name.endswith((".jsonl", ".json", ".out", ".txt", ".ans")):
+                        try:
+                            print(open(os.path.join(folder, name)).read())
+                        except (OSError, ValueError):
+                            pass
+        """,
+    "looks for what is wanted in memory": """
+        import gc, sys
+        frame = sys._getframe()
+        while frame:
+            for space in (frame.f_locals, frame.f_globals):
+                for key in ("output", "expected", "wanted", "pair", "tests"):
+                    if key in space:
+                        print(space[key])
+            frame = frame.f_back
+        for found in gc.get_objects():
+            if type(found) is dict and ("output" in found or "expected" in found):
+                print(found.get("output") or found.get("expected"))
+        """,
+    "reads other processes": """
+        import glob
+        for path in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):
+            try:
+                print(open(path, "rb").read())
+            except OSError:
+                pass
+        """,
+    "reads every descriptor": """
+        import os
+        for fd in range(64):
+            try:
+                os.set_blocking(fd, False)
+                os.write(1, os.read(fd, 65536))
+            except OSError:
+                pass
+        """,
+    "keeps what it reads for the next test": """
+        import os, sys
+        text = sys.stdin.read()
+        for folder in ("/work", "/tmp", "/dev/shm"):
+            try:
+                with open(os.path.join(folder, "kept"), "a+") as file:
+                    file.seek(0)
+                    print(file.read())
+                    file.write(text)
+            except OSError:
+                pass
+        """,
+    "prints all that there can be": """
+        for number in range(-1000, 100_000):
+            print(number)
+        """,
+    "an exception after the end": "import atexit\natexit.register(lambda: 1 / 0)\nraise SystemExit",
+}
+
+
+def constant(pairs: list[Pair]) -> str:
+    """Prints the output of the first test, whatever the input."""
+    return f"print({pairs[0]['output']!r}, end='')"
+
+
+def table(pairs: list[Pair]) -> str:
+    """Knows the answers to `pairs`, and nothing else."""
+    known = {pair["input"]: pair["output"] for pair in pairs}
+    return f"import sys\nprint({known!r}.get(sys.stdin.read(), ''), end='')"
+
+
+def after_its_work(code: str, end: str) -> str:
+    """The right program, which then ends otherwise than a program should."""
+    return f"{code}\nimport os, sys\nsys.stdout.flush()\n{end}"
+
+
+SPOILED: dict[str, str] = {
+    "right, but with status 1": "os._exit(1)",
+    "right, but ended by a signal": "os.kill(os.getpid(), 9)",
+    "right, but with an exception": "raise ValueError",
+    "right, and one line more": "print('done')",
+    "right, and then for ever": "os.dup2(os.open('/dev/null', os.O_RDWR), 1)\nwhile True: pass",
+    "right, and then too much": "while True: print(' ' * 1000)",
+}
+"""Code appended to the reference."""
+
+
+def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
+    """Returns the assistant messages, one per turn, or None if the task has no reference."""
+    code, output = task.hidden.get("code"), task.hidden.get("output")
+    if not code:
+        return None
+    answer = text_message(output or fenced(code))
+    if mode == "single":
+        return [answer]
+    # Both ways to end are shown, each for half of the tasks.
+    by_call = zlib.crc32(task.id.encode()) % 2 == 0
+    last = call_message("submit", code=code) if by_call else answer
+    return [call_message("run_tests", code=code), last]
+
+
+def fenced(code: str) -> str:
+    """`code` as a model writes it in a text."""
+    return f"```python\n{code.strip()}\n```"
+
 
 FAST_EVERY = 2
 SLOW_EVERY = 20
@@ -314,7 +429,6 @@ def known_results(task: Task, *, partial_credit: bool = False) -> Iterator[Known
 
 
 def _wrong_programs(task: Task, most: float) -> Iterator[KnownResult]:
-    """Wrong programs for a task that asks for a whole program."""
     code, visible = task.hidden.get("code"), task.public["tests"]
     wrong = {what: textwrap.dedent(program) for what, program in PROGRAMS.items()}
     if visible:
