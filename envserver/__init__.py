@@ -14,13 +14,13 @@ __version__ = "0.2.0"
 _HOMES = {
     "Environment": "envserver.environment",
     "AgentRole": "envserver.environment",
-    "EnvironmentConfig": "envserver.environment_config",
-    "Hidden": "envserver.typed_tasks",
+    "EnvironmentConfig": "envserver.settings.environment",
+    "Hidden": "envserver.rows.typed_tasks",
     "Reply": "envserver.rollout_interface",
     "Rollout": "envserver.rollout_interface",
     "Isolation": "envserver.environment",
-    "Companion": "envserver.companions",
-    "take_companion": "envserver.companions",
+    "Companion": "envserver.workers.companions",
+    "take_companion": "envserver.workers.companions",
     "KnownResult": "envserver.environment",
     "Sandbox": "envserver.sandbox_interface",
     "BlockingSandbox": "envserver.sandbox_interface",
@@ -33,8 +33,8 @@ _HOMES = {
     "Tool": "envserver.tools.calling",
     "ToolError": "envserver.tools.calling",
     "tool": "envserver.tools.typed",
-    "HarnessTask": "envserver.harness_interface",
-    "ModelCall": "envserver.hook_interface",
+    "HarnessTask": "envserver.rollout_interface",
+    "ModelCall": "envserver.rollout_interface",
     "Backend": "envserver.integration_interface",
     "Integration": "envserver.integration_interface",
     "Task": "envserver_records",
@@ -100,17 +100,17 @@ _HOMES = {
     "ReplaySettings": "envserver.running.run_settings",
     "VerifySettings": "envserver.running.run_settings",
     "ProcessResult": "envserver.running.python_api",
-    "CurriculumConfig": "envserver.curriculum_config",
-    "MixSettings": "envserver.config",
-    "OpenAIConfig": "envserver.config",
-    "RolloutsConfig": "envserver.config",
-    "SamplingConfig": "envserver.config",
-    "SandboxConfig": "envserver.config",
-    "ServerConfig": "envserver.server_config",
-    "Settings": "envserver.config",
-    "SimConfig": "envserver.config",
-    "TokensConfig": "envserver.tokens_config",
-    "WorkersConfig": "envserver.config",
+    "CurriculumConfig": "envserver.settings.runs",
+    "MixSettings": "envserver.settings.config",
+    "OpenAIConfig": "envserver.settings.config",
+    "RolloutsConfig": "envserver.settings.config",
+    "SamplingConfig": "envserver.settings.config",
+    "SandboxConfig": "envserver.settings.config",
+    "ServerConfig": "envserver.settings.server",
+    "Settings": "envserver.settings.config",
+    "SimConfig": "envserver.settings.config",
+    "TokensConfig": "envserver.settings.engines",
+    "WorkersConfig": "envserver.settings.config",
     "ScoreResult": "envserver.running.python_api",
     "ray_server": "envserver.running.ray_trainer",
     "RayServer": "envserver.running.ray_trainer",
@@ -159,18 +159,6 @@ if TYPE_CHECKING:
 
     from . import aio
     from .cli import main
-    from .companions import Companion, take_companion
-    from .config import (
-        MixSettings,
-        OpenAIConfig,
-        RolloutsConfig,
-        SamplingConfig,
-        SandboxConfig,
-        Settings,
-        SimConfig,
-        WorkersConfig,
-    )
-    from .curriculum_config import CurriculumConfig
     from .environment import (
         AgentRole,
         Caller,
@@ -180,15 +168,14 @@ if TYPE_CHECKING:
         Service,
         Services,
     )
-    from .environment_config import EnvironmentConfig
     from .evaluation import pass_at_k, pass_hat_k
-    from .hook_interface import ModelCall
     from .integration_interface import Backend, Integration
     from .judge_interface import Judge, JudgeReply
     from .judges.bias import JudgeBias, JudgeCase, judge_bias, rubric_bias
     from .judges.pairwise import Ranking, pairwise_ranking
     from .judges.rubric import rubric_marks
-    from .rollout_interface import Reply, Rollout
+    from .rollout_interface import ModelCall, Reply, Rollout
+    from .rows.typed_tasks import Hidden
     from .running.blocking import (
         evaluate,
         groups,
@@ -210,12 +197,24 @@ if TYPE_CHECKING:
         VerifySettings,
     )
     from .sandbox_interface import BlockingSandbox, Sandbox, Sandboxes
-    from .server_config import ServerConfig
-    from .tokens_config import TokensConfig
+    from .settings.config import (
+        MixSettings,
+        OpenAIConfig,
+        RolloutsConfig,
+        SamplingConfig,
+        SandboxConfig,
+        Settings,
+        SimConfig,
+        WorkersConfig,
+    )
+    from .settings.engines import TokensConfig
+    from .settings.environment import EnvironmentConfig
+    from .settings.runs import CurriculumConfig
+    from .settings.server import ServerConfig
     from .tools.calling import LoopEnd, Tool, ToolError
     from .tools.mcp_client import McpServer
     from .tools.typed import tool
-    from .typed_tasks import Hidden
+    from .workers.companions import Companion, take_companion
 
 __all__ = [
     "__version__",

@@ -42,16 +42,14 @@ from envserver_records.scores import Score
 from envserver_records.tasks import Message, Result, Split, Task, text_of
 from typing_extensions import TypeVar
 
-from .described import Section
-from .environment_config import EnvironmentConfig
-from .harness_interface import HarnessTask
-from .hook_interface import ModelCall
 from .judge_interface import Judge
-from .rollout_interface import Rollout
+from .rollout_interface import Caller as Caller
+from .rollout_interface import HarnessTask, ModelCall, Rollout
+from .rollout_interface import Service as Service
+from .rollout_interface import Services as Services
 from .sandbox_interface import Sandboxes
-from .service_interface import Caller as Caller
-from .service_interface import Service as Service
-from .service_interface import Services as Services
+from .settings.environment import EnvironmentConfig
+from .settings.section import Section
 from .tools.sources import ToolSource
 from .tools.typed import TypedTool
 

@@ -1,21 +1,77 @@
-"""The interface that `rollout` gets as `run`: the model, tools, sandboxes, remaining budget."""
+"""What `rollout` gets as `run`, and what hooks, services and programs in place of the agent get.
+
+Implementation: `workers.run`, `proxy.hooks`, `proxy.services`, `workers.harness`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 from envserver_records.sandboxes import SandboxSpec
-from envserver_records.tasks import Message
+from envserver_records.tasks import Message, Task
 
 from .sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
-from .service_interface import Caller as Caller
-from .service_interface import Service as Service
-from .service_interface import Services as Services
 from .tools.calling import LoopEnd, Tool
 from .tools.sources import Tools
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The rollout on whose behalf a service is called.
+
+    Args:
+        group_id: the group whose rollouts are compared with this one.
+        task: with its hidden part; the agent sees only what the service returns.
+        flag: adds a flag to the trajectory, such as "web_leak_dropped".
+        state: what `Services.state` made for this attempt; None without it.
+    """
+
+    rollout_id: str
+    group_id: str
+    task: Task
+    flag: Callable[[str], object]
+    state: Any = None
+
+
+Service = Callable[[dict[str, Any], Caller], Awaitable[Any]]
+"""Takes a JSON object and returns a JSON-like value. An InputError is shown to the agent. A
+ServiceError, or any other exception, is the server's failure, and the rollout is retried."""
+
+
+class Services(dict[str, Service]):
+    """Services by name, with the state of each rollout, their counters and what they showed.
+
+        def services(self):
+            return nullcontext(Services({"guess": guess}, state=lambda task: Game(task.hidden)))
+
+    Args:
+        state: makes what one attempt at a task keeps on the server: a game, a simulated user. It is
+            called at the attempt's first request to a service, which finds the state, as all later
+            ones do, in `caller.state`. If it is an async context manager, it is entered then, left
+            when the attempt has ended and none of its requests runs any more, and `caller.state` is
+            what it returns. It must not block the server's event loop.
+        counts: returns the number of requests since the start, by name, for `/metrics`.
+        shown: returns what the rollouts of a group (by id) were shown, JSON-like. It is stored
+            with the group so that a later run can be compared. Called once a group, at its end; may
+            be async.
+    """
+
+    def __init__(
+        self,
+        services: Mapping[str, Service],
+        *,
+        state: Callable[[Task], Any] | None = None,
+        counts: Callable[[], Mapping[str, float]] = dict,
+        shown: Callable[[str], dict[str, Any] | Awaitable[dict[str, Any]]] = lambda group_id: {},
+    ) -> None:
+        super().__init__(services)
+        self.state = state
+        self.counts = counts
+        self.shown = shown
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -248,3 +304,169 @@ class Rollout(Protocol):
             error: why the step failed or was refused, which is no output: no training row is made
                 of such a step.
         """
+
+
+MOST_REASON = 500
+"""Maximum characters of a reason."""
+
+
+class HookBug(Exception):
+    """A hook in another process raised.
+
+    Args:
+        what: class, message and place; kind: the class; text: the traceback.
+    """
+
+    def __init__(self, what: str, kind: str, text: str) -> None:
+        super().__init__(what)
+        self.kind = kind
+        self.text = text
+
+
+class ModelCall:
+    """A model call on its way to the engine, or an answer on its way back.
+
+    `Environment.on_request` and `on_answer` get it:
+
+        def on_request(self, call):
+            if len(call.messages) > 40:
+                call.change("compacted", messages=[call.messages[0], *call.messages[-20:]])
+
+        async def on_answer(self, call):
+            if call.caller.task.hidden["secret"] in str(call.answer.get("content")):
+                call.refuse("The answer gives the secret away.")
+
+    What it holds are copies: only `change` and `refuse` have an effect, the latest one of each.
+
+    Args:
+        caller: the rollout, with its task and its state.
+        agent: name of the calling agent, None if there is only one.
+        messages, tools: as the engine gets them, in OpenAI's chat format, whatever the dialect.
+        prompt: of a text completion: a text, token ids, or a list of either; None in a chat.
+        answer: the assistant message; None in `on_request`.
+        choice: its index, if the agent asked for several.
+    """
+
+    def __init__(
+        self,
+        *,
+        caller: Caller,
+        agent: str | None,
+        messages: list[Message],
+        tools: list[dict[str, Any]],
+        prompt: Any = None,
+        answer: Message | None = None,
+        choice: int = 0,
+    ) -> None:
+        self.caller = caller
+        self.agent = agent
+        self.messages = messages
+        self.tools = tools
+        self.prompt = prompt
+        self.answer = answer
+        self.choice = choice
+        self.reason = ""
+        """Why it was changed or refused; "" if it was not."""
+        self.refused = False
+        self.changes: dict[str, Any] = {}
+        """The new values of what was changed, by name."""
+
+    def change(
+        self,
+        reason: str,
+        *,
+        messages: list[Message] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        prompt: str | None = None,
+        answer: Message | None = None,
+    ) -> None:
+        """Changes the request (`messages`, `tools`, `prompt`), or in `on_answer` the `answer`.
+
+        Args:
+            reason: recorded with the call; at most 500 characters count.
+
+        Raises:
+            TypeError: nothing is given, or what this hook cannot change.
+        """
+        given = {"messages": messages, "tools": tools, "prompt": prompt, "answer": answer}
+        changes = {name: value for name, value in given.items() if value is not None}
+        text = "messages" if self.prompt is None else "prompt"
+        possible = {text, "tools"} if self.answer is None else {"answer"}
+        if not changes or not changes.keys() <= possible:
+            raise TypeError(f"change() takes one or more of {', '.join(sorted(possible))} here.")
+        self.reason = _reason(reason)
+        self.changes |= changes
+
+    def refuse(self, reason: str) -> None:
+        """Refuses the call: the agent gets an error with `reason` (LimitReached, "refused").
+
+        An agent may catch it and go on; if it does not, the rollout is scored as it is.
+        """
+        self.reason = _reason(reason)
+        self.refused = True
+
+
+def _reason(reason: str) -> str:
+    text = str(reason)[:MOST_REASON].strip()
+    if not text:
+        raise TypeError("A hook must say why it changes or refuses a call.")
+    return text
+
+
+FOREIGN_AGENT = "foreign_agent"
+"""Flag of rollouts that another program played."""
+OutputReader = Callable[[Sandbox, str], Awaitable[Any]]
+"""Reads a rollout's output from the workspace and the program's last words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessTask:
+    """What a program gets that plays the agent on one task (see `Environment.harness_task`).
+
+    Args:
+        instruction: what it is to do; its first message.
+        archive: a tar file that is unpacked into its workspace, /work.
+        files: more files of the workspace, by path.
+        tools: offered to it by an MCP server, if it knows MCP; None: no tools of ours.
+        skills: files of the skills that it may read, by path ("sorting/SKILL.md").
+        output: reads the output once the program has ended; unset: its last words. The program
+            shares the worker, so `score` must not trust what was computed in there
+            (`result.flags` holds "foreign_agent").
+    """
+
+    instruction: str
+    archive: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    tools: Tools | None = None
+    skills: Mapping[str, str] = field(default_factory=dict)
+    output: OutputReader | None = None
+
+
+class HarnessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The program that plays the agents of a run.
+
+    Args:
+        name: a harness that we know, "command", or "url".
+        version: of the installed program; "" if unknown.
+        place: the folder of the installed program, as agents see it.
+        command: the command line, for "command".
+        url: its address, for "url".
+        base_url: where it reaches the proxy, for "url"; "": at the proxy's own address.
+        arguments: further arguments of its command line.
+        output_bytes: how much of what it prints is kept.
+    """
+
+    name: str
+    version: str = ""
+    place: str = ""
+    command: str = ""
+    url: str = ""
+    base_url: str = ""
+    arguments: list[str] = []
+    output_bytes: int = 64 * 1024
+
+    def identity(self) -> dict[str, str]:
+        """Returns what identifies it in records."""
+        facts = {"name": self.name, "version": self.version, "command": self.command}
+        facts |= {"url": self.url, "arguments": " ".join(self.arguments)}
+        return {key: value for key, value in facts.items() if value}

@@ -18,12 +18,11 @@ from envserver_records.errors import StoreError
 from fastapi import FastAPI
 
 from .. import __version__
-from ..alarms_config import AlarmsConfig
 from ..dashboard import Dashboard
 from ..formats.atropos import ScoreRange
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
-from ..server_config import RetentionConfig, ServerConfig
+from ..settings.server import AlarmsConfig, RetentionConfig, ServerConfig
 from ..store import GroupStore
 from ..store.demand import Demand
 from . import document, problems

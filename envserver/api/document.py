@@ -12,7 +12,7 @@ from typing import Final
 
 from fastapi import FastAPI
 
-from ..described import describe_fields
+from ..settings.section import describe_fields
 from .access.rules import rules_of
 from .native.answers import MEANINGS
 from .native.models import Problem, StreamRequest

@@ -19,11 +19,11 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..described import Described
-from ..environment_config import check_url
 from ..models.replicas import Registration, Replica
 from ..proxy.gate import InFlight
 from ..remote.messages import EngineList, ToldEngine
+from ..settings.environment import check_url
+from ..settings.section import Described
 from ..store import GroupStore
 from .bodies import read_body, request_body
 from .native import VERSION_LIMIT

@@ -28,7 +28,7 @@ from ..proxy.bounds import KEPT_CONNECTIONS, Connections, InFlight, OverBound
 from ..proxy.egress import Egress
 from ..proxy.egress_rules import MOST_HEAD_BYTES, asks_a_proxy
 from ..proxy.server import Proxy, error_answer
-from ..server_config import ServerConfig
+from ..settings.server import ServerConfig
 from .access.connections import BoundedHttp, HttpBounds, TooSlow, last_answer
 from .server import RunningServer, serve_api
 

@@ -14,7 +14,7 @@ from envserver_records.errors import UsageError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..server_config import ServerConfig
+from ..settings.server import ServerConfig
 from ..store import GroupStore
 from .transfer import Endpoint
 

@@ -11,8 +11,7 @@ import structlog
 from envserver_records.errors import StoreError
 from prometheus_client.core import Metric
 
-from ..alarms_config import AlarmsConfig
-from ..server_config import RetentionConfig
+from ..settings.server import AlarmsConfig, RetentionConfig
 from ..store import GroupStore
 from ..telemetry.alarms import NEEDED, AlarmBook, AlarmFacts, Finding, Situation, findings
 from ..telemetry.alarms.situation import Curves

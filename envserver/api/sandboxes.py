@@ -23,7 +23,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from .. import __version__
 from ..sandbox.remote.machine import SandboxMachine
 from ..sandbox.remote.messages import PATH, Load
-from ..server_config import ServerConfig
+from ..settings.server import ServerConfig
 from ..telemetry.numbers import by_key, counter, gauge, single
 from . import problems
 from .access.middleware import Access, KnownNames

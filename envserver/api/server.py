@@ -26,7 +26,7 @@ from envserver_records.errors import ConfigError
 from starlette.types import ASGIApp
 
 from ..descriptors import raise_open_files
-from ..server_config import ServerConfig, is_loopback
+from ..settings.server import ServerConfig, is_loopback
 from .access.connections import BoundedHttp, HttpBounds, JoinedHttp
 from .lifespan import Lifespan
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from envserver_records.errors import UsageError
 
-from ..config import EnvironmentSettings, Settings
-from ..described import Section
-from ..environment_config import EnvironmentConfig
 from ..running.options import ANY_NAME, Option, options_of, sections_of, with_environment
+from ..settings.config import EnvironmentSettings, Settings
+from ..settings.environment import EnvironmentConfig
+from ..settings.section import Section
 from .settings import export_dotenv, load_settings, named_environment, to_stderr
 from .sources import ALIASES, Given, argument_name, path_of, read_flags
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..config import LogFormat, LogLevel, SandboxConfig, Section
+from ..settings.config import LogFormat, LogLevel, SandboxConfig, Section
 from . import lean_imports
 from .command_line import CommandSpec
 

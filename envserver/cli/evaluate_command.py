@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from pydantic import Field
 
-from ..config import Section
-from ..evaluation_config import Failures, Truncated
-from ..prices_config import PricesConfig
 from ..running.run_settings import EvaluateSettings, LmEvalSettings
+from ..settings.config import Section
+from ..settings.engines import PricesConfig
+from ..settings.runs import Failures, Truncated
 from . import lean_imports
 from .command_line import ENGINE, FREQUENT, CommandSpec
 

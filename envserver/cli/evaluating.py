@@ -21,7 +21,6 @@ from envserver_records.errors import ConfigError, InputError, UsageError
 from rich.table import Table
 from rich.text import Text
 
-from ..config import MixEntry, MixSettings
 from ..evaluation.report import Report
 from ..evaluation.suite import Suite
 from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
@@ -37,6 +36,7 @@ from ..running.evaluating import EvaluationView, Member
 from ..running.group_run import GroupRun
 from ..running.mix import RunSpec
 from ..running.python_api import EVALUATION_DEFAULTS
+from ..settings.config import MixEntry, MixSettings
 from .command_line import CommandSpec
 from .console import Console
 from .mixing import entries_of

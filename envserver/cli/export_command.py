@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from envserver_records.errors import ConfigError, UsageError
 from pydantic import Field
 
-from ..config import LogFormat, LogLevel, Section
+from ..settings.config import LogFormat, LogLevel, Section
 from ..telemetry.redaction import counted
 from . import lean_imports
 from .command_line import CommandSpec

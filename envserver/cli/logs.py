@@ -19,7 +19,7 @@ import structlog
 from structlog.typing import Processor
 
 from ..buckets import Bucket
-from ..config import LogFormat
+from ..settings.config import LogFormat
 from ..telemetry.log_lines import shorten, strike, text_processors
 
 _EQUAL_WARNINGS: Final = (0.1, 10.0)

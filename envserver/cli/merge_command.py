@@ -26,8 +26,8 @@ import msgspec
 from envserver_records.errors import ConfigError, InputError, UsageError
 from pydantic import Field
 
-from ..config import Section
 from ..running.run_settings import EvaluateSettings
+from ..settings.config import Section
 from . import lean_imports
 from .command_line import FREQUENT, CommandSpec
 

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from envserver_records.errors import ConfigError
 from pydantic import ValidationError
 
-from ..config import MixEntry, MixSettings
 from ..registry import find
 from ..rollouts.mixing import Share, targets
 from ..running.mix import Member, RunSpec, share_total
 from ..running.options import options_of
+from ..settings.config import MixEntry, MixSettings
 from .command_line import CommandSpec
 from .settings import once, to_stderr
 from .sources import config_file

@@ -12,7 +12,7 @@ import orjson
 from envserver_records.errors import EngineError, UsageError
 from pydantic import Field, model_validator
 
-from ..config import (
+from ..settings.config import (
     EngineConfig,
     EnvironmentSettings,
     LogFormat,
@@ -22,9 +22,9 @@ from ..config import (
     Section,
     SimConfig,
 )
-from ..server_config import LoopbackHost
+from ..settings.engines import TokensConfig
+from ..settings.server import LoopbackHost
 from ..telemetry.redaction import printable
-from ..tokens_config import TokensConfig
 from . import lean_imports
 from .command_line import CommandSpec
 

@@ -19,9 +19,9 @@ from envserver_records.errors import UsageError
 from pydantic import Field, SecretStr
 from pydantic_core import to_jsonable_python
 
-from ..config import OpenAIConfig, Settings
-from ..environment_config import EnvironmentConfig
 from ..running.run_settings import ProcessSettings, SftSettings
+from ..settings.config import OpenAIConfig, Settings
+from ..settings.environment import EnvironmentConfig
 from ..telemetry.redaction import counted
 from . import lean_imports
 from .command_line import FREQUENT, SAMPLING, CommandSpec, program, read_run_spec

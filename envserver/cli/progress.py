@@ -26,12 +26,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..config import Settings
 from ..rollouts.events import Event
 from ..running.engines import SIMULATED
 from ..running.group_run import GroupRun
 from ..running.judging import judge_line
 from ..running.tally import Tally, is_full, mean_text
+from ..settings.config import Settings
 from ..telemetry.redaction import counted
 from ..tokens.flags import FLAGS, Actions, chosen
 from .console import Console

@@ -24,8 +24,8 @@ from envserver_records.errors import ConfigError, Failure, UsageError
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from ..described import descriptions
 from ..running.run_settings import ReplaySettings, RunSettings
+from ..settings.section import descriptions
 from ..telemetry.redaction import counted, printable
 from . import lean_imports
 from .command_line import ENGINE, SAMPLING, CommandSpec, read_run_spec

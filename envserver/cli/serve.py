@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from envserver_records.errors import ConfigError
 
-from ..config import MixSettings
 from ..running.run_settings import (
     JoinSettings,
     RunApiSettings,
     SandboxesServeSettings,
     ServeSettings,
 )
+from ..settings.config import MixSettings
 from ..telemetry.redaction import counted
 from . import lean_imports
 from .command_line import FREQUENT, CommandSpec, read_run_spec

@@ -20,8 +20,6 @@ from envserver_records.errors import ConfigError
 from envserver_records.urls import TOKEN_VARIABLE
 from pydantic import BaseModel
 
-from ..config import NO_ENGINE, Section, Settings
-from ..environment_config import EnvironmentConfig
 from ..running.options import (
     ANY_NAME,
     Option,
@@ -36,6 +34,8 @@ from ..running.options import (
     validated,
     with_environment,
 )
+from ..settings.config import NO_ENGINE, Section, Settings
+from ..settings.environment import EnvironmentConfig
 from ..telemetry.redaction import redacted
 from .sources import (
     VARIABLE_PREFIX,

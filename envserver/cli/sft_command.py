@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from envserver_records.errors import ConfigError
 from pydantic import Field
 
-from ..config import SandboxConfig, Section
+from ..settings.config import SandboxConfig, Section
 from . import lean_imports
 from .command_line import CommandSpec
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from envserver_records.errors import ConfigError, UsageError
 from pydantic import Field
 
-from ..config import Settings
-from ..environment_config import AgentConfig
+from ..settings.config import Settings
+from ..settings.environment import AgentConfig
 from . import lean_imports
 from .command_line import ENGINE, SAMPLING, CommandSpec
 

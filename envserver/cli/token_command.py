@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import AfterValidator
 
-from ..config import Section
-from ..server_config import Role
+from ..settings.config import Section
+from ..settings.server import Role
 from . import lean_imports
 from .command_line import CommandSpec
 

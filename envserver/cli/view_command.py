@@ -13,7 +13,7 @@ from envserver_records.errors import UsageError
 from envserver_records.urls import authorization
 from pydantic import Field
 
-from ..config import LogFormat, LogLevel, Section
+from ..settings.config import LogFormat, LogLevel, Section
 from . import lean_imports
 from .command_line import CommandSpec
 

@@ -17,8 +17,8 @@ from envserver_records.costs import Prices
 from envserver_records.errors import InputError, UsageError
 from envserver_records.records import Split
 
-from ..evaluation_config import Failures, Truncated
 from ..export.stored_files import files_of
+from ..settings.runs import Failures, Truncated
 from .harness import HarnessRun, report_harness
 from .report import Counted, Report, asked_of, difference, report_run, robustness, stepped_of
 from .results import (

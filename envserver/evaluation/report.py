@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from envserver_records.costs import Prices
 
-from ..evaluation_config import Failures, Truncated
+from ..settings.runs import Failures, Truncated
 from .estimators import Estimate, estimate, pass_at_k, pass_hat_k
 from .results import AttemptResult, Stepped, TaskResult, shortest, step_measures
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from ..harness_interface import HarnessSpec
+from ..rollout_interface import HarnessSpec
 
 WORDS_FILE: Final = "words.txt"
 """File of HOME for a program's last words, if they are not the model's last message."""

@@ -32,10 +32,10 @@ from envserver_records.errors import (
     JudgeError,
 )
 
-from ..judge_config import JudgeConfig
 from ..judge_interface import JudgeReply
 from ..models.engine import Engine
 from ..sandbox.places import folder_for_sockets
+from ..settings.runs import JudgeConfig
 from .cache import AnswerCache
 from .client import LENGTH_BYTES, MOST_BYTES, JudgeAddress, JudgeAnswer, JudgeRequest, framed
 

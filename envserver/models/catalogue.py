@@ -18,7 +18,7 @@ import orjson
 from envserver_records.errors import ConfigError, NotFoundError
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ..config import Backend, Section
+from ..settings.config import Backend, Section
 from ..shipped import shipped
 from .probe import ProbeResult
 from .probe_client import sentence

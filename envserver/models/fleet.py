@@ -35,9 +35,9 @@ from envserver_records.errors import (
     StoreFull,
 )
 
-from ..engines_config import EnginesConfig
-from ..environment_config import check_url
-from ..server_config import is_loopback
+from ..settings.engines import EnginesConfig
+from ..settings.environment import check_url
+from ..settings.server import is_loopback
 from .openai import OpenAIEngine, root_of
 from .replicas import Origin, Registration, Replica, replica_id
 

@@ -33,7 +33,7 @@ from envserver_records.errors import (
 )
 from yarl import URL
 
-from ..config import OpenAIConfig
+from ..settings.config import OpenAIConfig
 from .addresses import EngineAddresses
 from .connections import (
     Connections,

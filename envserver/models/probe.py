@@ -21,7 +21,7 @@ import msgspec
 from envserver_records.errors import ConfigError, EngineGarbage, EngineRefused
 from envserver_records.sampling import LogprobsKind
 
-from ..config import Mode
+from ..settings.config import Mode
 from .engine import Engine
 from .probe_client import (
     NotSupported,

@@ -34,7 +34,7 @@ from envserver_records.records import Call, ServiceCall, Task
 
 from ..actions import Steps
 from ..environment import Isolation
-from ..harness_interface import HarnessSpec
+from ..rollout_interface import HarnessSpec
 from ..telemetry.redaction import LogBudget
 from ..telemetry.tracing import NO_SPAN, Span
 from .asgi import Interrupts

@@ -19,7 +19,7 @@ import structlog
 from envserver_records.errors import LimitReached, UsageError
 
 from ..buckets import Bucket
-from ..config import WorkersConfig
+from ..settings.config import WorkersConfig
 
 Bound = Literal["connections", "requests", "bytes", "recorded", "idle"]
 

@@ -28,12 +28,12 @@ from ..models.catalogue import find_model_files, model_source, without_folders
 from ..models.engine import Engine
 from ..models.measured import count_as_waiting
 from ..models.probe import ProbeResult
+from ..settings.engines import TokensConfig
 from ..tokens.agreement import agreeing
 from ..tokens.chat_format import ChatFormat
 from ..tokens.history import History, PromptPlan, same_prompt
 from ..tokens.prepare import template_kwargs
 from ..tokens.refusal import Refused
-from ..tokens_config import TokensConfig
 from .attempts import ProxyAttempt
 from .bounds import InFlight
 from .engine_client import EngineClient, client_for, stream_text, whole_text

@@ -23,9 +23,8 @@ from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Message
 
 from ..environment import Environment
-from ..hook_interface import HookBug, ModelCall
-from ..service_interface import Caller
-from ..tokens_config import TokensConfig
+from ..rollout_interface import Caller, HookBug, ModelCall
+from ..settings.engines import TokensConfig
 from .admission import admit_images
 from .attempts import ProxyAttempt
 from .dialects.chat import chat_messages, chat_tools

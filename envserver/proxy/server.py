@@ -27,9 +27,9 @@ from envserver_records.records import SandboxUsage
 from structlog.contextvars import bind_contextvars
 
 from ..environment import Service
-from ..harness_interface import FOREIGN_AGENT
 from ..models.engine import Engine
 from ..models.measured import Stopwatch
+from ..rollout_interface import FOREIGN_AGENT
 from ..telemetry.numbers import SHORT_SECONDS, Distribution
 from .asgi import (
     HANGUPS,

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from envserver_records.errors import ConfigError
 
-from ..ray_config import RayConfig
+from ..settings.runs import RayConfig
 from .command import Command
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..ray_config import RayConfig
+from ..settings.runs import RayConfig
 
 
 class Load(msgspec.Struct, frozen=True):

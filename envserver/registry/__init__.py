@@ -23,10 +23,10 @@ from typing import get_args
 from envserver_records.errors import ConfigError, NotFoundError
 
 from ..environment import Environment, Isolation
-from ..environment_config import EnvironmentConfig
 from ..folders import import_path, is_environment_folder, same_folder
 from ..rows.sources import is_data
-from ..typed_tasks import plain
+from ..rows.typed_tasks import plain
+from ..settings.environment import EnvironmentConfig
 from . import integrated
 from .installed import with_own_interpreter
 

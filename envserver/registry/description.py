@@ -20,9 +20,9 @@ from pydantic import BaseModel, Field, TypeAdapter, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from ..described import descriptions
 from ..environment import Environment
-from ..environment_config import EnvironmentConfig
+from ..settings.environment import EnvironmentConfig
+from ..settings.section import descriptions
 from ..tools.mcp_client import McpServer
 from ..tools.typed import TypedTool
 

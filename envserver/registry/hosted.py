@@ -21,8 +21,7 @@ from envserver_records.records import Message, PublicTask, Result, Score, Split,
 from pebble import ProcessExpired, ProcessPool
 
 from ..environment import AgentRole, Environment, KnownResult, Service
-from ..hook_interface import ModelCall
-from ..rollout_interface import Rollout
+from ..rollout_interface import ModelCall, Rollout
 from . import host
 from .description import HOOKS, Description, config_class
 from .hosted_services import HostedServices

@@ -35,7 +35,7 @@ from envserver_records.errors import (
 from envserver_records.records import Task
 
 from ..environment import Caller, Service, Services
-from ..hook_interface import HookBug, ModelCall
+from ..rollout_interface import HookBug, ModelCall
 from . import service_host
 from .installed import Interpreter
 from .interpreters import InterpreterContext

@@ -24,7 +24,7 @@ from envserver_records.errors import EnvserverError, Failure
 from envserver_records.records import Message, Task
 
 from ..environment import Caller, Environment, Service, Services
-from ..hook_interface import ModelCall
+from ..rollout_interface import ModelCall
 from ..tools.bugs import place_of
 from ..tools.own_task import in_own_task
 from ..tools.serving import services_of

@@ -14,7 +14,7 @@ from envserver_records.tasks import Split
 from envserver_records.zstd import zstd
 from pydantic import AfterValidator, ConfigDict, Field
 
-from ..described import Described
+from ..settings.section import Described
 
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
 """Media type of a posted group: a packed `records.Group`."""

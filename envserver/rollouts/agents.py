@@ -11,11 +11,11 @@ from typing import Any
 from envserver_records.errors import ConfigError
 from envserver_records.records import Message, Task
 
-from ..config import SamplingConfig
 from ..environment import AgentRole, Environment
-from ..environment_config import AgentConfig
 from ..proxy.attempts import AgentRoute
 from ..proxy.endpoint import VERSION_PLACEHOLDER
+from ..settings.config import SamplingConfig
+from ..settings.environment import AgentConfig
 from .roles import roles_of
 
 _ENGINES_OWN = ("default", None)

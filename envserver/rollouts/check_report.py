@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from ..row_counts import RowCount
+from ..rows.counts import RowCount
 
 PLACES_SHOWN = 5
 

@@ -32,7 +32,7 @@ from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult, answer_text
 from ..models.sim.tokenizer import SimTokenizer
-from ..row_counts import Origin, RowCount, RowCounts, in_file
+from ..rows.counts import Origin, RowCount, RowCounts, in_file
 from .check_data import (
     MAY_RAISE,
     Placed,

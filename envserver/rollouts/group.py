@@ -18,12 +18,12 @@ from envserver_records.records import Group, Score, Task, Trajectory, sealed
 from envserver_records.timings import FailedAttempt
 from structlog.contextvars import bind_contextvars
 
-from ..config import RolloutsConfig, SamplingConfig
 from ..environment import Environment, Isolation
-from ..harness_interface import HarnessSpec
 from ..models.engine import Engine
 from ..proxy.attempts import AgentRoute, AttemptSpec, Limits
 from ..proxy.server import Proxy
+from ..rollout_interface import HarnessSpec
+from ..settings.config import RolloutsConfig, SamplingConfig
 from ..telemetry.genai import evaluation
 from ..telemetry.tracing import NO_TRACER, Tracer, current, root, within
 from ..tokens.builder import trained_ids

@@ -28,7 +28,7 @@ from ..tokens.flags import FLAGS, Actions, flags_of
 from .estimates import Scored
 
 if TYPE_CHECKING:
-    from ..config import RolloutsConfig
+    from ..settings.config import RolloutsConfig
 
 
 Alike = Literal["lowest", "highest", "answers"]

@@ -22,14 +22,14 @@ import orjson
 from envserver_records.records import Trajectory, digest_of
 
 from .. import __version__
-from ..config import SamplingConfig
 from ..environment import Environment
-from ..environment_config import EnvironmentConfig
-from ..harness_interface import HarnessSpec
 from ..proxy.attempts import AgentRoute
 from ..proxy.server import Proxy
 from ..registry.hosted import HostedEnvironment
-from ..tokens_config import TokensConfig
+from ..rollout_interface import HarnessSpec
+from ..settings.config import SamplingConfig
+from ..settings.engines import TokensConfig
+from ..settings.environment import EnvironmentConfig
 
 _SOURCES: Final = frozenset(
     {".py", ".jinja", ".j2", ".json", ".md", ".toml", ".txt", ".yaml", ".yml"}

@@ -19,8 +19,8 @@ from envserver_records.errors import AllFailed, EnvserverError, StoreError, TooM
 from envserver_records.records import Group
 from structlog.contextvars import bind_contextvars
 
-from ..config import RolloutsConfig
 from ..environment import Environment
+from ..settings.config import RolloutsConfig
 from ..telemetry.genai import evaluation
 from ..telemetry.tracing import gathered
 from .estimates import Scored

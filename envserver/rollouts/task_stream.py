@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 from envserver_records.records import Task
 
-from ..curriculum_config import CurriculumConfig
+from ..settings.runs import CurriculumConfig
 from .estimates import UNTRIED, Estimate, Scored, as_of, scored_of, updated
 from .events import Event, GroupDelivered, GroupDropped
 from .stream import GroupRequest, again_prefix, group_id, stream_prefix

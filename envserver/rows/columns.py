@@ -17,7 +17,7 @@ import msgspec
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.records import Message, Task
 
-from ..row_counts import took
+from .counts import took
 from .sources import Row
 
 ANSWER = "answer"

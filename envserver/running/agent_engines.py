@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 import msgspec
 from envserver_records.errors import ConfigError, EngineError
 
-from ..config import OpenAIConfig, Settings
 from ..environment import AgentRole, Environment
-from ..environment_config import AgentConfig
 from ..models.engine import Engine
 from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.agents import has_own_source
+from ..settings.config import OpenAIConfig, Settings
+from ..settings.environment import AgentConfig
 from .engines import look_at, make_endpoint
 
 

@@ -20,10 +20,7 @@ from envserver_records.errors import ConfigError, EngineRefused, EnvserverError,
 from envserver_records.records import Message, Result, Task, Trajectory
 from pydantic import ValidationError
 
-from ..config import SimConfig
-from ..described import Section
 from ..environment import Environment
-from ..environment_config import EnvironmentConfig
 from ..export.unified import unified
 from ..models.measured import MeasuredEngine
 from ..models.sim import SimEngine
@@ -34,6 +31,9 @@ from ..models.sim.tokenizer import assistant_text, canonical_arguments
 from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.group import RolloutContext
 from ..rollouts.single import run_single, single_request
+from ..settings.config import SimConfig
+from ..settings.environment import EnvironmentConfig
+from ..settings.section import Section
 from ..telemetry.tracing import NO_TRACER
 from .context import SharedEngine, rollout_context
 from .debugging import EnvironmentRaised, debuggable, run_here

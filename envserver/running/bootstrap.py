@@ -22,8 +22,8 @@ from ..api.live import Live
 from ..api.metrics import Metrics
 from ..api.replicas.facts import FromFollowers, leads_metric, role
 from ..api.server import RunningServer, serve_api
-from ..config import StorePlace
-from ..server_config import ServerConfig, TelemetryConfig
+from ..settings.config import StorePlace
+from ..settings.server import ServerConfig, TelemetryConfig
 from ..store import GroupStore, open_store
 from ..store.reserve import RESERVE_BYTES
 from ..telemetry.lag import LoopLag

@@ -17,7 +17,6 @@ import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
 from envserver_records.records import Message, Task, text_of
 
-from ..config import RolloutsConfig, Settings, SimConfig
 from ..environment import Environment
 from ..judges.server import JudgeServer
 from ..models.catalogue import find_tokenizer
@@ -41,6 +40,7 @@ from ..rollouts.task_digests import first_tasks
 from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
 from ..sandbox.watched import WatchedSandboxes
+from ..settings.config import RolloutsConfig, Settings, SimConfig
 from ..telemetry.tracing import NO_TRACER
 from ..tokens.vocabulary import Vocabulary
 from .context import SharedEngine, rollout_context

@@ -14,7 +14,6 @@ from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EngineError
 
 from ..api.proxy_server import serve_proxy
-from ..config import RolloutsConfig, Settings, WorkersConfig
 from ..environment import AgentRole, Environment, Isolation
 from ..judges.server import JudgeServer
 from ..models.engine import Engine
@@ -41,6 +40,7 @@ from ..rollouts.staleness import StalenessMonitor
 from ..sandbox.attempt_sandboxes import AttemptSandboxes
 from ..sandbox.elsewhere import SandboxSource
 from ..sandbox.maker import SandboxMaker, sandboxes_at
+from ..settings.config import RolloutsConfig, Settings, WorkersConfig
 from ..telemetry.tracing import Tracer
 from ..tokens.flags import chosen
 from ..tools.serving import services_of

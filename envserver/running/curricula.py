@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import structlog
 from envserver_records.errors import StoreError, StoreLost
 
-from ..curriculum_config import CurriculumConfig
 from ..environment import Environment
 from ..rollouts.estimates import UNTRIED, Estimate, Scored, scored_of, updated
 from ..rollouts.events import Event, GroupDelivered, GroupDropped
 from ..rollouts.stream import GroupRequest, again_prefix, group_requests, id_prefix
 from ..rollouts.task_stream import Known, TaskStream
+from ..settings.runs import CurriculumConfig
 
 if TYPE_CHECKING:  # a command without a store need not wait for SQLAlchemy
     from ..store import GroupStore

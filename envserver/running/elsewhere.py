@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
-from ..config import MixSettings
+from ..settings.config import MixSettings
 from .group_run import OpenMakers, no_makers
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from typing import Any
 
 from envserver_records.errors import ConfigError
 
-from ..config import Settings
 from ..models.engine import Engine
 from ..models.fleet import Fleet, discovering
 from ..models.openai import OpenAIEngine
@@ -28,6 +27,7 @@ from ..proxy.endpoint import (
     EngineEndpoint,
     capabilities_of,
 )
+from ..settings.config import Settings
 from .engines import any_model
 
 _COMPARED = {

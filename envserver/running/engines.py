@@ -10,7 +10,6 @@ from http import HTTPStatus
 import structlog
 from envserver_records.errors import ConfigError, EngineError, EngineUnavailable
 
-from ..config import EngineConfig, OpenAIConfig, Settings
 from ..models.addresses import EngineAddresses
 from ..models.engine import Engine
 from ..models.probe import probe
@@ -23,6 +22,7 @@ from ..proxy.endpoint import (
 )
 from ..proxy.gate import Gate
 from ..rollouts.demonstrating import Demonstrator
+from ..settings.config import EngineConfig, OpenAIConfig, Settings
 
 SIMULATED = "sim"
 

@@ -27,7 +27,6 @@ from envserver_records.errors import AllFailed, ConfigError, EnvserverError
 from envserver_records.packing import ready
 from pydantic import ValidationError
 
-from ..config import MixSettings
 from ..environment import Environment
 from ..evaluation.folders import Evaluated, RunFile, View, groups_path, read_folder, tasks_path
 from ..evaluation.perturbations import Asking, settings_of
@@ -38,6 +37,7 @@ from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed
 from ..rollouts.mixing import Share
 from ..rollouts.rewards import range_of
 from ..rollouts.stream import GroupRequest, group_requests
+from ..settings.config import MixSettings
 from .context import SharedEngine, shared_engine
 from .elsewhere import makers_of
 from .engines import SIMULATED

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from envserver_records.errors import ConfigError
 from envserver_records.records import Group
 
-from ..config import Settings
 from ..environment import Environment
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
 from ..judges.server import JudgeServer
@@ -28,6 +27,7 @@ from ..rollouts.events import Event, GroupDelivered, Observer
 from ..rollouts.mixing import Share, Shares, Turns, targets
 from ..rollouts.scheduler import GroupMaker, Scheduler
 from ..rollouts.stream import GroupRequest, id_prefix
+from ..settings.config import Settings
 from ..tokens.flags import chosen
 from .context import SharedEngine, rollout_context, shared_engine
 from .mix import RunSpec, Several

@@ -9,13 +9,13 @@ from typing import Any, Final
 from envserver_records.errors import ConfigError
 
 from ..environment import Environment, Isolation
-from ..harness_config import HarnessConfig
-from ..harness_interface import HarnessSpec
 from ..harnesses import harness_of
 from ..harnesses.installing import installed_place, version_in
+from ..rollout_interface import HarnessSpec
 from ..sandbox.elsewhere import SandboxSource
 from ..sandbox.outer import PLACE
 from ..sandbox.wire import NAMESPACE_BACKENDS
+from ..settings.runs import HarnessConfig
 
 _RESERVED_MB: Final = 1 << 20
 """Engines of JavaScript reserve up to hundreds of GB that they never use."""

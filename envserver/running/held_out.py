@@ -21,9 +21,9 @@ import msgspec
 import structlog
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError
 
-from ..config import MixSettings
-from ..evaluation_config import HeldOutConfig
 from ..proxy.endpoint import VERSION_PLACEHOLDER
+from ..settings.config import MixSettings
+from ..settings.runs import HeldOutConfig
 from ..store import GroupStore
 from .context import SharedEngine
 from .judging import folder_of

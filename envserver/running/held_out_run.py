@@ -16,11 +16,11 @@ import msgspec
 from envserver_records.errors import ConfigError
 from envserver_records.packing import ready
 
-from ..config import MixSettings
 from ..evaluation.folders import Pricing, View, groups_path
 from ..evaluation.suite import summary_scalars
-from ..evaluation_config import HeldOutConfig
 from ..export.stored_files import opened
+from ..settings.config import MixSettings
+from ..settings.runs import HeldOutConfig
 from .context import SharedEngine
 from .evaluating import Choice, Member, evaluate_on
 from .mix import Member as Served

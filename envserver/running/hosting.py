@@ -15,7 +15,6 @@ from ..api.health import Health, engine_probe
 from ..api.live import EngineSource, FailureLog
 from ..api.runners.local_sink import LocalEnvironmentSink
 from ..api.runners.registry import RunnerRegistry
-from ..config import MixSettings
 from ..models.played import PlayedEngine
 from ..rollouts.audit import Auditor
 from ..rollouts.capacity import Bounds
@@ -28,6 +27,7 @@ from ..rollouts.running import running_rollouts
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
+from ..settings.config import MixSettings
 from ..store import UNKNOWN_VERSION, GroupStore
 from ..store.demand import Demand, Staleness
 from ..store.sink import StoreOrderSink

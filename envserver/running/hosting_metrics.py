@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
-from ..config import SandboxConfig
+from ..settings.config import SandboxConfig
 from ..telemetry.numbers import (
     by_key,
     counter,

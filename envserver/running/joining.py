@@ -23,7 +23,6 @@ from envserver_records.records import Group
 from envserver_records.urls import server_urls
 
 from .. import __version__
-from ..curriculum_config import CurriculumConfig
 from ..environment import Environment
 from ..models.replicas import Registration as KnownEngine
 from ..remote.dealing import Dealt, DealtLink, Made, dealt_link
@@ -35,7 +34,8 @@ from ..rollouts.events import Event, GroupDropped, Observer, RolloutFailed, Roll
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import GroupRequest, group_requests
-from ..server_config import is_loopback
+from ..settings.runs import CurriculumConfig
+from ..settings.server import is_loopback
 from .context import SharedEngine, rollout_context, shared_engine
 from .curricula import MOST_ESTIMATES, Book, has_curriculum
 from .mix import RunSpec

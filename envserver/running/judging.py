@@ -9,9 +9,9 @@ from pathlib import Path
 from envserver_records.costs import Prices
 from prometheus_client.core import Metric
 
-from ..config import OpenAIConfig
-from ..judge_config import JudgeConfig
 from ..judges.server import JudgeServer
+from ..settings.config import OpenAIConfig
+from ..settings.runs import JudgeConfig
 from ..telemetry.numbers import by_key, counter
 from ..telemetry.redaction import counted
 

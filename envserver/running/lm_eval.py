@@ -27,7 +27,6 @@ from envserver_records.extras import install_command
 from envserver_records.files import replacing_path, storing
 
 from ..api.proxy_server import serve_proxy
-from ..config import OpenAIConfig
 from ..evaluation.folders import RunFile, View, read_run_file
 from ..evaluation.harness import SAMPLES_FILE, HarnessRun, Harvest, harvest
 from ..evaluation.report import Counted, Report
@@ -37,6 +36,7 @@ from ..models.engine import Engine
 from ..models.measured import Json, MeasuredEngine
 from ..proxy.endpoint import EngineEndpoint
 from ..proxy.server import Proxy
+from ..settings.config import OpenAIConfig
 from .engines import SIMULATED, look_at, started
 from .evaluation_folder import write_report, write_run_file
 from .prices import pricing_of

@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 
 from envserver_records.errors import ConfigError, EnvserverError
 
-from ..config import EnvironmentSettings, MixSettings
 from ..environment import Environment
 from ..rollouts.mixing import Share
 from ..rollouts.scheduler import Scheduler
+from ..settings.config import EnvironmentSettings, MixSettings
 
 S = TypeVar("S", bound=EnvironmentSettings)
 

@@ -25,9 +25,9 @@ from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError, create_
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from ..config import EngineConfig, Section
-from ..described import descriptions
-from ..environment_config import EnvironmentConfig
+from ..settings.config import EngineConfig, Section
+from ..settings.environment import EnvironmentConfig
+from ..settings.section import descriptions
 
 _LISTS = (list, tuple, set, frozenset)
 ANY_NAME = "*"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from envserver_records.costs import Prices
 from envserver_records.errors import ConfigError
 
-from ..config import Settings
-from ..judge_config import JudgeConfig
 from ..models.catalogue import read_catalogue
-from ..prices_config import PricesConfig
 from ..rollouts.costs import RolloutPrices
+from ..settings.config import Settings
+from ..settings.engines import PricesConfig
+from ..settings.runs import JudgeConfig
 from .engines import SIMULATED
 from .judging import judge_prices
 

@@ -37,7 +37,6 @@ from envserver_records.errors import ConfigError, UsageError
 from envserver_records.records import Group
 from pydantic import BaseModel
 
-from ..config import EnvironmentSettings, MixSettings, Section
 from ..environment import Environment
 from ..evaluation.folders import View
 from ..evaluation.perturbations import askings
@@ -45,6 +44,7 @@ from ..registry import entry_point_names, find
 from ..registry.hosted import HostedEnvironment
 from ..rollouts.mixing import Share, targets
 from ..sandbox.places import temporary_folder
+from ..settings.config import EnvironmentSettings, MixSettings, Section
 from ..telemetry.log_lines import text_processors
 from ..workers.linux import killing_programs
 from . import replaying, rescoring, scoring, verifying

@@ -20,7 +20,6 @@ from envserver_records.records import Group
 
 from ..api.dealing import dealing_app
 from ..api.server import serve_api
-from ..config import MixSettings, RolloutsConfig
 from ..environment import Environment
 from ..ray_cluster.cluster import Cluster, CommandSpec, connected
 from ..ray_cluster.fleet import Fleet
@@ -29,6 +28,7 @@ from ..remote.dealing import Dealer, Rules
 from ..rollouts.events import Observer
 from ..rollouts.policy import Drop, UntrainedCeiling
 from ..rollouts.stream import GroupRequest
+from ..settings.config import MixSettings, RolloutsConfig
 from .bootstrap import beside
 from .mix import RunSpec
 from .ray_runners import (

@@ -16,12 +16,12 @@ import orjson
 from envserver_records.errors import ConfigError
 from pydantic import BaseModel, SecretStr
 
-from ..config import MixSettings, Settings
 from ..environment import Environment
 from ..ray_cluster.cluster import Cluster, CommandSpec, Node
-from ..ray_config import RayConfig
 from ..registry import absolute
-from ..server_config import is_loopback
+from ..settings.config import MixSettings, Settings
+from ..settings.runs import RayConfig
+from ..settings.server import is_loopback
 from .engines import SIMULATED
 
 _OF_SERVER = {"server", "store", "retention", "alarms", "environment", "env"}

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from envserver_records.errors import ConfigError
 
 from ..api.runners.runner import RegisteredRunner
-from ..config import MixSettings
-from ..delivery_config import DeliveryConfig
 from ..ray_cluster.cluster import Cluster, CommandSpec, connected
 from ..ray_cluster.fleet import Fleet
 from ..ray_cluster.scaling import Load, Scaling
 from ..remote.identity import Identity, held_identity
 from ..rollouts.agents import check_sampling
+from ..settings.config import MixSettings
+from ..settings.server import DeliveryConfig
 from ..telemetry.history import Name, numbers_of
 from .api_serving import ApiServer, api_server
 from .hosting import Members

@@ -19,9 +19,7 @@ import structlog
 from envserver_records.errors import InputError, NotFoundError, RolloutError
 from envserver_records.records import Score, ServiceCall, Task
 
-from ..config import Settings
 from ..environment import Environment
-from ..environment_config import EnvironmentConfig
 from ..export.stored import StoredRollout, read_groups
 from ..models.measured import MeasuredEngine
 from ..proxy.attempts import routing_key
@@ -42,6 +40,8 @@ from ..rollouts.replaying import (
 )
 from ..rollouts.score_once import score_once
 from ..rollouts.stream import GroupRequest
+from ..settings.config import Settings
+from ..settings.environment import EnvironmentConfig
 from ..telemetry.tracing import NO_TRACER
 from ..tokens.builder import trained_ids
 from ..workers.debugging import DebugPool

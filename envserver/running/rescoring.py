@@ -28,14 +28,14 @@ from envserver_records.errors import (
 )
 from envserver_records.records import Result, Score, Task
 
-from ..config import SandboxConfig
 from ..export.output_file import OutputFile, cut_torn_line, lock, open_appending
 from ..export.rescored import old_reward, rescored_line
 from ..export.stored import StoredGroup, StoredRollout, read_groups
-from ..judge_config import JudgeConfig
 from ..registry import absolute
 from ..rollouts.scoring import SCORING_FAILURES, ScorerPool
 from ..sandbox.remote.address import SandboxAddress
+from ..settings.config import SandboxConfig
+from ..settings.runs import JudgeConfig
 from ..tokens.builder import trained_ids
 from .judging import beside_source, judge_line, judge_of, scorer_processes
 from .sandboxes import sandboxes_of

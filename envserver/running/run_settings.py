@@ -13,8 +13,8 @@ from envserver_records.tasks import Split
 from envserver_records.urls import server_urls
 from pydantic import Field, SecretStr, field_validator
 
-from ..alarms_config import AlarmsConfig
-from ..config import (
+from ..remote.messages import NAME_PATTERN
+from ..settings.config import (
     EngineConfig,
     EnvironmentSettings,
     LogFormat,
@@ -29,12 +29,15 @@ from ..config import (
     StorePlace,
     WorkersConfig,
 )
-from ..delivery_config import DeliveryConfig
-from ..evaluation_config import Failures, HeldOutConfig, Truncated
-from ..judge_config import JudgeConfig
-from ..prices_config import PricesConfig
-from ..remote.messages import NAME_PATTERN
-from ..server_config import RetentionConfig, ServerConfig, TelemetryConfig
+from ..settings.engines import PricesConfig
+from ..settings.runs import Failures, HeldOutConfig, JudgeConfig, Truncated
+from ..settings.server import (
+    AlarmsConfig,
+    DeliveryConfig,
+    RetentionConfig,
+    ServerConfig,
+    TelemetryConfig,
+)
 
 
 class ServeSettings(MixSettings):

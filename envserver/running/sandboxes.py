@@ -10,13 +10,13 @@ from pathlib import Path
 from envserver_records.errors import ConfigError, InputError, SandboxError
 from pydantic import BaseModel
 
-from ..config import SandboxConfig
 from ..environment import Environment, Isolation
 from ..folders import loaded_paths
 from ..sandbox.elsewhere import SandboxSource, foreign, machines_of
 from ..sandbox.maker import SandboxMaker
 from ..sandbox.service import SandboxService
 from ..sandbox.watched import WatchedSandboxes
+from ..settings.config import SandboxConfig
 
 _SYSTEM = ("/usr/bin/", "/usr/sbin/", "/usr/lib", "/usr/include/", "/usr/local/bin/")
 

@@ -16,12 +16,12 @@ from typing import Any
 from envserver_records.errors import ConfigError, Failure, RolloutError
 from envserver_records.records import Task
 
-from ..config import Settings
 from ..environment import Environment
 from ..export.trace_files import check_same_run, whole_trace, write_index, write_trace
 from ..models.catalogue import find_model, read_catalogue
 from ..rollouts.group import RolloutContext
 from ..rollouts.single import run_single
+from ..settings.config import Settings
 from .context import rollout_context
 from .engines import SIMULATED
 

@@ -29,11 +29,11 @@ from envserver_records.errors import (
 )
 from envserver_records.files import replacing, storing
 
-from ..config import SandboxConfig
-from ..judge_config import JudgeConfig
 from ..registry import absolute
 from ..rollouts.scorer_process import RowToScore
 from ..rollouts.scoring import ScoredRow, ScorerPool
+from ..settings.config import SandboxConfig
+from ..settings.runs import JudgeConfig
 from .judging import judge_line, judge_of, scorer_processes
 from .sandboxes import sandboxes_of
 from .task_finder import TaskFinder, environment_of

@@ -16,9 +16,9 @@ from fastapi import FastAPI
 
 from ..api.app import create_api
 from ..api.recording import AlarmWatch
-from ..config import MixSettings, SamplingConfig
 from ..environment import Environment
 from ..rollouts.agents import check_sampling, temperatures
+from ..settings.config import MixSettings, SamplingConfig
 from ..telemetry.alarms import AlarmBook
 from ..telemetry.history import Name, numbers_of
 from .alarm_facts import alarm_facts

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 from envserver_records.records import Message, Split, Task
 
-from ..config import SimConfig
 from ..environment import Environment
 from ..models.sim import Solver, TextSolver, serve_sim
 from ..rollouts.agents import demonstrated
+from ..settings.config import SimConfig
 
 _QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query", "text")
 

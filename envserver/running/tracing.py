@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from envserver_records.errors import ConfigError
 from envserver_records.extras import install_command
 
-from ..server_config import TelemetryConfig
+from ..settings.server import TelemetryConfig
 from ..telemetry.tracing import NO_TRACER, Tracer
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ from ..rollouts.events import (
     RolloutFailed,
     RolloutScored,
 )
+from ..settings.runs import TrackingConfig
 from ..telemetry.redaction import redacted
-from ..tracking_config import TrackingConfig
 
 _MOST_CHARACTERS: Final = 4000
 _MOST_KINDS: Final = 50

@@ -19,7 +19,6 @@ import msgspec
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EngineError, EngineUnavailable, UsageError
 
-from ..config import OpenAIConfig, SimConfig
 from ..models.engine import Engine
 from ..rollouts.audit import (
     AuditedRow,
@@ -31,6 +30,7 @@ from ..rollouts.audit import (
     share_of,
 )
 from ..rollouts.audit import why_not_comparable as why_not
+from ..settings.config import OpenAIConfig, SimConfig
 from .delivered import Delivery, FileSource, Finding, ServerSource, Source
 from .engines import SIMULATED, started
 from .run_settings import VerifySettings

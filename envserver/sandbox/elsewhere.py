@@ -12,7 +12,7 @@ import structlog
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 
-from ..config import SandboxConfig
+from ..settings.config import SandboxConfig
 from .foreign import maker_class
 from .remote.address import ForeignAddress, RemoteAddress, SandboxAddress
 

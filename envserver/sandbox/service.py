@@ -20,7 +20,7 @@ import structlog
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 
-from ..config import LocalSandboxConfig
+from ..settings.config import LocalSandboxConfig
 from .docker import Engine, PoolRules, find_engine
 from .docker_leftovers import new_prefix, remove_leftovers
 from .places import folder_for_sockets

@@ -27,7 +27,7 @@ from envserver_records.cleaning import clean
 from envserver_records.errors import AgentError, LimitReached
 
 from ..environment import Environment, tools_of
-from ..harness_interface import HarnessSpec
+from ..rollout_interface import HarnessSpec
 from ..tools.calling import TIMED
 from .elsewhere import asked_elsewhere
 from .failures import ended_by, failure_of, output_of, sendable

@@ -19,7 +19,7 @@ import msgspec
 from envserver_records.errors import AgentError, LimitReached
 from envserver_records.sandboxes import SandboxSpec
 
-from ..harness_interface import HarnessSpec, HarnessTask
+from ..rollout_interface import HarnessSpec, HarnessTask
 from .run import AttemptRun
 
 _ANSWER_BYTES = 64 << 20

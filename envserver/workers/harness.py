@@ -22,9 +22,9 @@ from envserver_records.errors import AgentError, InputError, LimitReached
 from envserver_records.tasks import PublicTask
 
 from ..environment import Environment
-from ..harness_interface import HarnessSpec, HarnessTask
 from ..harnesses import harness_of
 from ..harnesses.launch import Launch, Session
+from ..rollout_interface import HarnessSpec, HarnessTask
 from .run import AttemptRun
 from .workspace import SANDBOX_WORK, Kept, OwnWorkspace, children, finished
 

@@ -24,9 +24,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ..companions import Companion, tell_joined, tell_status, wait_to_be_let_in
 from ..sandbox import linux, namespaces
 from ..sandbox.backend import NamespaceBackend, enclose
+from .companions import Companion, tell_joined, tell_status, wait_to_be_let_in
 from .linux import bound, close_all_but, new_random_numbers
 
 MAX_MESSAGE_BYTES = 65536

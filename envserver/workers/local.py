@@ -20,7 +20,7 @@ from envserver_records.backoff import Backoff
 from envserver_records.errors import WorkerDied, WorkerError
 
 from .. import registry
-from ..config import WorkersConfig
+from ..settings.config import WorkersConfig
 from .handle import WorkerHandle
 from .pool import Assignment, Spent
 from .sandboxed import WorkerSandbox

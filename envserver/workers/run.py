@@ -32,8 +32,7 @@ from envserver_records.timings import MOST_TIMINGS
 
 from ..actions import encode
 from ..environment import NO_REWARDS, Isolation
-from ..harness_interface import HarnessSpec
-from ..rollout_interface import Reply
+from ..rollout_interface import HarnessSpec, Reply
 from ..sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
 from ..tools.calling import LoopEnd, Tool, ToolResult
 from ..tools.loop import chat_with_tools

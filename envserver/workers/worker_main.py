@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..companions import Companion, give_companion
 from . import linux, process
+from .companions import Companion, give_companion
 from .deaths import EXIT_CRASHED
 from .printing import kept_stream
 

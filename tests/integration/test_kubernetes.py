@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from envserver.cli import COMMANDS
-from envserver.server_config import ServerConfig
+from envserver.settings.server import ServerConfig
 
 FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"
 README = (FOLDER / "README.md").read_text()

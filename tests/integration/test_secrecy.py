@@ -31,7 +31,7 @@ from support.waiting import PATIENCE
 from envserver.api import create_token
 from envserver.api.access.rules import RULES
 from envserver.sandbox import selection
-from envserver.server_config import Role
+from envserver.settings.server import Role
 
 CASES = cases_of(__file__)
 

@@ -20,9 +20,9 @@ from support.odd_prompts import assert_renders_as_we_do
 from support.waiting import PATIENCE
 
 from envserver import OpenAIConfig
-from envserver.config import Mode
 from envserver.models import OpenAIEngine
 from envserver.models.probe import probe
+from envserver.settings.config import Mode
 
 SAY = [{"role": "user", "content": "Say something."}]
 TOOL = {

@@ -12,7 +12,7 @@ import pytest
 from support.token_proof import Proof, bench
 from support.vllm_server import VllmServer
 
-from envserver.config import Mode
+from envserver.settings.config import Mode
 
 pytestmark = pytest.mark.vllm
 

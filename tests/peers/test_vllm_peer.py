@@ -25,8 +25,8 @@ from envserver import Group, OpenAIConfig, pack
 from envserver.models import OpenAIEngine
 from envserver.models.probe import probe
 from envserver.proxy.endpoint import Capabilities, capabilities_of
+from envserver.settings.engines import TokensConfig
 from envserver.tokens import build
-from envserver.tokens_config import TokensConfig
 
 TABLES = cases_of(__file__)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from envserver import SandboxConfig
-from envserver.config import SandboxMachineConfig
 from envserver.running.run_settings import SandboxesServeSettings
 from envserver.running.sandbox_serving import ServedSandboxes, sandbox_serving
 from envserver.sandbox import SandboxClient, SandboxService
 from envserver.sandbox.remote.address import RemoteAddress
 from envserver.sandbox.remote.machines import Machines
-from envserver.server_config import ServerConfig
+from envserver.settings.config import SandboxMachineConfig
+from envserver.settings.server import ServerConfig
 
 
 @asynccontextmanager

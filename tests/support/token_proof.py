@@ -20,12 +20,12 @@ import numpy as np
 from envserver_records.records import Call, Sequence, VersionSpan
 
 from envserver import OpenAIConfig, TokensConfig
-from envserver.config import Mode
 from envserver.models import OpenAIEngine
 from envserver.models.probe import probe
 from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
 from envserver.proxy.endpoint import capabilities_of
 from envserver.rollouts.audit import Rescorer
+from envserver.settings.config import Mode
 from envserver.tokens import DEFAULT, ChatFormat, build, check
 from envserver.tokens.flags import Actions
 from support.relay import Echo, Relay, relay

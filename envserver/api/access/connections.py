@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, cast
 from envserver_records.errors import UsageError
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from ...server_config import ServerConfig
+from ...settings.server import ServerConfig
 from ..lifespan import ABORT
 from ..problems import error_answer
 

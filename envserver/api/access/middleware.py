@@ -21,7 +21,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...server_config import Quota, is_loopback
+from ...settings.server import Quota, is_loopback
 from ..problems import error_answer
 from .quotas import Strangers, TooManyRequests, Usage, Usages
 from .rules import Rule, rules_of

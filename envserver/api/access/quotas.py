@@ -16,7 +16,7 @@ from typing import Final
 from envserver_records.errors import UsageError
 
 from ...buckets import Bucket
-from ...server_config import Quota
+from ...settings.server import Quota
 
 _MEGABYTE: Final = 1_000_000
 _MOST_ADDRESSES: Final = 4096

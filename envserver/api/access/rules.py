@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from starlette.routing import compile_path
 
-from ...server_config import Role
+from ...settings.server import Role
 
 Roles = frozenset[Role]
 

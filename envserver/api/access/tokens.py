@@ -30,7 +30,7 @@ from envserver_records.errors import ConfigError, ConflictError, NotFoundError
 from envserver_records.files import replace_file
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from ...server_config import Quota, Role
+from ...settings.server import Quota, Role
 
 PREFIX: Final = "evs_"
 _ID_BYTES: Final = 5

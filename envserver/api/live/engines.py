@@ -10,8 +10,8 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ...described import Described
 from ...models.engine import Engine
+from ...settings.section import Described
 from ..native.answers import answers, json_answer
 
 

@@ -19,8 +19,8 @@ from envserver_records.errors import Fault, RolloutError, by_kind, fault_of
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from ...described import Described
 from ...rollouts.events import Event, GroupDropped, Observer, RolloutFailed
+from ...settings.section import Described
 from ...store import GroupRow
 from ...telemetry.redaction import printable, redacted
 from ..native.answers import answers, json_answer

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from ...described import Described
+from ...settings.section import Described
 from ...store import GroupStore
 from ..native.answers import answers, json_answer
 from . import Live

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 
-from ...server_config import ServerConfig
+from ...settings.server import ServerConfig
 from ...store import GroupStore
 from ...telemetry.alarms import AlarmBook
 from ..atropos.service import AtroposService

@@ -18,7 +18,6 @@ from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...described import Described
 from ...formats.rollout_json import (
     PICTURES,
     link_of,
@@ -28,6 +27,7 @@ from ...formats.rollout_json import (
     shown_rollout,
 )
 from ...formats.token_texts import token_texts
+from ...settings.section import Described
 from ...store import GroupRow
 from ...store.compression import CHECKED, DamagedBody, decode
 from ...store.facts import facts_of

@@ -17,8 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from ...described import Described
 from ...remote.messages import check_can_be_shown
+from ...settings.section import Described
 
 LONGEST_WAIT_SECONDS: Final = 60.0
 MOST_GROUPS: Final = 1024

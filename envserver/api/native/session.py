@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...described import Described
+from ...settings.section import Described
 from ..access.middleware import Forbidden, Unauthorized
 from ..access.quotas import Strangers
 from ..access.sessions import Sessions, is_own_page, may_read

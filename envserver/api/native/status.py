@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from ... import __version__
-from ...described import Described
+from ...settings.section import Described
 from ...store import DamagedGroup, GroupStore
 from ...store.groups import EstimateRow
 from ...telemetry.alarms import AlarmBook

@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...dashboard import Dashboard
-from ...server_config import ServerConfig
+from ...settings.server import ServerConfig
 from ...store.leadership import Leadership
 from ...telemetry.lag import LoopLag
 from ..access.middleware import Access, KnownNames

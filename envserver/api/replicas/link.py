@@ -18,7 +18,7 @@ from envserver_records.errors import ConfigError, EnvserverError
 from starlette.types import Message, Scope
 from yarl import URL
 
-from ...server_config import ServerConfig
+from ...settings.server import ServerConfig
 from ...store.leadership import Leadership
 from ...store.lock import Leader
 from .facts import PASSED, NoLeader, is_passed, origin_of

@@ -25,7 +25,7 @@ import msgspec
 from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, EngineUnavailable
 
-from ...config import Backend, EngineConfig
+from ...settings.config import Backend, EngineConfig
 from .. import vllm_extension
 from ..catalogue import ModelEntry
 

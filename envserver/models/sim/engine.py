@@ -31,7 +31,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import __version__
-from ...config import SimConfig
+from ...settings.config import SimConfig
 from ..engine import ReplicaHealth
 from .answers import MODEL
 from .conversation import Conversation, plain_messages, refusal

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ...config import SimConfig
+from ...settings.config import SimConfig
 from .tokenizer import assistant_text, canonical_arguments
 
 REFUSALS = (

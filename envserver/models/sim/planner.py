@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...config import SimConfig
+from ...settings.config import SimConfig
 from .answers import MODEL, ChatAnswer, CompletionAnswer, Ending, GenerateAnswer, Sampled, completed
 from .conversation import (
     Body,

@@ -24,7 +24,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Send
 
-from ...config import SimConfig
+from ...settings.config import SimConfig
 from .answers import FINGERPRINT
 from .engine import ProgramsOnly, SimEngine
 from .planner import Plan

@@ -14,8 +14,8 @@ from typing import Any
 from envserver_records.errors import InputError
 from envserver_records.records import Message
 
+from ...settings.engines import TokensConfig
 from ...tokens.images import ImageFacts
-from ...tokens_config import TokensConfig
 from .reading import bad
 
 _HEAD = re.compile(r"data:([a-z]+)/[\w.+-]{1,64}(?:;[\w.=+-]{1,64}){0,4};base64,", re.I)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...alarms_config import AlarmsConfig
+from ...settings.server import AlarmsConfig
 from ..history import Name
 
 Array = NDArray[np.float64]

@@ -16,9 +16,9 @@ from prometheus_client.core import Metric
 from support.api import running_api
 from support.waiting import until
 
-from envserver.alarms_config import AlarmsConfig
 from envserver.api.metrics import Metrics
 from envserver.api.recording import AlarmWatch, Recorder
+from envserver.settings.server import AlarmsConfig
 from envserver.store import open_store
 from envserver.telemetry.alarms import AlarmBook, AlarmFacts, Finding
 from envserver.telemetry.history import MOST_NAMES, History, Name, curves

@@ -23,17 +23,17 @@ from support.commands import free_port
 from support.extent import examples
 from support.waiting import PATIENCE, settled, until
 
-from envserver.alarms_config import AlarmsConfig
 from envserver.api.live import EngineSource, Feed, Live, events
 from envserver.api.live.events import EventsAnswer
 from envserver.api.live.failures import MOST_ROWS
 from envserver.api.live.follower import MOST_ALONE, Follower
 from envserver.api.metrics import Metrics
 from envserver.api.recording import AlarmWatch
-from envserver.config import SimConfig
 from envserver.models.measured import MeasuredEngine
 from envserver.models.sim import SimEngine
 from envserver.rollouts.events import GroupDropped, RolloutFailed
+from envserver.settings.config import SimConfig
+from envserver.settings.server import AlarmsConfig
 from envserver.store.facts import GroupFacts
 from envserver.store.listing import ListedGroup
 from envserver.store.rows import GroupRow

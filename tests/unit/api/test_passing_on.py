@@ -23,7 +23,7 @@ from envserver.api.replicas.app import follower_app
 from envserver.api.replicas.facts import PASSED, FromFollowers
 from envserver.api.replicas.link import LeaderLink
 from envserver.api.server import serve_api
-from envserver.server_config import ServerConfig
+from envserver.settings.server import ServerConfig
 from envserver.store.leadership import Leadership, leadership
 from envserver.store.lock import Leader
 from envserver.telemetry.lag import LoopLag

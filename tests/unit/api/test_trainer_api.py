@@ -37,7 +37,7 @@ from envserver.api.native import runs
 from envserver.proxy import Gate
 from envserver.running.api_serving import api_serving
 from envserver.running.run_settings import RunApiSettings
-from envserver.server_config import ServerConfig
+from envserver.settings.server import ServerConfig
 
 
 def problem(answer: httpx.Response, status: int) -> Any:

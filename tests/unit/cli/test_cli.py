@@ -60,10 +60,10 @@ RUN_API = "from envserver.cli import main; assert main(['run-api', '--nonsense']
         (
             "import envserver.rollouts.scorer_process",
             370,
-            "structlog rich aiohttp fastapi numpy envserver.config",
+            "structlog rich aiohttp fastapi numpy envserver.settings.config",
         ),
         # The parent of workers imports and builds all that they need and no more.
-        (WORKERS, 625, "structlog rich sqlalchemy fastapi envserver.config"),
+        (WORKERS, 625, "structlog rich sqlalchemy fastapi envserver.settings.config"),
         # A server without environments; it was 1,655, and each takes about half a millisecond.
         (
             RUN_API,

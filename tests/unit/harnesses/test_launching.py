@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from envserver import ConfigError, NotFoundError
-from envserver.harness_config import HarnessConfig
-from envserver.harness_interface import HarnessSpec
 from envserver.harnesses import HARNESSES, harness_of
 from envserver.harnesses.installing import agents_folder, install, version_in
 from envserver.harnesses.launch import Launch, Session
+from envserver.rollout_interface import HarnessSpec
 from envserver.running.harnesses import chosen_harness
+from envserver.settings.runs import HarnessConfig
 
 KEY = "key-of-the-attempt"
 SKILL = {"sorting/SKILL.md": "---\nname: sorting\n---\nSort."}

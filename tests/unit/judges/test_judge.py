@@ -46,13 +46,13 @@ from envserver import (
     rubric_marks,
 )
 from envserver.evaluation.folders import View, report_of_files
-from envserver.judge_config import JudgeConfig
 from envserver.judges.client import ScorerJudge
 from envserver.judges.server import JudgeServer
 from envserver.rollouts.costs import RolloutPrices, ScoringSpent
 from envserver.rollouts.scoring import ScorerPool, _Timer
 from envserver.running.judging import JudgeNumbers, judge_line, judge_of
 from envserver.running.prices import rollout_prices
+from envserver.settings.runs import JudgeConfig
 
 TABLES = cases_of(__file__)
 

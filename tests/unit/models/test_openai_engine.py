@@ -45,11 +45,11 @@ from support.vllm_server import VllmServer
 from support.waiting import PATIENCE, settled, until
 
 from envserver import OpenAIConfig
-from envserver.config import Mode
 from envserver.models import FLOOR, OpenAIEngine, ProbeResult, ReplicaHealth
 from envserver.models.connections import SseParser
 from envserver.models.probe import probe
 from envserver.models.sim import sim_app
+from envserver.settings.config import Mode
 
 CHAT = "/v1/chat/completions"
 SELDOM_SECONDS = 60.0

@@ -32,7 +32,6 @@ from support.websites import KEY, websites
 
 from envserver import Caller, ConfigError, InputError, LimitReached, ServiceError, Services, Task
 from envserver.api import bodies  # noqa: F401 - as in a server: it has another error of a kind of ours
-from envserver.hook_interface import HookBug, ModelCall
 from envserver.proxy import ProxyAttempt
 from envserver.proxy.hooks import HookFunctions
 from envserver.proxy.worker import job_of
@@ -40,6 +39,7 @@ from envserver.registry import find
 from envserver.registry.hosted_services import HostedServices
 from envserver.registry.installed import Interpreter
 from envserver.registry.service_host import Request, _Host, send
+from envserver.rollout_interface import HookBug, ModelCall
 from envserver.rollouts import ending_limit
 from envserver.tools.serving import services_of
 from envserver.workers.http_client import HttpClient

@@ -37,7 +37,7 @@ from envserver.api.health import Health
 from envserver.models import OpenAIEngine
 from envserver.models.measured import MeasuredEngine
 from envserver.running.bootstrap import bootstrap_server
-from envserver.server_config import TelemetryConfig
+from envserver.settings.server import TelemetryConfig
 from envserver.store import database, open_store
 from envserver.telemetry.genai import MOST_CHARACTERS, inputs, outputs, tool_texts
 from envserver.telemetry.lag import TICK_SECONDS, LoopLag

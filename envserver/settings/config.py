@@ -12,26 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from envserver_records.tracking import TrackerName
-from pydantic import (
-    Field,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SecretStr, field_validator, model_validator
 
-from .alarms_config import AlarmsConfig
-from .curriculum_config import CurriculumConfig
-from .delivery_config import DeliveryConfig
-from .described import Section as Section
-from .engines_config import EnginesConfig
-from .environment_config import ApiKey, EnvironmentConfig, check_url
-from .harness_config import HarnessConfig
-from .judge_config import JudgeConfig
-from .prices_config import PricesConfig
-from .ray_config import RayConfig
-from .server_config import RetentionConfig, ServerConfig, TelemetryConfig
-from .tokens_config import TokensConfig
-from .tracking_config import TrackingConfig
+from .engines import EnginesConfig, PricesConfig, TokensConfig
+from .environment import ApiKey, EnvironmentConfig, check_url
+from .runs import CurriculumConfig, HarnessConfig, JudgeConfig, RayConfig, TrackingConfig
+from .section import Section as Section
+from .server import AlarmsConfig, DeliveryConfig, RetentionConfig, ServerConfig, TelemetryConfig
 
 StorePlace = Annotated[str, Field(min_length=1)]
 LogLevel = Literal["debug", "info", "warning", "error"]

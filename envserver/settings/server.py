@@ -1,5 +1,5 @@
-"""`--server.*`, `--retention.*` and `--telemetry.*`: the HTTP server, what its store keeps, and its
-traces; part of the tree in `config`.
+"""The HTTP server (`--server.*`), what its store keeps (`--retention.*`), how groups are delivered
+(`--delivery.*`), and what is watched (`--telemetry.*`, `--alarms.*`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from .described import Section
+from .section import Section
 
 
 def is_loopback(host: str) -> bool:
@@ -162,3 +162,66 @@ class TelemetryConfig(Section):
     """Share of the rollouts that are traced."""
     slow_callback_seconds: float | None = Field(default=None, gt=0)
     """Log the stack if the event loop is blocked for longer than this; unset: off."""
+
+
+class DeliveryConfig(Section):
+    """Which groups go to trainers, and how many may wait for them."""
+
+    max_staleness_at_delivery: int | None = Field(default=None, ge=0)
+    """Maximum policy versions between a group's first token and its delivery; unset: no limit.
+    Groups that would be staler by then are not started."""
+    stale_groups: Literal["drop", "deliver"] = "drop"
+    """What happens to staler groups, finished or waiting: drop and count them, or deliver them."""
+    silent_run_seconds: float | None = Field(default=3600.0, gt=0)
+    """Close a broadcast run that leases nothing for this many seconds while others do, so that its
+    queue does not block them; it resumes when it registers again. Unset: never."""
+    max_queued_groups: int = Field(default=256, ge=0)
+    """Groups waiting for a trainer at which new rollouts pause; 0: without a registered run,
+    only requested groups are made."""
+    max_batches_offpolicy: int = Field(default=3, ge=1)
+    """Batches (of the registered trainer) waiting at which new rollouts pause."""
+
+    @property
+    def most_staleness(self) -> int | None:
+        """Maximum staleness of a group at its delivery; None: no limit."""
+        return self.max_staleness_at_delivery if self.stale_groups == "drop" else None
+
+
+class AlarmsConfig(Section):
+    """Alarms of a running server: `GET /v1/alarms`, the log, the live tables."""
+
+    off: list[str] = []
+    """Names of alarms that are not raised: no_trainer,equal_rewards."""
+    span_minutes: float = Field(default=10.0, gt=0)
+    """Minutes over which shares and counts are taken."""
+    fewest: int = Field(default=20, ge=1)
+    """Groups or rollouts below which no share is judged."""
+    no_trainer_minutes: float = Field(default=10.0, ge=0)
+    """Minutes without a lease while enough groups wait for a batch."""
+    no_rollout_minutes: float = Field(default=10.0, ge=0)
+    """Minutes without an end of a rollout while rollouts run; at least four times as long as a
+    rollout takes on average."""
+    paused_minutes: float = Field(default=10.0, ge=0)
+    """Minutes in which model calls are paused."""
+    unused_engine_minutes: float = Field(default=10.0, ge=0)
+    """Minutes in which an engine gets no calls: it is refused, unreachable, or has old weights."""
+    lost_share: float = Field(default=0.05, gt=0, le=1)
+    """Share of rollouts that are lost, not by the model's fault."""
+    stale_share: float = Field(default=0.2, gt=0, le=1)
+    """Share of groups that are dropped as stale."""
+    cut_share: float = Field(default=0.25, gt=0, le=1)
+    """Share of rollouts that a limit ends or cuts."""
+    split_share: float = Field(default=0.1, gt=0, le=1)
+    """Share of rollouts whose conversations are not continued: each of their calls is a row."""
+    equal_share: float = Field(default=0.8, gt=0, le=1)
+    """Share of groups whose rewards are all equal."""
+    same_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of groups whose rollouts all say the same."""
+    untrained_share: float = Field(default=0.1, gt=0, le=1)
+    """Share of sampled tokens that flags mask or drop."""
+    worker_deaths: int = Field(default=3, ge=1)
+    """Deaths of worker processes."""
+    disk_free_gb: float = Field(default=1.0, ge=0)
+    """GB that are left on the disk of the store."""
+    store_seconds: float = Field(default=1.0, gt=0)
+    """Mean seconds of a commit of the store."""

@@ -1,7 +1,7 @@
-"""Docstrings below the fields of pydantic models, read when they are shown.
+"""The base class of settings and of the models of the wire: docstrings below fields are their help.
 
-In: a model. Out: the text of each field. pydantic's `use_attribute_docstrings` finds them too, but
-reads the source of every class while it is imported, which took a tenth of a server's start.
+They are read when they are shown. pydantic's `use_attribute_docstrings` finds them too, but reads
+the source of every class while it is imported, which took a tenth of a server's start.
 """
 
 from __future__ import annotations

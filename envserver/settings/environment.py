@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from envserver_records.tasks import Split
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
-from .described import Section
+from .section import Section
 
 
 def _of_one_line(key: SecretStr) -> SecretStr:
