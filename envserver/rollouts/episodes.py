@@ -1,10 +1,10 @@
-"""Episodes: rollouts whose model is played from outside, one turn after the other.
+"""Episodes: rollouts whose model is an external client, one turn after the other.
 
-In: a task, and the answers of whoever plays the model. Out: the requests of the environment's own
-`rollout` to the model, then its score. What always holds: agent, services, sandboxes, limits and
-scorers are those of any rollout, so every environment can be played; the player sees what a model
-would see; an episode that is closed or fails frees all that it held; a failure that is not the
-player's is raised, and never a reward.
+In: a task, and the answers of the client that acts as the model. Out: the requests of the
+environment's own `rollout` to the model, then its score. What always holds: agent, services,
+sandboxes, limits and scorers are those of any rollout, so every environment can be used; the client
+sees what a model would see; an episode that is closed or fails frees all that it held; a failure
+that is not the client's is raised, and never a reward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .staleness import StalenessMonitor
 
 LONGEST_SECONDS: Final = 3600.0
 """Seconds that an episode may take at least, whatever the environment's `worker_timeout`: the
-model that is played thinks elsewhere."""
+model that is an external client is not sampled here."""
 _SEEDED_TASKS: Final = 1000
 """A seed chooses among the first so many tasks of a split."""
 
@@ -194,7 +194,7 @@ class Episodes:
 
     @property
     def names(self) -> list[str]:
-        """The environments that can be played."""
+        """The environments that offer episodes."""
         return list(self._parts) if self._most else []
 
     @property
@@ -221,7 +221,7 @@ class Episodes:
             task_id: unset: by `seed`; without both, the task after the one begun last.
             seed: the same seed begins the same task, one of the first thousand.
             split: default: the one that the server serves.
-            agent: the only agent to be played, where there are several; default: all that are
+            agent: the only agent a client acts as, where there are several; default: all that are
                 trained. The others are asked of their engine.
         """
         taken = len(self._open) + self._beginning
@@ -274,7 +274,7 @@ def _empty(name: str, split: str) -> InputError:
 
 
 def _played(spec: AttemptSpec, agent: str | None) -> AttemptSpec:
-    """Returns `spec` with the agents to be played, and time for the player to think."""
+    """Returns `spec` with the agents that clients act as, and time for them to think."""
 
     def is_played(name: str, route: AgentRoute) -> bool:
         if agent is not None:

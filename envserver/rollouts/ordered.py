@@ -3,8 +3,8 @@
 In: an order. Out: one durable group for each of its tasks, in their order. What always holds: the
 ids of an order's groups depend on the order alone, so a repeated request, even after the server was
 killed, makes no group twice; the filters of the stream do not apply, so each task gets an answer: a
-group lacks only rollouts that were lost, and says how many. An order that nobody waits for is given
-up after a while; its finished groups are kept.
+group lacks only rollouts that were lost, and says how many. An order without a waiting client is
+given up after a while; its finished groups are kept.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Orders:
 
     Args:
         parts: the context that runs rollouts, by environment.
-        forgotten_after_seconds: an order that nobody waits for is given up after this time.
+        forgotten_after_seconds: an order without a waiting client is given up after this time.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class Orders:
                 await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _give_up_forgotten(self) -> None:
-        """Cancels orders that nobody waits for and forgets finished ones, until cancelled."""
+        """Cancels orders without a waiting client and forgets finished ones, until cancelled."""
         while True:
             await asyncio.sleep(self._forgotten_after_seconds / 4)
             limit = time.monotonic() - self._forgotten_after_seconds

@@ -53,7 +53,7 @@ def made_with(
 
     Keys: `environment` (its package and version, if it is installed, and a digest of its files),
     `code` (this package's version and a digest of its files), `settings` (a digest), `agent` (the
-    program that plays the agents, if one does).
+    external agent, if there is one).
     """
     config = environment.config.model_dump(
         mode="json", exclude={**dict.fromkeys(WHERE_ONLY, True), "agents": {"__all__": _OF_AGENTS}}

@@ -26,7 +26,7 @@ async def run_single(
 
     Args:
         scored: its answer is known; else its score has no reward.
-        failed: told of each failure.
+        failed: called with each failure.
     """
     if not scored:  # nobody knows how to solve it
         context = msgspec.structs.replace(context, demonstrator=None)

@@ -99,7 +99,7 @@ def read(requests: Iterator[GroupRequest]) -> asyncio.Future[GroupRequest | None
 def aside(work: Callable[[], T]) -> asyncio.Future[T]:
     """Runs `work`, which reads tasks, in a thread.
 
-    Reading the first task may load a data set. Nobody waits for the thread, so a stop does not wait
+    Reading the first task may load a data set. Nothing joins the thread, so a stop does not wait
     for the data set either.
     """
     reading: concurrent.futures.Future[T] = concurrent.futures.Future()

@@ -153,7 +153,7 @@ _LONG_AGO = 2**62
 _LATEST = 1000
 """Number of latest tasks over which the share of solved ones is computed."""
 _PASSED_OVER_AT_MOST = 1000
-"""Maximum tasks skipped in a row; then a group is made anyway, so nobody waits forever."""
+"""Maximum tasks skipped in a row; then a group is made anyway, so no request waits forever."""
 
 
 class Known(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@
 
 In: an environment class of such rows. Out: `plain(it)`, a subclass whose methods take and give
 `Task`s, as everything behind the registry does. What always holds: a worker gets a row without its
-hidden fields; whoever reads one there gets an AttributeError that says so.
+hidden fields; reading one there raises an AttributeError that says so.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _is_hidden(kind: Any) -> bool:
 
 
 class _NotHere:
-    """Stands for a hidden field in a worker: whoever uses it gets an AttributeError."""
+    """Stands for a hidden field in a worker: using it raises an AttributeError."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -45,7 +45,7 @@ def delivery_facts(server: BootstrapServer, demand: Demand, store: str) -> Alarm
 
 
 def _free_bytes(store: str) -> int | None:
-    """Returns the bytes that are left for a file; None for a database elsewhere."""
+    """Returns the bytes that are left for a file; None for a database on another machine."""
     if "://" in store:
         return None
     try:

@@ -1,6 +1,6 @@
 """The work of `envserver run-api`: serves the trainer API over a store, without an environment.
 
-In: groups that environments elsewhere post. Out: groups that trainers lease or fetch. It is
+In: groups that remote environments post. Out: groups that trainers lease or fetch. It is
 `serving` without the rollouts, over the same store.
 """
 

@@ -122,7 +122,7 @@ class PersonEngine(SimEngine):
 
 
 def _canonical(message: Message) -> Message:
-    """Returns the message with canonical arguments; what is no JSON stays as it was typed."""
+    """Returns the message with canonical arguments; what is not JSON stays as it was typed."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
@@ -133,7 +133,7 @@ def _canonical(message: Message) -> Message:
 
 
 async def _in_daemon_thread(work: Callable[[], Message | None]) -> Message | None:
-    """Runs `work` in a thread that nobody waits for at the end: it may wait for a key forever."""
+    """Runs `work` in a thread that nothing joins: it may wait for a key forever."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Message | None] = loop.create_future()
 

@@ -70,7 +70,7 @@ class Server:
         self.url = server.url
         """The address for trainers."""
         self.model_url = server.model_url
-        """Endpoint of the model, for environments that run elsewhere."""
+        """Endpoint of the model, for remote environments."""
         self._loop = loop
         self._server = server
 

@@ -157,7 +157,7 @@ async def rollout_context(
     Args:
         shared: the engine, if others use it too; default: a new one.
         for_training: the groups are for a trainer, so `tokens.max_untrained_share` applies.
-        played: what answers for agents that somebody plays; None: nobody does.
+        played: answers for agents that clients act as; None: there are none.
         egress_addresses_for_tests: see `EgressRules`; no setting sets it.
         scores_here: the caller scores in this process, so no scorer processes are started.
         is_up: called with "workers" and "scorers" as soon as they are up.

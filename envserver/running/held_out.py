@@ -192,7 +192,7 @@ class Evaluations:
         await self._store.set_value(_KEY, self.listed())
 
     async def _one(self, version: int) -> None:
-        """Runs one evaluation; what goes wrong is told, and the server goes on."""
+        """Runs one evaluation; a failure is reported, and the server goes on."""
         record, again = self._begun(version)
         await self._save()
         _log.info("evaluation.begins", version=version, folder=record.folder)

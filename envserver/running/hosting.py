@@ -55,7 +55,7 @@ class Hosted(msgspec.Struct, frozen=True):
         schedulers: decide which rollouts run when.
         elsewhere: environments on other machines.
         orders: rollouts that are made on demand.
-        episodes: rollouts whose model is played by clients.
+        episodes: rollouts whose model is an external client.
         evaluations: of a held-out split, while trainers train.
     """
 

@@ -1,4 +1,4 @@
-"""The work of `envserver join`: makes groups of an environment for a server elsewhere.
+"""The work of `envserver join`: makes groups of an environment for a remote server.
 
 In: an environment and the server's URL. Out: groups, posted to the server, by the same scheduler,
 workers, proxy and scorer as in `serve`. The server says how many groups may be open, which policy

@@ -421,7 +421,7 @@ class Deliveries:
 
 
 def _arrived(seen: StoreStatistics) -> Iterator[Metric]:
-    """Yields the metrics of the groups that came, made here or elsewhere."""
+    """Yields the metrics of the groups that arrived, local and remote."""
     of = ("environment",)
     each = [((name,), one) for name, one in sorted(seen.arrived.items())]
     for what, words, values in (

@@ -327,7 +327,7 @@ async def groups(
 ) -> AsyncGenerator[Group]:
     """Yields groups as they finish. Arguments and errors as for `process`.
 
-    The run waits while nobody takes its groups. Closing the iterator cancels what is open.
+    The run waits while its groups are not taken. Closing the iterator cancels what is open.
     """
     finished: asyncio.Queue[Group] = asyncio.Queue(maxsize=1)
     with killing_programs() as context:
@@ -373,7 +373,7 @@ class Server:
 
     Args:
         url: where trainers connect.
-        model_url: endpoint of the model, for environments that run elsewhere; "" with `ray`.
+        model_url: endpoint of the model, for remote environments; "" with `ray`.
     """
 
     url: str

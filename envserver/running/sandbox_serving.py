@@ -1,4 +1,4 @@
-"""The work of `envserver sandboxes serve`: makes sandboxes for clients elsewhere."""
+"""The work of `envserver sandboxes serve`: makes sandboxes for remote clients."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Serving:
         """Address for trainers."""
         context = host.parts[0]
         self.model_url = f"{context.proxy_url}/r/{context.proxy.open_guest()}/v1"
-        """Endpoint of the model, with recording, for environments that run elsewhere."""
+        """Endpoint of the model, with recording, for remote environments."""
         self._settings = settings
         self._server = server
         self._host = host

@@ -14,7 +14,7 @@ Ending = Literal["done", "stopped", "overdue"]
 
 
 class Stoppable(Protocol):
-    """Makes groups, and can be told to begin no more."""
+    """Makes groups, and can be stopped from beginning more."""
 
     @property
     def open_groups(self) -> int: ...

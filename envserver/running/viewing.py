@@ -1,4 +1,4 @@
-"""The work of `envserver view`: the page over files, folders, a store or a server elsewhere."""
+"""The work of `envserver view`: the page over files, folders, a store or a remote server."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def _over_server(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
 
 
 def _is_source(answer: httpx.Response) -> bool:
-    """Returns whether a server answered as ours do: pages of others are not passed on."""
+    """Returns whether a server answered as ours do: other pages are not passed on."""
     try:
         value = answer.json()
     except ValueError:

@@ -2,7 +2,7 @@
 
 Engines show a container its own cgroup, read-only, below /sys/fs/cgroup: one folder per controller
 (cgroups version 1), or one folder for all (version 2). Unlike what is sampled, they miss nothing:
-CPU time of children that nobody waited for, memory between two looks, threads.
+CPU time of children that were not waited for, memory between two looks, threads.
 """
 
 from __future__ import annotations

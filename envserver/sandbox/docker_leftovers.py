@@ -1,9 +1,9 @@
 """Removes the containers that a killed server left: its own are named after it.
 
 A container ends when its server does, since its input ends. One stays if the engine's command was
-killed before it told the engine to start it or to remove it. A name tells the server: the boot of
-its machine, its pid namespace, process id and start time. So only a server that certainly runs no
-more is cleaned up after: one of this boot and this namespace, whose process is gone.
+killed before it asked the engine to start it or to remove it. A name identifies the server: the
+boot of its machine, its pid namespace, process id and start time. So only a server that certainly
+runs no more is cleaned up after: one of this boot and this namespace, whose process is gone.
 """
 
 from __future__ import annotations

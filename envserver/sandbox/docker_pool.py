@@ -2,8 +2,8 @@
 
 In: what sandboxes want (`ContainerKey`). Out: started containers, each with the input and output of
 its in-sandbox server; or why there is none. What always holds: at most `starts` containers are
-being started, no more than `starts_per_second`; whoever has waited longest is first; a container is
-used by one sandbox only.
+being started, no more than `starts_per_second`; the longest waiting request is first; a container
+is used by one sandbox only.
 
 Everything runs in the maker's one thread: what takes time is a command of the engine, whose end its
 selector reports.
@@ -38,7 +38,7 @@ from .wire import CONTAINER_READY
 _START_SECONDS = 120.0
 _INSPECT_SECONDS = 60.0
 _LEAVE_SECONDS = 10.0
-"""For a container whose sandbox is closed to be gone; then the engine is told to kill it."""
+"""For a container whose sandbox is closed to be gone; then the engine is asked to kill it."""
 _END_SECONDS = 15.0
 """For that; then the engine's command is killed."""
 _WARM_SECONDS = 120.0
@@ -184,7 +184,7 @@ class Pool:
         self.tend()
 
     def give_up(self, wanted: Wanted) -> None:
-        """Nobody waits for it any more."""
+        """No request waits for it any more."""
         if wanted in self._waiting:
             self._waiting.remove(wanted)
 

@@ -1,4 +1,4 @@
-"""Sandboxes that are made elsewhere, in the place of this machine's `SandboxService`."""
+"""Sandboxes that are made on other machines, in place of this machine's `SandboxService`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SandboxSource(Protocol):
 
     @property
     def backend(self) -> str:
-        """The backend on this machine; "remote": they are made elsewhere."""
+        """The backend on this machine; "remote": they are made on other machines."""
 
     @property
     def address(self) -> SandboxAddress:

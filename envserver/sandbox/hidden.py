@@ -96,7 +96,7 @@ def _site_directories() -> set[str]:
 
 
 def _pointers(site: str) -> Iterator[str]:
-    """Yields names in a site directory that lead Python to projects elsewhere."""
+    """Yields names in a site directory that lead Python to projects in other folders."""
     for name in (entry.name for entry in os.scandir(site)):
         if name.startswith(("__editable__", "_editable_impl_")) or name.endswith(".egg-link"):
             yield name

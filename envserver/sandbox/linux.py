@@ -144,7 +144,7 @@ def drop_capabilities() -> None:
 
 
 def seal(descriptor: int) -> None:
-    """Seals a memory file: nobody can change or grow it any more."""
+    """Seals a memory file: it can no longer be changed or grown."""
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _ALL_SEALS)
 
 

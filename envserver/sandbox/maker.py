@@ -1,5 +1,5 @@
 """What makes sandboxes: the supervisor of this machine (`client.SandboxClient`), other machines
-(`remote.machines.Machines`), or a class of somebody else (`foreign.ForeignSandboxes`).
+(`remote.machines.Machines`), or a user-supplied class (`foreign.ForeignSandboxes`).
 """
 
 from __future__ import annotations

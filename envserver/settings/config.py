@@ -76,7 +76,8 @@ class OpenAIConfig(Section):
 
 
 class EngineConfig(Section):
-    """An engine that envserver starts itself: `models start NAME`, or `--model NAME` elsewhere."""
+    """An engine that envserver starts itself: `models start NAME`, or `--model NAME` of other
+    commands."""
 
     models_file: Path = Path("configs/models.yaml")
     """File that defines models by name."""
@@ -110,7 +111,7 @@ class SimConfig(Section):
     """Probability that a rollout solves its task."""
     openers: bool = True
     """Put up to three meaningless sentences before an answer, unless the environment declares that
-    its demonstrations are played exactly."""
+    its demonstrations are replayed exactly."""
     refusal_rate: float = Field(default=0.0, ge=0, le=1)
     """Probability that an answer is a refusal."""
     repetition_rate: float = Field(default=0.0, ge=0, le=1)
@@ -121,7 +122,7 @@ class SimConfig(Section):
     broken_json_rate: float = Field(default=0.0, ge=0, le=1)
     """Probability that an answer in JSON is not valid JSON."""
     transcript: Path | None = None
-    """File of recorded conversations whose answers are played exactly, instead of demonstrations:
+    """File of recorded conversations whose answers are replayed, instead of demonstrations:
     a file of `process` or `run`, or JSONL with `messages`. The settings above do not apply then."""
     latency_seconds: float = Field(default=0.02, ge=0)
     """Seconds until the first token."""

@@ -195,7 +195,7 @@ def _runtime_env(value: str) -> dict[str, Any]:
 
 
 class HarnessConfig(Section):
-    """The program that plays the agents, instead of the environment's own rollout."""
+    """The external agent that replaces the environment's own rollout."""
 
     name: str | None = None
     """An installed program: claude-code, codex, opencode, mini-swe-agent or smolagents (`envserver
@@ -241,7 +241,7 @@ class HarnessConfig(Section):
 
     @property
     def is_set(self) -> bool:
-        """Returns whether a program plays the agents."""
+        """Returns whether there is an external agent."""
         return any(one is not None for one in (self.name, self.command, self.url))
 
 

@@ -49,7 +49,7 @@ class Leader(msgspec.Struct, frozen=True):
     Args:
         owner: its random id. Only who can read the database knows it.
         pid: process id of the session that holds the lock; 0: this process shares the store with
-            no other, and nobody may end its session.
+            no other, and no process may end its session.
         beat: grows while the process lives.
         url: where it answers; "" until it does.
         since: when it became the leader, in seconds since the epoch.

@@ -20,7 +20,7 @@ _OTHER: Final = "other"
 
 
 class Arrived:
-    """The groups of one environment, whoever made them. `rewards` has no bounds: sum and count."""
+    """The groups of one environment, local and remote. `rewards` has no bounds: sum and count."""
 
     def __init__(self) -> None:
         self.groups = self.equal = self.tokens = 0

@@ -56,7 +56,7 @@ class _Put:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Work, and who waits for it. `adds`: it stores what nobody has acknowledged yet, and is
+    """Work, and the future of its caller. `adds`: it stores what is not acknowledged yet, and is
     refused while the disk is full."""
 
     work: _Put | Operation[Any]
@@ -180,7 +180,7 @@ class Writer:
             raise
 
     async def _commit_together(self, batch: list[_Entry]) -> bool:
-        """Commits and answers all; returns False, with nobody answered, if a second try can do
+        """Commits and answers all; returns False, with no caller answered, if a second try can do
         better: one of several broke the transaction, or the reserve was freed."""
         began = time.perf_counter()
         try:

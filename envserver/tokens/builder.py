@@ -40,7 +40,7 @@ def first_unknown(call: Call) -> int:
 
 
 def read_experts(text: str, size: int, start: int) -> RoutedExperts:
-    """Reads what the engine tells of a call.
+    """Reads the engine's record of a call.
 
     Args:
         size: number of tokens of prompt and answer.

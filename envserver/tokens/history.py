@@ -262,7 +262,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
 
     Args:
         ids: the whole prompt, with one token for each image; None: the engine renders it.
-        tokens: `ids` as an array, so that nobody converts them again.
+        tokens: `ids` as an array, so that they are converted once.
         text: the whole prompt as our template renders it; None if unknown.
         parent: index of the continued call, or None.
         edge, refusal: see Call.

@@ -29,7 +29,7 @@ CUT_MARKER = "\n[cut: the result is longer]"
 Timed = Callable[[str, float, float], None]
 """Gets a tool's name, when a call of it began (`time.time()`), and the seconds that it took."""
 TIMED: ContextVar[Timed | None] = ContextVar("envserver_timed", default=None)
-"""Is told of each call of a tool in its context, also of a refused one; not of those that the
+"""Is called with each call of a tool in its context, also of a refused one; not of those that the
 server runs, which it times itself."""
 
 
@@ -202,7 +202,7 @@ def _timing(tool: Tool) -> Iterator[None]:
 def _refused_call(
     tools: Mapping[str, Tool], call: Mapping[str, Any], error: ToolError
 ) -> ToolResult:
-    """Returns the result of a call that never ran; its tool, if it names one, is told."""
+    """Returns the result of a call that never ran; its tool, if it names one, is notified."""
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     tool = tools.get(name) if isinstance(name, str) else None

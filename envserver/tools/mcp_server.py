@@ -2,7 +2,7 @@
 
 In: tools by name. Out: the address of a server over streamable HTTP in this process, behind a
 secret path. What the model did wrong is a result with `isError`. Any other failure (a limit, the
-sandbox, a bug) is told to the agent, who may hide it: so it is raised again at the end of the
+sandbox, a bug) is reported to the agent, which may hide it: so it is raised again at the end of the
 block.
 """
 

@@ -3,8 +3,8 @@
 In: a function with type hints and a docstring. Out: a `TypedTool`: its description for the model,
 arguments that are checked and converted to the declared types, and a result as text. A wrong
 argument and a `ToolError` are shown to the model; any other exception of the function is a bug of
-the environment (an `AgentError`, told once), except those of envserver (limits, engines, sandboxes)
-and `OSError`, which pass as they are.
+the environment (an `AgentError`, reported once), except those of envserver (limits, engines,
+sandboxes) and `OSError`, which pass as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The failures that `envserver process` writes beside its groups, as a server tells its own.
 
 In: `*.failures.jsonl` of what is looked at. Out: rows of GET /v1/failures. What holds: of a long
-file only the end is read; what is appended is told.
+file only the end is read; what is appended is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .sources import Viewed
 
 _MOST_BYTES: Final = 4 << 20
 _MOST_ALONE: Final = 10
-"""New failures that are told of one by one."""
+"""New failures that are reported one by one."""
 _POLL_SECONDS: Final = 2.0
 _ENDING: Final = ".failures.jsonl"
 _ENVIRONMENT: Final = re.compile(r"(.+)-(?:train|validation|test)-\d")

@@ -2,7 +2,7 @@
 
     python -m envserver.viewing.indexing
 
-In: a `Request` as the first line of standard input, which stays open as long as somebody looks.
+In: a `Request` as the first line of standard input, which stays open as long as there is a viewer.
 Out: the index, and after each step a `Progress` as a line on standard output. What holds: one
 process at a time writes an index; another that looks at the same waits for its turn and reports
 what the first one did.
@@ -51,7 +51,7 @@ def _reason(error: Exception, index: str) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits until no other process writes the index; ends this one if nobody looks any more."""
+    """Waits until no other process writes the index; ends this one if no viewer is left."""
     # Never closed before the end: SQLite's locks would go with it.
     with open(path, "ab", opener=_for_the_user) as file:
         while True:
@@ -109,7 +109,7 @@ class Indexer:
         self._committed = 0.0
 
     def run(self) -> None:
-        """Indexes until nobody looks any more."""
+        """Indexes until no viewer is left."""
         self.read_new()
         self._tell(done=True)
         while True:
@@ -247,7 +247,7 @@ def _tell(progress: Progress) -> None:
 
 
 def _is_over(seconds: float) -> bool:
-    """Waits; returns whether nobody looks any more."""
+    """Waits; returns whether no viewer is left."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return bool(ready)
 

@@ -119,12 +119,12 @@ async def indexing(viewed: Viewed, index: Path) -> AsyncIterator[Indexing]:
 
 
 _MOST_ALONE: Final = 10
-"""New groups that are told of one by one."""
+"""New groups that are reported one by one."""
 _POLL_SECONDS: Final = 1.0
 
 
 async def follow_index(feed: Feed, groups: ReadGroups, indexing: Indexing) -> None:
-    """Tells of the groups of each step of an index, until it is cancelled or there is no more."""
+    """Reports the groups of each step of an index, until it is cancelled or there is no more."""
     feed.seq = indexing.progress.groups
     resets = indexing.progress.resets
     while await indexing.next():
@@ -153,7 +153,7 @@ async def last_number(groups: ReadGroups) -> int:
 
 
 async def tell_groups(feed: Feed, groups: ReadGroups, last: int) -> None:
-    """Tells of the groups after the last one that was told of, up to number `last`."""
+    """Reports the groups after the last reported one, up to number `last`."""
     seen = feed.seq
     if last <= seen:
         return

@@ -169,7 +169,7 @@ class WorkerAttempt:
     async def _played(
         self, environment: Environment[Any], job: Job, spec: HarnessSpec, run: AttemptRun
     ) -> Any:
-        """Has another program play the agent, here or elsewhere."""
+        """Runs an external agent, here or on another machine."""
         if not spec.url:
             return await play(environment, job.task, spec, run, self._record)
         task = await harness_task(environment, job.task, run)

@@ -64,7 +64,7 @@ class Companion:
         return not poll.poll(0)
 
     def has_ended(self) -> bool:
-        """Returns whether it has ended, and its parent has told."""
+        """Returns whether it has ended and its parent has reported it."""
         poll = select.poll()
         poll.register(self._status, select.POLLIN)
         return bool(poll.poll(0))

@@ -79,7 +79,7 @@ class _Attempt(WorkerAttempt):
 
 @contextmanager
 def _stopped_in(function: Callable[..., Any]) -> Iterator[None]:
-    """Within: whoever calls `function`, in whatever thread, is stopped at its first line."""
+    """Within: each call of `function`, in any thread, stops at its first line."""
     code = inspect.unwrap(function).__code__
     numbers = [number for _, _, number in code.co_lines() if number is not None]
     first = min(number for number in numbers if number > code.co_firstlineno)

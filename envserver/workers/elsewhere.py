@@ -1,4 +1,4 @@
-"""Asks an agent that lives elsewhere to play an attempt (`--agent.url`).
+"""Asks a remote agent to run an attempt (`--agent.url`).
 
     POST URL  {"task", "instruction", "base_url", "api_key", "model", "seconds", "archive", "files"}
     200       {"output": its last words, "files": those that it changed}

@@ -41,7 +41,7 @@ class Instances:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Runs every `close`; one that raises is told on stderr and hinders no other."""
+        """Runs every `close`; one that raises is reported on stderr and hinders no other."""
         for task in self._building.values():
             if not task.done():
                 task.cancel()

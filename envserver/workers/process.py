@@ -2,8 +2,8 @@
 
 It has one event loop. Frames come in (`frames`), attempts run as concurrent tasks, and a heartbeat
 goes out four times per `heartbeat_seconds` while the loop is responsive, so a blocked loop is
-detected. The worker ends when it is told to stop, and at once when the server closes its end of the
-socket.
+detected. The worker ends when it is asked to stop, and at once when the server closes its end of
+the socket.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_THREADS = 1024
 
 
 def main(control: socket.socket, *, heartbeat_seconds: float) -> None:
-    """Runs until told to stop."""
+    """Runs until asked to stop."""
     control.setblocking(True)
     link = _Link(control, heartbeat_seconds / BEATS_PER_SILENCE)
     uvloop.new_event_loop().run_until_complete(_work(link))  # closed by the end of the process
@@ -98,7 +98,7 @@ class _Worker:
         self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Returns when told to stop; raises, which ends the process, when the worker's own code
+        """Returns when asked to stop; raises, which ends the process, when the worker's own code
         fails."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(_owned_task)

@@ -1,4 +1,5 @@
-"""Where sandboxes are made: by this machine's supervisor, on others, or by somebody's class."""
+"""Where sandboxes are made: by this machine's supervisor, on others, or by a user-supplied
+class."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class RemoteAddress:
 
 @dataclass(frozen=True)
 class ForeignAddress:
-    """A class of somebody else; `reference`: package.module:Class, or /path/to/file.py:Class."""
+    """A user-supplied class; `reference`: package.module:Class, or /path/to/file.py:Class."""
 
     reference: str
 

@@ -1,4 +1,4 @@
-"""A machine that makes sandboxes for clients elsewhere: each connection is one sandbox.
+"""A machine that makes sandboxes for remote clients: each connection is one sandbox.
 
 In: a link to a client (`api/sandboxes.py` makes it of a WebSocket). Out: sandboxes of a
 `SandboxMaker`. What always holds: at most `sandboxes` are open, and at most `room` programs run;

@@ -99,7 +99,7 @@ def machines_at(urls: tuple[str, ...]) -> tuple[Machine, ...]:
 
 
 class Machines:
-    """Makes sandboxes on machines elsewhere; see `maker.SandboxMaker`."""
+    """Makes sandboxes on other machines; see `maker.SandboxMaker`."""
 
     def __init__(self, address: RemoteAddress) -> None:
         self._address = address

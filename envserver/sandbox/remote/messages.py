@@ -150,7 +150,7 @@ def framed(number: int, word: str, body: object) -> bytes:
 
 
 def problem_of(error: Exception) -> Problem:
-    """Returns what is told of `error`; what is not typed is the machine's fault."""
+    """Returns the message for `error`; an untyped one is the machine's fault."""
     if isinstance(error, EnvserverError):
         for kind, known in _ERRORS.items():
             if isinstance(error, known):
@@ -161,5 +161,5 @@ def problem_of(error: Exception) -> Problem:
 
 
 def error_of(problem: Problem) -> EnvserverError:
-    """Returns the error that `problem` tells of."""
+    """Returns the error that `problem` describes."""
     return _ERRORS.get(problem.kind, SandboxLost)(problem.message, hint=problem.hint)

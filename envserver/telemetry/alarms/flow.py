@@ -51,7 +51,7 @@ _WHOSE: Final = {
 
 
 def no_trainer(at: Situation) -> Iterator[Finding]:
-    """Enough groups wait for a batch, and nobody leases."""
+    """Enough groups wait for a batch, and no trainer leases."""
     curves = at.curves
     waiting = curves.level("envserver_groups", state="queued")
     leased = curves.growth("envserver_leases_total", end="leased")

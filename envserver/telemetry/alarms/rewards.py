@@ -22,7 +22,7 @@ _DIFFERING: Final = 0.05
 
 
 def reward_fell(at: Situation) -> Iterator[Finding]:
-    """The split of the last hours with the largest fall of the mean reward, if that is no chance.
+    """The split of the last hours with the largest fall of the mean reward, if that is not chance.
 
     The standard error takes each group as one draw, with the largest deviation that the range of
     rewards allows.

@@ -217,7 +217,7 @@ def percent(share: float) -> str:
 
 
 def short(text: str) -> str:
-    """Returns a message of elsewhere as one bounded line."""
+    """Returns a message of another program as one bounded line."""
     line = " ".join(text.split())
     return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."
 
