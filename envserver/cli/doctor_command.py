@@ -231,8 +231,8 @@ async def look_at_machines(config: SandboxConfig) -> list[MachineFact]:
     """Asks the machines in the settings for their load.
     Raises ConfigError: a file for their token or certificates cannot be read.
     """
-    from ..sandbox.elsewhere import address_of
     from ..sandbox.remote.machines import Machines
+    from ..sandbox.source import address_of
 
     if not config.remote:
         return []

@@ -66,8 +66,8 @@ _SECRET = re.compile("token|key|secret|password")
 
 def run(argv: list[str]) -> int:
     with lean_imports():
+        from ..running.group_run import process_run
         from ..running.mix import alone
-        from ..running.processing import process_run
         from .console import Console
         from .conversation import Samples
         from .logs import show_logs

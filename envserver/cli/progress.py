@@ -30,7 +30,7 @@ from ..rollouts.events import Event
 from ..running.engines import SIMULATED
 from ..running.group_run import GroupRun
 from ..running.judging import judge_line
-from ..running.tally import Tally, is_full, mean_text
+from ..running.metrics import Tally, is_full, mean_text
 from ..settings.config import Settings
 from ..telemetry.redaction import counted
 from ..tokens.flags import FLAGS, Actions, chosen

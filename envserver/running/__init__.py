@@ -9,8 +9,8 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .context import rollout_context
     from .engines import make_endpoint
+    from .group_run import process_run
     from .mix import RunSpec, alone
-    from .processing import process_run
     from .run_settings import ProcessSettings
 
 __all__ = ["ProcessSettings", "RunSpec", "alone", "make_endpoint", "process_run", "rollout_context"]

@@ -40,7 +40,7 @@ from .debugging import EnvironmentRaised, debuggable, run_here
 from .judging import folder_of, judge_line, judge_of
 from .mix import RunSpec
 from .run_settings import RunSettings
-from .task_finder import TaskFinder
+from .scoring import TaskFinder
 
 PERSON = "sim"
 """The model's name: the tokens are those of the simulated engine."""

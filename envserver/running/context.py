@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import structlog
@@ -15,6 +16,8 @@ from envserver_records.errors import ConfigError, EngineError
 
 from ..api.proxy_server import serve_proxy
 from ..environment import AgentRole, Environment, Isolation
+from ..harnesses import harness_of
+from ..harnesses.installing import installed_place, version_in
 from ..judges.server import JudgeServer
 from ..models.engine import Engine
 from ..models.measured import MeasuredEngine
@@ -27,6 +30,7 @@ from ..proxy.gate import Gate
 from ..proxy.hooks import hooks_of
 from ..proxy.server import Proxy
 from ..registry import absolute
+from ..rollout_interface import HarnessSpec
 from ..rollouts.agents import seats_of
 from ..rollouts.demonstrating import Demonstrator
 from ..rollouts.events import Event, Observer
@@ -38,17 +42,18 @@ from ..rollouts.scorer_process import declared_by
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
 from ..sandbox.attempt_sandboxes import AttemptSandboxes
-from ..sandbox.elsewhere import SandboxSource
 from ..sandbox.maker import SandboxMaker, sandboxes_at
+from ..sandbox.outer import PLACE
+from ..sandbox.source import SandboxSource
+from ..sandbox.wire import NAMESPACE_BACKENDS
 from ..settings.config import RolloutsConfig, Settings, WorkersConfig
+from ..settings.runs import HarnessConfig
 from ..telemetry.tracing import Tracer
 from ..tokens.flags import chosen
 from ..tools.serving import services_of
 from ..workers.local import LocalPool
 from ..workers.sandboxed import WorkerSandbox
-from .agent_engines import OwnEndpoint, own_endpoints
-from .engines import look_at, make_endpoint, make_engine, started
-from .harnesses import ChosenHarness, chosen_harness, isolation_of
+from .engines import OwnEndpoint, look_at, make_endpoint, make_engine, own_endpoints, started
 from .judging import folder_of, judge_of, scorer_processes
 from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
@@ -56,6 +61,95 @@ from .tracing import tracer_of
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet
+
+
+_RESERVED_MB: Final = 1 << 20
+"""Engines of JavaScript reserve up to hundreds of GB that they never use."""
+
+
+@dataclass(frozen=True)
+class ChosenHarness:
+    """The program of a run.
+
+    Args:
+        folder: where it is installed on this machine; "": nowhere that sandboxes do not see.
+    """
+
+    spec: HarnessSpec
+    folder: str = ""
+
+    def sandbox(self) -> dict[str, Any]:
+        """Returns what its workers' sandbox has besides the usual."""
+        return {"shown": self.folder, "reserved_mb": _RESERVED_MB}
+
+
+def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
+    """Returns the isolation of a run's workers: for its own agent, as the environment declares.
+    Raises ConfigError: the environment does not offer its tasks to other programs.
+    """
+    if not config.is_set:
+        return environment.isolation
+    if type(environment).harness_task is Environment.harness_task:
+        raise ConfigError(
+            f"The environment {environment.name!r} cannot be played by other programs (--agent).",
+            hint="It needs the method `harness_task`; without --agent its own agent plays.",
+        )
+    if config.name is not None:
+        harness_of(config.name)
+    return "dedicated" if config.url is not None else "sandboxed"
+
+
+def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> ChosenHarness | None:
+    """Returns the external agent; None: the environment's own.
+
+    Args:
+        service: the sandboxes of the run.
+    """
+    if not config.is_set:
+        return None
+    arguments, output_bytes = config.arguments, config.output_kb << 10
+    if config.command is not None:
+        folder = str(config.folder.resolve()) if config.folder is not None else ""
+        if folder and not Path(folder).is_dir():
+            raise ConfigError(f"--agent.folder: there is no folder {folder!r}.")
+        spec = HarnessSpec(
+            name="command",
+            command=config.command,
+            place=_seen_at(folder, service),
+            arguments=arguments,
+            output_bytes=output_bytes,
+        )
+        return ChosenHarness(spec, folder)
+    if config.url is not None:
+        return ChosenHarness(
+            HarnessSpec(name="url", url=config.url, base_url=config.base_url or "")
+        )
+    assert config.name is not None
+    harness = harness_of(config.name)
+    place = installed_place(harness, config.folder)
+    spec = HarnessSpec(
+        name=harness.name,
+        version=version_in(place),
+        place=_seen_at(str(place), service),
+        arguments=arguments,
+        output_bytes=output_bytes,
+    )
+    return ChosenHarness(spec, str(place))
+
+
+def identity_of(config: HarnessConfig) -> dict[str, str]:
+    """Returns what identifies the program in the record of an evaluation.
+    Raises NotFoundError: there is no such program, or it is not installed.
+    """
+    chosen = chosen_harness(config, None)
+    return {} if chosen is None else chosen.spec.identity()
+
+
+def _seen_at(folder: str, service: SandboxSource | None) -> str:
+    if not folder or service is None or service.backend not in NAMESPACE_BACKENDS:
+        return folder
+    return PLACE
+
 
 _log = structlog.get_logger("envserver.egress")
 

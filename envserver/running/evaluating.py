@@ -38,12 +38,10 @@ from ..rollouts.mixing import Share
 from ..rollouts.rewards import range_of
 from ..rollouts.stream import GroupRequest, group_requests
 from ..settings.config import MixSettings
-from .context import SharedEngine, shared_engine
-from .elsewhere import makers_of
+from .context import SharedEngine, identity_of, shared_engine
 from .engines import SIMULATED
 from .evaluation_folder import Shard, claim, shard_of, write_report, write_run_file, write_tasks
-from .group_run import GroupRun, Part, Show, show_nothing
-from .harnesses import identity_of
+from .group_run import GroupRun, Part, Show, makers_of, show_nothing
 from .judging import judge_line
 from .mix import RunSpec
 from .stopping import Stop

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,16 +28,18 @@ from ..rollouts.events import Event, GroupDelivered, Observer
 from ..rollouts.mixing import Share, Shares, Turns, targets
 from ..rollouts.scheduler import GroupMaker, Scheduler
 from ..rollouts.stream import GroupRequest, id_prefix
-from ..settings.config import Settings
+from ..settings.config import MixSettings, Settings
 from ..tokens.flags import chosen
 from .context import SharedEngine, rollout_context, shared_engine
-from .mix import RunSpec, Several
+from .metrics import Rewards, Tally
+from .mix import Book, Member, RunSpec, Several, has_curriculum, stream_of
+from .run_settings import ProcessSettings
 from .stopping import Stop, run_until_stopped
-from .tally import Rewards, Tally
-from .tracking import Tracking
+from .tracking import Tracking, tracking
 
 if TYPE_CHECKING:
     from .ray_making import RayMakers
+
 
 Give = Callable[[Group], Awaitable[None]]
 
@@ -369,3 +372,91 @@ class _Sink:
     async def wait_for_capacity(self) -> None:
         if self._file is not None:
             await self._file.wait_for_capacity()
+
+
+def makers_of(settings: MixSettings, weights: Sequence[float] = (1.0,)) -> OpenMakers:
+    """Returns what opens the makers that `settings.ray` names.
+
+    Args:
+        weights: of the environments that run at the same time.
+    """
+    if not settings.ray.address:
+        return no_makers
+
+    def opened() -> AbstractAsyncContextManager[RayMakers | None]:
+        from .ray_making import ray_makers
+
+        return ray_makers(settings, weights)
+
+    return opened
+
+
+def default_path(environment: Environment) -> Path:
+    """Returns the file that `process` writes by default."""
+    return Path("data") / f"{environment.name}.jsonl"
+
+
+def process_run(
+    members: Sequence[Member[ProcessSettings]],
+    *,
+    path_of: Callable[[Environment], Path | None] = default_path,
+    give: Give | None = None,
+    show: Show = show_nothing,
+    stop: Stop | None = None,
+) -> GroupRun:
+    """Makes the run of `process`; the settings of the whole run are the first member's.
+
+    Args:
+        path_of: returns the file for an environment whose settings name none.
+    """
+    settings = members[0].spec.settings
+    total = settings.total_groups
+    return GroupRun(
+        [_part(member, path_of, total) for member in members],
+        settings,
+        resume=settings.resume,
+        overwrite=settings.overwrite,
+        total_groups=total,
+        expected=_expected(members, total),
+        for_training=True,
+        give=give,
+        show=show,
+        stop=stop,
+        track=partial(
+            tracking,
+            settings.track,
+            settings.tracking,
+            settings,
+            command="process",
+            environments=[member.share.name for member in members],
+        ),
+        elsewhere=makers_of(settings, [member.share.weight for member in members]),
+    )
+
+
+def _part(
+    member: Member[ProcessSettings],
+    path_of: Callable[[Environment], Path | None],
+    total: int | None,
+) -> Part:
+    environment, rules = member.environment, member.spec.settings.curriculum
+    config = environment.config
+    book = Book(environment, rules) if has_curriculum(rules) else None
+    repeat = config.total_steps is not None or total is not None
+    return Part(
+        spec=member.spec,
+        environment=environment,
+        share=member.share,
+        path=config.data_path_to_save_groups or path_of(environment),
+        requests=stream_of(environment, None if book is None else book.curriculum, repeat=repeat),
+        groups=config.total_steps,
+        drop_zero_variance=bool(config.ensure_scores_are_not_same),
+        observe=None if book is None else book.observe,
+        learn=None if book is None else book.read,
+    )
+
+
+def _expected(members: Sequence[Member[ProcessSettings]], total: int | None) -> int | None:
+    steps = [one.environment.config.total_steps for one in members]
+    of_each = None if None in steps else sum(step or 0 for step in steps)
+    return min((one for one in (total, of_each) if one is not None), default=None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 from envserver_records.errors import Stale, Straggler
+from prometheus_client.core import Metric
 
 from ..api.health import Health, engine_probe
 from ..api.live import EngineSource, FailureLog
@@ -27,20 +28,109 @@ from ..rollouts.running import running_rollouts
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
-from ..settings.config import MixSettings
+from ..settings.config import MixSettings, SandboxConfig
 from ..store import UNKNOWN_VERSION, GroupStore
 from ..store.demand import Demand, Staleness
 from ..store.sink import StoreOrderSink
+from ..telemetry.numbers import by_key, counter, gauge, single
 from .bootstrap import BootstrapServer, beside
 from .context import SharedEngine, rollout_context, shared_engine
-from .curricula import curriculum_of_store, stream_of
 from .held_out import Evaluations
-from .hosting_metrics import EvaluationNumbers, SandboxMachineNumbers
 from .judging import JudgeNumbers
-from .metrics import CurriculumNumbers, Deliveries, EngineNumbers, PartsNumbers, RolloutNumbers
-from .mix import Member, Several
-from .tally import Tally
+from .metrics import (
+    CurriculumNumbers,
+    Deliveries,
+    EngineNumbers,
+    PartsNumbers,
+    RolloutNumbers,
+    Tally,
+)
+from .mix import Member, Several, curriculum_of_store, stream_of
 from .tracking import Tracking
+
+if TYPE_CHECKING:
+    from ..sandbox.remote.machines import Machine
+
+
+class EvaluationNumbers:
+    """Metrics of the last complete evaluation, and how all of them ended."""
+
+    def __init__(self, evaluations: Evaluations) -> None:
+        self._evaluations = evaluations
+
+    async def families(self) -> Iterable[Metric]:
+        """See `api.metrics.Source`."""
+        of, latest = self._evaluations, self._evaluations.latest
+        results = {} if latest is None else latest.results
+        values = [
+            ((environment, measure), value)
+            for name, value in results.items()
+            for environment, _, measure in [name.removeprefix("evaluate/").rpartition("/")]
+        ]
+        return [
+            gauge(
+                "envserver_evaluation", "Results of the last evaluation of the held-out split",
+                ("environment", "measure"), values,
+            ),
+            gauge(
+                "envserver_evaluation_policy_version",
+                "Policy version at the start of the last evaluation, -1 before any", (),
+                single(-1.0 if latest is None else float(latest.version)),
+            ),
+            gauge(
+                "envserver_evaluation_other_versions",
+                "Rollouts of the last evaluation with tokens of another version", (),
+                single(0.0 if latest is None else float(latest.other_versions)),
+            ),
+            gauge(
+                "envserver_evaluation_running", "1 while an evaluation runs", (),
+                single(float(of.busy)),
+            ),
+            counter(
+                "envserver_evaluations", "Evaluations by how they ended; skipped: not begun",
+                ("end",), by_key({end: float(count) for end, count in of.ends.items()}),
+            ),
+        ]  # fmt: skip
+
+
+class SandboxMachineNumbers:
+    """What this process knows of each machine; see `api.metrics.Source`."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._machines: tuple[Machine, ...] = ()
+        if config.remote_urls:
+            from ..sandbox.remote.machines import machines_at
+
+            self._machines = machines_at(config.remote_urls)
+
+    async def families(self) -> Iterable[Metric]:
+        of = ("machine",)
+        name = "envserver_sandbox_machine"
+        known = [(one, one.load) for one in self._machines]
+        loads = [((one.url,), load) for one, load in known if load is not None and not one.problem]
+        return [
+            gauge(
+                f"{name}_up", "1 while it answers", of,
+                [((one.url,), float(not one.problem)) for one in self._machines],
+            ),
+            gauge(f"{name}_places", "Maximum sandboxes", of,
+                  [(url, float(load.sandboxes)) for url, load in loads]),
+            gauge(f"{name}_open", "Its open sandboxes, of all clients", of,
+                  [(url, float(load.open)) for url, load in loads]),
+            gauge(f"{name}_waiting", "Requests for one, of all clients", of,
+                  [(url, float(load.waiting)) for url, load in loads]),
+            gauge(
+                f"{name}_own", "Sandboxes of this process there, with those that are wanted", of,
+                [((one.url,), float(one.open)) for one in self._machines],
+            ),
+            counter(
+                f"{name}_events", "opened: sandboxes; unreachable, lost: failures of the machine",
+                (*of, "event"),
+                [((one.url, event), float(n)) for one in self._machines
+                 for event, n in sorted(one.counts.items())],
+            ),
+        ]  # fmt: skip
+
 
 Members = list[Member[MixSettings]]
 

@@ -37,11 +37,10 @@ from ..rollouts.stream import GroupRequest, group_requests
 from ..settings.runs import CurriculumConfig
 from ..settings.server import is_loopback
 from .context import SharedEngine, rollout_context, shared_engine
-from .curricula import MOST_ESTIMATES, Book, has_curriculum
-from .mix import RunSpec
+from .metrics import Tally
+from .mix import MOST_ESTIMATES, Book, RunSpec, has_curriculum
 from .run_settings import JoinSettings
 from .stopping import Ending, Stop, run_until_stopped
-from .tally import Tally
 
 _log = structlog.get_logger("envserver.join")
 

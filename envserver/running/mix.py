@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from envserver_records.errors import ConfigError, EnvserverError
+import structlog
+from envserver_records.errors import ConfigError, EnvserverError, StoreError, StoreLost
 
 from ..environment import Environment
+from ..rollouts.estimates import UNTRIED, Estimate, Scored, scored_of, updated
+from ..rollouts.events import Event, GroupDelivered, GroupDropped
 from ..rollouts.mixing import Share
 from ..rollouts.scheduler import Scheduler
+from ..rollouts.stream import GroupRequest, again_prefix, group_requests, id_prefix
+from ..rollouts.task_stream import Known, TaskStream
 from ..settings.config import EnvironmentSettings, MixSettings
+from ..settings.runs import CurriculumConfig
+
+if TYPE_CHECKING:
+    from ..store import GroupStore
+
 
 S = TypeVar("S", bound=EnvironmentSettings)
 
@@ -152,3 +164,141 @@ class Several:
             self.failed[name] = error
             if len(self._schedulers) > 1:
                 say(f"{name} has ended: {error.message}")
+
+
+# `serve` reads estimates from the store. `process` keeps them in memory: from the output files and
+# from the groups it makes. The default sampler, `uniform`, follows the environment's order: it
+# needs no estimates.
+
+_log = structlog.get_logger("envserver.curriculum")
+
+_AGAIN_SECONDS = 1.0
+MOST_ESTIMATES = 65_536
+"""Maximum number of tasks that `process` keeps estimates of; the least recently scored is evicted.
+"""
+
+
+def has_curriculum(rules: CurriculumConfig) -> bool:
+    """Returns whether estimates influence the order of tasks."""
+    skips = rules.solved_above is not None or rules.unsolved_share < 1
+    return rules.sampler != "uniform" or skips
+
+
+def stream_of(
+    environment: Environment, curriculum: TaskStream | None, *, repeat: bool
+) -> Iterator[GroupRequest]:
+    """Returns the tasks of a run as groups to be made; see `rollouts.stream.group_requests`."""
+    own = group_requests(environment, repeat=repeat)
+    return own if curriculum is None else curriculum.requests(own)
+
+
+async def curriculum_of_store(
+    environment: Environment, rules: CurriculumConfig, store: GroupStore, version: Callable[[], int]
+) -> TaskStream | None:
+    """Returns a task stream that uses the store's estimates; None if estimates are not used."""
+    store.discount = rules.discount
+    if not has_curriculum(rules):
+        return None
+    prefix = id_prefix(environment)
+    again = await store.count_made(again_prefix(prefix))
+    made = await store.count_made(prefix) - again
+    return TaskStream(
+        rules,
+        look=partial(_look, store, asyncio.get_running_loop()),
+        counts=lambda: (made, again),
+        seed=environment.config.seed,
+        version=version,
+    )
+
+
+def _look(store: GroupStore, loop: asyncio.AbstractEventLoop, asked: list[GroupRequest]) -> Known:
+    """Reads estimates from the thread that reads tasks."""
+    return asyncio.run_coroutine_threadsafe(_ask(store, asked), loop).result()
+
+
+async def _ask(store: GroupStore, asked: list[GroupRequest]) -> Known:
+    """Reads the store's estimates of these tasks; retries until the store answers."""
+    env, split = asked[0].env, asked[0].split
+    while True:
+        try:
+            made = await store.made([request.group_id for request in asked])
+            ids = list({request.task.id for request in asked})
+            return Known(made, await store.estimates_of(env, split, ids))
+        except StoreLost:
+            raise
+        except StoreError as error:
+            _log.warning("estimates.not_read", error=str(error))
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+
+class Book:
+    """The groups and tasks of one run of `process` or `join`, without a store.
+
+    Args:
+        known: returns which of these groups exist already; it may block.
+        counts: number of groups in the environment's order beyond those that are read, and the
+            number at which re-sampled groups of all tasks continue.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        rules: CurriculumConfig,
+        *,
+        known: Callable[[list[str]], set[str]] | None = None,
+        counts: tuple[int, int] = (0, 0),
+        version: Callable[[], int] = lambda: -1,
+    ) -> None:
+        self._prefix = id_prefix(environment)
+        self._discount = rules.discount
+        self._made: set[str] = set()
+        self._known = known
+        self._more = counts
+        self._estimates: OrderedDict[str, Estimate] = OrderedDict()
+        self.curriculum = TaskStream(
+            rules,
+            look=self._look,
+            counts=self._counts,
+            seed=environment.config.seed,
+            version=version,
+        )
+
+    def learn(self, estimates: Mapping[str, Estimate]) -> None:
+        """Takes over estimates from earlier."""
+        self._estimates.update(estimates)
+
+    def read(self, scored: Scored) -> None:
+        """Takes note of a group that was made earlier."""
+        if scored.group_id.startswith(self._prefix) and scored.group_id not in self._made:
+            self._made.add(scored.group_id)
+            self._count(scored)
+
+    def observe(self, event: Event) -> None:
+        """Updates the estimate of the task that an event is about."""
+        news: Scored | None = None
+        if isinstance(event, GroupDelivered):
+            news = scored_of(event.group)
+        elif isinstance(event, GroupDropped):
+            news = event.scored
+        if news is not None:
+            self._count(news)
+            self.curriculum.observe(event)
+
+    def _count(self, scored: Scored) -> None:
+        before = self._estimates.pop(scored.task_id, UNTRIED)
+        self._estimates[scored.task_id] = updated(before, scored, self._discount)
+        if len(self._estimates) > MOST_ESTIMATES:
+            self._estimates.popitem(last=False)
+
+    def _counts(self) -> tuple[int, int]:
+        again = sum(one.startswith(again_prefix(self._prefix)) for one in self._made)
+        own, later = self._more
+        return len(self._made) - again + own, again + later
+
+    def _look(self, asked: list[GroupRequest]) -> Known:
+        found = ((one.task.id, self._estimates.get(one.task.id)) for one in asked)
+        ids = [request.group_id for request in asked]
+        return Known(
+            self._made.intersection(ids) | (self._known(ids) if self._known else set()),
+            {task_id: estimate for task_id, estimate in found if estimate is not None},
+        )

@@ -50,7 +50,7 @@ from ..workers.linux import killing_programs
 from . import replaying, rescoring, scoring, verifying
 from .evaluating import Choice, Evaluation, evaluate_members
 from .evaluating import Member as EvaluatedMember
-from .group_run import Give, GroupRun
+from .group_run import Give, GroupRun, process_run
 from .hosting import Members
 from .judging import kept_answers
 from .mix import Member, RunSpec, alone, share_total
@@ -67,7 +67,6 @@ from .options import (
     with_environment,
 )
 from .prices import pricing_of
-from .processing import process_run
 from .run_settings import (
     EvaluateSettings,
     ProcessSettings,

@@ -31,7 +31,7 @@ from ..rollouts.stream import GroupRequest
 from ..settings.config import MixSettings, RolloutsConfig
 from .bootstrap import beside
 from .mix import RunSpec
-from .ray_runners import (
+from .ray_serving import (
     bind_host,
     check_engine,
     config_of_part,

@@ -47,7 +47,7 @@ from ..tokens.builder import trained_ids
 from ..workers.debugging import DebugPool
 from .context import SharedEngine, rollout_context
 from .judging import beside_source, folder_of, judge_of
-from .task_finder import TaskFinder
+from .scoring import TaskFinder
 
 _log = structlog.get_logger("envserver.replay")
 

@@ -39,7 +39,7 @@ from ..settings.runs import JudgeConfig
 from ..tokens.builder import trained_ids
 from .judging import beside_source, judge_line, judge_of, scorer_processes
 from .sandboxes import sandboxes_of
-from .task_finder import TaskFinder, environment_of
+from .scoring import TaskFinder, environment_of
 
 LEFT_OUT = {
     "other_environment": "groups of another environment",

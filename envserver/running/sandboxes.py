@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from ..environment import Environment, Isolation
 from ..folders import loaded_paths
-from ..sandbox.elsewhere import SandboxSource, foreign, machines_of
 from ..sandbox.maker import SandboxMaker
 from ..sandbox.service import SandboxService
+from ..sandbox.source import SandboxSource, foreign, machines_of
 from ..sandbox.watched import WatchedSandboxes
 from ..settings.config import SandboxConfig
 

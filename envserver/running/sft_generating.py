@@ -20,10 +20,10 @@ from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import group_requests
 from .context import rollout_context
 from .group_run import Show
+from .metrics import Tally
 from .mix import RunSpec
 from .run_settings import SftSettings
 from .stopping import Ending, Stop, run_until_stopped
-from .tally import Tally
 
 
 @dataclass(frozen=True)

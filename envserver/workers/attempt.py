@@ -29,13 +29,13 @@ from envserver_records.errors import AgentError, LimitReached
 from ..environment import Environment, tools_of
 from ..rollout_interface import HarnessSpec
 from ..tools.calling import TIMED
-from .elsewhere import asked_elsewhere
 from .failures import ended_by, failure_of, output_of, sendable
 from .frames import MAX_RESULT_BYTES
 from .harness import CallRecord, harness_task, play
 from .http_client import HttpClient, RequestFailed
 from .instances import Instances
 from .printing import PRINTING
+from .remote_agent import ask_remote_agent
 from .run import AttemptRun, Job
 
 HTTP_TRIES = 3
@@ -173,7 +173,7 @@ class WorkerAttempt:
         if not spec.url:
             return await play(environment, job.task, spec, run, self._record)
         task = await harness_task(environment, job.task, run)
-        return await asked_elsewhere(task, job.task.id, spec, run, environment.sandbox)
+        return await ask_remote_agent(task, job.task.id, spec, run, environment.sandbox)
 
     async def _record(self) -> CallRecord:
         return msgspec.json.decode(await self._request("GET", "record"), type=CallRecord)

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from envserver.registry.installed import Installed, Interpreter, home, this_version, write_record
-from envserver.running.installing_backends import describe
+from envserver.running.installing import describe
 
 
 def install(python: Path, package: str, *references: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from envserver.registry.installed import Installed, write_record
-from envserver.running.installing_backends import describe, make_venv
+from envserver.running.installing import describe, make_venv
 
 PACKAGES = Path(__file__).parent
 

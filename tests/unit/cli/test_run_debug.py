@@ -28,7 +28,7 @@ from envserver.cli.console import Console
 from envserver.cli.conversation import Samples
 from envserver.cli.overview import Overview
 from envserver.cli.progress import summary_table
-from envserver.running.tally import Tally
+from envserver.running.metrics import Tally
 from envserver.telemetry.history import Name, Row
 from envserver.telemetry.numbers import gauge
 

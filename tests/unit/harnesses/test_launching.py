@@ -14,7 +14,7 @@ from envserver.harnesses import HARNESSES, harness_of
 from envserver.harnesses.installing import agents_folder, install, version_in
 from envserver.harnesses.launch import Launch, Session
 from envserver.rollout_interface import HarnessSpec
-from envserver.running.harnesses import chosen_harness
+from envserver.running.context import chosen_harness
 from envserver.settings.runs import HarnessConfig
 
 KEY = "key-of-the-attempt"

@@ -28,7 +28,7 @@ from envserver import ExecResult, InputError, Sandbox, SandboxConfig, SandboxLim
 from envserver.api import create_token
 from envserver.cli.console import Console
 from envserver.cli.doctor_command import look_at_machines, show_machines
-from envserver.running.hosting_metrics import SandboxMachineNumbers
+from envserver.running.hosting import SandboxMachineNumbers
 from envserver.running.sandbox_serving import ServedSandboxes
 from envserver.sandbox import SandboxClient, SandboxService
 from envserver.sandbox.remote import machines as machines_module

@@ -28,9 +28,9 @@ from envserver import InputError, Sandbox, SandboxConfig, Sandboxes, SandboxLimi
 from envserver.sandbox import SandboxClient, SandboxService, docker_leftovers, find_engine, service
 from envserver.sandbox.cgroups import CgroupAccounts
 from envserver.sandbox.docker_leftovers import new_prefix, remove_leftovers
-from envserver.sandbox.elsewhere import foreign
 from envserver.sandbox.maker import sandboxes_at
 from envserver.sandbox.service import probe
+from envserver.sandbox.source import foreign
 from envserver.sandbox.watched import WatchedSandboxes
 
 CASES = cases_of(__file__)

@@ -30,7 +30,7 @@ class _Answer(msgspec.Struct):
     files: dict[str, str] = {}
 
 
-async def asked_elsewhere(
+async def ask_remote_agent(
     task: HarnessTask,
     task_id: str,
     spec: HarnessSpec,

@@ -20,7 +20,7 @@ _log = structlog.get_logger("envserver.sandbox")
 
 
 class SandboxSource(Protocol):
-    """Where the sandboxes of a run come from: a `SandboxService`, or `Elsewhere`."""
+    """Where the sandboxes of a run come from: a `SandboxService`, or `RemoteSource`."""
 
     @property
     def backend(self) -> str:
@@ -35,7 +35,7 @@ class SandboxSource(Protocol):
         """Paths of this machine that programs never see."""
 
 
-class Elsewhere:
+class RemoteSource:
     """See `SandboxSource`."""
 
     backend = "remote"
@@ -45,7 +45,7 @@ class Elsewhere:
         self.private: list[str] = []
 
 
-def foreign(reference: str) -> Elsewhere:
+def foreign(reference: str) -> RemoteSource:
     """Returns the sandboxes of a class; see `SandboxConfig.maker`.
     Raises ConfigError: there is no such class.
     """
@@ -53,11 +53,11 @@ def foreign(reference: str) -> Elsewhere:
     if place.endswith(".py"):
         reference = f"{Path(place).absolute()}:{name}"  # for processes with other folders
     maker_class(reference)
-    return Elsewhere(ForeignAddress(reference))
+    return RemoteSource(ForeignAddress(reference))
 
 
 @asynccontextmanager
-async def machines_of(config: SandboxConfig) -> AsyncIterator[Elsewhere]:
+async def machines_of(config: SandboxConfig) -> AsyncIterator[RemoteSource]:
     """Yields the sandboxes of the machines in the settings, whose load is watched meanwhile.
     Raises ConfigError: none of them answers, or a file cannot be read.
     """
@@ -77,7 +77,7 @@ async def machines_of(config: SandboxConfig) -> AsyncIterator[Elsewhere]:
             )
         watching = asyncio.create_task(machines.watch(), name="sandbox-machines")
         try:
-            yield Elsewhere(address)
+            yield RemoteSource(address)
         finally:
             await cancel_and_wait(watching)
 
