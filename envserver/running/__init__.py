@@ -22,7 +22,7 @@ __getattr__ = lazy_names(
         "RunSpec": "mix",
         "alone": "mix",
         "make_endpoint": "engines",
-        "process_run": "processing",
+        "process_run": "group_run",
         "rollout_context": "context",
     },
 )
