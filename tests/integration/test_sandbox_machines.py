@@ -31,13 +31,13 @@ def rewards(path: Path) -> dict[str, list[float]]:
 
 
 def test_a_machine_that_is_killed_under_load_costs_no_rollout(tmp_path: Path) -> None:
-    steps = ("--env.total_steps", 12, "--env.ensure_scores_are_not_same", "false")
+    steps = ("--env.total_steps", 24, "--env.ensure_scores_are_not_same", "false")
     with machine(tmp_path) as (first, at_first), machine(tmp_path) as (_, at_second):
         remote = ("--sandbox.remote", f"{at_first},{at_second}")
         out = tmp_path / "elsewhere.jsonl"
         with running(*CODE, *steps, *remote, "--out", out, folder=tmp_path) as process:
-            # Under load: sandboxes are open on both, and groups are still to come.
-            until(lambda: open_at(at_first) and open_at(at_second), process.output)
+            # Under load: a sandbox is open there, and groups are still to come.
+            until(lambda: open_at(at_first), process.output)
             first.kill()
             assert process.end() == 0, process.output()
             told = process.output()
