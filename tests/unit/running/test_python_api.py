@@ -28,7 +28,7 @@ from envserver_records import Group, pack, unpack
 from envserver_records.records import chained, digest_after, is_intact, link_of, sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import echo
+from support import echo, waiting
 from support.api import native_group
 from support.commands import read_jsonl, until
 from support.echo import IDS, AnyIds, Echo
@@ -142,8 +142,8 @@ async def iterated(**settings: Any) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def cancelled(kind: type[Leaving] = Leaving, **settings: Any) -> AsyncIterator[None]:
     call = asyncio.create_task(envserver.aio.process(kind, model="sim", **settings))
-    while len(alive_with(settings["env"]["seconds"])) < 2:  # of tasks and services
-        await asyncio.sleep(0.01)
+    seconds = settings["env"]["seconds"]
+    await waiting.until(lambda: len(alive_with(seconds)) > 1)  # of tasks and services
     yield
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -180,7 +180,7 @@ async def test_programs_of_a_run_end_with_it_and_those_of_its_caller_go_on(call:
         own = stack.enter_context(of_the_caller())
         async with call(env={**env, "seconds": one}):
             async with call(env={**env, "seconds": other}):
-                assert alive_with(one) and alive_with(other)
+                await waiting.until(lambda: alive_with(one) and alive_with(other))
                 own += stack.enter_context(of_the_caller())
             assert alive_with(one) and not alive_with(other)
         assert not alive_with(one) and all(map(alive, own)) and len(own) == 4
