@@ -247,7 +247,7 @@ def _as_pip_takes_it(package: str) -> str:
         return package
     if "://" in package:
         return package
-    raise InputError(f"--with {package!r} is no path, no requirement and no address.")
+    raise InputError(f"--with {package!r} is not a path, a requirement or an address.")
 
 
 def forget(one: Installed, name: str) -> Installed:

@@ -35,7 +35,7 @@ async def started(address: str) -> AsyncIterator[str]:
     if program is None:
         raise ConfigError(
             f"openenv:{address} needs Docker or Podman, and neither is here.",
-            hint="Start the server elsewhere: --env openenv:http://host:8000.",
+            hint="Start the server on another machine: --env openenv:http://host:8000.",
         )
     image = address.removeprefix(_SCHEME)
     words = ("run", "--detach", "--publish", f"127.0.0.1::{_PORT}", image)
