@@ -43,7 +43,7 @@ def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
 
 
 def _simulated() -> Path:
-    from ..models.sim.tokenizer import ASSETS
+    from ..models.sim import ASSETS
 
     return ASSETS
 

@@ -7,8 +7,7 @@ fleet        replicas that come and go; below it addresses
 probe        finds out what an engine can do; below it probe_client
 catalogue    configs/models.yaml, and where a model's tokenizer and chat template are
 manager      starts engines and keeps them running
-sim          the simulated engine, for tests, load and demos
-local        a small engine on transformers
+sim          imports the simulated engine, which is in tools/envserver_local
 """
 
 from __future__ import annotations
@@ -22,34 +21,22 @@ if TYPE_CHECKING:
     from .openai import OpenAIEngine
     from .probe import ProbeResult
     from .replicas import FLOOR, Replica
-    from .sim import RolloutSolver, SimEngine, TextSolver
-    from .sim.tokenizer import ASSETS, shared_tokenizer
 
 __all__ = [
-    "ASSETS",
     "FLOOR",
     "OpenAIEngine",
     "ProbeResult",
     "Replica",
     "ReplicaHealth",
-    "RolloutSolver",
-    "SimEngine",
-    "TextSolver",
-    "shared_tokenizer",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "ASSETS": "sim.tokenizer",
         "FLOOR": "replicas",
         "OpenAIEngine": "openai",
         "ProbeResult": "probe",
         "Replica": "replicas",
         "ReplicaHealth": "engine",
-        "RolloutSolver": "sim",
-        "SimEngine": "sim",
-        "TextSolver": "sim",
-        "shared_tokenizer": "sim.tokenizer",
     },
 )

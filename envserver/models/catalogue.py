@@ -205,7 +205,9 @@ def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) ->
             raise ConfigError(f"tokens.tokenizer: {explicit} has {lack}.")
         return ModelFiles(folder=explicit)
     if probe_result.server.startswith(_SIMULATED):
-        return ModelFiles(folder=Path(__file__).with_name("sim") / "assets")
+        from .sim import ASSETS
+
+        return ModelFiles(folder=ASSETS)
     name = probe_result.root or probe_result.model
     reasons = []
     for folder in [Path(name), *_cached(name)]:

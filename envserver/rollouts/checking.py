@@ -9,7 +9,6 @@ lost, except for results that no agent produces. `running.checking` plays the ro
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import math
 from collections import Counter
@@ -31,7 +30,6 @@ from envserver_records.errors import EnvserverError
 from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult, answer_text
-from ..models.sim.tokenizer import SimTokenizer
 from ..rows.counts import Origin, RowCount, RowCounts, in_file
 from .check_data import (
     MAY_RAISE,
@@ -408,14 +406,11 @@ async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
 
 def _simulated_ids(result: Result) -> list[int]:
     """Returns the tokens of the answer, as the simulated engine would sample them."""
-    tokenizer = _tokenizer()
+    from ..models.sim import shared_tokenizer
+
+    tokenizer = shared_tokenizer()
     text = answer_text(result).encode("utf-8", "replace").decode()
     return [*tokenizer.encode(text), tokenizer.im_end]
-
-
-@functools.cache
-def _tokenizer() -> SimTokenizer:
-    return SimTokenizer()
 
 
 def _cause(error: EnvserverError) -> str:

@@ -23,11 +23,7 @@ from pydantic import ValidationError
 from ..environment import Environment
 from ..export.unified import unified
 from ..models.measured import MeasuredEngine
-from ..models.sim import SimEngine
-from ..models.sim.conversation import Conversation
-from ..models.sim.faulty_answers import Said
-from ..models.sim.policy import Wish
-from ..models.sim.tokenizer import assistant_text, canonical_arguments
+from ..models.sim import Conversation, Said, SimEngine, Wish, assistant_text, canonical_arguments
 from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.group import RolloutContext
 from ..rollouts.single import run_single, single_request

@@ -21,10 +21,18 @@ from ..environment import Environment
 from ..judges.server import JudgeServer
 from ..models.catalogue import find_tokenizer
 from ..models.measured import MeasuredEngine
-from ..models.sim import RolloutSolver, SimEngine, Speaker
-from ..models.sim.conversation import Conversation
-from ..models.sim.faulty_answers import Said, Turn
-from ..models.sim.policy import Policy, Wish, drawn_call, generator
+from ..models.sim import (
+    Conversation,
+    Policy,
+    RolloutSolver,
+    Said,
+    SimEngine,
+    Speaker,
+    Turn,
+    Wish,
+    drawn_call,
+    generator,
+)
 from ..proxy.endpoint import EngineEndpoint
 from ..registry import absolute
 from ..rollouts.attempt import Finished

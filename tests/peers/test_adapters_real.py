@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from envserver_local.simulated import ASSETS
 from envserver_records.experts import experts_from
 from envserver_records.records import Score, Sequence, Trajectory, pack
 from msgspec.structs import replace
@@ -16,8 +17,6 @@ from support.foreign_trainers import ROOT, SUPPORT, alone
 from support.foreign_trainers import told as json_of
 from support.objectives_table import Differences, against_verl
 from support.trajectories import sequence, trajectory
-
-from envserver.models import ASSETS
 
 
 def rollouts() -> list[Trajectory]:

@@ -22,13 +22,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from envserver_local.simulated import ASSETS
 from support.api import api_process, running_api
 from support.commands import free_port, running, until
 from support.foreign_trainers import printed, told
 from support.http_stand_in import standing_in
 from support.waiting import PATIENCE
-
-from envserver.models import ASSETS
 
 
 @contextlib.contextmanager

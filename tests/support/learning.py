@@ -17,9 +17,9 @@ from support.commands import Running, running, until
 
 ROOT = Path(__file__).parent.parent.parent
 _MAKING = (
+    "tools/envserver_local/simulated",
     "tools/envserver_local/tiny",
     "environments/envserver_environments/math",
-    "envserver/models/sim",
 )
 
 

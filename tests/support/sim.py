@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from envserver_local.simulated import SimEngine, TextSolver, shared_tokenizer
+
 from envserver import SimConfig
-from envserver.models import SimEngine, TextSolver, shared_tokenizer
 
 TOKENIZER = shared_tokenizer()
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

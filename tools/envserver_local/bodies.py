@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from envserver_records.errors import EngineRefused
 
-from envserver.models.sim import conversation
+from envserver_local.simulated import conversation
 
 Unit = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]

@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from envserver import __version__
-from envserver.models.sim.conversation import read
+from envserver_local.simulated.conversation import read
 
 from . import weights
 from .bodies import BucketBody, FinishBody, JoinBody, LoraBody, RpcBody, VersionBody

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from envserver_records.errors import EngineRefused
 
-from envserver.models.sim.conversation import DetokenizeBody, read
+from envserver_local.simulated.conversation import DetokenizeBody, read
 
 from . import answers
 from .answers import CallReader

@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from envserver.models.sim.conversation import DetokenizeBody, read
-from envserver.models.sim.engine import ProgramsOnly
+from envserver_local.simulated.conversation import DetokenizeBody, read
+from envserver_local.simulated.engine import ProgramsOnly
 
 from .answers import CallReader
 from .bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody, refuse_foreign

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from envserver.models.sim.server import QuietServer, listening_socket
+from envserver_local.simulated.server import QuietServer, listening_socket
 
 from . import kv_cache
 from .adapters import Adapters

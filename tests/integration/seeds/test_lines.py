@@ -19,10 +19,9 @@ from typing import Any
 
 import pytest
 from envserver_environments.smolagents_integration import set_earlier_defaults
+from envserver_local.simulated import ASSETS
 from support.commands import environment_variables, envserver, read_jsonl, running
 from support.waiting import PATIENCE
-
-from envserver.models import ASSETS
 
 ROOT = Path(__file__).parents[3]
 SECTIONS = tomllib.loads(Path(__file__).with_name("lines.toml").read_text())["section"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_local.simulated import ASSETS
 from envserver_records.errors import EngineRefused, InputError
 from envserver_records.records import Call
 from support.api import registration
@@ -20,7 +21,6 @@ from support.waiting import until
 from envserver.models.addresses import EngineAddresses
 from envserver.models.fleet import read_list
 from envserver.models.replicas import Registration as KnownEngine
-from envserver.models.sim.tokenizer import ASSETS
 from envserver.proxy import ProxyAttempt
 from envserver.remote.link import Link, RunnerGate
 from envserver.remote.messages import Registration

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import orjson
 import pytest
+from envserver_local.simulated import SimEngine
 from envserver_records.errors import EngineTimeout, LimitReached, RolloutError, Stale, StoreError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,6 @@ from envserver.api.live.follower import MOST_ALONE, Follower
 from envserver.api.metrics import Metrics
 from envserver.api.recording import AlarmWatch
 from envserver.models.measured import MeasuredEngine
-from envserver.models.sim import SimEngine
 from envserver.rollouts.events import GroupDropped, RolloutFailed
 from envserver.settings.config import SimConfig
 from envserver.settings.server import AlarmsConfig

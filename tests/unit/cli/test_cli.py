@@ -69,7 +69,7 @@ RUN_API = "from envserver.cli import main; assert main(['run-api', '--nonsense']
             RUN_API,
             1080,
             "aiohttp dotenv jinja2 pebble rich tokenizers websockets yaml "
-            "sqlalchemy.dialects.postgresql envserver.models.sim envserver.registry "
+            "sqlalchemy.dialects.postgresql envserver_local.simulated envserver.registry "
             "envserver.rollouts.group envserver.sandbox envserver.workers.process",
         ),
     ],

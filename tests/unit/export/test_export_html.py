@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_local.simulated import shared_tokenizer
 
 from envserver.export import Options, group_of, html
 from envserver.export.html import Html, HtmlPages
-from envserver.models import shared_tokenizer
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)> \" onclick='alert(3)' "

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_local.simulated import sim_app
 from envserver_records.errors import (
     ConfigError,
     EngineError,
@@ -48,7 +49,6 @@ from envserver import OpenAIConfig
 from envserver.models import FLOOR, OpenAIEngine, ProbeResult, ReplicaHealth
 from envserver.models.connections import SseParser
 from envserver.models.probe import probe
-from envserver.models.sim import sim_app
 from envserver.settings.config import Mode
 
 CHAT = "/v1/chat/completions"

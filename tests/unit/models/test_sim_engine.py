@@ -18,6 +18,17 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
+from envserver_local.simulated import (
+    ASSETS,
+    RolloutSolver,
+    SimEngine,
+    Solution,
+    TextSolver,
+    serve_sim,
+)
+from envserver_local.simulated.faulty_answers import REFUSALS
+from envserver_local.simulated.make_tokenizer import build_tokenizer, tokenizer_config
+from envserver_local.simulated.wording import spoiled_answer
 from envserver_records.errors import ConfigError, EngineGarbage, EngineRefused, EngineUnavailable
 from envserver_records.records import Task
 from hypothesis import given, settings
@@ -47,11 +58,7 @@ from support.waiting import PATIENCE
 from envserver import OpenAIConfig, SimConfig, aio
 from envserver.cli import main
 from envserver.environment import Environment
-from envserver.models import ASSETS, OpenAIEngine, RolloutSolver, SimEngine, TextSolver
-from envserver.models.sim import Solution, serve_sim
-from envserver.models.sim.faulty_answers import REFUSALS
-from envserver.models.sim.make_tokenizer import build_tokenizer, tokenizer_config
-from envserver.models.sim.wording import spoiled_answer
+from envserver.models import OpenAIEngine
 from envserver.running.simulated_server import demonstration_solver, question_text
 
 CASES = cases_of(__file__)

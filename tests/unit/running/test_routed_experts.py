@@ -17,6 +17,9 @@ from envserver_clients import SyncEnvClient
 from envserver_clients.adapters.skyrl import output_of
 from envserver_clients.adapters.slime import samples_of
 from envserver_clients.adapters.verl import outputs_of
+from envserver_local.simulated import SimEngine, TextSolver
+from envserver_local.simulated.planner import Plan
+from envserver_local.simulated.server import sim_app
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.experts import experts_from, table_from_text, table_to_text
 from envserver_records.records import Group, Trajectory, pack, unpack
@@ -33,9 +36,6 @@ from envserver import Environment, Score, Settings, SimConfig, Task, TokensConfi
 from envserver.export import group_line
 from envserver.export.stored import group_of
 from envserver.export.stored_group import group_record
-from envserver.models import SimEngine, TextSolver
-from envserver.models.sim.planner import Plan
-from envserver.models.sim.server import sim_app
 from envserver.running.delivered import read_line
 from envserver.running.engines import make_endpoint
 

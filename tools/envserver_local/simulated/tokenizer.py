@@ -14,7 +14,6 @@ import codecs
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +22,8 @@ from envserver_records.records import Logprobs, Message
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+
+from . import ASSETS
 
 _MASK = (1 << 64) - 1
 _BASE = 0x9E3779B97F4A7C15
@@ -116,8 +117,6 @@ class Logits:
         return self._table[bins.astype(np.intp)]
 
 
-ASSETS = Path(__file__).parent / "assets"
-"""The folder with tokenizer.json and tokenizer_config.json."""
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 LARGEST_CONTEXT = 262_144
 """Maximum of `sim.context_tokens`: no prefix may be longer."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ...settings.config import SimConfig
+from envserver.settings.config import SimConfig
+
 from .tokenizer import assistant_text, canonical_arguments
 
 REFUSALS = (

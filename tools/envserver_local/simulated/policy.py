@@ -22,7 +22,8 @@ from typing import Any, Protocol
 import msgspec
 from envserver_records.records import Message
 
-from ...settings.config import SimConfig
+from envserver.settings.config import SimConfig
+
 from .conversation import Conversation, refusal
 from .faulty_answers import Said, Turn, faulty
 from .tokenizer import END_OF_TEXT, IM_END, IM_START, canonical_arguments

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...settings.config import SimConfig
+from envserver.settings.config import SimConfig
+
 from .answers import MODEL, ChatAnswer, CompletionAnswer, Ending, GenerateAnswer, Sampled, completed
 from .conversation import (
     Body,

@@ -1,4 +1,4 @@
-"""Makes the tokenizer of the simulated engine: `python -m envserver.models.sim.make_tokenizer`.
+"""`python -m envserver_local.simulated.make_tokenizer` makes the simulated engine's tokenizer.
 
 In flows `assets/corpus.txt` and the words of the policy, all written for this project; out flow
 `assets/tokenizer.json` and `assets/tokenizer_config.json`, a folder that also loads with
@@ -18,7 +18,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .tokenizer import ASSETS, END_OF_TEXT, IM_END, IM_START, LARGEST_CONTEXT
+from . import ASSETS
+from .tokenizer import END_OF_TEXT, IM_END, IM_START, LARGEST_CONTEXT
 from .wording import CLOSERS, NOUNS, OPENERS, VERBS
 
 VOCABULARY_SIZE = 1536

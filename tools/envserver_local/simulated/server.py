@@ -24,7 +24,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Send
 
-from ...settings.config import SimConfig
+from envserver.settings.config import SimConfig
+
 from .answers import FINGERPRINT
 from .engine import ProgramsOnly, SimEngine
 from .planner import Plan

@@ -30,9 +30,10 @@ from envserver_records.records import Message
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ... import __version__
-from ...settings.config import SimConfig
-from ..engine import ReplicaHealth
+from envserver import __version__
+from envserver.models.engine import ReplicaHealth
+from envserver.settings.config import SimConfig
+
 from .answers import MODEL
 from .conversation import Conversation, plain_messages, refusal
 from .faulty_answers import Said
