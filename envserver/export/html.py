@@ -25,9 +25,9 @@ from envserver_records.costs import Cost
 from envserver_records.records import Message, text_of
 from markupsafe import Markup
 
-from ..formats.token_texts import token_texts
+from ..formats.token_texts import seen, token_texts
 from .formats import Options, Row, Written
-from .run_facts import RunFacts, seen
+from .run_facts import RunFacts
 from .shards import failed, needs_folder
 from .stored import StoredGroup, StoredRollout, StoredRow
 

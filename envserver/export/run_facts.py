@@ -7,14 +7,12 @@ bounded, however long the run is; names beyond `MOST_NAMES` are counted as `OTHE
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from envserver_records.scores import RewardRange
-from markupsafe import Markup
 
 from .stored import StoredGroup, StoredRollout
 
@@ -172,23 +170,3 @@ def _count(counter: Counter[str], name: str, number: int = 1) -> None:
     if name not in counter and len(counter) >= MOST_NAMES:
         name = OTHER
     counter[name] += number
-
-
-_UNSEEN: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
-)
-"""Invisible characters, and those that change the direction of the text around them."""
-
-
-def seen(value: Any) -> Any:
-    """Makes invisible characters of a template's value visible, before it is escaped."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return _UNSEEN.sub(_named, value)
-    return value
-
-
-def _named(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return f"[U+{code:04X}]"

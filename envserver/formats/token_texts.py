@@ -1,15 +1,16 @@
-"""Turns token ids into text, with the tokenizers on this machine.
+"""Text that people read: token ids as text, and invisible characters made visible.
 
-In: the name of the model that sampled them. Out: a function from an id to its text. What holds: no
-network; an id that is not text by itself (part of a character, not in the vocabulary) has none.
+The tokenizers are those on this machine, without the network. An id that is not text by itself
+(part of a character, not in the vocabulary) has none.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from envserver_records.errors import ConfigError
 
@@ -71,3 +72,23 @@ def _texts_of(folder: Path) -> Callable[[int], str | None]:
         return None if not found or _BROKEN in found else found
 
     return text
+
+
+_UNSEEN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+"""Invisible characters, and those that change the direction of the text around them."""
+
+
+def seen(value: Any) -> Any:
+    """Makes invisible characters of a template's value visible, before it is escaped."""
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return _UNSEEN.sub(_named, value)
+    return value
+
+
+def _named(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return f"[U+{code:04X}]"
