@@ -28,206 +28,191 @@ class Command:
     """A command: its module and a one-line summary.
 
     Args:
-        module: the module that has `function` (`run(argv) -> exit status`; an EnvserverError is
-            explained in one line, with status 2 if the caller is at fault) and `spec`, the
-            CommandSpec; "" for a group of commands.
+        module: dotted name of the module that has `function` (`run(argv) -> exit status`; an
+            EnvserverError is explained in one line, with status 2 if the caller is at fault) and
+            `spec`, the CommandSpec; with a leading dot: a module of this package; "" for a group
+            of commands.
         has_environment: it takes `--env`.
         has_debugger: `--debug` starts a debugger instead of only showing tracebacks.
         words: its subcommands.
+        before: the command of envserver that `--help` lists after it; "": it is listed last.
     """
 
     module: str
     summary: str
-    has_environment: bool = True
-    has_debugger: bool = False
     function: str = "run"
     spec: str = "COMMAND"
+    has_environment: bool = False
+    has_debugger: bool = False
     words: Mapping[str, Command] = field(default_factory=dict)
+    before: str = ""
 
     def load_spec(self) -> CommandSpec[Any] | None:
         """Returns what the command declares; None if it parses its arguments itself."""
         if not self.spec:
             return None
-        module = importlib.import_module(f".{self.module}", __name__)
+        module = importlib.import_module(self.module, __name__)
         return cast("CommandSpec[Any]", getattr(module, self.spec))
 
 
-def _other(
-    module: str, summary: str, function: str = "run", spec: str = "COMMAND", **words: Command
-) -> Command:
-    """Creates a command that takes no environment; `words` are its subcommands."""
-    return Command(module, summary, False, function=function, spec=spec, words=words)
-
-
-def _generate(name: str, summary: str) -> Command:
-    """Creates `sft NAME generate`."""
-    return _other("sft_generate_command", summary, f"run_{name}", name.upper())
-
-
 _EVALUATE = {
-    "compare": _other("evaluate_command", "compare two evaluations", "run_compare", "COMPARE"),
-    "merge": _other(
-        "evaluate_command", "combine the shards of an evaluation", "run_merge", "MERGE"
+    "compare": Command(".evaluate_command", "compare two evaluations", "run_compare", "COMPARE"),
+    "merge": Command(
+        ".evaluate_command", "combine the shards of an evaluation", "run_merge", "MERGE"
     ),
-    "report": _other(
-        "evaluate_command", "write the report of an evaluation again", "run_report", "REPORT"
-    ),
-}
-_SFT = {
-    "build": _other(
-        "sft_command", "make rows for each tool from unified trajectories", "run_build", "BUILD"
-    ),
-    "preview": _other("sft_command", "show what `sft build` would write", "run_preview", "PREVIEW"),
-    "router": _other(
-        "sft_command",
-        "prepare queries and plans",
-        "run_router",
-        "ROUTER",
-        generate=_generate("router", "let a teacher write plans for queries"),
-    ),
-    "math": _other(
-        "sft_command",
-        "prepare problems with solutions",
-        "run_math",
-        "MATH",
-        generate=_generate("math", "keep a teacher's right solutions of k tries"),
-    ),
-    "code": _other(
-        "sft_command",
-        "prepare programs",
-        "run_code",
-        "CODE",
-        generate=_generate("code", "keep a teacher's programs that pass their tests"),
+    "report": Command(
+        ".evaluate_command", "write the report of an evaluation again", "run_report", "REPORT"
     ),
 }
 _MODELS = {
-    "list": _other("models_command", "list the models that have names", "run_list", "LIST"),
-    "start": _other(
-        "models_command", "start an engine for a model and keep it running", "run_start", "START"
+    "list": Command(".models_command", "list the models that have names", "run_list", "LIST"),
+    "start": Command(
+        ".models_command", "start an engine for a model and keep it running", "run_start", "START"
     ),
-    "tiny": _other("models_command", "train a tiny language model on a laptop", "run_tiny", "TINY"),
-    "probe": _other(
-        "models_command", "show what an engine supports and what it lacks", "run_probe", "PROBE"
+    "tiny": Command(
+        ".models_command", "train a tiny language model on a laptop", "run_tiny", "TINY"
     ),
-    "sim": _other("models_command", "serve the simulated engine over HTTP", "run_simulated", "SIM"),
+    "probe": Command(
+        ".models_command", "show what an engine supports and what it lacks", "run_probe", "PROBE"
+    ),
+    "sim": Command(
+        ".models_command", "serve the simulated engine over HTTP", "run_simulated", "SIM"
+    ),
 }
 _ENV = {
-    "install": _other("env_command", "install a package of environments", "run_install", "INSTALL"),
-    "list": _other("env_command", "list what is installed", "run_list", "LIST"),
-    "remove": _other("env_command", "remove an installed package", "run_remove", "REMOVE"),
-    "push": _other("env_command", "share a project on the hub", "run_push", "PUSH"),
+    "install": Command(
+        ".env_command", "install a package of environments", "run_install", "INSTALL"
+    ),
+    "list": Command(".env_command", "list what is installed", "run_list", "LIST"),
+    "remove": Command(".env_command", "remove an installed package", "run_remove", "REMOVE"),
+    "push": Command(".env_command", "share a project on the hub", "run_push", "PUSH"),
 }
 _AGENTS = {
-    "install": _other(
-        "env_command",
-        "install a coding agent for --agent",
-        "run_agents_install",
-        "AGENTS_INSTALL",
+    "install": Command(
+        ".env_command", "install a coding agent for --agent", "run_agents_install", "AGENTS_INSTALL"
     ),
-    "list": _other(
-        "env_command", "list the agents that are known", "run_agents_list", "AGENTS_LIST"
+    "list": Command(
+        ".env_command", "list the agents that are known", "run_agents_list", "AGENTS_LIST"
     ),
 }
 _SANDBOXES = {
-    "serve": _other(
-        "serve", "make sandboxes on this machine for remote servers", "run_sandboxes", "SANDBOXES"
+    "serve": Command(
+        ".serve", "make sandboxes on this machine for remote servers", "run_sandboxes", "SANDBOXES"
     ),
 }
 _TOKEN = {
-    "create": _other("token_command", "make a token for a role; print it", "run_create", "CREATE"),
-    "list": _other("token_command", "list tokens: name, role, expiry", "run_list", "LIST"),
-    "revoke": _other("token_command", "revoke a token by name or id", "run_revoke", "REVOKE"),
+    "create": Command(
+        ".token_command", "make a token for a role; print it", "run_create", "CREATE"
+    ),
+    "list": Command(".token_command", "list tokens: name, role, expiry", "run_list", "LIST"),
+    "revoke": Command(".token_command", "revoke a token by name or id", "run_revoke", "REVOKE"),
 }
 
 COMMANDS = {
-    "init": _other("env_command", "make the package of a new environment", "run_init", "INIT"),
-    "sample": _other(
-        "env_command", "write sample files of an environment's inputs", "run_sample", "SAMPLE"
+    "sample": Command(
+        ".env_command", "write sample files of an environment's inputs", "run_sample", "SAMPLE"
     ),
-    "process": Command("process", "make scored rollouts and write them to a JSONL file"),
+    "process": Command(
+        ".process", "make scored rollouts and write them to a JSONL file", has_environment=True
+    ),
     "evaluate": Command(
-        "evaluate_command", "measure a model: pass@k, pass^k, next to baselines", words=_EVALUATE
+        ".evaluate_command",
+        "measure a model: pass@k, pass^k, next to baselines",
+        has_environment=True,
+        words=_EVALUATE,
     ),
-    "lm-eval": _other(
-        "evaluate_command",
-        "run tasks of lm-evaluation-harness on a model",
-        "run_lm_eval",
-        "LM_EVAL",
+    "serve": Command(
+        ".serve",
+        "run an environment and serve its groups to trainers over HTTP",
+        has_environment=True,
     ),
-    "serve": Command("serve", "run an environment and serve its groups to trainers over HTTP"),
-    "sft-gen": Command(
-        "process",
-        "write the best rollouts as rows for supervised training",
-        function="run_sft_gen",
-        spec="SFT_GEN",
+    "top": Command(".view_command", "show what a running server does", "run_top", "TOP"),
+    "view": Command(
+        ".view_command", "show groups and rollouts in the browser: files, stores, servers"
     ),
-    "top": _other("view_command", "show what a running server does", "run_top", "TOP"),
-    "view": _other(
-        "view_command", "show groups and rollouts in the browser: files, stores, servers"
-    ),
-    "run-api": _other("serve", "serve trainers and remote environments", "run_api", "RUN_API"),
+    "run-api": Command(".serve", "serve trainers and remote environments", "run_api", "RUN_API"),
     "join": Command(
-        "serve", "run an environment here for a remote server", function="run_join", spec="JOIN"
+        ".serve",
+        "run an environment here for a remote server",
+        "run_join",
+        "JOIN",
+        has_environment=True,
     ),
     "run": Command(
-        "run_command", "run an environment's agent once, or debug it", has_debugger=True
+        ".run_command",
+        "run an environment's agent once, or debug it",
+        has_environment=True,
+        has_debugger=True,
     ),
-    "export": _other("export_command", "filter stored rollouts and write them in another format"),
-    "verify": _other(
-        "score_command", "check delivered tokens against the engine", "run_verify", "VERIFY"
+    "verify": Command(
+        ".score_command", "check delivered tokens against the engine", "run_verify", "VERIFY"
     ),
     "score": Command(
-        "score_command",
+        ".score_command",
         "score given answers, without a model",
-        function="run_score",
-        spec="SCORE",
+        "run_score",
+        "SCORE",
+        has_environment=True,
     ),
     "rescore": Command(
-        "score_command",
+        ".score_command",
         "score stored rollouts again, or by another rubric",
-        function="run_rescore",
-        spec="RESCORE",
+        "run_rescore",
+        "RESCORE",
+        has_environment=True,
     ),
     "replay": Command(
-        "run_command",
+        ".run_command",
         "run one recorded rollout again",
+        "run_replay",
+        "REPLAY",
+        has_environment=True,
         has_debugger=True,
-        function="run_replay",
-        spec="REPLAY",
     ),
-    "scenarios": _other(
-        "process", "run models in a scenario, keep traces", "run_scenarios", "SCENARIOS"
+    "check": Command(
+        ".check_command",
+        "check that an environment's rewards cannot be cheated",
+        has_environment=True,
     ),
-    "convert": _other(
-        "export_command",
-        "make unified trajectories from other formats",
-        "run_convert",
-        "CONVERT",
+    "models": Command("", "start a model, make a tiny one, probe an engine", words=_MODELS),
+    "env": Command("", "install and share packages of environments", words=_ENV),
+    "agents": Command("", "install external agents", words=_AGENTS),
+    "sandboxes": Command("", "make sandboxes for remote servers", words=_SANDBOXES),
+    "token": Command("", "create, list and revoke access tokens", words=_TOKEN),
+    "doctor": Command(".doctor_command", "show what this machine can do, sandboxes first"),
+    "list": Command(".env_command", "list the installed environments", "run_environments", ""),
+    "completion": Command(
+        ".completion", "print the completion script of bash, zsh or fish", spec=""
     ),
-    "validate": _other(
-        "export_command", "check files of unified trajectories", "run_validate", "VALIDATE"
-    ),
-    "sft": Command("", "build data for supervised fine-tuning", False, words=_SFT),
-    "merge": _other("merge_command", "merge models: base + alpha * (rl - sft)"),
-    "sweep": Command(
-        "merge_command",
-        "merge with several alphas, evaluate each, draw the reward",
-        function="run_sweep",
-        spec="SWEEP",
-    ),
-    "publish": _other(
-        "merge_command", "publish a model or an adapter on the hub", "run_publish", "PUBLISH"
-    ),
-    "check": Command("check_command", "check that an environment's rewards cannot be cheated"),
-    "models": Command("", "start a model, make a tiny one, probe an engine", False, words=_MODELS),
-    "env": Command("", "install and share packages of environments", False, words=_ENV),
-    "agents": Command("", "install external agents", False, words=_AGENTS),
-    "sandboxes": Command("", "make sandboxes for remote servers", False, words=_SANDBOXES),
-    "token": Command("", "create, list and revoke access tokens", False, words=_TOKEN),
-    "doctor": _other("doctor_command", "show what this machine can do, sandboxes first"),
-    "list": _other("env_command", "list the installed environments", "run_environments", ""),
-    "completion": _other("completion", "print the completion script of bash, zsh or fish", spec=""),
 }
+
+
+def all_commands() -> dict[str, Command]:
+    """Returns the commands of envserver and of installed packages, as `--help` lists them.
+
+    A package adds commands by an entry point of the group `envserver.commands`: a dict of names
+    and `Command`s. Reading entry points takes a tenth of a second, so only help, completion and
+    commands that are not in `COMMANDS` do it.
+    """
+    from importlib.metadata import entry_points
+
+    listed = list(COMMANDS.items())
+    for point in sorted(entry_points(group="envserver.commands"), key=lambda point: point.name):
+        try:
+            added: Mapping[str, Command] = point.load()
+        except Exception as error:  # noqa: BLE001 - a broken package must not break other commands
+            _complain(f"The commands of {point.value} cannot be loaded: {error}")
+            continue
+        for name, command in added.items():
+            names = [known for known, _ in listed]
+            if name not in names:
+                place = names.index(command.before) if command.before in names else len(names)
+                listed.insert(place, (name, command))
+    return dict(listed)
+
+
+def find_command(name: str) -> Command | None:
+    return COMMANDS.get(name) or all_commands().get(name)
 
 
 def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -> int:
@@ -255,9 +240,8 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    commands = {n: c for n, c in COMMANDS.items() if environment is None or c.has_environment}
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_help(commands, environment))
+        print(_help(environment))
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
         from .. import __version__
@@ -265,10 +249,10 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
         print(f"envserver {__version__}")
         return 0
     name, rest = words[0], words[1:]
-    if name not in commands:
-        _complain(f"There is no command {name!r}.", _hint(name, commands))
+    command = find_command(name)
+    if command is None or (environment is not None and not command.has_environment):
+        _complain(f"There is no command {name!r}.", _hint(name, _listed(environment)))
         return 2
-    command = commands[name]
     if rest and rest[0] in command.words:
         return _run(*subcommand(command, rest), debug, environment)
     if not command.module:
@@ -307,7 +291,7 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
             spec.show_help(argv, program=_program(environment), with_environment=alone)
             return 0
         with lean_imports():
-            module = importlib.import_module(f".{command.module}", __name__)
+            module = importlib.import_module(command.module, __name__)
         if command.has_environment:
             from ..workers.linux import kill_programs_at_end
 
@@ -406,8 +390,13 @@ def _program(environment: str | None) -> str:
     return f"python -m envserver_environments.{environment}"
 
 
-def _help(commands: dict[str, Command], environment: str | None) -> str:
+def _listed(environment: str | None) -> dict[str, Command]:
+    return {n: c for n, c in all_commands().items() if environment is None or c.has_environment}
+
+
+def _help(environment: str | None) -> str:
     program = _program(environment)
+    commands = _listed(environment)
     width = max(map(len, commands))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in commands.items()]
     example = "--env.total_steps 8 --model sim"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from . import COMMANDS, Command, subcommand
+from . import Command, all_commands, find_command, subcommand
 
 if TYPE_CHECKING:
     from ..running.options import Option
@@ -115,11 +115,12 @@ def candidates(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _possible(before: Sequence[str], current: str) -> Iterator[tuple[str, str]]:
     """Yields candidates, including those that do not begin with `current`."""
     if not before:
-        yield from ((name, command.summary) for name, command in COMMANDS.items())
+        yield from ((name, command.summary) for name, command in all_commands().items())
         return
-    if before[0] not in COMMANDS:
+    named = find_command(before[0])
+    if named is None:
         return
-    command, rest = subcommand(COMMANDS[before[0]], list(before[1:]))
+    command, rest = subcommand(named, list(before[1:]))
     if before[0] == "completion":
         yield from ((shell, "") for shell in SCRIPTS)
         return

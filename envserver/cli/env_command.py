@@ -26,48 +26,6 @@ if TYPE_CHECKING:
     from ..registry.installed import Installed
 
 
-_INIT = """Makes the package of a new environment, which works at once: the environment, a few
-rows, a test, a README with its card, and pyproject.toml with the entry point. NAME is the folder
-and the name of the environment, such as my-env."""
-
-
-class InitSettings(Section):
-    """Settings of `init`."""
-
-    name: str
-    """Name of the environment: lower-case letters, digits and dashes. Can be given as the first
-    argument."""
-    kind: Literal["single", "tools", "multi-agent", "sandbox", "judge", "game", "smolagents"] = (
-        "single"
-    )
-    """Kind of environment to begin with: one answer, tools, several agents, programs in a sandbox,
-    a judge, a game against the server, an agent of smolagents."""
-    out: Path = Path()
-    """Folder in which the folder NAME is made."""
-
-
-INIT = CommandSpec("init", _INIT, InitSettings, usage="NAME", arguments=("name",))
-
-
-def run_init(argv: list[str]) -> int:
-    from ..scaffold import KINDS, create
-
-    settings = INIT.read(argv)
-    written = create(settings.name, settings.kind, settings.out)
-    folder = settings.out / settings.name
-    lines = [
-        f"{folder} is an environment: {KINDS[settings.kind].about}.",
-        *(f"  {path}" for path in written),
-        "Try next:",
-        f"  pip install -e {shlex.quote(f'{folder}[test]')}",
-        f"  {program()} check {settings.name}",
-        f"  {program()} process --env {settings.name} --model sim",
-        f"  pytest {folder}",
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
-
-
 _SAMPLE = """Writes sample files of an environment's inputs (rows, documents, repositories,
 captions) in the form in which it reads yours. Prints the files and the command that reads them."""
 

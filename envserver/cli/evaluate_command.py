@@ -6,28 +6,21 @@ report DIR` writes a report again. The work is in `running.evaluating` and `runn
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pydantic import Field
 
-from ..running.run_settings import EvaluateSettings, LmEvalSettings
+from ..running.run_settings import EvaluateSettings
 from ..settings.config import Section
 from ..settings.engines import PricesConfig
 from ..settings.runs import Failures, Truncated
 from . import lean_imports
-from .command_line import ENGINE, FREQUENT, CommandSpec
+from .command_line import FREQUENT, CommandSpec
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from ..evaluation.comparison import Comparison
-    from ..running.lm_eval import CountingEngine
-    from .console import Console
 
 
 SUMMARY = """Measures a model on the tasks of an environment, of several (--env math,code) or of a
@@ -253,60 +246,3 @@ def run_report(argv: list[str]) -> int:
     report = write_report(settings.folder, view)
     show_report(Console(stderr=True), report, settings.folder)
     return 0
-
-
-_LM_EVAL = """Runs tasks of lm-evaluation-harness (gsm8k, aime24, ifeval ...) against an engine
-and writes the results in the format of `evaluate`: a report with intervals that `evaluate
-compare` can read. In the folder of an evaluation (--out) they become part of its report. The
-harness downloads the data of its tasks itself; it is the extra `lm-eval`."""
-
-LM_EVAL = CommandSpec(
-    "lm-eval",
-    _LM_EVAL,
-    LmEvalSettings,
-    usage="TASKS",
-    arguments=("tasks",),
-    frequent=(
-        *("tasks", *ENGINE, "out", "resume", "overwrite", "api", "tokenizer", "num_fewshot"),
-        *("limit", "concurrency", "metric", "pass_at"),
-    ),
-    openai_variables="openai",
-)
-
-
-def run_lm_eval(argv: list[str]) -> int:
-    with lean_imports():
-        from ..running.lm_eval import lm_eval
-        from .console import Console
-        from .evaluating import show_report
-        from .logs import show_logs
-        from .loop import run_loop
-
-    settings = LM_EVAL.read(argv)
-    show_logs(settings)
-    console = Console(stderr=True)
-    folder, report = run_loop(lm_eval(settings, tell=console.say, watch=partial(_watched, console)))
-    show_report(console, report, folder)
-    return 0
-
-
-@contextlib.asynccontextmanager
-async def _watched(console: Console, engine: CountingEngine) -> AsyncIterator[None]:
-    import asyncio
-
-    async def update(status: Status) -> None:
-        while True:
-            await asyncio.sleep(0.5)
-            spent = engine.spent
-            tokens = spent.prompt_tokens + spent.completion_tokens
-            status.update(f"{spent.requests:,} answers, {tokens:,} tokens")
-
-    if not console.is_terminal:
-        yield
-        return
-    with console.status("Starting the harness") as status:
-        updating = asyncio.create_task(update(status))
-        try:
-            yield
-        finally:
-            updating.cancel()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jinja2
 import msgspec
 
-from ..formats.token_texts import seen
+from ..formats.shown_text import seen
 from .comparison import Comparison, Paired
 from .estimators import Estimate
 from .report import Measures, Report, Rules, TaskRow, passes

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_factory.exporting.formats import FORMATS
 from support.commands import read_jsonl
 
 from envserver import main
 from envserver.export import problems_of_trace, read_groups
-from envserver.export.formats import FORMATS
 
 
 def test_every_form_has_the_whole_run(tmp_path: Path) -> None:

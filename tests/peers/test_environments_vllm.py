@@ -19,13 +19,13 @@ import pytest
 import yaml
 from envserver_clients.http import SyncEnvClient
 from envserver_environments.gaia.agents import AgentOptions, solve
+from envserver_factory.scaffold import create
 from support.commands import envserver, free_port, read_jsonl, running, until
 from support.sdk_house import SdkHouse, vllm_house
 from support.vllm_server import VllmServer
 from support.waiting import PATIENCE
 
 from envserver import Group, PublicTask, unpack
-from envserver.scaffold import create
 
 pytestmark = pytest.mark.vllm
 

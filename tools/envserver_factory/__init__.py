@@ -1,7 +1,7 @@
-"""Prepares data and models for offline training, from files that are already there.
+"""Prepares data and models for offline training.
 
-The names below are imported when they are first used. The commands `merge`, `convert`, `validate`,
-`sft build|preview|router|math|code` and `export --push_to_hub` of `envserver` use this package.
+The names below are imported when they are first used. `commands` has the commands of `envserver`
+that use this package.
 """
 
 from __future__ import annotations
@@ -11,20 +11,33 @@ from typing import TYPE_CHECKING
 from envserver.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .exporting.formats import Options, format_of
     from .merging import Merged, Recipe, Vector, merge
     from .publishing.upload import upload
     from .trajectories.convert import convert
     from .trajectories.validation import validate
 
-__all__ = ["Merged", "Recipe", "Vector", "convert", "merge", "upload", "validate"]
+__all__ = [
+    "Merged",
+    "Options",
+    "Recipe",
+    "Vector",
+    "convert",
+    "format_of",
+    "merge",
+    "upload",
+    "validate",
+]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "Merged": "merging",
+        "Options": "exporting.formats",
         "Recipe": "merging",
         "Vector": "merging",
         "convert": "trajectories.convert",
+        "format_of": "exporting.formats",
         "merge": "merging",
         "upload": "publishing.upload",
         "validate": "trajectories.validation",

@@ -26,7 +26,7 @@ from ...formats.rollout_json import (
     shown_group,
     shown_rollout,
 )
-from ...formats.token_texts import token_texts
+from ...formats.shown_text import token_texts
 from ...settings.section import Described
 from ...store import GroupRow
 from ...store.compression import CHECKED, DamagedBody, decode

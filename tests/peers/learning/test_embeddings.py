@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from envserver_factory.exporting.readable import Embedder, embed_steps
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-
-from envserver.export.embeddings import Embedder, embed_steps
 
 WORDS = ("[UNK]", "read", "the", "file", "done", "wrong")
 

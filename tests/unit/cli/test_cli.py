@@ -18,7 +18,7 @@ from support.waiting import PATIENCE
 
 import envserver
 from envserver import main
-from envserver.cli import COMMANDS
+from envserver.cli import all_commands
 from envserver.sandbox import service
 from envserver.sandbox.probe import ProbeReport
 
@@ -88,7 +88,7 @@ def test_public_names_are_all_there() -> None:
 def test_every_command_has_help_and_is_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     told = run("--help").out
-    for name, command in COMMANDS.items():
+    for name, command in all_commands().items():
         assert f"  {name} " in told
         of_command = run(f"{name} --help").out
         assert f"envserver {name}" in of_command

@@ -14,7 +14,7 @@ from support.cases import cases_of
 from support.waiting import PATIENCE
 
 from envserver import ServerConfig
-from envserver.cli import COMMANDS
+from envserver.cli import all_commands
 from envserver.cli.command_line import CommandSpec
 from envserver.cli.completion import FILES as PATHS
 from envserver.cli.completion import SCRIPTS, candidates
@@ -122,7 +122,7 @@ def names(line: str) -> list[str]:
 
 def test_what_a_word_may_become() -> None:
     exactly = {
-        "": list(COMMANDS),
+        "": list(all_commands()),
         "re": ["rescore", "replay"],
         "models s": ["start", "sim"],
         "completion ": list(SCRIPTS),

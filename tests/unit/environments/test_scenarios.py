@@ -9,11 +9,11 @@ import pytest
 from envserver_environments.scenarios.agent import files_of, tree_in
 from envserver_environments.scenarios.env import SAMPLE
 from envserver_environments.scenarios.loading import read_scenario
+from envserver_factory.scenarios import runners
 
 from envserver import ConfigError, InputError, main
 from envserver.cli.process import ScenarioSettings
 from envserver.export import problems_of_trace
-from envserver.running.scenarios import runners
 
 SCENARIO = """
 prompts: {gold: "Write 7 into answer.txt."}

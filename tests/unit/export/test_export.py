@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from envserver_factory.exporting.filters import Forbidden
 from envserver_records.errors import ConfigError
 from envserver_records.records import Conversation, Group, link_of
 from envserver_records.scores import RewardRange, TurnReward
@@ -31,7 +32,6 @@ from support.in_process import Run
 from support.waiting import PATIENCE
 
 from envserver.export import group_line, problems_of, problems_of_trace, read_groups
-from envserver.export.decontaminate import Forbidden
 from envserver.export.output_file import OutputFile, lock, open_appending
 from envserver.export.stored import group_of
 from envserver.export.stored_group import group_record

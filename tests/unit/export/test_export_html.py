@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_factory.exporting import html
+from envserver_factory.exporting.formats import Options
+from envserver_factory.exporting.html import Html, HtmlPages
 from envserver_local.simulated import shared_tokenizer
 
-from envserver.export import Options, group_of, html
-from envserver.export.html import Html, HtmlPages
+from envserver.export import group_of
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)> \" onclick='alert(3)' "

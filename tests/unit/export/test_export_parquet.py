@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 import orjson
 import pytest
+from envserver_factory.exporting.formats import Options, Written, format_of
+from envserver_factory.exporting.parquet import ParquetShards
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import delivered
 from support.extent import examples
 
-from envserver.export import Options, StoredRollout, format_of, group_of
-from envserver.export.formats import Written
-from envserver.export.parquet import ParquetShards
+from envserver.export import StoredRollout, group_of
 from envserver.export.stored import StoredGroup, StoredRow
 
 parquet = pytest.importorskip("pyarrow.parquet")

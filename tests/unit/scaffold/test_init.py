@@ -10,12 +10,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from envserver_factory.scaffold import KINDS, create
 from support.commands import envserver, read_jsonl
 from support.waiting import PATIENCE
 
 from envserver import ConfigError, ConflictError
 from envserver.registry import find
-from envserver.scaffold import KINDS, create
 
 OFTEN = ("single", "sandbox", "judge")
 

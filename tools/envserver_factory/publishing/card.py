@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 import yaml
 
 from envserver import __version__
-from envserver.export.formats import Format, NamedFile, Row, Writer, Written
-from envserver.export.run_facts import RunFacts
-from envserver.export.shards import MANIFEST, failed, writer_of
 from envserver.export.stored import StoredGroup, StoredRollout
+
+from ..exporting.formats import Format, NamedFile, Row, Writer, Written
+from ..exporting.html import RunFacts
+from ..exporting.shards import MANIFEST, failed, writer_of
 
 CARD: Final = "README.md"
 _LOOKED_AT: Final = 1000
@@ -244,7 +245,7 @@ def _decontamination(asked: Asked) -> str:
 
 
 def _parquet_columns() -> dict[str, str]:
-    from envserver.export.parquet import schema
+    from ..exporting.parquet import schema
 
     return {one.name: str(one.type) for one in schema()}
 

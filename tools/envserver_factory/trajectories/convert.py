@@ -38,12 +38,12 @@ from envserver_records.errors import ConfigError, InputError
 from envserver_records.files import replacing, storing
 from envserver_records.records import text_of
 
-from envserver.export.formats import Options
 from envserver.export.stored import group_of
 from envserver.export.traces import problems_of_trace, unified_of_trace
 from envserver.export.unified import DOMAINS, SCHEMA_VERSION, actions_of, problems_of, write_json
-from envserver.export.unified_format import Unified
 
+from ..exporting.formats import Options
+from ..exporting.readable import Unified
 from ..sft_building.folder import as_line
 from .documents import Document, documents, files_of
 

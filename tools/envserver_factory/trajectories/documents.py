@@ -20,9 +20,9 @@ from typing import Any, Final, NoReturn
 
 from envserver_records.errors import EnvserverError, InputError, NotFoundError
 
-from envserver.export.inspect_format import STORE, require_inspect
-from envserver.export.inspect_samples import LOST, REWARD, message_of
 from envserver.export.stored_files import opened
+
+from ..exporting.inspect import LOST, REWARD, STORE, message_of, require_inspect
 
 
 @dataclass(frozen=True)

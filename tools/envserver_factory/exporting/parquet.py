@@ -21,8 +21,9 @@ from envserver_records.errors import ConfigError, InputError, StoreError
 from envserver_records.extras import install_command
 from envserver_records.records import Message, text_of
 
+from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
+
 from .formats import Options, Row, Written
-from .stored import StoredGroup, StoredRollout, StoredRow
 
 Json = dict[str, Any]
 Table = Any

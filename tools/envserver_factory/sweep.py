@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from .estimators import Estimate
-from .report import Report
-from .tables import TextTable
+from envserver.evaluation.estimators import Estimate
+from envserver.evaluation.report import Report
+from envserver.evaluation.tables import TextTable
 
 _WIDTH, _HEIGHT = 640, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 20, 30, 50

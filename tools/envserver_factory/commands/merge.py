@@ -26,19 +26,20 @@ import msgspec
 from envserver_records.errors import ConfigError, InputError, UsageError
 from pydantic import Field
 
-from ..running.run_settings import EvaluateSettings
-from ..settings.config import Section
-from . import lean_imports
-from .command_line import FREQUENT, CommandSpec
+from envserver.cli import lean_imports
+from envserver.cli.command_line import FREQUENT, CommandSpec
+from envserver.running.run_settings import EvaluateSettings
+from envserver.settings.config import Section
 
 if TYPE_CHECKING:
-    from envserver_factory.publishing.models import Plan, Result
     from rich.progress import Progress
 
-    from ..evaluation.report import Report
-    from ..evaluation.sweep import Point, Sweep
-    from ..running.evaluating import Evaluation
-    from .console import Console
+    from envserver.cli.console import Console
+    from envserver.evaluation.report import Report
+    from envserver.running.evaluating import Evaluation
+
+    from ..publishing.models import Plan, Result
+    from ..sweep import Point, Sweep
 
 
 SUMMARY = """Merges the weights of models: base + alpha * (rl - sft), or base + alpha * the sum
@@ -94,7 +95,7 @@ COMMAND = CommandSpec(
 def run(argv: list[str]) -> int:
     """Prints the folder of each model, and the vector's file."""
     with lean_imports():
-        from .console import Console
+        from envserver.cli.console import Console
 
     settings = COMMAND.read(argv)
     console = Console(stderr=True)
@@ -112,9 +113,9 @@ def run(argv: list[str]) -> int:
 
 
 def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list[str]]:
-    from envserver_factory.merging.checks import Allowed
-    from envserver_factory.merging.mergekit import Method, merge_with
-    from envserver_factory.merging.recipe import Recipe, Vector, parse_parts
+    from ..merging.checks import Allowed
+    from ..merging.mergekit import Method, merge_with
+    from ..merging.recipe import Recipe, Vector, parse_parts
 
     vectors = parse_parts(settings.add)
     if (settings.rl is None) != (settings.sft is None):
@@ -143,7 +144,7 @@ def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list
 def _with_arithmetic(
     settings: MergeSettings, recipe: Any, allowed: Any, console: Console
 ) -> tuple[list[Path], list[str]]:
-    from envserver_factory.merging import merge
+    from ..merging import merge
 
     with _bar(console) as bar:
         task = bar.add_task("merging", total=None)
@@ -190,7 +191,7 @@ def _bar(console: Console) -> Progress:
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Makes SIGTERM act like Ctrl-C, so that partial output is removed."""
-    from .loop import Terminated
+    from envserver.cli.loop import Terminated
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -244,10 +245,11 @@ _PICTURE = "sweep.svg"
 def run_sweep(argv: list[str]) -> int:
     """Returns 0 if all alphas were evaluated, 130 if it was stopped early."""
     with lean_imports():
-        from ..evaluation.sweep import table_of
-        from .console import Console
-        from .evaluating import read_members, show_tables
-        from .logs import show_logs
+        from envserver.cli.console import Console
+        from envserver.cli.evaluating import read_members, show_tables
+        from envserver.cli.logs import show_logs
+
+        from ..sweep import table_of
 
     settings = read_members(SWEEP, argv)[0].settings
     show_logs(settings)
@@ -280,7 +282,7 @@ class _Work:
 
     def evaluate(self, alpha: float) -> bool:
         """Evaluates the model of an alpha; returns False if it was stopped."""
-        from ..evaluation.sweep import Point
+        from ..sweep import Point
 
         folder = self.folder / "evaluations" / _folder_name(alpha)
         asked = self._asked()
@@ -302,8 +304,9 @@ class _Work:
 
     def _opened(self, settings: SweepSettings) -> Sweep:
         """Returns the sweep in the folder, new or begun earlier; claims the folder."""
-        from ..evaluation.sweep import Sweep
-        from ..export.unified import write_json
+        from envserver.export.unified import write_json
+
+        from ..sweep import Sweep
 
         wanted = Sweep(
             base=_described(settings.base),
@@ -331,7 +334,7 @@ class _Work:
 
     def _asked(self) -> dict[str, Any]:
         """Returns the settings that decide an evaluation, by environment."""
-        from .evaluating import read_members
+        from envserver.cli.evaluating import read_members
 
         return {
             member.name: {
@@ -347,7 +350,7 @@ class _Work:
             return self._settings.base
         place = self.folder / "models" / _folder_name(alpha)
         if not place.exists():
-            from envserver_factory.merging import Recipe, Vector, merge
+            from ..merging import Recipe, Vector, merge
 
             self._console.print(f"Merging {_folder_name(alpha)}", highlight=False)
             vector = Vector(self._settings.tuned, self._settings.start)
@@ -355,11 +358,11 @@ class _Work:
         return place
 
     def _evaluated(self, model: Path, folder: Path) -> Evaluation:
-        from ..evaluation.folders import read_run_file
-        from ..running.evaluating import evaluate_members
-        from ..running.python_api import choice_of
-        from .evaluating import Progress, read_members
-        from .loop import SignalStop, run_loop
+        from envserver.cli.evaluating import Progress, read_members
+        from envserver.cli.loop import SignalStop, run_loop
+        from envserver.evaluation.folders import read_run_file
+        from envserver.running.evaluating import evaluate_members
+        from envserver.running.python_api import choice_of
 
         members = read_members(SWEEP, self._argv)
         for member in members:
@@ -375,9 +378,10 @@ class _Work:
         return run_loop(evaluate_members(members, choice, view=view, stop=stop))
 
     def _note(self, point: Point, model: Path) -> None:
-        from ..evaluation.sweep import drawn
-        from ..export.unified import write_json
-        from ..running.evaluation_folder import write_text
+        from envserver.export.unified import write_json
+        from envserver.running.evaluation_folder import write_text
+
+        from ..sweep import drawn
 
         others = [one for one in self.sweep.points if one.alpha != point.alpha]
         self.sweep.points = sorted([*others, point], key=lambda one: one.alpha)
@@ -414,7 +418,7 @@ def _folder_name(alpha: float) -> str:
 
 
 def _reports(folder: Path) -> list[Report]:
-    from ..evaluation.folders import View, read_folder
+    from envserver.evaluation.folders import View, read_folder
 
     return read_folder(folder, View())
 
@@ -429,9 +433,9 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def _write_card(model: Path, evaluation: Path) -> None:
-    from envserver_factory.publishing.models import with_results
+    from envserver.running.evaluation_folder import write_text
 
-    from ..running.evaluation_folder import write_text
+    from ..publishing.models import with_results
 
     card = model / "README.md"
     text = card.read_text(encoding="utf-8") if card.exists() else ""
@@ -476,9 +480,9 @@ PUBLISH = CommandSpec(
 def run_publish(argv: list[str]) -> int:
     """Prints the address of the commit, or with `--dry_run` the card."""
     with lean_imports():
-        from envserver_factory.publishing.models import plan, publish
+        from envserver.cli.console import Console
 
-        from .console import Console
+        from ..publishing.models import plan, publish
 
     settings = PUBLISH.read(argv)
     planned = plan(
@@ -499,7 +503,7 @@ def run_publish(argv: list[str]) -> int:
 
 def results_in(folder: Path) -> list[Result]:
     """Returns the results of an evaluation for a card; parts without a score are left out."""
-    from envserver_factory.publishing.models import Result
+    from ..publishing.models import Result
 
     return [
         Result(
@@ -518,8 +522,8 @@ def results_in(folder: Path) -> list[Result]:
 
 
 def _show_plan(console: Console, planned: Plan) -> None:
-    from ..evaluation.tables import TextTable
-    from .evaluating import show_tables
+    from envserver.cli.evaluating import show_tables
+    from envserver.evaluation.tables import TextTable
 
     kind = "a private" if planned.private else "a public"
     files = [[one.name, f"{one.size:,}", one.sha256[:12]] for one in planned.files]

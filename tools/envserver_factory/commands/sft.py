@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from envserver_records.errors import ConfigError
 from pydantic import Field
 
-from ..settings.config import SandboxConfig, Section
-from . import lean_imports
-from .command_line import CommandSpec
+from envserver.cli import lean_imports
+from envserver.cli.command_line import CommandSpec
+from envserver.settings.config import SandboxConfig, Section
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .console import Console
+    from envserver.cli.console import Console
 
 
 _BUILD = """Builds rows for supervised fine-tuning from unified trajectories, one folder for
@@ -85,11 +85,11 @@ BUILD = CommandSpec(
 
 def run_build(argv: list[str]) -> int:
     with lean_imports():
-        from envserver_factory.sft_building.per_tool import Choice, build
-        from envserver_factory.sft_building.templates import Shown, read_templates
-        from envserver_factory.trajectories.documents import files_of
+        from envserver.cli.console import Console, reading_bar
 
-        from .console import Console, reading_bar
+        from ..sft_building.per_tool import Choice, build
+        from ..sft_building.templates import Shown, read_templates
+        from ..trajectories.documents import files_of
 
     settings = BUILD.read(argv)
     _check_upload(settings.upload)
@@ -132,14 +132,14 @@ def _check_upload(target: str | None) -> None:
     Raises ConfigError: it is not a valid target, or a library for it is not installed.
     """
     if target is not None:
-        from envserver_factory.publishing.upload import check_target
+        from ..publishing.upload import check_target
 
         check_target(target)
 
 
 def _put(folder: Path, target: str, console: Console) -> None:
     """Uploads a finished folder and prints the address of each file."""
-    from envserver_factory.publishing.upload import upload
+    from ..publishing.upload import upload
 
     def on_progress(address: str) -> None:
         console.say(f"Uploaded {address}")
@@ -192,9 +192,9 @@ PREVIEW = CommandSpec(
 def run_preview(argv: list[str]) -> int:
     """Returns 1 if there are no rows."""
     with lean_imports():
-        from envserver_factory.sft_building.folder import as_line
+        from envserver.cli.console import Console
 
-        from .console import Console
+        from ..sft_building.folder import as_line
 
     settings = PREVIEW.read(argv)
     rows, tools, made = _rows(settings)
@@ -214,9 +214,9 @@ def run_preview(argv: list[str]) -> int:
 
 def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str], Counter[str]]:
     """Returns the rows to show, and counts by tool of all actions and all rows."""
-    from envserver_factory.sft_building.per_tool import Choice, reward_of, rows_of
-    from envserver_factory.sft_building.templates import Shown, read_templates
-    from envserver_factory.trajectories.documents import objects
+    from ..sft_building.per_tool import Choice, reward_of, rows_of
+    from ..sft_building.templates import Shown, read_templates
+    from ..trajectories.documents import objects
 
     templates = read_templates(settings.templates)
     choice = Choice(
@@ -389,11 +389,11 @@ def run_code(argv: list[str]) -> int:
 
 def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]) -> int:
     """Prepares a data set; `example_of` returns the function that converts a row."""
-    from envserver_factory.sft_building.examples import rows_of, template_of
-    from envserver_factory.sft_building.prepare import Plan, prepare
+    from envserver.cli.console import Console, reading_bar
+    from envserver.cli.logs import configure_logs
 
-    from .console import Console, reading_bar
-    from .logs import configure_logs
+    from ..sft_building.examples import rows_of, template_of
+    from ..sft_building.prepare import Plan, prepare
 
     settings = command.read(argv)
     configure_logs("warning")
@@ -429,19 +429,19 @@ def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]
 
 
 def _router(settings: RouterSettings) -> Callable[[dict[str, Any]], Any]:
-    from envserver_factory.sft_building.router import example_of
+    from ..sft_building.router import example_of
 
     return functools.partial(example_of, think=settings.think)
 
 
 def _math(settings: MathSettings) -> Callable[[dict[str, Any]], Any]:
-    from envserver_factory.sft_building.examples import math_example
+    from ..sft_building.examples import math_example
 
     return math_example
 
 
 def _code(settings: CodeSettings) -> Callable[[dict[str, Any]], Any]:
-    from envserver_factory.sft_building.examples import code_example
+    from ..sft_building.examples import code_example
 
     return code_example
 
@@ -468,10 +468,10 @@ def _scored_right(
 ) -> Iterator[str | None]:
     """Scores lines {"task": row, "response": text} of `candidates` with the environment `name`;
     yields for each why it is wrong, or None if it has the full reward."""
-    from ..registry import find
-    from ..running.scoring import run_score
-    from .console import reading_bar
-    from .loop import run_loop
+    from envserver.cli.console import reading_bar
+    from envserver.cli.loop import run_loop
+    from envserver.registry import find
+    from envserver.running.scoring import run_score
 
     scores = candidates.with_name("scores.jsonl")
     config = find(name).Config().model_dump(mode="json")

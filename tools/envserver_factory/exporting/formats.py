@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from envserver_records.errors import ConfigError
 
-from .stored import StoredGroup, StoredRollout
+from envserver.export.stored import StoredGroup, StoredRollout
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class HasWriter(Protocol):
 
 
 FORMATS = {
-    "atropos": ".atropos_format:Atropos",
-    "messages": ".messages:Messages",
-    "unified": ".unified_format:Unified",
-    "dpo": ".messages:Dpo",
-    "traces": ".traces_format:Traces",
-    "parquet": ".parquet:Parquet",
-    "html": ".html:Html",
-    "inspect": ".inspect_format:Inspect",
+    "atropos": "messages:Atropos",
+    "messages": "messages:Messages",
+    "unified": "readable:Unified",
+    "dpo": "messages:Dpo",
+    "traces": "readable:Traces",
+    "parquet": "parquet:Parquet",
+    "html": "html:Html",
+    "inspect": "inspect:Inspect",
 }
 """`module:factory` by name; a factory takes Options."""
 
@@ -126,5 +126,5 @@ def format_of(name: str, options: Options) -> Format:
             f"There is no format {name!r} to export to.", hint=f"There are: {', '.join(FORMATS)}."
         )
     module, _, factory = FORMATS[name].partition(":")
-    made: Format = getattr(importlib.import_module(module, __package__), factory)(options)
+    made: Format = getattr(importlib.import_module(f".{module}", __package__), factory)(options)
     return made

@@ -1,8 +1,7 @@
-"""Embeds the steps of traces with sentence-transformers models, with a cache.
+"""`--to unified`: `<domain>/<task_id>.json` below the folder, or JSONL.
 
-In: a trace. Out: the same with an `embedding` (a list of floats) in each step that has text, and
-`metadata.embedder_id`. The cache file of an embedding is named by the sha256 of its text and model,
-so nothing is computed twice, in any run.
+Ids are unique and independent of the order of groups: a rollout of a group of several has its
+task's id with eight digits that identify it; a single one has the task's own id.
 """
 
 from __future__ import annotations
@@ -11,15 +10,84 @@ import hashlib
 import importlib
 import importlib.util
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
+import orjson
+from envserver_records.errors import ConfigError, EnvserverError, InputError, NotFoundError
 from envserver_records.extras import install_command
 from envserver_records.files import replacing, storing
 from numpy.typing import NDArray
+
+from envserver.export.stored import StoredGroup, StoredRollout
+from envserver.export.traces import file_name, label_of, trace_of
+from envserver.export.unified import problems_of, unified_of
+
+from .formats import NamedFile, Options, Row
+
+_LONGEST_NAME = 200
+_INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+
+
+class Unified:
+    """Unified trajectories, each checked before it is written."""
+
+    name = "unified"
+    suffix = ".json"
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._given: set[bytes] = set()
+
+    def rows(self, group: StoredGroup, kept: list[StoredRollout]) -> Iterator[Row]:
+        for rollout in kept:
+            document = unified_of(rollout, tokens=self._options.tokens)
+            alone = len(group.rollouts) == 1 and group.asked <= 1
+            document["task_id"] = self._unique(document["task_id"], rollout, alone)
+            domain = document["domain"]
+            if problems := problems_of(document, domains=[domain]):
+                raise InputError(
+                    f"{group.place}, rollout {rollout.rollout_id} is not a trajectory: "
+                    f"{problems[0]}.",
+                    place=group.place,
+                )
+            if self._options.jsonl:
+                yield document
+            else:
+                path = f"{domain}/{document['task_id']}.json"
+                yield NamedFile(path, orjson.dumps(document, option=_INDENTED))
+
+    def _unique(self, task_id: str, rollout: StoredRollout, alone: bool) -> str:
+        """Returns an id that is a valid file name and unique, ignoring case."""
+        which = hashlib.blake2b(rollout.rollout_id.encode(), digest_size=4).hexdigest()
+        plain = _short(file_name(task_id))
+        if alone and self._take(plain):
+            return plain
+        name = wanted = f"{plain}-{which}"
+        number = 1
+        while not self._take(name):
+            number += 1
+            name = f"{wanted}-{number}"
+        return name
+
+    def _take(self, name: str) -> bool:
+        digest = hashlib.blake2b(name.lower().encode(), digest_size=16).digest()
+        if digest in self._given:
+            return False
+        self._given.add(digest)
+        return True
+
+
+def _short(name: str) -> str:
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    kept = name.encode()[: _LONGEST_NAME - 20].decode(errors="ignore")
+    return f"{kept}-{digest}"
+
 
 Vector = NDArray[np.float32]
 Json = dict[str, Any]
@@ -133,3 +201,35 @@ def _load(model: str, device: str | None) -> Any:
             f"The embedding model {model!r} cannot be loaded: {words}",
             hint="Name a folder, or a model on the hub such as BAAI/bge-small-en-v1.5.",
         ) from error
+
+
+class Traces:
+    """Traces, numbered from 1 for each model and label, in order of arrival."""
+
+    name = "traces"
+    suffix = ".json"
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._embedder = _embedder(options)
+        self._numbers: Counter[tuple[str, str]] = Counter()
+
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
+        for rollout in kept:
+            auto = self._options.label == "auto"
+            label = label_of(rollout) if auto else self._options.label
+            model = rollout.model or "model"
+            self._numbers[model, label] += 1
+            number = self._numbers[model, label]
+            trace = trace_of(rollout, label=label, number=number)
+            if self._embedder is not None:
+                trace = embed_steps(trace, self._embedder)
+            if self._options.jsonl:
+                yield trace
+            else:
+                path = f"{file_name(model)}/{file_name(label)}/run_{number:03d}.json"
+                yield NamedFile(path, orjson.dumps(trace, option=_INDENTED))
+
+
+def _embedder(options: Options) -> Embedder | None:
+    return Embedder(options.embed, cache=options.embed_cache) if options.embed else None

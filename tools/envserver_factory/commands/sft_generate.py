@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from envserver_records.errors import ConfigError, UsageError
 from pydantic import Field
 
-from ..settings.config import Settings
-from ..settings.environment import AgentConfig
-from . import lean_imports
-from .command_line import ENGINE, SAMPLING, CommandSpec
+from envserver.cli import lean_imports
+from envserver.cli.command_line import ENGINE, SAMPLING, CommandSpec
+from envserver.settings.config import Settings
+from envserver.settings.environment import AgentConfig
 
 if TYPE_CHECKING:
-    from ..running.group_run import GroupRun
+    from envserver.running.group_run import GroupRun
 
 
 _ENDS = """Answers are kept in OUT/groups.jsonl: after a stop or a crash --resume continues, and
@@ -143,7 +143,7 @@ def run_router(argv: list[str]) -> int:
 def _check_profile(settings: RouterGenerateSettings) -> None:
     """Raises ConfigError if the folder has plans of another profile: all rows have the same
     keys."""
-    from ..export.stored import read_groups
+    from envserver.export.stored import read_groups
 
     path, profile = _groups(settings), dict(settings.env)["profile"]
     first = next(read_groups([str(path)]), None) if path.exists() else None
@@ -164,14 +164,14 @@ def run_code(argv: list[str]) -> int:
 
 def _solve(command: CommandSpec[SolutionSettings], argv: list[str]) -> int:
     """Samples solutions and exports the right ones; returns 130 if it was stopped early."""
-    from . import export_command
+    from . import export
 
     settings = _read(command, argv, _TRIES)
     if _generate(settings).stopped:
         return 130
     words = [str(_groups(settings)), "--to", "messages", "--out", str(settings.out / "rows.jsonl")]
     words += ["--min_reward", str(_RIGHT), "--per_group", settings.per_group]
-    return export_command.run([*words, "--dedupe", "true", "--overwrite", "true"])
+    return export.run([*words, "--dedupe", "true", "--overwrite", "true"])
 
 
 def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, Any]) -> G:
@@ -179,8 +179,8 @@ def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, An
 
     A teacher called "sim" is the simulated engine, as everywhere.
     """
-    from ..running.engines import SIMULATED
-    from .logs import show_logs
+    from envserver.cli.logs import show_logs
+    from envserver.running.engines import SIMULATED
 
     defaults = {"env": environment, "sampling": _LONG_ANSWERS}
     settings = command.read(argv, defaults=defaults)
@@ -219,14 +219,14 @@ def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
 def _generate(settings: GenerateSettings) -> GroupRun:
     """Samples from the teacher; returns the run, which has ended or was stopped."""
     with lean_imports():
-        from ..registry import find
-        from ..rollouts.mixing import Share
-        from ..rollouts.stream import group_requests
-        from ..running.group_run import GroupRun, Part
-        from ..running.mix import RunSpec
-        from .console import Console
-        from .loop import SignalStop, run_loop
-        from .progress import ProgressView, show_result
+        from envserver.cli.console import Console
+        from envserver.cli.loop import SignalStop, run_loop
+        from envserver.cli.progress import ProgressView, show_result
+        from envserver.registry import find
+        from envserver.rollouts.mixing import Share
+        from envserver.rollouts.stream import group_requests
+        from envserver.running.group_run import GroupRun, Part
+        from envserver.running.mix import RunSpec
 
     name = str(settings.environment)
     spec = RunSpec(settings, name, find(name))
@@ -263,10 +263,10 @@ def _generate(settings: GenerateSettings) -> GroupRun:
 
 def _write_plans(settings: RouterGenerateSettings) -> int:
     """Writes rows.jsonl and summary.json, and prints what became rows; returns their number."""
-    from envserver_factory.sft_building.folder import write_summary
-    from envserver_factory.sft_building.generated import Selection, write_plans
+    from envserver.cli.console import Console
 
-    from .console import Console
+    from ..sft_building.folder import write_summary
+    from ..sft_building.generated import Selection, write_plans
 
     path = settings.out / "rows.jsonl"
     selection = Selection(settings.rows, settings.balance, settings.balance_seed)

@@ -9,8 +9,10 @@ from typing import Any
 
 from envserver_records.records import Message
 
-from .formats import Options, Row
-from .stored import StoredGroup, StoredRollout
+from envserver.export.stored import StoredGroup, StoredRollout
+
+from .formats import Options, Row, Writer
+from .shards import Files
 
 
 class Messages:
@@ -86,3 +88,47 @@ def _pair(better: StoredRollout, worse: StoredRollout, prompt: list[Message]) ->
         "rejected_reward": worse.reward,
     }
     return {**pair, "tools": better.tools} if better.tools else pair
+
+
+_OF_ROWS = (
+    *("tokens", "masks", "scores", "messages", "inference_logprobs", "ref_logprobs", "overrides"),
+    *("advantages", "images", "distill_token_ids", "distill_logprobs"),
+)
+"""Keys of a line with one entry for each row."""
+
+
+class Atropos:
+    """Writes lines that every reader of `process` files understands, chained as those are."""
+
+    name = "atropos"
+    suffix = ".jsonl"
+
+    def __init__(self, options: Options) -> None:
+        del options
+
+    def writer(self) -> Writer:
+        return Files(chained=True)
+
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
+        if len(kept) == len(group.rollouts):
+            yield group.line
+        else:
+            yield kept_line(group, {rollout.rollout_id for rollout in kept})
+
+
+def kept_line(group: StoredGroup, rollout_ids: set[str]) -> dict[str, Any]:
+    """Returns the line of `group` with these rollouts only, their rows renumbered.
+
+    Advantages are removed: they were computed over the whole group.
+    """
+    line = group.line
+    rows: list[int] = []
+    told = []
+    for rollout in line["envserver"]["rollouts"]:
+        if rollout["rollout_id"] in rollout_ids:
+            begin = len(rows)
+            rows += rollout["rows"]
+            told.append({**rollout, "rows": list(range(begin, len(rows)))})
+    columns = {key: [line[key][row] for row in rows] for key in _OF_ROWS if line.get(key)}
+    envserver = {**line["envserver"], "rollouts": told}
+    return {**line, **columns, "advantages": None, "envserver": envserver}

@@ -1,9 +1,8 @@
-"""Commands on stored trajectories: `export`, `convert` and `validate`; each prints a summary."""
+"""`envserver export`: stored rollouts in another format."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from envserver_records.errors import ConfigError, UsageError
 from pydantic import Field
 
-from ..settings.config import LogFormat, LogLevel, Section
-from ..telemetry.redaction import counted
-from . import lean_imports
-from .command_line import CommandSpec
+from envserver.cli import lean_imports
+from envserver.cli.command_line import CommandSpec
+from envserver.settings.config import LogFormat, LogLevel, Section
+from envserver.telemetry.redaction import counted
 
 if TYPE_CHECKING:
-    from ..export.formats import Format
-    from ..running.exporting import Tally, Wanted
-    from .console import Console
+    from envserver.cli.console import Console
+
+    from ..exporting.export import Tally, Wanted
+    from ..exporting.formats import Format
 
 
 SUMMARY = """Selects stored rollouts and writes them in another format, with checksums:
@@ -107,8 +107,8 @@ COMMAND = CommandSpec(
 
 def run(argv: list[str]) -> int:
     with lean_imports():
-        from .console import Console
-        from .logs import show_logs
+        from envserver.cli.console import Console
+        from envserver.cli.logs import show_logs
 
     settings = COMMAND.read(argv)
     show_logs(settings)
@@ -126,9 +126,10 @@ def run(argv: list[str]) -> int:
 
 
 def _export(settings: ExportSettings, out: Path, console: Console) -> Tally:
-    from ..export.formats import Options, format_of
-    from ..export.stored_sources import size_of
-    from ..running.exporting import export
+    from envserver.export.stored_sources import size_of
+
+    from ..exporting.export import export
+    from ..exporting.formats import Options, format_of
 
     if not settings.source:
         raise UsageError("`envserver export` needs a source.", hint="Give a file of `process`.")
@@ -166,9 +167,8 @@ def _export(settings: ExportSettings, out: Path, console: Console) -> Tally:
 
 
 def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
-    from ..export.decontaminate import Forbidden
-    from ..export.filters import Seen, Where
-    from ..running.exporting import Wanted
+    from ..exporting.export import Wanted
+    from ..exporting.filters import Forbidden, Seen, Where
 
     forbidden = None
     if settings.against:
@@ -190,7 +190,7 @@ def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
 
 
 def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
-    from envserver_factory.publishing.upload import push
+    from ..publishing.upload import push
 
     if dry_run:
         console.print(f"Not pushed: {folder} has what would be pushed to {name}.", markup=False)
@@ -199,8 +199,8 @@ def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
 
 
 def _with_card(format: Format, settings: ExportSettings, out: Path, name: str) -> Format:
-    from envserver_factory.publishing.card import Asked, WithCard, public_name
-    from envserver_factory.publishing.upload import check_name
+    from ..publishing.card import Asked, WithCard, public_name
+    from ..publishing.upload import check_name
 
     check_name(name)
     if out.suffix in (".jsonl", format.suffix):
@@ -221,7 +221,7 @@ def _with_card(format: Format, settings: ExportSettings, out: Path, name: str) -
 def _public_facts(settings: ExportSettings, facts: dict[str, Any]) -> dict[str, Any]:
     """Returns source names for publication: paths and user names are removed before a push, and
     from URLs."""
-    from envserver_factory.publishing.card import public_name
+    from ..publishing.card import public_name
 
     def named(source: str) -> str:
         is_private = settings.push_to_hub is not None or "://" in source
@@ -236,7 +236,7 @@ def _public_facts(settings: ExportSettings, facts: dict[str, Any]) -> dict[str, 
 
 @contextlib.contextmanager
 def _bar(console: Console, size: int | None) -> Iterator[Callable[[Tally, int], None]]:
-    from .console import facts_bar
+    from envserver.cli.console import facts_bar
 
     with facts_bar(console, size) as update:
 
@@ -248,7 +248,7 @@ def _bar(console: Console, size: int | None) -> Iterator[Callable[[Tally, int], 
 
 
 def _show(console: Console, tally: Tally, place: str) -> None:
-    from ..running.exporting import DROPPED
+    from ..exporting.export import DROPPED
 
     read = f"{counted(tally.rollouts, 'rollout')} of {counted(tally.groups, 'group')} read"
     lines = [f"{read}, {tally.kept} kept: {counted(tally.rows, 'row')}."]
@@ -263,126 +263,3 @@ def _show(console: Console, tally: Tally, place: str) -> None:
     lines.append(f"{files if tally.files else ''}{place}")
     for text in lines:
         console.print(text, markup=False)
-
-
-_CONVERT = """Converts files to unified trajectories: trajectories of other agents (JSON with
-steps or messages), traces of the text protocol, groups of `process`, logs of Inspect (.eval or
-.json; with the extra `inspect`), and files that are already unified. Each is checked and written to
-OUT/DOMAIN/TASK_ID.json. Documents that cannot be converted are listed as `path: reason`; the others
-are still written. Exit status 0: all were converted; 1: some were not."""
-
-
-class ConvertSettings(Section):
-    """Settings of `convert`."""
-
-    sources: list[str]
-    """Files (.json, .eval; .jsonl, also .gz and .zst), folders and globs. Can be given as the first
-    arguments."""
-    domain: str | None = None
-    """Domain of trajectories of other agents: swe, math, code, video, mhqa, tau, router or gaia;
-    unset: the domain in the file, else the name of a parent folder."""
-    tokens: bool = False
-    """Include the training rows of groups, and of Inspect logs that were exported with theirs."""
-    out: Path = Path("data/unified")
-    """Output folder, or a .jsonl file, which is written atomically."""
-
-
-CONVERT = CommandSpec(
-    "convert",
-    _CONVERT,
-    ConvertSettings,
-    usage="SOURCE... --domain DOMAIN",
-    arguments=("sources",),
-    aliases={"input": "sources"},
-)
-
-
-def run_convert(argv: list[str]) -> int:
-    with lean_imports():
-        from envserver_factory.trajectories.convert import convert
-        from envserver_factory.trajectories.documents import files_of
-
-        from .console import Console, reading_bar
-
-    settings = CONVERT.read(argv)
-    size = sum(path.stat().st_size for path in files_of(settings.sources))
-    with reading_bar("documents", size) as on_progress:
-        report = convert(
-            settings.sources,
-            settings.out,
-            domain=settings.domain,
-            tokens=settings.tokens,
-            failed=lambda place, reason: print(f"{place}: {reason}"),
-            on_progress=on_progress,
-        )
-    written = ", ".join(f"{count:,} {name}" for name, count in sorted(report.written.items()))
-    console = Console(stderr=True)
-    text = f"{report.read:,} documents: {written or 'no trajectory'}; {report.failed:,} failed"
-    for line in (text, f"In {settings.out}"):
-        console.say(line)
-    return 1 if report.failed else 0
-
-
-_VALIDATE = """Checks unified trajectories: the schema, steps numbered from 1 without gaps, times
-in order, the domain, finite numbers, and unique ids. Lists every problem as `path: reason`. Exit
-status 0: all are valid; 1: at least one is not; 2: the command line is wrong."""
-
-
-class ValidateSettings(Section):
-    """Settings of `validate`."""
-
-    sources: list[str] = Field(default=[])
-    """Files (.json; .jsonl, also .gz and .zst), folders and globs. Can be given as the first
-    arguments."""
-    domains: list[str] = Field(default_factory=list)
-    """Additional domains of your own environments, besides swe, math, code, video, mhqa, tau,
-    router and gaia."""
-    schema_only: bool = False
-    """Only print the JSON schema of a trajectory, for other programs."""
-    quiet: bool = False
-    """Print only the totals; the exit status is unchanged."""
-
-
-VALIDATE = CommandSpec(
-    "validate",
-    _VALIDATE,
-    ValidateSettings,
-    usage="PATH...",
-    arguments=("sources",),
-    aliases={"schema": "schema_only"},
-)
-
-
-def run_validate(argv: list[str]) -> int:
-    with lean_imports():
-        from envserver_factory.trajectories.documents import files_of
-        from envserver_factory.trajectories.validation import validate
-
-        from ..export.unified import DOMAINS, SCHEMA_FILE
-        from .console import Console, reading_bar
-
-    settings = VALIDATE.read(argv)
-    if settings.schema_only:
-        sys.stdout.write(SCHEMA_FILE.read_text())
-        return 0
-    if not settings.sources:
-        raise UsageError("The files to check are needed: envserver validate PATH...")
-
-    def bad(place: str, reason: str) -> None:
-        if not settings.quiet:
-            sys.stdout.write(f"{place}: {reason}\n")
-
-    size = sum(path.stat().st_size for path in files_of(settings.sources))
-    with reading_bar("trajectories", size) as on_progress:
-        report = validate(
-            settings.sources,
-            bad=bad,
-            on_progress=on_progress,
-            domains=(*DOMAINS, *settings.domains),
-        )
-    text = (
-        f"{report.documents:,} trajectories in {report.files:,} files: "
-        f"{report.bad:,} bad, in {report.bad_files:,} files"
-    )
-    Console(stderr=True).say(text)
-    return 1 if report.bad else 0

@@ -26,20 +26,21 @@ from envserver_records.errors import ConfigError, InputError, UsageError
 from envserver_records.extras import install_command
 from envserver_records.files import replacing_path, storing
 
-from ..api.proxy_server import serve_proxy
-from ..evaluation.folders import RunFile, View, read_run_file
-from ..evaluation.harness import SAMPLES_FILE, HarnessRun, Harvest, harvest
-from ..evaluation.report import Counted, Report
-from ..evaluation.suite import Suite
-from ..export.unified import write_json
-from ..models.engine import Engine
-from ..models.measured import Json, MeasuredEngine
-from ..proxy.endpoint import EngineEndpoint
-from ..proxy.server import Proxy
-from ..settings.config import OpenAIConfig
-from .engines import SIMULATED, look_at, started
-from .evaluation_folder import write_report, write_run_file
-from .prices import pricing_of
+from envserver.api.proxy_server import serve_proxy
+from envserver.evaluation.folders import RunFile, View, read_run_file
+from envserver.evaluation.harness import SAMPLES_FILE, HarnessRun, Harvest, harvest
+from envserver.evaluation.report import Counted, Report
+from envserver.evaluation.suite import Suite
+from envserver.export.unified import write_json
+from envserver.models.engine import Engine
+from envserver.models.measured import Json, MeasuredEngine
+from envserver.proxy.endpoint import EngineEndpoint
+from envserver.proxy.server import Proxy
+from envserver.running.engines import SIMULATED, look_at, started
+from envserver.running.evaluation_folder import write_report, write_run_file
+from envserver.running.prices import pricing_of
+from envserver.settings.config import OpenAIConfig
+
 from .run_settings import LmEvalSettings
 
 _CALLS = "calls.json"
@@ -376,9 +377,9 @@ async def _engine(settings: LmEvalSettings) -> AsyncIterator[CountingEngine]:
 
 def _made(settings: LmEvalSettings, openai: OpenAIConfig) -> Engine:
     if settings.model == SIMULATED:
-        from ..models.sim import SimEngine
+        from envserver.models.sim import SimEngine
 
         return SimEngine(settings.sim)
-    from ..models.openai import OpenAIEngine
+    from envserver.models.openai import OpenAIEngine
 
     return OpenAIEngine(openai)

@@ -16,11 +16,11 @@ from typing import Any
 
 from envserver_records.errors import InputError
 
-from ..export.decontaminate import Forbidden
-from ..export.filters import Choice, Seen, Where, chosen
-from ..export.formats import Format
-from ..export.shards import finish, place_for, writer_of
-from ..export.stored import StoredGroup, StoredRollout, read_groups
+from envserver.export.stored import StoredGroup, StoredRollout, read_groups
+
+from .filters import Choice, Forbidden, Seen, Where, chosen
+from .formats import Format
+from .shards import finish, place_for, writer_of
 
 Json = dict[str, Any]
 SCHEMA_VERSION = 1
