@@ -9,10 +9,10 @@ import pytest
 from envserver_environments.scenarios.agent import files_of, tree_in
 from envserver_environments.scenarios.env import SAMPLE
 from envserver_environments.scenarios.loading import read_scenario
+from envserver_factory.commands.scenarios import ScenarioSettings
 from envserver_factory.scenarios import runners
 
 from envserver import ConfigError, InputError, main
-from envserver.cli.process import ScenarioSettings
 from envserver.export import problems_of_trace
 
 SCENARIO = """
