@@ -1,4 +1,4 @@
-r"""Reads LaTeX as TeX does, and finds answers whose form the gold excludes. Pure.
+r"""Reads LaTeX as TeX does. Pure.
 
 In: a gold or an answer without `\boxed`. Out: the same mathematics in a form that math-verify
 understands: braces around the arguments of `\frac` and `\sqrt`, plain numbers out of `\text{12}`,
@@ -7,15 +7,13 @@ understands: braces around the arguments of `\frac` and `\sqrt`, plain numbers o
 
 from __future__ import annotations
 
-import ast
 import re
 from functools import lru_cache
-from typing import NamedTuple
 
 from .units import measure
 
-_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|fbox)\s*"
-_SPACE = r"(?:\\[,;:!> ]|\\q?quad(?![A-Za-z])|~|\s)"
+TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|fbox)\s*"
+SPACE = r"(?:\\[,;:!> ]|\\q?quad(?![A-Za-z])|~|\s)"
 _NESTED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"
 _TOKEN = re.compile(r"\\sqrt\s*\[[^\[\]]*\]|\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
 _TWO_ARGUMENTS = (
@@ -25,12 +23,12 @@ _CURRENCY = (
     r"(?:\\pounds(?![A-Za-z])|\\euro(?![A-Za-z])|\\?\$|[£€¥₹]|Rs\b\.?|(?:USD|EUR|GBP|INR)\b)"
 )
 _NUMBER_IN_TEXT = re.compile(
-    rf"{_TEXT}\{{(\s*+{_CURRENCY}?\s*+[-+]?\s*+(?:\d[\d,.]*|\.\d+)\s*(?:\\?%)?\s*)\}}"
+    rf"{TEXT}\{{(\s*+{_CURRENCY}?\s*+[-+]?\s*+(?:\d[\d,.]*|\.\d+)\s*(?:\\?%)?\s*)\}}"
 )
 _SCALE = re.compile(
-    rf"(?<=\d){_SPACE}*+{_TEXT}\{{\s*(hundred|thousand|[kK]|million|billion|trillion)\b([^{{}}]*)\}}$"
+    rf"(?<=\d){SPACE}*+{TEXT}\{{\s*(hundred|thousand|[kK]|million|billion|trillion)\b([^{{}}]*)\}}$"
 )
-_IN_WORDS = re.compile(rf"\A(\d+){_SPACE}*(?:{_TEXT}\{{)?\s*\(([a-z]+)\)\s*\}}?\Z")
+_IN_WORDS = re.compile(rf"\A(\d+){SPACE}*(?:{TEXT}\{{)?\s*\(([a-z]+)\)\s*\}}?\Z")
 _WORDS = (  # noqa: SIM905 - read as a line
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
     " sixteen seventeen eighteen nineteen"
@@ -46,7 +44,7 @@ _NUMBERS = dict(zip(_WORDS, range(20), strict=True)) | {
     for number, unit in enumerate(["", *_WORDS[1:10]])
 }
 _NOTHING = "nosolution nosolutions norealsolution norealsolutions emptyset theemptyset"
-_MEANINGS = {
+MEANINGS = {
     **{word: str(number) for word, number in _NUMBERS.items()},
     **{
         f"{word}{scale}": f"{number}{'0' * zeros}"
@@ -60,7 +58,7 @@ _MEANINGS = {
 }  # fmt: skip
 """The meaning of a phrase in TeX; a key has the letters of its phrase only."""
 _PRICE = re.compile(
-    rf"([-+]?)\s*(?:({_CURRENCY})|{_TEXT}\{{\s*({_CURRENCY})\s*\}}){_SPACE}*([-+]?[\d.].*)"
+    rf"([-+]?)\s*(?:({_CURRENCY})|{TEXT}\{{\s*({_CURRENCY})\s*\}}){SPACE}*([-+]?[\d.].*)"
 )
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
 _DIGITS = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
@@ -88,10 +86,10 @@ _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\A`+|`+\Z", ""),
-        (rf"\A{_TEXT}\{{\s*(?:[Tt]he )?(?:final )?[Aa]nswer(?: is)?\s*:?\s*\}}", ""),
-        (rf"(?<![\d\s}}~]){_TEXT}\{{([^{{}}A-Za-z\\]*\d[^{{}}A-Za-z\\]*)\}}", r"\1"),
+        (rf"\A{TEXT}\{{\s*(?:[Tt]he )?(?:final )?[Aa]nswer(?: is)?\s*:?\s*\}}", ""),
+        (rf"(?<![\d\s}}~]){TEXT}\{{([^{{}}A-Za-z\\]*\d[^{{}}A-Za-z\\]*)\}}", r"\1"),
         (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|\s*(?<![.,;\\])[.,;]{1,2})\s*\Z", ""),
-        (rf"{_SPACE}+\Z", ""),
+        (rf"{SPACE}+\Z", ""),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\var(?=epsilon|phi|theta)", r"\\"),
         (r"\\(?:nice|s|x)frac(?![A-Za-z])", r"\\frac"),
@@ -103,8 +101,8 @@ _SPELLINGS = [
             r"\\binom{\1\2}{\3\4}",
         ),
         (r"\\[lc]?dots(?![A-Za-z])|\.\.\.", r"\\ldots "),
-        (rf"\s*(?:{_TEXT}\{{\s*:\s*\}}|\{{:\}}|\\colon(?![A-Za-z]))\s*", ":"),
-        (rf"(?<=\d)\s*{_TEXT}\{{\s*to\s*\}}\s*(?=\d)", ":"),
+        (rf"\s*(?:{TEXT}\{{\s*:\s*\}}|\{{:\}}|\\colon(?![A-Za-z]))\s*", ":"),
+        (rf"(?<=\d)\s*{TEXT}\{{\s*to\s*\}}\s*(?=\d)", ":"),
         (
             rf"\\(?:operatorname|text|mathrm)\*?\s*\{{\s*\\?{_FUNCTIONS}\s*\}}"
             rf"|(?<![A-Za-z\\]){_FUNCTIONS}(?![A-Za-z])",
@@ -118,19 +116,19 @@ _SPELLINGS = [
             r"\1\\frac{\2\\pi}{180}",
         ),
         (
-            rf"\\[dt]?frac\s*\{{\s*{_TEXT}\{{([^{{}}]*)\}}\s*\}}\s*\{{\s*{_TEXT}\{{([^{{}}]*)\}}\s*\}}",
+            rf"\\[dt]?frac\s*\{{\s*{TEXT}\{{([^{{}}]*)\}}\s*\}}\s*\{{\s*{TEXT}\{{([^{{}}]*)\}}\s*\}}",
             r"\\text{\1/\2}",
         ),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
-        (rf"{_TEXT}\{{\s*([ie])\s*\}}|\\math(?:bf|it)\{{(\w)\}}", r"\1\2"),
-        (rf"{_TEXT}\{{[\s,]*or\s*\}}|\\vee(?![A-Za-z])|(?<![A-Za-z\\])or{_OUTSIDE}", r"\\lor "),
+        (rf"{TEXT}\{{\s*([ie])\s*\}}|\\math(?:bf|it)\{{(\w)\}}", r"\1\2"),
+        (rf"{TEXT}\{{[\s,]*or\s*\}}|\\vee(?![A-Za-z])|(?<![A-Za-z\\])or{_OUTSIDE}", r"\\lor "),
         (
-            rf"{_TEXT}\{{[\s,]*and\s*\}}|\\wedge(?![A-Za-z])|(?<![A-Za-z\\])and{_OUTSIDE}",
+            rf"{TEXT}\{{[\s,]*and\s*\}}|\\wedge(?![A-Za-z])|(?<![A-Za-z\\])and{_OUTSIDE}",
             r"\\land ",
         ),
         (
-            rf"(?<=\d){_SPACE}*(?:{_TEXT}\{{\s*(?:per\s?cent|pct\.?)\s*\}}|per\s?cent\b|pct\b)",
+            rf"(?<=\d){SPACE}*(?:{TEXT}\{{\s*(?:per\s?cent|pct\.?)\s*\}}|per\s?cent\b|pct\b)",
             r"\\%",
         ),
         (r",\s*(?=\\l(?:or|and)(?![A-Za-z]))", ""),
@@ -142,7 +140,7 @@ _SPELLINGS = [
         (r"\\(?:text)?color\s*\{\w+\}", ""),
         (rf"\A\\(?:boldsymbol|bm|mathbf|underline)\s*\{{({_NESTED})\}}\Z", r"\1"),
         (r"(?:\^\s*\{?\s*)?\\prime(?![A-Za-z])\s*\}?", "'"),
-        (rf"[,\s]*{_TEXT}\{{\s*for all(?: real)?\s*\}}\s*[a-z]\Z", ""),
+        (rf"[,\s]*{TEXT}\{{\s*for all(?: real)?\s*\}}\s*[a-z]\Z", ""),
         (r"\\(max|min|gcd)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
         (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         (r"\\log\s*_(?:e|\{\s*e\s*\})", r"\\ln "),
@@ -160,102 +158,28 @@ _SPELLINGS = [
             r"(?:√|(?<![A-Za-z\\])sqrt)\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})",
             r"\\sqrt{\1\2\3}",
         ),
-        (rf"\A{_TEXT}\{{\s*([-+]?\d[\d,.]*)(\s[^{{}}\d]*)\}}\Z", r"\1\\text{\2}"),
+        (rf"\A{TEXT}\{{\s*([-+]?\d[\d,.]*)(\s[^{{}}\d]*)\}}\Z", r"\1\\text{\2}"),
         (r"\A([-+]?\d+)\s+(\d+)/(\d+)\Z", r"\1\\frac{\2}{\3}"),
         (r"\A(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}\s*\\?%\Z", r"(\1+\\frac{\2}{\3})\\%"),
         (r"\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))", r"\\overline{\1\2}"),
         (r"\\overline\{(\d)\}(\d{0,20})\\overline\{(\d)\}", r"\\overline{\1\2\3}"),
         (r"(\.\d{0,20})\((\d{1,20})\)\Z", r"\1\\overline{\2}"),
         (r"(\.\d{0,20}?)(\d{1,10}?)\2+\s*\\ldots\s*\Z", r"\1\\overline{\2}"),
-        (rf"(?<!\\)([,;]){_SPACE}+", r"\1 "),
+        (rf"(?<!\\)([,;]){SPACE}+", r"\1 "),
     )
 ]
 """Patterns that math-verify cannot read, with equivalents that it can."""
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _GROUPS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _WORDS_BEHIND = re.compile(
-    rf"([-+]?(?:\d[\d,.:]*|\.\d+)(?:\s*/\s*\d+)?)({_SPACE}*)([A-Za-z€£¥¢][A-Za-z ./^0-9{{}}]*)"
+    rf"([-+]?(?:\d[\d,.:]*|\.\d+)(?:\s*/\s*\d+)?)({SPACE}*)([A-Za-z€£¥¢][A-Za-z ./^0-9{{}}]*)"
 )
 _UNIT = re.compile(
-    rf"(?P<value>.*?[\w)}}\]!%|])(?P<unit>(?:(?:{_SPACE}|\\cdot|[/*])*+"
+    rf"(?P<value>.*?[\w)}}\]!%|])(?P<unit>(?:(?:{SPACE}|\\cdot|[/*])*+"
     r"(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{(?:[^{}]|\{[^{}]*\})*\}|\^\\circ(?:\s*[CF](?![A-Za-z]))?)"
     r"(?:\s*\^(?:\{\s*-?\d\s*\}|\d))?)+)\s*"
 )
-_LETTER = re.compile(rf"([-+]?[\d.,]*\d){_SPACE}*([A-Za-z])")
+_LETTER = re.compile(rf"([-+]?[\d.,]*\d){SPACE}*([A-Za-z])")
 _NOT_OF_UNITS = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*(?=\s*\{)|[{}]|\\[A-Za-z]+|\\.|~")
-
-_EQUAL = re.compile(r"(?<![<>!:])=")
-_ORDER = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|leqslant|geqslant)(?![A-Za-z])")
-_INTERVAL = re.compile(r"[\[(]|\\(?:in|cup|mathbb)(?![A-Za-z])")
-_NAME = re.compile(
-    r"\s*(?:[A-Za-z]|\\[A-Za-z]+(?:\{[^{}]*\})?)(?:_(?:\w|\{[^{}]*\}))?'*\s*"
-    r"(?:(?:\^\{-1\})?\((?:[^()]|\([^()]*\))*\))?\s*"
-)
-_VARIABLE = r"(?:[A-Za-df-hj-z]|\\(?!pi\b|infty\b|[lg]eq?\b)[a-z]+)(?![A-Za-z])(?:_\w)?"
-_UNKNOWN = re.compile(rf"\s*({_VARIABLE})\s*")
-_SET = re.compile(r"\s*\\\{(?:(?!\\mid|[|:()]).)*\\\}\s*", re.DOTALL)
-_TUPLE = re.compile(r"\s*\([^()]*,[^()]*\)\s*")
-_VECTOR = re.compile(r"\s*\\begin\{[pb]matrix\}([^()]*)\\end\{[pb]matrix\}\s*")
-_BUILDER = re.compile(
-    rf"\s*\\\{{\s*{_VARIABLE}\s*(?:\\in\s*\\mathbb\{{R\}}|\\in\s*R)?\s*(?:\\mid|\||:)(.*)\\\}}\s*"
-)
-_IN = re.compile(rf"\s*({_VARIABLE})\s*\\in(?![A-Za-z])\s*(?=[\[(])")
-_ENDS = re.compile(r"\s*([\[(])([^,()\[\]]*),([^,()\[\]]*)([\])])\s*")
-_EXCEPT = re.compile(rf"\A\s*({_VARIABLE})\s*\\neq?(?![A-Za-z])([^,]*)\Z")
-_WITHOUT = re.compile(
-    r"\A\s*\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-)\s*\\\{([^,{}\\]*)\\\}\s*\Z"
-)
-_BARS = re.compile(rf"\s*\|\s*({_VARIABLE})\s*(?:([-+])\s*([\w.\\{{}}/]+))?\s*\|\s*")
-_UNION = re.compile(r"\\(?:cup|lor)(?![A-Za-z])")
-_LEAST, _MOST = "-\\infty", "\\infty"
-_CLOSED_AT_INFINITY = re.compile(r"\[\s*[-+]?\s*\\infty|\\infty\s*\]")
-_DOTS = re.compile(r"\\[lc]?dots|\.\.\.")
-_PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
-_ASSIGNED = re.compile(rf"\s*({_VARIABLE})\s*=([^=<>]*)")
-_NAMED_TUPLE = re.compile(rf"\s*\(((?:{_VARIABLE}|[,\s])*)\)\s*=\s*(?=\()")
-_OPERATORS = {"land": "&", "lor": "|", "cap": "&", "cup": "|", "neg": "~", "lnot": "~"}
-_LOGIC = re.compile(rf"\\({'|'.join(_OPERATORS)})(?![A-Za-z])")
-_OF_NAMES = re.compile(r"(?=.*[&|])[A-Za-z\s()&|~]{1,200}")
-_DIRECTIONS = {"<": "<", "\\lt": "<", ">": ">", "\\gt": ">"}
-_BASE = re.compile(
-    rf"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{{2,}})\)?_(?:(\w)|\{{?\s*(?:{_TEXT}\{{)?\s*(\w+)\s*\}}?\s*\}})"
-)
-_MODULUS = re.compile(
-    rf"\(?\s*(?:\\[pb]?mod(?![a-z])|{_TEXT}\{{\s*mod\s*\}}|\bmod\b)\s*(?:\{{\s*)?([1-9]\d{{0,18}})\s*\}}?\s*\)?"
-)
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_SOLVED = re.compile(rf"\s*({_VARIABLE}(?:\^\{{-1\}})?)\s*(\([^()]*\))?\s*=(.*)", re.DOTALL)
-_SUM_OF_INDEXED = re.compile(r"\\(sum|prod)\s*_\{\s*([a-z])\s*=.*_\{?\2(?![A-Za-z])")
-_BELOW = re.compile(r"_\{[^{}]*\}")
-_CLAUSE = re.compile(
-    r"[ ,;(|:](?:(?:where|for|with|and|any|all|every|some) )*+"
-    r"(?:(?P<name>[A-Za-z]) ?(?:\\in ?(?P<domain>[^,]+?)|(?:is )?(?:an?y? )?integer)"
-    r"|integers? (?P<last>[A-Za-z])) ?[.)]? ?(?:\\\})?\Z"
-)
-_BLANKS = re.compile(rf"(?:{_SPACE}|\\mid(?![A-Za-z]))++")
-_NAMES = re.compile(
-    rf"(?:{_TEXT}|\\operatorname)\{{[^{{}}]*\}}|{_COMMAND.pattern}|[A-Za-z]{{4,}}|(?:sin|cos|tan|exp|log|lim|min|max|pi|ln)|[A-Za-z]"
-)
-_INDEXED = re.compile(r"_\{?\s*i(?![A-Za-z])|\\(?:hat|vec)(?![A-Za-z])")
-_POWER_OF_I = re.compile(r"(?<![\\A-Za-z])i\s*(?:\^|\([^()]*(?<![\\A-Za-z])i(?![A-Za-z]))")
-_OTHER_INDEX = re.compile(r"(?<![\\A-Za-z])[jkmnN](?![A-Za-z])")
-_ROTATION = re.compile(r"e\s*\^|\\(?:exp|cos|sin)(?![A-Za-z])")
-_COMMON_LOG = re.compile(r"\\log(?![A-Za-z]|\s*_)")
-_NATURAL_LOG = re.compile(r"\\ln(?![A-Za-z])")
-_CHANGE_OF_BASE = re.compile(r"[/{]\s*\\ln\s*[({]*10\b")
-_OPTION = re.compile(rf"(?:{_TEXT}\{{)?\s*\(?([A-Ea-e])\)?\.?\s*\}}?")
-_AROUND_WORDS = re.compile(rf"{_TEXT}(?=\{{)|\\(?:triangle|angle|q?quad)(?![A-Za-z])")
-_NOT_OF_WORDS = re.compile(
-    r"\*\*|-(?=[a-z]{2})|(?<=[a-z]{2})-|(?<![A-Z\d])'|[^\w<>=+/*|^'-]|_", re.ASCII
-)
-_SAME_WORDS = {"yes": "true", "no": "false"}
-_CONSTANT = re.compile(r"\+\s*C\s*\Z|C\s*e\s*\^")
-_ARTICLE = re.compile(r"\A\W*(?:an?|the)\s+(?=\w\w)")
-_PHRASE = re.compile(rf"{_TEXT}\{{[\s('\"]*[A-Za-z][A-Za-z0-9\s.,'()-]*\}}")
-_PLAIN_PHRASE = re.compile(
-    r"(?:\\(?:triangle|angle)\s*)?[A-Z]{2,}|[A-Z][a-z]{2,}|[A-Z]?[a-z]+\.?(?: [A-Za-z]+\.?)+"
-    r"|yes|no|true|false|even|odd|none"
-)
 
 
 @lru_cache(maxsize=4096)
@@ -270,7 +194,7 @@ def readable(latex: str) -> str:
     for pattern, replacement in _SPELLINGS:
         plain = pattern.sub(replacement, plain)
     plain = plain.strip()
-    if (said := _IN_WORDS.match(plain)) and _MEANINGS.get(said[2]) == said[1]:
+    if (said := _IN_WORDS.match(plain)) and MEANINGS.get(said[2]) == said[1]:
         return said[1]
     if _GROUPS.fullmatch(plain):
         plain = plain.replace(" ", "")
@@ -288,9 +212,7 @@ def without_marks(latex: str) -> str:
     r"""Returns `latex` without the `$`, `\(` and `\[` of formulas; a phrase as what it means."""
     paired = latex.count("$") % 2 == 0 and "\\$" not in latex
     plain = re.sub(rf"(?<!\\)\\[()\[\]]{'|[$]' if paired else ''}", "", latex).strip()
-    return _MEANINGS.get(
-        re.sub(rf"{_TEXT}(?=\{{)|[\s{{}}]|(?<=\w)[.-]", "", plain).casefold(), plain
-    )
+    return MEANINGS.get(re.sub(rf"{TEXT}(?=\{{)|[\s{{}}]|(?<=\w)[.-]", "", plain).casefold(), plain)
 
 
 def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
@@ -303,7 +225,7 @@ def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
         return found[1], found[2]
     if (found := _UNIT.fullmatch(latex)) is None:
         return latex, ""
-    unit = re.sub(rf"\\cdot|{_SPACE}", " ", found["unit"].replace("^\\circ", "°"))
+    unit = re.sub(rf"\\cdot|{SPACE}", " ", found["unit"].replace("^\\circ", "°"))
     return found["value"], _NOT_OF_UNITS.sub("", unit).strip()
 
 
@@ -332,160 +254,6 @@ def with_braces(latex: str) -> str:
     return "".join(parts)
 
 
-def as_asked(gold: str, answer: str) -> tuple[str, str] | None:
-    r"""Returns both in one form: sets of numbers as intervals, solutions without their names.
-
-    `i` is the imaginary unit unless the gold has it as a name; `\log` is `\ln` if only the other
-    side has that. None if they are about different unknowns, such as `x>1` and `y>1`.
-    """
-    gold, answer = _with_natural_log(gold, answer), _with_natural_log(answer, gold)
-    if _CONSTANT.search(gold) and "c" not in _NAMES.findall(gold) and "C" not in answer:
-        answer = _renamed(answer, "c", "C")
-    if not _is_name(gold, answer):
-        gold, answer = (_renamed(text, "i", "\\sqrt{-1}") for text in (gold, answer))
-    if gold.count(":") == answer.count(":") > 1:
-        return _proportions(gold), _proportions(answer)
-    gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
-    wanted, given = _region(gold), _region(answer)
-    if wanted is None or given is None:
-        return _right_sides(_listed(gold), _listed(answer))
-    same = not (wanted[0] and given[0]) or wanted[0] == given[0]
-    return (wanted[1], given[1]) if same else None
-
-
-def same_family(gold: str, answer: str) -> tuple[str, str] | None:
-    r"""Returns both without a clause such as `k \in \mathbb{Z}`, their parameters with one name.
-
-    The clause may be missing from one of them; a gold without it keeps its names. None if the
-    parameters have different domains.
-    """
-    found = [_family(text) for text in (gold, answer)]
-    domains = {family.domain for family in found if family}
-    if len(domains) > 1:
-        return None
-    bodies = []
-    for text, family in zip((gold, answer), found, strict=True):
-        body = family.body if family else text
-        names = {family.name} if family else {*"klmnN"} & {*_NAMES.findall(body)}
-        if found[0] and len(names) == 1:
-            body = _renamed(body, names.pop(), "\\kappa ")
-        bodies.append(body)
-    return bodies[0], bodies[1]
-
-
-class _Family(NamedTuple):
-    body: str
-    name: str
-    domain: str
-
-
-def _family(latex: str) -> _Family | None:
-    r"""Reads `k\pi, k \in \mathbb{Z}`; None if there is no such clause behind a formula."""
-    plain = re.sub(rf"{_TEXT}\{{([^{{}}]*)\}}", r" \1 ", latex)
-    plain = _BLANKS.sub(" ", plain).strip()
-    if (clause := _CLAUSE.search(plain)) is None:
-        return None
-    body = plain[: clause.start()].rstrip(" ,;(|:")
-    if plain.endswith("\\}"):
-        body = body.removeprefix("\\{")
-    domain = re.sub(r"\\[A-Za-z]+|[{}\s]", "", clause["domain"] or "Z")
-    is_formula = body.strip() and not _ORDER.search(body)
-    return _Family(body, clause["name"] or clause["last"], domain) if is_formula else None
-
-
-def same_words(gold: str, answer: str) -> bool | None:
-    """Returns whether `answer` has the letters of a word, a name or a choice; None for formulas.
-
-    Words with commas that repeat, or do not follow the alphabet, are an order.
-    """
-    letters = [found[1] for found in map(_OPTION.fullmatch, (gold, answer)) if found]
-    if len(letters) == 2 and letters[0].isupper():
-        return bool(letters[0] == letters[1].upper())
-    if not (_PHRASE.fullmatch(gold) or _PLAIN_PHRASE.fullmatch(gold)):
-        return None
-    wanted, given = (
-        [
-            _SAME_WORDS.get(word := _NOT_OF_WORDS.sub("", _ARTICLE.sub("", item)).casefold(), word)
-            for item in re.split(r",|\b(?:[Aa]nd|AND)\b", _AROUND_WORDS.sub("", text))
-            if item.strip()
-        ]
-        for text in (gold, answer)
-    )
-    is_order = wanted != sorted({*wanted}) or {*wanted} <= {"true", "false"}
-    if is_order and not re.search(r"\band\b", gold):
-        return wanted == given
-    return sorted(wanted) == sorted(given)
-
-
-def same_in_base(gold: str, answer: str) -> bool | None:
-    """Compares numbers with a base, such as `101_2`; None if neither has one."""
-    wanted, given = (
-        found and (found[1].lstrip("0").casefold(), _MEANINGS.get(sub := found[2] or found[3], sub))
-        for found in (_BASE.fullmatch(gold), _BASE.fullmatch(answer))
-    )
-    return None if wanted is None and given is None else wanted == given
-
-
-def same_logic(gold: str, answer: str) -> bool | None:
-    r"""Compares `p \land \neg q` with `\neg q \land p`, and the like for sets, in any order.
-
-    None if one of them has another form.
-    """
-    wanted, given = (
-        _LOGIC.sub(lambda found: _OPERATORS[found[1]], text) for text in (gold, answer)
-    )
-    if not (_OF_NAMES.fullmatch(wanted) and _OF_NAMES.fullmatch(given)):
-        return None
-    try:
-        one, other = (ast.parse(text.strip(), mode="eval").body for text in (wanted, given))
-    except SyntaxError:
-        return None
-    return _in_order(one) == _in_order(other)
-
-
-def same_residues(gold: str, answer: str) -> bool | None:
-    r"""Compares `x \equiv 3 \pmod 7` with a class or a residue; None if both are something else."""
-    wanted, given = _residues(gold), _residues(answer)
-    if not (wanted and given) or wanted[0] == given[0] == 0:
-        return None
-    modulus = wanted[0] or given[0]
-    if 0 in (wanted[0], given[0]):
-        return wanted[1] == given[1] and all(0 <= number < modulus for number in given[1])
-    classes = [{number % modulus for number in numbers} for _, numbers in (wanted, given)]
-    return modulus == given[0] and classes[0] == classes[1]
-
-
-def forms_differ(gold: str, answer: str) -> bool:
-    """Returns whether `answer` has a form that cannot equal `gold`, though math-verify says so.
-
-    It takes the right side of any equation, and the ends of an interval, for the whole; it takes
-    pairs for sets, and overlooks dots and brackets at infinity.
-    """
-    if gold.count(":") != answer.count(":") and max(gold.count(":"), answer.count(":")) > 1:
-        return True
-    if ("," in gold or "." not in answer) and bool(_DOTS.search(gold)) != bool(
-        _DOTS.search(answer)
-    ):
-        return True
-    if bool(_CLOSED_AT_INFINITY.search(gold)) != bool(_CLOSED_AT_INFINITY.search(answer)):
-        return True
-    if _ORDER.search(gold):
-        return not (_ORDER.search(answer) or _INTERVAL.search(answer))
-    if (indexed := _SUM_OF_INDEXED.search(gold)) and f"\\{indexed[1]}" not in answer:
-        return True
-    gold, answer = _BELOW.sub("", gold), _BELOW.sub("", answer)
-    equation = _EQUAL.search(gold)
-    if equation:
-        left, right = gold[: equation.start()], gold[equation.end() :]
-        relation = _UNKNOWN.fullmatch(left) and left.strip() != "y" and _UNKNOWN.fullmatch(right)
-        solved = _NAME.fullmatch(left) and not relation
-        return not solved and not _EQUAL.search(answer)
-    kinds = [
-        pattern for text in (gold, answer) for pattern in (_SET, _TUPLE) if pattern.fullmatch(text)
-    ]
-    return len(set(kinds)) == 2
-
-
 def _raised(found: re.Match[str]) -> str:
     digits = found[0].translate(_SUPERSCRIPTS)
     return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
@@ -507,193 +275,3 @@ def _fraction(found: re.Match[str]) -> str:
     before = int(f"0{whole}{fixed}")
     after = int(f"{before}{repeated}")
     return f"\\frac{{{after - before}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
-
-
-def _in_order(formula: ast.expr) -> str:
-    match formula:
-        case ast.BinOp(left, operator, right):
-            kind = type(operator)
-            waiting, operands = [left, right], list[str]()
-            while waiting:
-                operand = waiting.pop()
-                if isinstance(operand, ast.BinOp) and type(operand.op) is kind:
-                    waiting += [operand.left, operand.right]
-                else:
-                    operands.append(_in_order(operand))
-            return f"{kind.__name__}({', '.join(sorted(operands))})"
-        case ast.UnaryOp(operand=operand):
-            return f"not({_in_order(operand)})"
-    return ast.unparse(formula)
-
-
-def _residues(latex: str) -> tuple[int, set[int]] | None:
-    """The modulus, 0 for a bare number, and the numbers before it."""
-    moduli = {int(found) for found in _MODULUS.findall(latex)}
-    rest = re.sub(rf"{_VARIABLE}\s*\\equiv|\\l(?:or|and)(?![A-Za-z])", ",", _MODULUS.sub("", latex))
-    rest = re.sub(r"\\pm\s*(\d+)", r"\1,-\1", rest)
-    if len(moduli) > 1 or not re.fullmatch(r"[\s,]*-?\d+(?:[\s,]+-?\d+)*[\s,]*", rest):
-        return None
-    return max(moduli, default=0), {int(number) for number in re.findall(r"-?\d+", rest)}
-
-
-def _items(latex: str) -> list[str]:
-    """The parts between the commas that are in no brackets."""
-    items, depth = [""], 0
-    for sign in _THOUSANDS.sub("", latex):
-        depth += (sign in "([{") - (sign in ")]}")
-        if sign in ",;" and not depth:
-            items.append("")
-        else:
-            items[-1] += sign
-    return [item for item in items if item.strip()]
-
-
-def _proportions(ratio: str) -> str:
-    r"""Returns `(\frac{2}{1}, \frac{3}{1})` for `1:2:3`."""
-    first, *others = ratio.split(":")
-    terms = [f"\\frac{{{term}}}{{{first}}}" for term in others]
-    return f"({', '.join(terms)})"
-
-
-def _as_tuple(latex: str, other: str) -> str:
-    """Returns a matrix of one row or column as a tuple, if the other side is one."""
-    vector = _VECTOR.fullmatch(latex) if _TUPLE.fullmatch(other) else None
-    cells = re.split(r"\\\\|&", vector[1]) if vector else []
-    is_line = vector is not None and not ("&" in vector[1] and "\\\\" in vector[1])
-    return f"({', '.join(cell.strip() for cell in cells)})" if is_line else latex
-
-
-def _listed(latex: str) -> str:
-    r"""Returns `3, 5` for `x=3 \lor x=5`, and `(3,4)` for `y=4, x=3` and `(x,y)=(3,4)`."""
-    text = re.sub(r"\\l(?:and|or)(?![A-Za-z])", ", ", latex)
-    if "\\pm" in text or "\\mp" in text:
-        text = ", ".join(map(_with_both_signs, _items(text)))
-    if tuple_ := _NAMED_TUPLE.match(text):
-        variables = re.findall(_VARIABLE, tuple_[1])
-        return text[tuple_.end() :] if variables == sorted(variables) else text
-    items = _items(text)
-    pairs = sorted((found[1], found[2]) for item in items if (found := _ASSIGNED.fullmatch(item)))
-    names = {name for name, _ in pairs}
-    if len(items) < 2 or not pairs:
-        return text
-    if len(names) == len(items) and not any("_" in name for name in names):
-        return f"({', '.join(value for _, value in pairs)})"
-    if len({name.partition("_")[0] for name in names}) == 1:
-        return ", ".join(_ASSIGNED.sub(r"\2", item) for item in items)
-    return text
-
-
-def _with_both_signs(item: str) -> str:
-    if "\\{" in item or len(_PLUS_MINUS.findall(item)) != 1:
-        return item
-    return ", ".join(_PLUS_MINUS.sub(sign, item) for sign in "+-")
-
-
-def _region(latex: str) -> tuple[str, str] | None:
-    r"""Returns the name of the unknown, if any, and the intervals of `x<1 \lor x>2` or `[1,2)`."""
-    builder = _BUILDER.fullmatch(latex)
-    text = _EXCEPT.sub(r"\1<\2 \\lor \1>\2", _without_bars(builder[1] if builder else latex))
-    text = _WITHOUT.sub(r"(-\\infty,\1) \\cup (\1,\\infty)", text)
-    if not _ORDER.search(text) and len(_items(text)) > 1:
-        return None
-    parts = [part for one in _UNION.split(text) for part in _items(one)]
-    found = [_interval(part) for part in parts]
-    names = {one[0] for one in found if one and one[0]}
-    if not all(found) or len(names) > 1:
-        return None
-    return "".join(names), "\\cup ".join("".join(one[1:]) for one in found if one)
-
-
-def _without_bars(inequality: str) -> str:
-    r"""Returns `3-2<x<3+2` for `|x-3|<2`, and two inequalities for `|x-3|>2`."""
-    parts, signs = _ORDER.split(inequality), _ORDER.findall(inequality)
-    if len(parts) != 2:
-        return inequality
-    is_less = signs[0] == "<" or signs[0].startswith("\\l")
-    bars, bound = _BARS.fullmatch(parts[0]), parts[1]
-    if bars is None:
-        bars, bound, is_less = _BARS.fullmatch(parts[1]), parts[0], not is_less
-    if bars is None:
-        return inequality
-    name, middle = bars[1], f"{'-' if bars[2] == '+' else ''}{bars[3] or ''}"
-    equal = "" if _DIRECTIONS.get(signs[0]) else "="
-    bound = f"({bound.strip()})" if re.search(r"[-+]", bound) else bound.strip()
-    least, most = f"{middle}-{bound}", f"{middle}+{bound}" if middle else bound
-    less, more = (" \\le ", " \\ge ") if equal else ("<", ">")
-    if is_less:
-        return f"{least}{less}{name}{less}{most}"
-    return f"{name}{less}{least} \\lor {name}{more}{most}"
-
-
-def _is_name(gold: str, answer: str) -> bool:
-    """Returns whether `i` is a name or an index in the gold, and not the imaginary unit."""
-    if _INDEXED.search(gold) or _INDEXED.search(answer):
-        return True
-    if "i" not in _NAMES.findall(gold) or _ROTATION.search(gold):
-        return False
-    return _OTHER_INDEX.search(gold) is not None or _POWER_OF_I.search(gold) is not None
-
-
-def _renamed(latex: str, name: str, new: str) -> str:
-    return _NAMES.sub(lambda token: new if token[0] == name else token[0], latex)
-
-
-def _right_sides(gold: str, answer: str) -> tuple[str, str]:
-    """Returns the right sides of `y(t)=...` and `y=...`: about numbers, or the same function."""
-    wanted, given = _SOLVED.fullmatch(gold), _SOLVED.fullmatch(answer)
-    if not (wanted and given and wanted[1] == given[1]):
-        return gold, answer
-    name, own = (_NAMES.findall(found[2] or "") for found in (wanted, given))
-    if len(name) == len(own) == 1 and name != own and name[0] not in _NAMES.findall(given[3]):
-        return wanted[3], _renamed(given[3], own[0], name[0])
-    same = (wanted[2] or given[2]) == (given[2] or wanted[2])
-    return (wanted[3], given[3]) if same else (gold, answer)
-
-
-def _with_natural_log(latex: str, other: str) -> str:
-    is_natural = _NATURAL_LOG.search(other) and not _CHANGE_OF_BASE.search(other)
-    return _COMMON_LOG.sub(r"\\ln", latex) if is_natural else latex
-
-
-_Interval = tuple[str, str, str, str, str, str]
-"""The unknown, a bracket, an end, a comma, the other end and its bracket."""
-
-
-def _interval(latex: str) -> _Interval | None:
-    r"""Reads `x\in[a,b)`, `a \le x < b`, `x \le b`, or `x \ge a \land x < b`."""
-    name = _IN.match(latex)
-    text = latex[name.end() :] if name else latex
-    if latex.strip() == "\\mathbb{R}":
-        return "", "(", _LEAST, ",", _MOST, ")"
-    if ends := _ENDS.fullmatch(text):
-        return name[1] if name else "", ends[1], ends[2], ",", ends[3], ends[4]
-    halves = [_of_order(half) for half in re.split(r"\\land(?![A-Za-z])", latex)]
-    if len(halves) == 2 and halves[0] and halves[1] and halves[0][0] == halves[1][0]:
-        low, high = sorted(halves, key=lambda half: half is not None and half[2] == _LEAST)
-        if low and high and (low[4], high[2]) == (_MOST, _LEAST):
-            return (*low[:4], *high[4:])
-    return halves[0] if len(halves) == 1 else None
-
-
-def _of_order(inequality: str) -> _Interval | None:
-    parts = _ORDER.split(inequality)
-    signs = [_DIRECTIONS.get(sign, sign) for sign in _ORDER.findall(inequality)]
-    strict = [sign in ("<", ">") for sign in signs]
-    rising = [sign == "<" or sign.startswith("\\l") for sign in signs]
-    if len(set(rising)) != 1:
-        return None
-    if not rising[0]:
-        parts.reverse()
-        strict.reverse()
-    named = [_UNKNOWN.fullmatch(part) for part in parts]
-    match [bool(name) for name in named]:
-        case [_, True, _]:
-            low, high = parts[0], parts[2]
-        case [True, False]:
-            low, high, strict = _LEAST, parts[1], [True, *strict]
-        case [False, True]:
-            low, high, strict = parts[0], _MOST, [*strict, True]
-        case _:
-            return None
-    name = next(name[1] for name in (named[1:2] if len(parts) > 2 else named) if name)
-    return name, "[("[strict[0]], low.strip(), ",", high.strip(), "])"[strict[1]]

@@ -7,7 +7,7 @@ model's fault, and the scorer is not affected. The limit is CPU time, since by w
 answer would be wrong on a busy machine.
 
 math-verify is not symmetric: the gold comes first, else an answer may repeat a condition of the
-problem instead of solving it. Where it is wrong, the form decides first (see `latex`).
+problem instead of solving it. Where it is wrong, the form decides first (see `forms`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ from envserver_records.extras import install_command
 
 from envserver import ConfigError
 
-from .latex import (
+from .forms import (
     as_asked,
     forms_differ,
-    quantity,
-    readable,
     same_family,
     same_in_base,
     same_logic,
     same_residues,
     same_words,
-    without_marks,
 )
+from .latex import quantity, readable, without_marks
 from .literals import changes_number, lists_differ, plain_number
 from .units import conversion, measure
 from .values import value_of, values_differ
