@@ -10,10 +10,12 @@ import ast
 import re
 from typing import NamedTuple
 
-from .latex import MEANINGS, SPACE, TEXT
+from .latex import MEANINGS, SPACE, TEXT, labelled
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _EQUAL = re.compile(r"(?<![<>!:])=")
+_RATIO = re.compile(r"[\d.\s]+(?::[\d.\s]+)+")
+_UNEQUAL = re.compile(r"\\n(?:eq?|ot)(?![A-Za-z])|!=|<>")
 _ORDER = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|leqslant|geqslant)(?![A-Za-z])")
 _INTERVAL = re.compile(r"[\[(]|\\(?:in|cup|mathbb)(?![A-Za-z])")
 _NAME = re.compile(
@@ -23,7 +25,8 @@ _NAME = re.compile(
 _VARIABLE = r"(?:[A-Za-df-hj-z]|\\(?!pi\b|infty\b|[lg]eq?\b)[a-z]+)(?![A-Za-z])(?:_\w)?"
 _UNKNOWN = re.compile(rf"\s*({_VARIABLE})\s*")
 _SET = re.compile(r"\s*\\\{(?:(?!\\mid|[|:()]).)*\\\}\s*", re.DOTALL)
-_TUPLE = re.compile(r"\s*\([^()]*,[^()]*\)\s*")
+_TUPLE = re.compile(r"\s*\(([^()]*,[^()]*)\)\s*")
+_POINT = re.compile(rf"(?<![A-Za-z\\])(?:{TEXT}\{{)?[A-Z]\}}?\s*=?\s*(?=\([^()]*,)")
 _VECTOR = re.compile(r"\s*\\begin\{[pb]matrix\}([^()]*)\\end\{[pb]matrix\}\s*")
 _BUILDER = re.compile(
     rf"\s*\\\{{\s*{_VARIABLE}\s*(?:\\in\s*\\mathbb\{{R\}}|\\in\s*R)?\s*(?:\\mid|\||:)(.*)\\\}}\s*"
@@ -72,7 +75,7 @@ _ROTATION = re.compile(r"e\s*\^|\\(?:exp|cos|sin)(?![A-Za-z])")
 _COMMON_LOG = re.compile(r"\\log(?![A-Za-z]|\s*_)")
 _NATURAL_LOG = re.compile(r"\\ln(?![A-Za-z])")
 _CHANGE_OF_BASE = re.compile(r"[/{]\s*\\ln\s*[({]*10\b")
-_OPTION = re.compile(rf"(?:{TEXT}\{{)?\s*\(?([A-Ea-e])\)?\.?\s*\}}?")
+
 _AROUND_WORDS = re.compile(rf"{TEXT}(?=\{{)|\\(?:triangle|angle|q?quad)(?![A-Za-z])")
 _NOT_OF_WORDS = re.compile(
     r"\*\*|-(?=[a-z]{2})|(?<=[a-z]{2})-|(?<![A-Z\d])'|[^\w<>=+/*|^'-]|_", re.ASCII
@@ -93,16 +96,23 @@ def as_asked(gold: str, answer: str) -> tuple[str, str] | None:
     `i` is the imaginary unit unless the gold has it as a name; `\log` is `\ln` if only the other
     side has that. None if they are about different unknowns, such as `x>1` and `y>1`.
     """
+    gold, answer = (text.replace("\\bmod", "\\mod") for text in (gold, answer))
+    gold, answer = _as_vector(gold, answer), _as_vector(answer, gold)
     gold, answer = _with_natural_log(gold, answer), _with_natural_log(answer, gold)
     if _CONSTANT.search(gold) and "c" not in _NAMES.findall(gold) and "C" not in answer:
         answer = _renamed(answer, "c", "C")
     if not _is_name(gold, answer):
         gold, answer = (_renamed(text, "i", "\\sqrt{-1}") for text in (gold, answer))
+    if _RATIO.fullmatch(gold):
+        answer = answer.rpartition("=")[2]
     if gold.count(":") == answer.count(":") > 1:
         return _proportions(gold), _proportions(answer)
-    gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
+
     wanted, given = _region(gold), _region(answer)
     if wanted is None or given is None:
+        names = _unknowns(gold), _unknowns(answer)
+        if len(names[0]) > 1 and names[1] and names[0] != names[1]:
+            return None
         return _right_sides(_listed(gold), _listed(answer))
     same = not (wanted[0] and given[0]) or wanted[0] == given[0]
     return (wanted[1], given[1]) if same else None
@@ -153,12 +163,16 @@ def same_words(gold: str, answer: str) -> bool | None:
 
     Words with commas that repeat, or do not follow the alphabet, are an order.
     """
-    letters = [found[1] for found in map(_OPTION.fullmatch, (gold, answer)) if found]
-    if len(letters) == 2 and letters[0].isupper():
-        return bool(letters[0] == letters[1].upper())
+    (wanted, gold_rest), (given, answer_rest) = map(labelled, (gold, answer))
+    if given and (len(wanted) > 1 or wanted.isupper()):
+        if wanted.casefold() != given.casefold():
+            return False
+        if not (gold_rest and answer_rest):
+            return True
+    gold, answer = gold_rest or gold, answer_rest or answer
     if not (_PHRASE.fullmatch(gold) or _PLAIN_PHRASE.fullmatch(gold)):
         return None
-    wanted, given = (
+    words, own = (
         [
             _SAME_WORDS.get(word := _NOT_OF_WORDS.sub("", _ARTICLE.sub("", item)).casefold(), word)
             for item in re.split(r",|\b(?:[Aa]nd|AND)\b", _AROUND_WORDS.sub("", text))
@@ -166,10 +180,10 @@ def same_words(gold: str, answer: str) -> bool | None:
         ]
         for text in (gold, answer)
     )
-    is_order = wanted != sorted({*wanted}) or {*wanted} <= {"true", "false"}
+    is_order = words != sorted({*words}) or {*words} <= {"true", "false"}
     if is_order and not re.search(r"\band\b", gold):
-        return wanted == given
-    return sorted(wanted) == sorted(given)
+        return words == own
+    return sorted(words) == sorted(own)
 
 
 def same_in_base(gold: str, answer: str) -> bool | None:
@@ -186,6 +200,8 @@ def same_logic(gold: str, answer: str) -> bool | None:
 
     None if one of them has another form.
     """
+    if "|" in gold + answer:  # divides, or an absolute value
+        return None
     wanted, given = (
         _LOGIC.sub(lambda found: _OPERATORS[found[1]], text) for text in (gold, answer)
     )
@@ -217,6 +233,8 @@ def forms_differ(gold: str, answer: str) -> bool:
     pairs for sets, and overlooks dots and brackets at infinity.
     """
     if gold.count(":") != answer.count(":") and max(gold.count(":"), answer.count(":")) > 1:
+        return True
+    if bool(_UNEQUAL.search(gold)) != bool(_UNEQUAL.search(answer)):
         return True
     if ("," in gold or "." not in answer) and bool(_DOTS.search(gold)) != bool(
         _DOTS.search(answer)
@@ -260,6 +278,8 @@ def _in_order(formula: ast.expr) -> str:
 
 def _residues(latex: str) -> tuple[int, set[int]] | None:
     """The modulus, 0 for a bare number, and the numbers before it."""
+    if "\\bmod" in latex and "\\equiv" not in latex:  # a remainder
+        return None
     moduli = {int(found) for found in _MODULUS.findall(latex)}
     rest = re.sub(rf"{_VARIABLE}\s*\\equiv|\\l(?:or|and)(?![A-Za-z])", ",", _MODULUS.sub("", latex))
     rest = re.sub(r"\\pm\s*(\d+)", r"\1,-\1", rest)
@@ -287,12 +307,24 @@ def _proportions(ratio: str) -> str:
     return f"({', '.join(terms)})"
 
 
-def _as_tuple(latex: str, other: str) -> str:
-    """Returns a matrix of one row or column as a tuple, if the other side is one."""
-    vector = _VECTOR.fullmatch(latex) if _TUPLE.fullmatch(other) else None
-    cells = re.split(r"\\\\|&", vector[1]) if vector else []
-    is_line = vector is not None and not ("&" in vector[1] and "\\\\" in vector[1])
-    return f"({', '.join(cell.strip() for cell in cells)})" if is_line else latex
+def _as_vector(latex: str, other: str) -> str:
+    r"""Returns a matrix of one row or column, or a point with a name, as a tuple, if the other side
+    is one; and any vector as `3i+4j`, if the other side is such a sum."""
+    if _TUPLE.match(other):
+        latex = _POINT.sub("", latex)
+    vector = _VECTOR.fullmatch(latex) or _TUPLE.fullmatch(latex)
+    if vector is None or ("&" in vector[1] and "\\\\" in vector[1]):
+        return latex
+    cells = [cell.strip() for cell in re.split(r"\\\\|&|,", vector[1])]
+    if {"i", "j"} <= {*_NAMES.findall(other)} and "," not in other:
+        return "+".join(f"({cell}){unit}" for cell, unit in zip(cells, "ijk", strict=False))
+    return f"({', '.join(cells)})" if _TUPLE.fullmatch(other) else latex
+
+
+def _unknowns(latex: str) -> set[str]:
+    """The names in `x=3, y=4`, without their indices."""
+    found = map(_ASSIGNED.fullmatch, _items(re.sub(r"\\land(?![A-Za-z])", ",", latex)))
+    return {one[1].strip().partition("_")[0] for one in found if one}
 
 
 def _listed(latex: str) -> str:
@@ -309,7 +341,7 @@ def _listed(latex: str) -> str:
     if len(items) < 2 or not pairs:
         return text
     if len(names) == len(items) and not any("_" in name for name in names):
-        return f"({', '.join(value for _, value in pairs)})"
+        return latex if "\\lor" in latex else f"({', '.join(value for _, value in pairs)})"
     if len({name.partition("_")[0] for name in names}) == 1:
         return ", ".join(_ASSIGNED.sub(r"\2", item) for item in items)
     return text
@@ -373,7 +405,9 @@ def _renamed(latex: str, name: str, new: str) -> str:
 def _right_sides(gold: str, answer: str) -> tuple[str, str]:
     """Returns the right sides of `y(t)=...` and `y=...`: about numbers, or the same function."""
     wanted, given = _SOLVED.fullmatch(gold), _SOLVED.fullmatch(answer)
-    if not (wanted and given and wanted[1] == given[1]):
+    if not (wanted and given):
+        return gold, answer
+    if wanted[1] != given[1] and not {(wanted[1], wanted[2]), (given[1], given[2])} & {("y", None)}:
         return gold, answer
     name, own = (_NAMES.findall(found[2] or "") for found in (wanted, given))
     if len(name) == len(own) == 1 and name != own and name[0] not in _NAMES.findall(given[3]):

@@ -70,7 +70,7 @@ _UNICODE = str.maketrans({
     "′": "'", "″": "''", '"': "''", "\u00a0": "\\,", "\u2009": "\\,", "\u202f": "\\,",
     "⟨": "(", "⟩": ")", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ",
     "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}",
-    "⅔": "\\frac{2}{3}", "…": "\\ldots ",
+    "⅔": "\\frac{2}{3}", "…": "\\ldots ", "→": "\\to ",
     **{chr(place + 0xFEE0): chr(place) for place in range(33, 127)},
 })  # fmt: skip
 _STYLES = re.compile(
@@ -82,14 +82,51 @@ _SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _OUTSIDE = r"(?![A-Za-z]|[^{}]*[^\\{}]\})"
 """Behind a plain word that is not in braces."""
+_ABOUT = r"(?:(?:the )?(?:correct |final )?(?:answer|option|choice)\b(?: is)?\s*:?\s*)?"
+_OPTION = (
+    r"(?P<letter>\(?[A-E]\)?[.:]?(?=\s*\}?\s*\Z)"
+    r"|(?-i:\([A-E]\)(?=[\s}\\~])|[A-E](?:[.)]|:(?=[\s}])))"
+    rf"(?=(?:{SPACE}|[}}$])*(?!(?:\\text\{{\s*)?(?:or|and|[A-E]\}}?\Z)\b)(?:[-+]?[\d.$]|[a-z(\[]|\\(?:\$|[a-z]*(?:text|math|frac|sqrt|pi)))))"
+)
+_NAME = (
+    r"(?!.*\b(?:not?|isn|least|most|than)\b)(?:the )?"
+    r"(?P<name>[a-z][a-z ]{2,}?)\s*(?::|(?=\}\s*:)|\b(?:is|are)(?=[^a-z]*\d)|=(?=\s*\}))"
+)
+_LABELLED = re.compile(
+    rf"(?P<inside>{TEXT}\{{)?\s*{_ABOUT}(?:{_OPTION}|{_NAME})?(?P<outside>\s*\}})?(?:{SPACE}|:)*"
+    r"(?P<rest>.*)",
+    re.DOTALL | re.IGNORECASE,
+)
+_ROWS = re.compile(
+    r"(?:\\\{\s*)?\\begin\{(cases|array|(?:align|gather)ed)\}(?:\{[lcr]*\})?(.*)\\end\{\1\}",
+    re.DOTALL,
+)
+_EQUATION = re.compile(r"[^&=<>,]*&?=&?[^&=<>,]*")
+_OUTWARD = re.compile(
+    r"((?:\A|\\(?:cup|in)(?![A-Za-z])|,)\s*)([\[\](])([^\[\](),;]+)[,;]([^\[\](),;]+)([\[\])])"
+    r"(?=\s*(?:\Z|\\cup|,))"
+)
+_TRANSPOSED = re.compile(
+    r"(?:[(\[]([^()\[\]&]*,[^()\[\]&]*)[)\]]|\\begin\{([pb]matrix)\}(.*)\\end\{\2\})"
+    r"\s*\^\s*\{?\s*(?:\\(?:top|intercal)|(?:\\[a-z]+\{)?[Tt]\}?)\s*\}?",
+    re.DOTALL,
+)
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\A`+|`+\Z", ""),
-        (rf"\A{TEXT}\{{\s*(?:[Tt]he )?(?:final )?[Aa]nswer(?: is)?\s*:?\s*\}}", ""),
         (rf"(?<![\d\s}}~]){TEXT}\{{([^{{}}A-Za-z\\]*\d[^{{}}A-Za-z\\]*)\}}", r"\1"),
         (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|\s*(?<![.,;\\])[.,;]{1,2})\s*\Z", ""),
-        (rf"{SPACE}+\Z", ""),
+        (rf"(?:{SPACE}|\\)++\Z", ""),
+        (r"\A\(([-+]?\d+(?:\.\d+)?)\)\Z", r"\1"),
+        (
+            rf"(?<=\d)\s*(?:\^\s*)?(?:(?:{TEXT})?\{{\s*)*(?:st|nd|rd|th)(?:\s*\}})*\Z",
+            "",
+        ),
+        (r":=|==", "="),
+        (r"\\not\s*=", r"\\ne "),
+        (r"\s*\\(?:to|(?:[Ll]ong)?[Rr]ightarrow|implies)(?![A-Za-z])\s*", r"\\to "),
+        (r"(?<=[\w})])\s*\\q?quad\s*(?=[-+]?\d|\\d?frac|[a-z](?:_\w)?\s*=)", ", "),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\var(?=epsilon|phi|theta)", r"\\"),
         (r"\\(?:nice|s|x)frac(?![A-Za-z])", r"\\frac"),
@@ -121,7 +158,14 @@ _SPELLINGS = [
         ),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
-        (rf"{TEXT}\{{\s*([ie])\s*\}}|\\math(?:bf|it)\{{(\w)\}}", r"\1\2"),
+        (rf"{TEXT}\{{\s*([ie])\s*\}}|\\math(?:bf|it)(?:\{{(\w)\}}|\s+(\w)\b)", r"\1\2\3"),
+        (
+            r"(\\mathbf\s*\{\s*)?\\(?:hat|vec)\s*(?:\{\s*\\?([ijk])(?:math)?\s*\}"
+            r"|\\?([ijk])(?:math)?(?![A-Za-z]))(?(1)\s*\})",
+            r"\2\3",
+        ),
+        (r"\\bar(?![A-Za-z])", r"\\overline"),
+        (r"\\wide(?=hat|tilde)", r"\\"),
         (rf"{TEXT}\{{[\s,]*or\s*\}}|\\vee(?![A-Za-z])|(?<![A-Za-z\\])or{_OUTSIDE}", r"\\lor "),
         (
             rf"{TEXT}\{{[\s,]*and\s*\}}|\\wedge(?![A-Za-z])|(?<![A-Za-z\\])and{_OUTSIDE}",
@@ -144,7 +188,7 @@ _SPELLINGS = [
         (r"\\(max|min|gcd)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
         (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         (r"\\log\s*_(?:e|\{\s*e\s*\})", r"\\ln "),
-        (r"\\[lr]?vert(?![A-Za-z])", "|"),
+        (r"\\[lr]?vert(?![A-Za-z])|\s*\\mid(?![A-Za-z])\s*", "|"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"(?<=\d)(?:\\!)?(?:\{,\}|,(?=\\!))(?:\\!)?(?=\d{3})", ","),
@@ -158,10 +202,13 @@ _SPELLINGS = [
             r"(?:√|(?<![A-Za-z\\])sqrt)\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})",
             r"\\sqrt{\1\2\3}",
         ),
-        (rf"\A{TEXT}\{{\s*([-+]?\d[\d,.]*)(\s[^{{}}\d]*)\}}\Z", r"\1\\text{\2}"),
+        (
+            rf"\A{TEXT}\{{\s*([-+]?\d[\d,.]*)(\\?\s(?:[^{{}}\d]|\^\d)*)\}}(\^(?:\d|\{{\d\}}))?\Z",
+            r"\1\\text{\2}\3",
+        ),
         (r"\A([-+]?\d+)\s+(\d+)/(\d+)\Z", r"\1\\frac{\2}{\3}"),
         (r"\A(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}\s*\\?%\Z", r"(\1+\\frac{\2}{\3})\\%"),
-        (r"\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))", r"\\overline{\1\2}"),
+        (r"\\(?:overline|dot)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))", r"\\overline{\1\2}"),
         (r"\\overline\{(\d)\}(\d{0,20})\\overline\{(\d)\}", r"\\overline{\1\2\3}"),
         (r"(\.\d{0,20})\((\d{1,20})\)\Z", r"\1\\overline{\2}"),
         (r"(\.\d{0,20}?)(\d{1,10}?)\2+\s*\\ldots\s*\Z", r"\1\\overline{\2}"),
@@ -171,11 +218,14 @@ _SPELLINGS = [
 """Patterns that math-verify cannot read, with equivalents that it can."""
 _GROUPS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _WORDS_BEHIND = re.compile(
-    rf"([-+]?(?:\d[\d,.:]*|\.\d+)(?:\s*/\s*\d+)?)({SPACE}*)([A-Za-z€£¥¢][A-Za-z ./^0-9{{}}]*)"
+    rf"([-+]?(?:\d[\d,.:]*|\.\d+)(?:\s*/\s*\d+)?)({SPACE}*)"
+    r"((?:[A-Za-zΩ€£¥¢]|\\(?:Omega|mu)(?![A-Za-z]))"
+    r"(?:[A-Za-zΩ ./^0-9{}]|\\(?:Omega|cdot)(?![A-Za-z]))*)"
 )
 _UNIT = re.compile(
     rf"(?P<value>.*?[\w)}}\]!%|])(?P<unit>(?:(?:{SPACE}|\\cdot|[/*])*+"
-    r"(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{(?:[^{}]|\{[^{}]*\})*\}|\^\\circ(?:\s*[CF](?![A-Za-z]))?)"
+    r"(?:\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{(?:[^{}]|\{[^{}]*\})*\}|\^\\circ(?:\s*[CF](?![A-Za-z]))?"
+    r"|(?<=[\d ,}])\\(?:Omega(?![A-Za-z])|mu(?=\s*\\(?:text|mathrm))))"
     r"(?:\s*\^(?:\{\s*-?\d\s*\}|\d))?)+)\s*"
 )
 _LETTER = re.compile(rf"([-+]?[\d.,]*\d){SPACE}*([A-Za-z])")
@@ -189,10 +239,12 @@ def readable(latex: str) -> str:
         return latex
     plain = _SUPERSCRIPT.sub(_raised, _STYLES.sub("", without_marks(latex)))
     plain = plain.translate(_UNICODE).strip()
+    plain = labelled(plain)[1] or plain
     if number := _NUMBER_IN_TEXT.fullmatch(plain) or _IN_BRACES.fullmatch(plain):
         plain = number[1].strip()
     for pattern, replacement in _SPELLINGS:
         plain = pattern.sub(replacement, plain)
+    plain = _OUTWARD.sub(_inward, _TRANSPOSED.sub(_transposed, _ROWS.sub(_solutions, plain)))
     plain = plain.strip()
     if (said := _IN_WORDS.match(plain)) and MEANINGS.get(said[2]) == said[1]:
         return said[1]
@@ -215,6 +267,17 @@ def without_marks(latex: str) -> str:
     return MEANINGS.get(re.sub(rf"{TEXT}(?=\{{)|[\s{{}}]|(?<=\w)[.-]", "", plain).casefold(), plain)
 
 
+def labelled(latex: str) -> tuple[str, str]:
+    r"""Splits `\text{(C) } 12`, `option C` or `\text{Total: }12` into a letter or a name, and the
+    rest; both may be empty."""
+    found = _LABELLED.fullmatch(latex)
+    if found is None:
+        return "", latex
+    label = re.sub(r"\W", "", found["letter"] or found["name"] or "")
+    inside = "" if found["outside"] else found["inside"] or ""
+    return label, f"{inside}{found['rest']}" if found["rest"] else ""
+
+
 def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
     """Splits a readable text into its value and its unit, which may be empty.
 
@@ -225,7 +288,8 @@ def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
         return found[1], found[2]
     if (found := _UNIT.fullmatch(latex)) is None:
         return latex, ""
-    unit = re.sub(rf"\\cdot|{SPACE}", " ", found["unit"].replace("^\\circ", "°"))
+    unit = found["unit"].replace("^\\circ", "°").replace("\\Omega", "Ω")
+    unit = re.sub(rf"\\cdot|{SPACE}", " ", re.sub(r"\\mu\s*", "μ", unit))
     return found["value"], _NOT_OF_UNITS.sub("", unit).strip()
 
 
@@ -259,7 +323,31 @@ def _raised(found: re.Match[str]) -> str:
     return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
 
 
+def _solutions(found: re.Match[str]) -> str:
+    r"""Returns `x=1, y=2` for the rows of `\begin{cases}`, unless they are a function's pieces."""
+    rows = [row.strip(" .,;\n") for row in found[2].split("\\\\")]
+    is_system = all(map(_EQUATION.fullmatch, rows))
+    return ", ".join(rows).replace("&", "") if is_system else found[0]
+
+
+def _inward(found: re.Match[str]) -> str:
+    """Returns `(2,5)` for the interval `]2,5[`."""
+    low, high = found[2].replace("]", "("), found[5].replace("[", ")")
+    return f"{found[1]}{low}{found[3]},{found[4]}{high}"
+
+
+def _transposed(found: re.Match[str]) -> str:
+    rows = (
+        [re.split("[&,]", found[1])]
+        if found[1]
+        else [row.split("&") for row in found[3].split("\\\\")]
+    )
+    columns = " \\\\ ".join(map("&".join, zip(*rows, strict=False)))
+    return f"\\begin{{pmatrix}}{columns}\\end{{pmatrix}}"
+
+
 def _are_words(blank: str, words: str) -> bool:
+    words = re.sub(r"\\mu\s*", "μ", words.replace("\\cdot", " ").replace("\\Omega", "Ω"))
     if measure(words) is not None:
         return len(words) > 1 or not words.isascii()
     return bool(blank) and re.fullmatch(r"[A-Za-z]{3,}(?:\s+[A-Za-z]{3,})*\s*", words) is not None

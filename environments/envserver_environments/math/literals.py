@@ -18,7 +18,7 @@ _NUMBER = rf"(?:\d+(?:,\d+)*(?:\.\d*)?|\.\d+)(?:\s*(?:\\times|\\cdot|\*)\s*{_EXP
 _FRACTION = (
     rf"(?:\d+\s*)?\\[dtc]?frac\s*\{{\s*{_INTEGER}\s*\}}\s*\{{\s*{_INTEGER}\s*\}}|\d+\s*/\s*\d+"
 )
-_NAME = r"(?:(?!.*\b(?:not|isn)\b)[^=]*[A-Za-z][^=!<>]*=)"
+_NAME = r"(?:(?!.*\b(?:not|isn)\b)[^=]*[A-Za-z](?:[^=!<>(]|\([^()]*\))*=)"
 _LITERAL = re.compile(
     rf"{_NAME}?\s*(?:[-+]\s*)?(?:{_FRACTION}|{_EXPONENT}|{_NUMBER})(?:\s*\\?%)?\s*"
 )

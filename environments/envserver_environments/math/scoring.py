@@ -21,7 +21,6 @@ from .data_sets import MAX_ANSWER_CHARACTERS
 from .literals import is_number_literal
 from .verification import Verdict, compare
 
-_PERCENTS = re.compile(r"%|\bper\s?cent", re.IGNORECASE)
 _HASHES = re.compile(r"####\s*\S[^\n]*\s*\Z")
 
 
@@ -135,8 +134,8 @@ def _chosen(given: ModelAnswer, options: list[str]) -> int | None:
 def _verified(
     task: Task, answer: str, rules: ScoringRules, metrics: dict[str, float]
 ) -> float | None:
-    in_percent = _PERCENTS.search(task.public.get("question", "")) is not None
-    verdict = compare(task.hidden["answer"], answer, lenient=rules.lenient, in_percent=in_percent)
+    question = task.public.get("question", "")
+    verdict = compare(task.hidden["answer"], answer, lenient=rules.lenient, question=question)
     if verdict is Verdict.BAD_GOLD:
         metrics["bad_gold"] = 1.0
         return None

@@ -221,9 +221,15 @@ _SMALL, _NEAR = Fraction(1, 10), Fraction(5, 1_000_000)
 """Below the first, rounding to six decimals makes different numbers equal; they may differ by the
 second of themselves, which is what it allows for a number as large as the first."""
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
-_EQUAL = re.compile(r"(?<![<>!:])=")
+_IN_PERCENT = re.compile(r"%|\bper\s?cent", re.IGNORECASE)
+_EQUAL = re.compile(r"(?<![<>!])=|\\approx(?![A-Za-z])")
+_OR = re.compile(r"\\lor(?![A-Za-z])")
+_OPERATORS = tuple("+-*/^")
+_SINE = re.compile(r"\\(?:sin|cos)\s*(?:\([^()]*\)|\\?[A-Za-z]+|\{[^{}]*\})")
+_SIZE = re.compile(r"\|[^|]*\|")
+_NOT_READ = re.compile(r"[{}]|\\(?:left|right)(?![A-Za-z])|(?<=\\)[dt](?=frac)|\\[,;! ]")
 _NAMES = re.compile(r"\\?[A-Za-z]+(?:_\w)?")
-_OPERATIONS = {"\\frac", "\\sqrt", "\\cdot", "\\times", "\\pi", "e"}
+_OPERATIONS = {*_OF_NUMBERS, "\\sqrt", "\\pi", "e"}
 _FUNCTION_OR_SIZE = re.compile(r"[A-Za-z]\s*\(|\|")
 _PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%", re.DOTALL)
 _BLANK = re.compile(r"\s+(?!\w)|(?<!\w)\s+")
@@ -254,12 +260,12 @@ class Verdict(enum.StrEnum):
     """The gold does not even equal itself."""
 
 
-def compare(gold: str, answer: str, *, lenient: bool = False, in_percent: bool = False) -> Verdict:
+def compare(gold: str, answer: str, *, lenient: bool = False, question: str = "") -> Verdict:
     r"""Compares `answer` with `gold`, both LaTeX without `\boxed`.
 
     Args:
         lenient: also accept plain expressions, as math-verify does by default.
-        in_percent: the question asks for percents, so `7\%` equals the gold `7`.
+        question: if it asks for percents, `7\%` equals the gold `7`; if it asks for `2x`, `2x=7`.
     """
     decided = _decided(gold, answer)
     if decided is not None:
@@ -269,7 +275,7 @@ def compare(gold: str, answer: str, *, lenient: bool = False, in_percent: bool =
         return Verdict.DIFFERENT
     wanted, unit = quantity(family[0])
     given, own = quantity(family[1], letters=bool(unit) or plain_number(wanted) is not None)
-    wanted, given = _percents(wanted, given, in_percent=in_percent)
+    wanted, given = _percents(wanted, given, in_percent=_IN_PERCENT.search(question) is not None)
     wanted, unit = _in_radians(wanted, unit, given, own)
     given, own = _in_radians(given, own, wanted, unit)
     ratio = conversion(own, unit)
@@ -278,8 +284,8 @@ def compare(gold: str, answer: str, *, lenient: bool = False, in_percent: bool =
     for compared in (same_residues, same_logic):
         if (alike := compared(wanted, given)) is not None:
             return Verdict.EQUAL if alike else Verdict.DIFFERENT
-    asked = as_asked(wanted, given)
-    if asked is None or forms_differ(*asked) or (result := _result(*asked)) is None:
+    asked = as_asked(wanted, _spelled_once(wanted, given))
+    if asked is None or forms_differ(*asked) or (result := _result(*asked, question)) is None:
         return Verdict.DIFFERENT
     wanted, given = asked[0], result
     one, other = plain_number(wanted), plain_number(given)
@@ -310,28 +316,62 @@ def _decided(gold: str, answer: str) -> bool | None:
     return same_in_base(gold, answer) if alike is None else alike
 
 
-def _result(gold: str, answer: str) -> str | None:
-    """Returns `answer`, or its last side if that is a plain number and the gold no equation.
+def _spelled_once(gold: str, answer: str) -> str:
+    r"""Returns `\frac34=0.75` for `\frac34 \lor 0.75`, if the gold is one number."""
+    values = [None if _names_in(side) else value_of(side) for side in _OR.split(answer)]
+    if None in (*values, value_of(gold)) or any(values_differ(values[0], one) for one in values):
+        return answer
+    return _OR.sub("=", answer)
 
-    None if it is wrong or not solved, such as `1+1=3` or `2x=3` for the gold 3. To math-verify the
-    last side of any equation is the answer.
+
+def _names_in(side: str) -> set[str]:
+    return {*_NAMES.findall(side)} - _OPERATIONS
+
+
+def _result(gold: str, answer: str, question: str) -> str | None:
+    """Returns `answer`, or the side of it nearest to the gold if that is no equation.
+
+    None if it is wrong or not solved, such as `1+1=3` or `2x=3` for the gold 3, unless the question
+    asks for `2x`. To math-verify the last side of any equation is the answer.
     """
-    *sides, last = _EQUAL.split(answer)
+    *sides, last = map(str.strip, _EQUAL.split(answer))
     if not sides or _EQUAL.search(gold):
         return answer
-    value = value_of(last)
-    rounding = 10 ** -len(last.strip().partition(".")[2]) if "." in last else 0
-    for side in map(str.strip, sides):
-        names = {*_NAMES.findall(side)} - _OPERATIONS
+    value, number = value_of(last), plain_number(last)
+    # Half of the last decimal, and what floats lose.
+    places = len(last.partition(".")[2])
+    rounding = 0.51 / 10**places if places or "\\approx" in answer else 0
+    numbers = [] if value is None else [(last, value)]
+    for side in sides:
+        names = _names_in(side)
         own = None if _FUNCTION_OR_SIZE.search(side) else value_of(side)
+        if side[-1:] in _OPERATORS or (number is not None and _is_impossible(side, number)):
+            return None
         if own is None or side in names:
             continue
         if names:
-            if len(sides) == len(names) == 1:
+            if len(sides) == len(names) == 1 and not _is_asked(side, question):
                 return None
         elif value is not None and values_differ(own, value) and abs(own - value) > rounding:
             return None
-    return answer if "," in "".join(sides) or plain_number(last) is None else last
+        else:
+            numbers.append((side, own))
+    wanted = value_of(gold)
+    if wanted is None or not numbers or "," in "".join(sides):
+        return answer if number is None or "," in "".join(sides) else last
+    return min(numbers, key=lambda known: abs(known[1] - wanted))[0]
+
+
+def _is_impossible(side: str, number: Fraction) -> bool:
+    """Returns whether no real number has this sine, cosine or absolute value."""
+    size = number < 0 and _SIZE.fullmatch(side)
+    return bool(size or (abs(number) > 1 and _SINE.fullmatch(side)))
+
+
+def _is_asked(side: str, question: str) -> bool:
+    """Returns whether the question has `side` as a term of its own."""
+    term, text = (_BLANK.sub("", _NOT_READ.sub("", part)) for part in (side, question))
+    return re.search(rf"(?<![\w.+*/^-]){re.escape(term)}(?![-+*/^=\w(])", text) is not None
 
 
 def _in_radians(value: str, unit: str, other: str, other_unit: str) -> tuple[str, str]:

@@ -68,6 +68,14 @@ def test_a_question_about_percents_needs_no_percent_sign_in_its_gold() -> None:
         assert score(row, r"\boxed{75\%}").reward == 0.0
 
 
+def test_a_term_of_one_unknown_is_an_answer_where_the_question_asks_for_it() -> None:
+    asked, given = r"If $x+\frac1x=3$, find $x^2+\frac{1}{x^2}$.", r"Solve $x^2+\frac{1}{x^2}=7$."
+    for question, paid in ((asked, 1.0), (given, 0.0), ("Find $x$.", 0.0)):
+        row = {"problem": question, "solution": "s", "answer": "7"}
+        assert score(row, r"\boxed{x^2+\dfrac{1}{x^2}=7}").reward == paid
+        assert score(row, r"\boxed{x^2+\frac{1}{x^2}=8}").reward == 0.0
+
+
 def test_the_answer_is_the_last_visible_box() -> None:
     verdicts = {
         text: score({"problem": "p", "answer": "4"}, text).reward
