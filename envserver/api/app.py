@@ -25,13 +25,13 @@ from ..rollouts.capacity import Bounds
 from ..settings.server import AlarmsConfig, RetentionConfig, ServerConfig
 from ..store import GroupStore
 from ..store.demand import Demand
-from . import document, problems
 from .access.middleware import Access, KnownNames, KnownPages
 from .access.quotas import Strangers
 from .access.sessions import Sessions, session_key
 from .access.tokens import AccessTokens
 from .atropos.routes import atropos_posts, atropos_routes
 from .atropos.service import AtroposService
+from .document import complete_document
 from .engines import EngineBook, engine_list, engine_routes
 from .health import Health, health_routes, store_probe
 from .live import Live
@@ -39,8 +39,11 @@ from .live.engines import engine_rows
 from .live.follower import Follower
 from .live.routes import live_routes
 from .metrics import CountedRequests, Metrics, metric_routes
-from .native import FilterWarnings, HeldOutEvaluations, PolicyVersion, native_routes
+from .native import native_routes
+from .native.policy import HeldOutEvaluations, PolicyVersion
+from .native.runs import FilterWarnings
 from .native.session import Logins
+from .problems import answer_errors
 from .queue_limit import QueueLimit
 from .recording import AlarmWatch, Recorder, remove_old
 from .runners.metrics import RunnerMetrics, count_runners
@@ -175,8 +178,8 @@ def create_api(
     app = FastAPI(
         title="envserver", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    document.install(app)
-    problems.install(app)
+    complete_document(app)
+    answer_errors(app)
     limit = QueueLimit(store, settings)
     wire_posts = limit.limited(atropos_posts(atropos))
     routers = [  # tried in order: the first are called most often

@@ -7,18 +7,21 @@ holds: an error echoes at most a few hundred characters of the input.
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import json
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, Self, TypeVar
 
 import orjson
 from envserver_records.errors import InputError, TooLargeError, UsageError
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
+from starlette.types import Receive
 
 from .schemas import schema_later
 
@@ -32,6 +35,14 @@ _MOST_VALUES: Final = 20_000_000
 """Maximum number of values in a body; each can take a hundred bytes of memory while it is parsed.
 """
 
+SERVER_ENDS: Final = "envserver.server_ends"
+"""Key in an `http.disconnect` message: the server is shutting down; the client is still connected.
+"""
+
+ABORT: Final = "envserver.abort"
+"""Extension of a scope: its `abort` closes the connection at once, with what waits to be sent."""
+
+_LONGEST_KEY: Final = 256
 _BRIEFLY: Final = reprlib.Repr()
 _BRIEFLY.maxstring = _BRIEFLY.maxother = 200
 
@@ -163,3 +174,61 @@ def _is_small(value: object) -> bool:
         if len(parts) > _LONGEST_INPUT:
             return False
     return True
+
+
+class Hangup:
+    """Detects that the client of a request has disconnected. Read the request's body first."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.server_ends = False
+        """True if the server is shutting down while the client is still connected."""
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._listen(), name="hang-up")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has disconnected."""
+        return self._task.done()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Calls `call` once the client has disconnected."""
+        self._task.add_done_callback(lambda task: call())
+
+    async def wait(self, *others: asyncio.Task[Any], seconds: float) -> None:
+        """Waits until the client disconnects, one of `others` is done, or `seconds` have passed.
+
+        Cancels the remaining `others` and raises the exception of a failed one.
+        """
+        try:
+            await asyncio.wait(
+                {self._task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for other in others:
+                other.cancel()
+        for other in others:
+            if other.done() and not other.cancelled():
+                other.result()
+
+    async def _listen(self) -> None:
+        while (message := await self._receive())["type"] != "http.disconnect":
+            pass
+        self.server_ends = SERVER_ENDS in message
+
+
+def key_of(request: Request) -> str | None:
+    """Returns the request's Idempotency-Key; None if absent.
+    Raises InputError: the key is too long.
+    """
+    key = request.headers.get("idempotency-key")
+    if key and len(key) > _LONGEST_KEY:
+        raise InputError("The Idempotency-Key is too long.", place="Idempotency-Key")
+    return key or None

@@ -15,9 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
 from ..dashboard import Dashboard
-from . import problems
+from .bodies import SERVER_ENDS
 from .health import Health, health_routes
-from .lifespan import SERVER_ENDS, Lifespan
+from .lifespan import Lifespan
+from .problems import error_answer
 
 _RETRY_SECONDS: Final = "1"
 _RUNS: Final = "/v1/runs/"
@@ -125,7 +126,7 @@ def _early(health: Health) -> ASGIApp:
     async def too_early(scope: Scope, receive: Receive, send: Send) -> None:
         words = f"The server is starting: {health.missing() or 'a moment'}."
         headers = {"retry-after": _RETRY_SECONDS}
-        answer = problems.error_answer(scope["path"], 503, words, kind="starting", headers=headers)
+        answer = error_answer(scope["path"], 503, words, kind="starting", headers=headers)
         await answer(scope, receive, send)
 
     app.mount("/", too_early)

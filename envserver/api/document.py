@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from ..settings.section import describe_fields
 from .access.rules import rules_of
 from .native.answers import MEANINGS
-from .native.models import Problem, StreamRequest
+from .native.models import StreamRequest
 from .native.searching import GroupFilter, GroupSearch
-from .problems import PROBLEM, is_native
+from .problems import PROBLEM, Problem, is_native
 from .schemas import Json, fill_schemas, schema_later
 
 _ALWAYS: Final = (400, 401, 403, 408, 413, 414, 421, 429, 431, 500, 503)
@@ -37,7 +37,7 @@ _QUERIES: Final = (StreamRequest, GroupFilter, GroupSearch)
 _PLAIN: Final = {"text/plain": {"schema": {"type": "string"}}}
 
 
-def install(app: FastAPI) -> None:
+def complete_document(app: FastAPI) -> None:
     """Completes the document of `app`."""
     described: Callable[[], Json] = app.openapi
     made: list[Json] = []

@@ -26,8 +26,8 @@ from ..settings.environment import check_url
 from ..settings.section import Described
 from ..store import GroupStore
 from .bodies import read_body, request_body
-from .native import VERSION_LIMIT
 from .native.answers import answers, json_answer
+from .native.models import VERSION_LIMIT
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet

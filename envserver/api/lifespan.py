@@ -7,17 +7,10 @@ gets the exception.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Any
 
 from envserver_records.cancelling import cancel_and_wait
 from starlette.types import ASGIApp, Message
-
-SERVER_ENDS: Final = "envserver.server_ends"
-"""Key in an `http.disconnect` message: the server is shutting down; the client is still connected.
-"""
-
-ABORT: Final = "envserver.abort"
-"""Extension of a scope: its `abort` closes the connection at once, with what waits to be sent."""
 
 
 class Lifespan:

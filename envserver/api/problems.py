@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 import structlog
 from envserver_records.errors import EnvserverError
+from pydantic import ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..settings.section import Described
 from .bodies import Refused, refusal
 
 if TYPE_CHECKING:  # avoids loading FastAPI in processes that serve agents but no trainers
@@ -22,11 +24,23 @@ if TYPE_CHECKING:  # avoids loading FastAPI in processes that serve agents but n
 
 log = structlog.get_logger(__name__)
 
+
+class Problem(Described):
+    """Problem details (RFC 9457); some kinds have additional members."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+
+
 PROBLEM: Final = "application/problem+json"
 _NATIVE: Final = ("/v1", "/healthz", "/readyz")
 
 
-def install(app: FastAPI) -> None:
+def answer_errors(app: FastAPI) -> None:
     """Installs the error handlers in `app`."""
     from fastapi.exceptions import RequestValidationError
 

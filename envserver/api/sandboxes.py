@@ -25,7 +25,6 @@ from ..sandbox.remote.machine import SandboxMachine
 from ..sandbox.remote.messages import PATH, Load
 from ..settings.server import ServerConfig
 from ..telemetry.numbers import by_key, counter, gauge, single
-from . import problems
 from .access.middleware import Access, KnownNames
 from .access.quotas import Strangers
 from .access.rules import ENVIRONMENT, EVERYBODY, READERS, Rule
@@ -34,6 +33,7 @@ from .access.tokens import AccessTokens
 from .health import Health, health_routes
 from .metrics import CountedRequests, Metrics, metric_routes
 from .native.answers import json_answer
+from .problems import answer_errors
 
 RULES: Final = (
     Rule("GET", "/healthz", None),
@@ -57,7 +57,7 @@ def create_sandbox_api(
         redoc_url=None,
         openapi_url=None,
     )
-    problems.install(app)
+    answer_errors(app)
 
     @app.get(PATH, response_model=None)
     async def load() -> object:

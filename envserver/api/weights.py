@@ -23,10 +23,10 @@ from starlette.responses import JSONResponse, Response
 
 from ..proxy.gate import Gate, InFlight
 from ..store import GroupStore
-from .bodies import read_body, request_body
-from .native import VERSION_LIMIT, HeldOutEvaluations, PolicyVersion
+from .bodies import key_of, read_body, request_body
 from .native.answers import answers
-from .native.waiting import key_of
+from .native.models import VERSION_LIMIT
+from .native.policy import HeldOutEvaluations, PolicyVersion
 from .runners.registry import RunnerRegistry
 
 log = structlog.get_logger(__name__)

@@ -13,7 +13,8 @@ from envserver_records.errors import Stale, Straggler
 from prometheus_client.core import Metric
 
 from ..api.health import Health, engine_probe
-from ..api.live import EngineSource, FailureLog
+from ..api.live.engines import EngineSource
+from ..api.live.failures import FailureLog
 from ..api.runners.local_sink import LocalEnvironmentSink
 from ..api.runners.registry import RunnerRegistry
 from ..models.played import PlayedEngine

@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from .. import __version__
-from ..api import problems
 from ..api.access.middleware import KnownNames, KnownPages
 from ..api.access.rules import rules_of
 from ..api.leasing import GroupEncoder
@@ -31,6 +30,7 @@ from ..api.native.answers import json_answer
 from ..api.native.groups import add_group_routes, add_rollout_routes, add_task_routes
 from ..api.native.models import MOST_GROUPS
 from ..api.native.session import add_session_routes
+from ..api.problems import answer_errors, error_answer
 from ..api.transfer import CompressedAnswers
 from ..dashboard import Dashboard
 from ..store.interface import ReadGroups
@@ -94,7 +94,7 @@ def create_viewer(
         return json_answer(await found.comparison(wanted.a, wanted.b, wanted.tasks()))
 
     app = FastAPI(title="envserver view", version=__version__, docs_url=None, redoc_url=None)
-    problems.install(app)
+    answer_errors(app)
     app.include_router(router)
     guard(app)
     return app
@@ -139,7 +139,7 @@ def create_relay(url: str, http: httpx.AsyncClient) -> FastAPI:
         http: speaks to the server at `url`, with its token.
     """
     app = FastAPI(title="envserver view", version=__version__, docs_url=None, redoc_url=None)
-    problems.install(app)
+    answer_errors(app)
 
     router = APIRouter()
     add_session_routes(router, None)
@@ -148,7 +148,7 @@ def create_relay(url: str, http: httpx.AsyncClient) -> FastAPI:
     @app.get("/{path:path}")
     async def relay(path: str, request: Request) -> Response:
         if not _is_readable(f"/{path}"):
-            return problems.error_answer(f"/{path}", 404, "There is no such thing to read.")
+            return error_answer(f"/{path}", 404, "There is no such thing to read.")
         return await _relayed(http, url, request)
 
     guard(app)

@@ -16,7 +16,8 @@ import aiohttp
 from envserver_records.records import Call
 
 from envserver import Settings
-from envserver.api.live import EngineSource, Live
+from envserver.api.live import Live
+from envserver.api.live.engines import EngineSource
 from envserver.models.fleet import Fleet
 from envserver.models.openai import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt

@@ -17,7 +17,7 @@ from envserver_records.errors import UsageError
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ...settings.server import ServerConfig
-from ..lifespan import ABORT
+from ..bodies import ABORT
 from ..problems import error_answer
 
 _MOST_BYTES: Final = 64 * 1024

@@ -14,8 +14,6 @@ from .engines import EngineSource
 from .failures import FailureLog
 from .feed import Feed
 
-__all__ = ["EngineSource", "FailureLog", "Feed", "Live"]
-
 Running = Callable[[str, int], tuple[list[RunningRollout], int]]
 """Returns some rollouts of an environment ("": of all), and how many there are."""
 

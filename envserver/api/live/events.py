@@ -23,9 +23,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..access.quotas import TooManyRequests
-from ..lifespan import ABORT
+from ..bodies import ABORT, Hangup
 from ..native.answers import answers
-from ..native.waiting import Hangup
 from .feed import Feed, FellBehind, Start
 
 log = structlog.get_logger(__name__)

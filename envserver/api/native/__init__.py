@@ -19,15 +19,12 @@ from ..leasing import GroupEncoder
 from ..recording import Recorder
 from .groups import add_group_routes, add_rollout_routes, add_task_routes
 from .leases import SetAside, add_lease_routes
-from .models import VERSION_LIMIT
-from .policy import PolicyVersion, add_policy_routes
+from .policy import HeldOutEvaluations, PolicyVersion, add_evaluation_routes, add_policy_routes
 from .runs import FilterWarnings, add_run_routes
 from .session import Logins, add_session_routes
 from .status import (
-    HeldOutEvaluations,
     add_alarm_routes,
     add_estimate_routes,
-    add_evaluation_routes,
     add_series_routes,
     add_source_routes,
     add_status_routes,
@@ -37,14 +34,6 @@ from .waiting import Leasing
 
 if TYPE_CHECKING:
     from ...rollouts.ordered import Orders
-
-__all__ = [
-    "VERSION_LIMIT",
-    "FilterWarnings",
-    "HeldOutEvaluations",
-    "PolicyVersion",
-    "native_routes",
-]
 
 
 def native_routes(

@@ -13,9 +13,8 @@ import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from ..problems import PROBLEM
+from ..problems import PROBLEM, Problem
 from ..schemas import schema_later
-from .models import Problem
 
 MEANINGS: Final = {
     400: "The request cannot be read.",

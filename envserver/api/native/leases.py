@@ -24,7 +24,7 @@ from starlette.responses import Response
 from ...store import GroupRow, GroupStore, Lease
 from ...store.damage import DamagedBodies
 from ..atropos.service import AtroposService
-from ..bodies import read_body, request_body
+from ..bodies import Hangup, read_body, request_body
 from ..leasing import GroupEncoder, PackedAnswer
 from .answers import answers, json_answer
 from .models import (
@@ -38,7 +38,7 @@ from .models import (
 )
 from .runs import FilterWarnings, warning_headers
 from .streams import EVENTS, LeaseStream, StreamAnswer, Streams, stream_of
-from .waiting import Hangup, Leasing, lease_id_of
+from .waiting import Leasing, lease_id_of
 
 log = structlog.get_logger(__name__)
 

@@ -337,14 +337,3 @@ class StatusAnswer(Described):
     joined: dict[str, int]
     """Number of runners by status: present, silent, gone."""
     server: dict[str, Any]
-
-
-class Problem(Described):
-    """Problem details (RFC 9457); some kinds have additional members."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    title: str
-    status: int
-    detail: str

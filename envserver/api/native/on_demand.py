@@ -23,12 +23,11 @@ from ...rollouts.ordered import GroupsOrder, Orders
 from ...store import GroupStore, Lease
 from ...store.damage import DamagedBodies
 from ..access.quotas import TooManyRequests
-from ..bodies import read_body, request_body
+from ..bodies import Hangup, key_of, read_body, request_body
 from ..leasing import GroupEncoder
 from .answers import answers, json_answer
 from .leases import lease_answer
 from .models import LONGEST_WAIT_SECONDS, MOST_GROUPS, Body, LeaseAnswer, Name, TaskId
-from .waiting import Hangup, key_of
 
 _MOST_ROLLOUTS: Final = 16 * MOST_GROUPS
 """Maximum number of rollouts in progress, over all orders."""

@@ -27,10 +27,11 @@ from starlette.types import Receive, Scope, Send
 
 from ...store import GroupStore, Lease
 from ...store.damage import DamagedBodies
+from ..bodies import Hangup
 from ..leasing import GroupEncoder, zstd_frame
 from ..transfer import accepts
 from .models import StreamRequest
-from .waiting import Hangup, Leasing
+from .waiting import Leasing
 
 log = structlog.get_logger(__name__)
 

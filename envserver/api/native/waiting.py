@@ -11,68 +11,16 @@ import hashlib
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Self
 
-from envserver_records.errors import ConflictError, InputError, NotFoundError
+from envserver_records.errors import ConflictError, NotFoundError
 from starlette.requests import Request
-from starlette.types import Receive
 
 from ...store import GroupStore, Lease
 from ...store.damage import DamagedBodies
 from ..access.quotas import TooManyRequests
-from ..lifespan import SERVER_ENDS
+from ..bodies import Hangup, key_of
 from .models import MOST_GROUPS, Limits
 from .policy import PolicyVersion
-
-_LONGEST_KEY: Final = 256
-
-
-class Hangup:
-    """Detects that the client of a request has disconnected. Read the request's body first."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self.server_ends = False
-        """True if the server is shutting down while the client is still connected."""
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._listen(), name="hang-up")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-
-    @property
-    def gone(self) -> bool:
-        """Whether the client has disconnected."""
-        return self._task.done()
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Calls `call` once the client has disconnected."""
-        self._task.add_done_callback(lambda task: call())
-
-    async def wait(self, *others: asyncio.Task[Any], seconds: float) -> None:
-        """Waits until the client disconnects, one of `others` is done, or `seconds` have passed.
-
-        Cancels the remaining `others` and raises the exception of a failed one.
-        """
-        try:
-            await asyncio.wait(
-                {self._task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            for other in others:
-                other.cancel()
-        for other in others:
-            if other.done() and not other.cancelled():
-                other.result()
-
-    async def _listen(self) -> None:
-        while (message := await self._receive())["type"] != "http.disconnect":
-            pass
-        self.server_ends = SERVER_ENDS in message
 
 
 class Leasing:
@@ -190,13 +138,3 @@ def lease_id_of(run: str, request: Request) -> str | None:
     if key is None:
         return None
     return hashlib.blake2b(f"{run}\0{key}".encode(), digest_size=16).hexdigest()
-
-
-def key_of(request: Request) -> str | None:
-    """Returns the request's Idempotency-Key; None if absent.
-    Raises InputError: the key is too long.
-    """
-    key = request.headers.get("idempotency-key")
-    if key and len(key) > _LONGEST_KEY:
-        raise InputError("The Idempotency-Key is too long.", place="Idempotency-Key")
-    return key or None

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from ...environment import Environment
 from ...rollouts.episodes import Episodes, EpisodesFull
-from .. import problems
+from ..problems import answer_errors, error_answer, on_ours
 from .session import Action, Answer, Observation, Reset, Session, State, Step, failure_text
 
 INVALID_REQUEST: Final = -32600
@@ -205,7 +205,7 @@ def mount_openenv(app: FastAPI, episodes: Episodes, idle_seconds: float) -> None
 
 def _application(episodes: Episodes, name: str, idle_seconds: float) -> FastAPI:
     app = FastAPI(title=name, version=_VERSION, docs_url=None, redoc_url=None)
-    problems.install(app)
+    answer_errors(app)
     app.add_exception_handler(EnvserverError, _failed)
     metadata = {
         "name": name,
@@ -273,9 +273,9 @@ async def _failed(request: Request, error: Exception) -> Response:
     """Answers an error; what failed in an episode is not told."""
     assert isinstance(error, EnvserverError)
     if isinstance(error, UsageError):
-        return await problems.on_ours(request, error)
+        return await on_ours(request, error)
     message = failure_text(error)
-    return problems.error_answer(request.url.path, error.status, message, kind=error.kind)
+    return error_answer(request.url.path, error.status, message, kind=error.kind)
 
 
 def _description(environment: Environment) -> str:

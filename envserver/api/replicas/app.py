@@ -27,8 +27,8 @@ from ...telemetry.lag import LoopLag
 from ..access.middleware import Access, KnownNames
 from ..access.quotas import Strangers
 from ..access.tokens import AccessTokens
+from ..bodies import ABORT, SERVER_ENDS
 from ..health import Health, health_routes
-from ..lifespan import ABORT, SERVER_ENDS
 from ..metrics import CountedRequests, Metrics, metric_routes
 from ..problems import answer_to, error_answer
 from ..transfer import CompressedAnswers, Passed, RequestBodies, accepts

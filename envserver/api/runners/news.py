@@ -21,7 +21,7 @@ from ...proxy.gate import InFlight
 from ...remote.messages import ENGINES, NEXT_SECONDS, EngineList, Heartbeat, News, Pause
 from ...rollouts.mixing import Share
 from ...store import GroupStore
-from ..native.waiting import Hangup
+from ..bodies import Hangup
 from .runner import RegisteredRunner, RunnerStatus, RunnerTable, poll_seconds
 from .sharing import Deal, LocalEnvironment, Participant, SharedCapacity
 

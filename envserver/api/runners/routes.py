@@ -36,9 +36,8 @@ from ...remote.messages import (
     ScoredGroups,
     Welcome,
 )
-from ..bodies import read_body, request_body
+from ..bodies import key_of, read_body, request_body
 from ..native.answers import answers, json_answer
-from ..native.waiting import key_of
 from ..transfer import Endpoint
 from .registry import RunnerRegistry
 

@@ -24,9 +24,11 @@ from support.commands import free_port
 from support.extent import examples
 from support.waiting import PATIENCE, settled, until
 
-from envserver.api.live import EngineSource, Feed, Live, events
+from envserver.api.live import Live, events
+from envserver.api.live.engines import EngineSource
 from envserver.api.live.events import EventsAnswer
 from envserver.api.live.failures import MOST_ROWS
+from envserver.api.live.feed import Feed
 from envserver.api.live.follower import MOST_ALONE, Follower
 from envserver.api.metrics import Metrics
 from envserver.api.recording import AlarmWatch
