@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .access.tokens import create_token
+    from ..http.access import create_token
+    from ..http.health import Metrics
+    from ..http.server import serve_api
+    from ..runners.validation import Stream
     from .app import create_api
-    from .metrics import Metrics
-    from .runners.validation import Stream
-    from .server import serve_api
 
 __all__ = ["Metrics", "Stream", "create_api", "create_token", "serve_api"]
 

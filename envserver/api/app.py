@@ -8,54 +8,171 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
-from envserver_records.errors import StoreError
+from envserver_records.errors import StoreError, UsageError
 from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
 
 from .. import __version__
 from ..dashboard import Dashboard
 from ..formats.atropos import ScoreRange
+from ..http.access import AccessTokens, Sessions, rules_of, session_key
+from ..http.answers import MEANINGS, PROBLEM, Problem, answer_errors, is_native
+from ..http.health import (
+    CountedRequests,
+    Health,
+    Metrics,
+    health_routes,
+    metric_routes,
+    store_probe,
+)
+from ..http.middleware import Access, KnownNames, KnownPages, Strangers
+from ..http.requests import Json, fill_schemas, schema_later
+from ..http.transfer import CompressedAnswers, DirectPosts, Endpoint, RequestBodies
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
+from ..runners.registry import RunnerMetrics, RunnerRegistry, count_runners
+from ..runners.routes import runner_beats, runner_posts, runner_routes
+from ..settings.section import describe_fields
 from ..settings.server import AlarmsConfig, RetentionConfig, ServerConfig
 from ..store import GroupStore
 from ..store.demand import Demand
-from .access.middleware import Access, KnownNames, KnownPages
-from .access.quotas import Strangers
-from .access.sessions import Sessions, session_key
-from .access.tokens import AccessTokens
-from .atropos.routes import atropos_posts, atropos_routes
-from .atropos.service import AtroposService
-from .document import complete_document
-from .engines import EngineBook, engine_list, engine_routes
-from .health import Health, health_routes, store_probe
-from .live import Live
-from .live.engines import engine_rows
-from .live.follower import Follower
-from .live.routes import live_routes
-from .metrics import CountedRequests, Metrics, metric_routes
-from .native import native_routes
-from .native.policy import HeldOutEvaluations, PolicyVersion
-from .native.runs import FilterWarnings
-from .native.session import Logins
-from .problems import answer_errors
-from .queue_limit import QueueLimit
-from .recording import AlarmWatch, Recorder, remove_old
-from .runners.metrics import RunnerMetrics, count_runners
-from .runners.registry import RunnerRegistry
-from .runners.routes import runner_beats, runner_posts, runner_routes
-from .transfer import CompressedAnswers, DirectPosts, RequestBodies
-from .weights import WeightPause, weight_routes
+from ..trainers.atropos_routes import atropos_posts, atropos_routes
+from ..trainers.atropos_service import AtroposService
+from ..trainers.bodies import StreamRequest
+from ..trainers.engines import EngineBook, engine_list, engine_routes
+from ..trainers.groups import GroupFilter, GroupSearch
+from ..trainers.live import Follower, Live, engine_rows, live_routes
+from ..trainers.policy import HeldOutEvaluations, PolicyVersion, WeightPause, weight_routes
+from ..trainers.routes import Logins, native_routes
+from ..trainers.runs import FilterWarnings
+from ..trainers.status import AlarmWatch, Recorder, remove_old
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet
     from ..rollouts.episodes import Episodes
     from ..rollouts.ordered import Orders
+
+
+_LOOK_SECONDS: Final = 0.25
+_RETRY_SECONDS: Final = 5
+
+
+class QueueFull(UsageError):
+    """Too much waits for a run; `detail["retry_after_seconds"]` says when to retry."""
+
+    kind, status = "queue_full", 429
+
+
+class QueueLimit:
+    """The limit of one server; see `ServerConfig.max_waiting_groups` and `max_waiting_gb`."""
+
+    def __init__(self, store: GroupStore, settings: ServerConfig) -> None:
+        self._store = store
+        self._most_groups = settings.max_waiting_groups
+        self._most_bytes = settings.max_waiting_gb * 1e9
+        self._bytes = 0
+        self._looked_at = -_LOOK_SECONDS
+
+    def limited(self, endpoints: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
+        """Returns the endpoints, which answer 429 while too much waits."""
+        return {path: self._limited(endpoint) for path, endpoint in endpoints.items()}
+
+    def _limited(self, endpoint: Endpoint) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            await self._check()
+            return await endpoint(request)
+
+        answer.__doc__ = endpoint.__doc__  # for the OpenAPI document
+        return answer
+
+    async def _check(self) -> None:
+        groups = self._store.most_waiting()
+        if groups >= self._most_groups:
+            raise self._full(f"{groups} groups", "max_waiting_groups", self._most_groups)
+        now = time.monotonic()
+        if now >= self._looked_at + _LOOK_SECONDS:
+            self._looked_at = now
+            # What waits is a part of what is kept, whose size is known without a query.
+            is_close = self._store.stored_bytes >= self._most_bytes
+            self._bytes = await self._store.most_waiting_bytes() if is_close else 0
+        if self._bytes >= self._most_bytes:
+            raise self._full(
+                f"Groups of {self._bytes / 1e9:.3g} GB", "max_waiting_gb", self._most_bytes / 1e9
+            )
+
+    def _full(self, waiting: str, setting: str, most: float) -> QueueFull:
+        return QueueFull(
+            f"{waiting} wait for a run, and --server.{setting} is {most:g}: nothing was stored.",
+            hint="Retry once trainers have leased some groups, or close runs that lease nothing.",
+            retry_after_seconds=_RETRY_SECONDS,
+        )
+
+
+_ALWAYS: Final = (400, 401, 403, 408, 413, 414, 421, 429, 431, 500, 503)
+"""Answers of the middleware and of the connection, to any request: a GET may have a body, too."""
+_OF_BODIES: Final = (422, 507)
+_OF_CHANGES: Final = (507,)
+_PROBLEM: Final = {"content": {PROBLEM: {"schema": schema_later(Problem)}}}
+_DETAIL: Final = {
+    "content": {
+        "application/json": {
+            "schema": {"type": "object", "properties": {"detail": {}}, "required": ["detail"]}
+        }
+    }
+}
+_QUERIES: Final = (StreamRequest, GroupFilter, GroupSearch)
+"""Models whose fields are parameters of a query."""
+_PLAIN: Final = {"text/plain": {"schema": {"type": "string"}}}
+
+
+def complete_document(app: FastAPI) -> None:
+    """Completes the document of `app`."""
+    described: Callable[[], Json] = app.openapi
+    made: list[Json] = []
+
+    def openapi() -> Json:
+        if not made:
+            for model in _QUERIES:
+                describe_fields(model)
+            made.append(completed(described()))
+        return made[0]
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def completed(document: Json) -> Json:
+    """Adds to `document` the errors of every route, and fills in the schemas of bodies."""
+    for path, operations in document["paths"].items():
+        error = _PROBLEM if is_native(path) else _DETAIL
+        rules = rules_of(path)
+        for method, operation in operations.items():
+            own = {int(status) for status in operation["responses"]}
+            more = {*_ALWAYS, *(_OF_BODIES if "requestBody" in operation else ())}
+            rule = rules.get(method.upper())
+            if method != "get" or (rule is not None and rule.is_change):
+                more.update(_OF_CHANGES)
+            for status in sorted(more - own):
+                operation["responses"][str(status)] = {"description": MEANINGS[status], **error}
+            for status in own:
+                if status >= 400:
+                    operation["responses"][str(status)].setdefault("content", error["content"])
+            if not is_native(path):  # a body that is not gzip, as atroposlib's server tells it
+                content = operation["responses"]["400"]["content"]
+                operation["responses"]["400"]["content"] = {**content, **_PLAIN}
+    components = document.setdefault("components", {})
+    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{}, {"token": []}]  # where access tokens are required
+    schemas = components.setdefault("schemas", {})
+    fill_schemas(document["paths"], schemas)
+    return document
+
 
 log = structlog.get_logger(__name__)
 
@@ -207,7 +324,7 @@ def create_api(
     if engines is not None:
         routers.append(engine_routes(engines, lambda: engine_rows(live.engines)))
     if episodes is not None:
-        from .openenv import mount_openenv
+        from ..trainers.openenv import mount_openenv
 
         mount_openenv(app, episodes, settings.openenv_idle_seconds)
     if metrics is not None:

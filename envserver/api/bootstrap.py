@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
 from ..dashboard import Dashboard
-from .bodies import SERVER_ENDS
-from .health import Health, health_routes
-from .lifespan import Lifespan
-from .problems import error_answer
+from ..http.answers import error_answer
+from ..http.health import Health, health_routes
+from ..http.requests import SERVER_ENDS
+from ..http.server import Lifespan
 
 _RETRY_SECONDS: Final = "1"
 _RUNS: Final = "/v1/runs/"

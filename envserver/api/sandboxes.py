@@ -21,19 +21,14 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from .. import __version__
+from ..http.access import ENVIRONMENT, EVERYBODY, READERS, AccessTokens, Rule, Sessions
+from ..http.answers import answer_errors, json_answer
+from ..http.health import CountedRequests, Health, Metrics, health_routes, metric_routes
+from ..http.middleware import Access, KnownNames, Strangers
 from ..sandbox.remote.machine import SandboxMachine
 from ..sandbox.remote.messages import PATH, Load
 from ..settings.server import ServerConfig
 from ..telemetry.numbers import by_key, counter, gauge, single
-from .access.middleware import Access, KnownNames
-from .access.quotas import Strangers
-from .access.rules import ENVIRONMENT, EVERYBODY, READERS, Rule
-from .access.sessions import Sessions
-from .access.tokens import AccessTokens
-from .health import Health, health_routes
-from .metrics import CountedRequests, Metrics, metric_routes
-from .native.answers import json_answer
-from .problems import answer_errors
 
 RULES: Final = (
     Rule("GET", "/healthz", None),

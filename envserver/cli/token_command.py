@@ -20,7 +20,7 @@ from . import lean_imports
 from .command_line import CommandSpec
 
 if TYPE_CHECKING:
-    from ..api.access.tokens import Token
+    from ..http.access import Token
 
 
 _UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -76,7 +76,7 @@ REVOKE = CommandSpec(
 def run_create(argv: list[str]) -> int:
     """Makes a token; prints it alone on stdout."""
     with lean_imports():
-        from ..api.access.tokens import create_token
+        from ..http.access import create_token
 
     wanted = CREATE.read(argv)
     lifetime = parse_lifetime(wanted.expires) if wanted.expires else None
@@ -93,7 +93,7 @@ def run_create(argv: list[str]) -> int:
 
 def run_list(argv: list[str]) -> int:
     with lean_imports():
-        from ..api.access.tokens import read_tokens
+        from ..http.access import read_tokens
         from .console import show_rows
 
     settings = LIST.read(argv)
@@ -105,7 +105,7 @@ def run_list(argv: list[str]) -> int:
 
 def run_revoke(argv: list[str]) -> int:
     with lean_imports():
-        from ..api.access.tokens import revoke_token
+        from ..http.access import revoke_token
 
     settings = REVOKE.read(argv)
     gone = revoke_token(settings.tokens, settings.token)

@@ -3,7 +3,7 @@
     GET http://api.example.com/v1 HTTP/1.1      CONNECT api.example.com:443 HTTP/1.1
     Proxy-Authorization: Basic ...              Proxy-Authorization: Basic ...
 
-In: a connection whose first bytes ask for another host (from `api/proxy_server.py`), or one of a
+In: a connection whose first bytes ask for another host (from `http/proxy_server.py`), or one of a
 program in a sandbox (`serve_sandbox`). Out: the host's answer, or an error that says why not.
 What holds: the key of a running attempt is needed, except on the socket of its own sandbox; every
 request is recorded with its bytes, refused ones too; no attempt exceeds its requests and bytes; all

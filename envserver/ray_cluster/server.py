@@ -11,7 +11,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from ..api.access.tokens import create_token
+from ..http.access import create_token
 from .command import Command
 
 RUNNER_TOKEN = "ENVSERVER_RAY__TOKEN"

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from ..api.app import create_api
-from ..api.recording import AlarmWatch
-from ..api.runners.registry import RunnerRegistry
 from ..proxy.gate import Gate
 from ..rollouts.capacity import Bounds
+from ..runners.registry import RunnerRegistry
 from ..store import GroupStore
 from ..store.demand import Demand, Staleness
+from ..trainers.status import AlarmWatch
 from .alarm_facts import delivery_facts
 from .bootstrap import BootstrapServer, beside, bootstrap_server
 from .metrics import Deliveries

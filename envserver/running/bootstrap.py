@@ -17,16 +17,15 @@ from envserver_records.errors import ConfigError
 from starlette.types import ASGIApp
 
 from ..api.bootstrap import BootstrapApp
-from ..api.health import Health, disk_probe, store_probe
-from ..api.live import Live
-from ..api.metrics import Metrics
-from ..api.replicas.facts import FromFollowers, leads_metric, role
-from ..api.server import RunningServer, serve_api
+from ..api.replicas import FromFollowers, leads_metric, role
+from ..http.health import Health, Metrics, disk_probe, store_probe
+from ..http.server import RunningServer, serve_api
 from ..settings.config import StorePlace
 from ..settings.server import ServerConfig, TelemetryConfig
 from ..store import GroupStore, open_store
 from ..store.reserve import RESERVE_BYTES
 from ..telemetry.lag import LoopLag
+from ..trainers.live import Live
 
 if TYPE_CHECKING:
     from ..store.leadership import Leadership
@@ -138,8 +137,7 @@ async def _sharing(
     server: ServerConfig, store: StorePlace, health: Health, lag: LoopLag
 ) -> AsyncIterator[BootstrapServer]:
     """Passes requests on to the server that leads, until this one does."""
-    from ..api.replicas.app import follower_app
-    from ..api.replicas.link import LeaderLink
+    from ..api.replicas import LeaderLink, follower_app
     from ..store.leadership import leadership
 
     _check_reachable(server)

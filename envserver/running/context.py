@@ -14,10 +14,10 @@ import structlog
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EngineError
 
-from ..api.proxy_server import serve_proxy
 from ..environment import AgentRole, Environment, Isolation
 from ..harnesses import harness_of
 from ..harnesses.installing import installed_place, version_in
+from ..http.proxy_server import serve_proxy
 from ..judges.server import JudgeServer
 from ..models.engine import Engine
 from ..models.measured import MeasuredEngine

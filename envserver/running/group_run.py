@@ -22,12 +22,12 @@ from envserver_records.records import Group
 from ..environment import Environment
 from ..export.jsonl import FailuresFile, JsonlSink, open_sink
 from ..judges.server import JudgeServer
-from ..remote.dealing import Rules
 from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, GroupDelivered, Observer
 from ..rollouts.mixing import Share, Shares, Turns, targets
 from ..rollouts.scheduler import GroupMaker, Scheduler
 from ..rollouts.stream import GroupRequest, id_prefix
+from ..runners.dealing import Rules
 from ..settings.config import MixSettings, Settings
 from ..tokens.flags import chosen
 from .context import SharedEngine, rollout_context, shared_engine

@@ -12,11 +12,7 @@ import structlog
 from envserver_records.errors import Stale, Straggler
 from prometheus_client.core import Metric
 
-from ..api.health import Health, engine_probe
-from ..api.live.engines import EngineSource
-from ..api.live.failures import FailureLog
-from ..api.runners.local_sink import LocalEnvironmentSink
-from ..api.runners.registry import RunnerRegistry
+from ..http.health import Health, engine_probe
 from ..models.played import PlayedEngine
 from ..rollouts.audit import Auditor
 from ..rollouts.capacity import Bounds
@@ -29,11 +25,14 @@ from ..rollouts.running import running_rollouts
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
+from ..runners.registry import LocalEnvironmentSink, RunnerRegistry
 from ..settings.config import MixSettings, SandboxConfig
 from ..store import UNKNOWN_VERSION, GroupStore
 from ..store.demand import Demand, Staleness
 from ..store.sink import StoreOrderSink
 from ..telemetry.numbers import by_key, counter, gauge, single
+from ..trainers.failures import FailureLog
+from ..trainers.live import EngineSource
 from .bootstrap import BootstrapServer, beside
 from .context import SharedEngine, rollout_context, shared_engine
 from .held_out import Evaluations

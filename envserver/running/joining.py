@@ -25,15 +25,22 @@ from envserver_records.urls import server_urls
 from .. import __version__
 from ..environment import Environment
 from ..models.replicas import Registration as KnownEngine
-from ..remote.dealing import Dealt, DealtLink, Made, dealt_link
-from ..remote.identity import Identity, default_name, held_identity
-from ..remote.link import Link, RemoteSink, RunnerGate, missing_requests
-from ..remote.messages import Heartbeat, Registration, ToldEngine, Welcome
 from ..rollouts.agents import check_sampling
 from ..rollouts.events import Event, GroupDropped, Observer, RolloutFailed, RolloutScored
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import GroupRequest, group_requests
+from ..runners.dealing import Dealt, DealtLink, Made, dealt_link
+from ..runners.link import (
+    Identity,
+    Link,
+    RemoteSink,
+    RunnerGate,
+    default_name,
+    held_identity,
+    missing_requests,
+)
+from ..runners.messages import Heartbeat, Registration, ToldEngine, Welcome
 from ..settings.runs import CurriculumConfig
 from ..settings.server import is_loopback
 from .context import SharedEngine, rollout_context, shared_engine

@@ -18,16 +18,16 @@ from typing import Any
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.records import Group
 
-from ..api.dealing import dealing_app
-from ..api.server import serve_api
 from ..environment import Environment
+from ..http.server import serve_api
 from ..ray_cluster.cluster import Cluster, CommandSpec, connected
 from ..ray_cluster.fleet import Fleet
 from ..ray_cluster.scaling import Load, Scaling
-from ..remote.dealing import Dealer, Rules
 from ..rollouts.events import Observer
 from ..rollouts.policy import Drop, UntrainedCeiling
 from ..rollouts.stream import GroupRequest
+from ..runners.dealing import Dealer, Rules
+from ..runners.routes import dealing_app
 from ..settings.config import MixSettings, RolloutsConfig
 from .bootstrap import beside
 from .mix import RunSpec

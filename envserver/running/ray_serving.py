@@ -20,14 +20,14 @@ import orjson
 from envserver_records.errors import ConfigError
 from pydantic import BaseModel, SecretStr
 
-from ..api.runners.runner import RegisteredRunner
 from ..environment import Environment
 from ..ray_cluster.cluster import Cluster, CommandSpec, Node, connected
 from ..ray_cluster.fleet import Fleet
 from ..ray_cluster.scaling import Load, Scaling
 from ..registry import absolute
-from ..remote.identity import Identity, held_identity
 from ..rollouts.agents import check_sampling
+from ..runners.link import Identity, held_identity
+from ..runners.runner import RegisteredRunner
 from ..settings.config import MixSettings, Settings
 from ..settings.runs import RayConfig
 from ..settings.server import DeliveryConfig, is_loopback

@@ -13,7 +13,7 @@ from envserver_records.tasks import Split
 from envserver_records.urls import server_urls
 from pydantic import Field, SecretStr, field_validator
 
-from ..remote.messages import NAME_PATTERN
+from ..runners.messages import NAME_PATTERN
 from ..settings.config import (
     EngineConfig,
     EnvironmentSettings,

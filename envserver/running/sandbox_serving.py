@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ..api.health import Health
-from ..api.metrics import Metrics
 from ..api.sandboxes import create_sandbox_api
-from ..api.server import RunningServer, serve_api
+from ..http.health import Health, Metrics
+from ..http.server import RunningServer, serve_api
 from ..sandbox.maker import sandboxes_at
 from ..sandbox.remote.machine import SandboxMachine
 from ..sandbox.service import SandboxService

@@ -15,12 +15,12 @@ from envserver_records.sampling import LogprobsKind
 from fastapi import FastAPI
 
 from ..api.app import create_api
-from ..api.recording import AlarmWatch
 from ..environment import Environment
 from ..rollouts.agents import check_sampling, temperatures
 from ..settings.config import MixSettings, SamplingConfig
 from ..telemetry.alarms import AlarmBook
 from ..telemetry.history import Name, numbers_of
+from ..trainers.status import AlarmWatch
 from .alarm_facts import alarm_facts
 from .bootstrap import BootstrapServer, bootstrap_server
 from .hosting import Hosted, Members, hosted, loaded_parts

@@ -49,7 +49,7 @@ async def viewing(
     _check(looked_at)
     async with AsyncExitStack() as stack:
         app = await _application(stack, looked_at)
-        from ..api.server import serve_api
+        from ..http.server import serve_api
 
         server = await serve_api(app, host, port)
         stack.push_async_callback(server.close, at_once=True)
@@ -79,7 +79,7 @@ async def _application(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
 async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     found = await stack.enter_async_context(indexing(looked_at, index_path(looked_at.places)))
     # Imported while the other process makes the index.
-    from ..api.live.feed import Feed
+    from ..trainers.live_events import Feed
     from ..viewing.app import create_viewer
     from ..viewing.evaluations import Evaluations
     from ..viewing.failure_files import FailureFiles
@@ -104,8 +104,8 @@ async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
 
 
 async def _over_store(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
-    from ..api.live.feed import Feed
     from ..store.reading import open_reader
+    from ..trainers.live_events import Feed
     from ..viewing.app import create_viewer
     from ..viewing.indexing_process import follow_store, last_number
     from .bootstrap import beside

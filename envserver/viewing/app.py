@@ -20,20 +20,18 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from .. import __version__
-from ..api.access.middleware import KnownNames, KnownPages
-from ..api.access.rules import rules_of
-from ..api.leasing import GroupEncoder
-from ..api.live.events import add_event_routes
-from ..api.live.failures import FailureLog, add_failure_routes
-from ..api.live.feed import Feed
-from ..api.native.answers import json_answer
-from ..api.native.groups import add_group_routes, add_rollout_routes, add_task_routes
-from ..api.native.models import MOST_GROUPS
-from ..api.native.session import add_session_routes
-from ..api.problems import answer_errors, error_answer
-from ..api.transfer import CompressedAnswers
 from ..dashboard import Dashboard
+from ..http.access import rules_of
+from ..http.answers import answer_errors, error_answer, json_answer
+from ..http.middleware import KnownNames, KnownPages
+from ..http.transfer import CompressedAnswers
 from ..store.interface import ReadGroups
+from ..trainers.bodies import MOST_GROUPS
+from ..trainers.encoding import GroupEncoder
+from ..trainers.failures import FailureLog, add_failure_routes
+from ..trainers.groups import add_group_routes, add_rollout_routes, add_task_routes
+from ..trainers.live_events import Feed, add_event_routes
+from ..trainers.routes import add_session_routes
 from .evaluations import Evaluations, TaskOrder, TaskSearch
 
 Source = Callable[[], dict[str, Any]]

@@ -15,10 +15,10 @@ from typing import Final
 import msgspec
 from envserver_records.errors import Failure
 
-from ..api.live.failures import FailureLog
-from ..api.live.feed import Feed
 from ..export.jsonl import failures_path
 from ..rollouts.events import GroupDropped, RolloutFailed
+from ..trainers.failures import FailureLog
+from ..trainers.live_events import Feed
 from .sources import Viewed
 
 _MOST_BYTES: Final = 4 << 20

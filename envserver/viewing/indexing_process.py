@@ -18,11 +18,10 @@ import msgspec
 import structlog
 from envserver_records.errors import StoreError
 
-from ..api.live.events import missed
-from ..api.live.feed import Feed
-from ..api.native.groups import summary
 from ..store.interface import ReadGroups
 from ..store.listing import GroupQuery
+from ..trainers.groups import summary
+from ..trainers.live_events import Feed, missed
 from .sources import Viewed
 
 log = structlog.get_logger(__name__)

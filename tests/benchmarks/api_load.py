@@ -43,10 +43,10 @@ from support.process_tree import cpu_seconds as cpu_of_ended_too
 from support.process_tree import descendants, own_megabytes
 from support.records import trajectory
 
-from envserver.remote import messages
-from envserver.remote.messages import KEY_HEADER
 from envserver.rollouts.stream import group_id as stream_group_id
 from envserver.rollouts.stream import stream_prefix
+from envserver.runners import messages
+from envserver.runners.messages import KEY_HEADER
 from envserver.store import GroupPut, open_store
 from envserver.store.sink import put_of
 

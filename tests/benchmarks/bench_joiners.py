@@ -38,9 +38,9 @@ from proxy_load import cpu_seconds
 from support import process_tree
 from support.api import registration
 
-from envserver.remote import messages
-from envserver.remote.messages import GROUP_MSGPACK, KEY_HEADER, NEXT_SECONDS
 from envserver.rollouts.stream import group_id, stream_prefix
+from envserver.runners import messages
+from envserver.runners.messages import GROUP_MSGPACK, KEY_HEADER, NEXT_SECONDS
 
 POLL_SECONDS = 5.0
 """As a joiner waits that is told nothing else."""

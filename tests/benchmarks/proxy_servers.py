@@ -34,8 +34,8 @@ from support.templates import CHATML
 
 from envserver import OpenAIConfig, Settings, TokensConfig
 from envserver.api import serve_api
-from envserver.api.proxy_server import serve_proxy
 from envserver.cli.loop import run_loop
+from envserver.http.proxy_server import serve_proxy
 from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.addresses import EngineAddresses
 from envserver.models.connections import Connections, Decoder, whole

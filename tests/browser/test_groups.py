@@ -35,7 +35,7 @@ from support.page_house import in_a_thread
 from support.stores import group
 from support.trajectories import trajectory
 
-from envserver.api.metrics import Metrics
+from envserver.http.health import Metrics
 from envserver.store import GroupPut
 from envserver.store.facts import facts_of_rewards
 from envserver.store.sink import put_of

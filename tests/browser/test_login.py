@@ -18,10 +18,9 @@ from support.page_house import in_a_thread, prefix_proxy, site, small_api
 
 from envserver import ServerConfig
 from envserver.api import create_api, create_token, serve_api
-from envserver.api.access.tokens import revoke_token
 from envserver.api.bootstrap import BootstrapApp
-from envserver.api.health import Health
-from envserver.api.metrics import Metrics
+from envserver.http.access import revoke_token
+from envserver.http.health import Health, Metrics
 from envserver.store import open_store
 
 LINK = "#/?window=900"

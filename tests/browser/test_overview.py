@@ -218,7 +218,7 @@ SENTENCES = (
 def test_ten_alarms_stand_above_every_page_and_lead_to_what_they_mean(
     tmp_path: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserver.api.recording.SECONDS", 0.25)
+    monkeypatch.setattr("envserver.trainers.status.SECONDS", 0.25)
     with in_a_thread(lambda: serving(tmp_path, "Zero", "Same", "Dies", "Masked")) as alarms:
         page = visitor.page(f"{alarms.url}#/runs")
         shown = page.get_by_role("status", name="Alarms").get_by_role("listitem")

@@ -27,8 +27,8 @@ from support.commands import ENVSERVER, environment_variables, read_jsonl
 from support.waiting import PATIENCE, until
 
 from envserver import ServerConfig, Settings, Task
-from envserver.api.access.connections import HttpBounds
-from envserver.api.proxy_server import serve_proxy
+from envserver.http.proxy_server import serve_proxy
+from envserver.http.server import HttpBounds
 from envserver.registry import find
 from envserver.rollouts import StalenessMonitor
 from envserver.rollouts.attempt import Finished, run_attempt

@@ -19,7 +19,7 @@ from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig, ServerConfig
 from envserver.api import create_api, serve_api
-from envserver.api import server as certificates
+from envserver.http import server as certificates
 from envserver.models import OpenAIEngine
 from envserver.running.engines import look_at
 

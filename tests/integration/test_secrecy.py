@@ -29,7 +29,7 @@ from support.installed import ASK, LOOK, ROOT, add_libraries, build_wheels, run
 from support.waiting import PATIENCE
 
 from envserver.api import create_token
-from envserver.api.access.rules import RULES
+from envserver.http.access import RULES
 from envserver.sandbox import selection
 from envserver.settings.server import Role
 

@@ -16,13 +16,12 @@ import aiohttp
 from envserver_records.records import Call
 
 from envserver import Settings
-from envserver.api.live import Live
-from envserver.api.live.engines import EngineSource
 from envserver.models.fleet import Fleet
 from envserver.models.openai import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt
 from envserver.running.engine_fleet import fleet_of
 from envserver.running.engines import make_endpoint, make_engine
+from envserver.trainers.live import EngineSource, Live
 from support.api import Api, running_api
 from support.engine_stand_in import FakeVllm, fake_vllm
 from support.serving import attempt_spec, serving

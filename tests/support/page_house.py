@@ -21,7 +21,7 @@ import httpx
 from aiohttp import web
 from envserver_clients.http import SyncEnvClient
 
-from envserver.api.metrics import Metrics
+from envserver.http.health import Metrics
 from envserver.store import open_store
 from envserver.telemetry.history import Name, as_json
 

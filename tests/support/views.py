@@ -11,11 +11,11 @@ import httpx
 import msgspec
 from envserver_records.records import Group
 
-from envserver.api.live.feed import Feed
 from envserver.evaluation.folders import Evaluated, RunFile, groups_path, tasks_path
 from envserver.evaluation.results import TaskFacts
 from envserver.export import group_line
 from envserver.running.evaluation_folder import write_run_file, write_tasks
+from envserver.trainers.live_events import Feed
 from envserver.viewing.app import create_viewer
 from envserver.viewing.evaluations import Evaluations
 from envserver.viewing.index_reader import IndexReader, open_index

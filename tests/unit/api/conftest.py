@@ -10,7 +10,7 @@ import pytest
 from support.api import Api, running_api
 
 from envserver.api import create_token
-from envserver.api.access.tokens import Role
+from envserver.http.access import Role
 
 
 @pytest.fixture

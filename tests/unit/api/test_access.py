@@ -27,9 +27,8 @@ from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig, ServerConfig, main
 from envserver.api import create_api, create_token, serve_api
-from envserver.api.access.quotas import Strangers, TooManyRequests
-from envserver.api.access.rules import RULES
-from envserver.api.access.tokens import AccessTokens, Role, read_tokens, revoke_token
+from envserver.http.access import RULES, AccessTokens, Role, read_tokens, revoke_token
+from envserver.http.middleware import Strangers, TooManyRequests
 from envserver.models import OpenAIEngine, Replica
 from envserver.models.fleet import Fleet
 from envserver.proxy import Gate

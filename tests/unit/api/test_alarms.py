@@ -16,13 +16,13 @@ from prometheus_client.core import Metric
 from support.api import running_api
 from support.waiting import until
 
-from envserver.api.metrics import Metrics
-from envserver.api.recording import AlarmWatch, Recorder
+from envserver.http.health import Metrics
 from envserver.settings.server import AlarmsConfig
 from envserver.store import open_store
 from envserver.telemetry.alarms import AlarmBook, AlarmFacts, Finding
 from envserver.telemetry.history import MOST_NAMES, History, Name, curves
 from envserver.telemetry.numbers import counter, gauge
+from envserver.trainers.status import AlarmWatch, Recorder
 
 START = 1_700_000_000.0
 

@@ -30,13 +30,12 @@ from support.conversations import Conversation, conversations
 from support.extent import examples
 from support.waiting import until
 
-from envserver.api.atropos import reading
-from envserver.api.atropos.batching import Waiting, form_batches
-from envserver.api.atropos.models import ScoredData, check_groups
-from envserver.api.atropos.reading import PostedGroup, read_group
-from envserver.api.atropos.view import groups_summing_to
-from envserver.api.bodies import Refused, Unreadable, parse_body
+from envserver.http.requests import Refused, Unreadable, parse_body
 from envserver.store import GroupPut, compression
+from envserver.trainers import atropos_posts
+from envserver.trainers.atropos_batches import Waiting, form_batches
+from envserver.trainers.atropos_posts import PostedGroup, ScoredData, check_groups, read_group
+from envserver.trainers.atropos_view import groups_summing_to
 
 CASES = cases_of(__file__)
 
@@ -68,7 +67,7 @@ async def test_a_trainer_must_say_everything(api: Api) -> None:
 
 async def test_silent_environments_block_nobody(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("envserver.api.heartbeats.time", clock)
+    monkeypatch.setattr("envserver.runners.runner.time", clock)
     await api.start()
     await api.add_environment(min_batch_allocation=0.5)
     for mark in range(2):
@@ -314,9 +313,9 @@ def raw_group(rows: list[list[int]], **fields: Any) -> bytes:
 
 
 def carefully(raw: bytes) -> PostedGroup:
-    found = parse_body(raw, reading._GROUP)
+    found = parse_body(raw, atropos_posts._GROUP)
     check_groups([found], listed=False)
-    return reading._posted(found)
+    return atropos_posts._posted(found)
 
 
 def assert_like_carefully(raw: bytes) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.api import running_api, wire_group
 
-from envserver.api.metrics import Metrics
+from envserver.http.health import Metrics
 from envserver.proxy.gate import Gate
 
 

@@ -20,7 +20,7 @@ from support.serving import attempt_spec
 from support.waiting import PATIENCE, until
 
 from envserver import ConfigError, OpenAIConfig
-from envserver.api.proxy_server import ProxyServer, serve_proxy
+from envserver.http.proxy_server import ProxyServer, serve_proxy
 from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt, egress
 from envserver.proxy.egress import Egress, NotTls, server_name

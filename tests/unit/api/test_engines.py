@@ -22,8 +22,8 @@ from envserver.models.addresses import EngineAddresses
 from envserver.models.fleet import read_list
 from envserver.models.replicas import Registration as KnownEngine
 from envserver.proxy import ProxyAttempt
-from envserver.remote.link import Link, RunnerGate
-from envserver.remote.messages import Registration
+from envserver.runners.link import Link, RunnerGate
+from envserver.runners.messages import Registration
 from envserver.tokens import ChatFormat
 
 CASES = cases_of(__file__)

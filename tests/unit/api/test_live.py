@@ -24,14 +24,7 @@ from support.commands import free_port
 from support.extent import examples
 from support.waiting import PATIENCE, settled, until
 
-from envserver.api.live import Live, events
-from envserver.api.live.engines import EngineSource
-from envserver.api.live.events import EventsAnswer
-from envserver.api.live.failures import MOST_ROWS
-from envserver.api.live.feed import Feed
-from envserver.api.live.follower import MOST_ALONE, Follower
-from envserver.api.metrics import Metrics
-from envserver.api.recording import AlarmWatch
+from envserver.http.health import Metrics
 from envserver.models.measured import MeasuredEngine
 from envserver.rollouts.events import GroupDropped, RolloutFailed
 from envserver.settings.config import SimConfig
@@ -39,6 +32,10 @@ from envserver.settings.server import AlarmsConfig
 from envserver.store.facts import GroupFacts
 from envserver.store.listing import ListedGroup
 from envserver.store.rows import GroupRow
+from envserver.trainers.failures import MOST_ROWS
+from envserver.trainers.live import MOST_ALONE, EngineSource, Follower, Live, events
+from envserver.trainers.live_events import EventsAnswer, Feed
+from envserver.trainers.status import AlarmWatch
 
 FACTS: dict[str, Any] = {"index": 0, "task_id": "task"}
 

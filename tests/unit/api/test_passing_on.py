@@ -19,10 +19,8 @@ from support.waiting import PATIENCE
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from envserver.api.replicas.app import follower_app
-from envserver.api.replicas.facts import PASSED, FromFollowers
-from envserver.api.replicas.link import LeaderLink
-from envserver.api.server import serve_api
+from envserver.api.replicas import PASSED, FromFollowers, LeaderLink, follower_app
+from envserver.http.server import serve_api
 from envserver.settings.server import ServerConfig
 from envserver.store.leadership import Leadership, leadership
 from envserver.store.lock import Leader

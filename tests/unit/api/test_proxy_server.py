@@ -15,7 +15,7 @@ from support.serving import attempt_spec
 from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig
-from envserver.api.proxy_server import ProxyServer, serve_proxy
+from envserver.http.proxy_server import ProxyServer, serve_proxy
 from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, ProxyAttempt
 from envserver.proxy.bounds import AttemptBounds

@@ -23,11 +23,16 @@ from support.sampled import PROMPT, SAMPLED, Engine, group
 from support.waiting import PATIENCE, settled
 
 from envserver.api import create_token
-from envserver.api.access import sessions as module
-from envserver.api.access.rules import RULES
-from envserver.api.access.sessions import Sessions, session_key
-from envserver.api.access.tokens import AccessTokens, read_tokens, revoke_token
-from envserver.api.metrics import Metrics
+from envserver.http import access as module
+from envserver.http.access import (
+    RULES,
+    AccessTokens,
+    Sessions,
+    read_tokens,
+    revoke_token,
+    session_key,
+)
+from envserver.http.health import Metrics
 from envserver.proxy import Gate
 from envserver.proxy.gate import InFlight
 from envserver.rollouts.audit import Auditor

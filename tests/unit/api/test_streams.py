@@ -15,7 +15,7 @@ from support.stores import group, noise
 from support.waiting import PATIENCE, until
 
 from envserver import ConflictError
-from envserver.api.native.waiting import Leasing
+from envserver.trainers.leasing import Leasing
 
 
 @pytest.fixture

@@ -32,12 +32,12 @@ from support.conversations import Conversation, conversations
 from support.waiting import PATIENCE, settled, until
 
 from envserver.api import serve_api
-from envserver.api.access.rules import RULES
-from envserver.api.native import runs
+from envserver.http.access import RULES
 from envserver.proxy import Gate
 from envserver.running.api_serving import api_serving
 from envserver.running.run_settings import RunApiSettings
 from envserver.settings.server import ServerConfig
+from envserver.trainers.routes import runs
 
 
 def problem(answer: httpx.Response, status: int) -> Any:

@@ -22,12 +22,12 @@ from support.in_process import Run
 from support.terminal import Terminal
 from support.waiting import PATIENCE
 
-from envserver.api.metrics import Metrics
 from envserver.cli import main
 from envserver.cli.console import Console
 from envserver.cli.conversation import Samples
 from envserver.cli.overview import Overview
 from envserver.cli.progress import summary_table
+from envserver.http.health import Metrics
 from envserver.running.metrics import Tally
 from envserver.telemetry.history import Name, Row
 from envserver.telemetry.numbers import gauge

@@ -30,5 +30,5 @@ async def store(tmp_path: Path) -> AsyncIterator[GroupStore]:
 def silence(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """After 30 seconds."""
     clock = Clock()
-    monkeypatch.setattr("envserver.api.heartbeats.time", clock)
+    monkeypatch.setattr("envserver.runners.runner.time", clock)
     return clock

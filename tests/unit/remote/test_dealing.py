@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from envserver.remote import GROUP_LIST_MSGPACK, Heartbeat, Registration
 from envserver_records.errors import ConflictError, InputError, StoreFull, TooLargeError
 from envserver_records.records import pack
 from envserver_records.scores import RewardRange
@@ -20,20 +21,18 @@ from support.extent import examples
 from support.waiting import settled
 
 from envserver.api import Stream
-from envserver.api.dealing import dealing_app
-from envserver.api.runners import runner
-from envserver.api.runners.local_sink import LocalEnvironmentSink
-from envserver.api.runners.registry import RunnerRegistry, read_batch
-from envserver.api.runners.runner import LONGEST_SECONDS
-from envserver.api.runners.sharing import fair_shares
-from envserver.api.runners.validation import read_group
-from envserver.api.server import serve_api
-from envserver.remote import GROUP_LIST_MSGPACK, Heartbeat, Registration
-from envserver.remote.dealing import Dealer, Made, Rules, Take
-from envserver.remote.link import GroupPoster
-from envserver.remote.messages import MOST_GROUPS, compressed, encode_batch
+from envserver.http.server import serve_api
 from envserver.rollouts import CATCH_UP_GROUPS, Bounds, Share
 from envserver.rollouts.stream import GroupRequest
+from envserver.runners import runner
+from envserver.runners.dealing import Dealer, Made, Rules, Take
+from envserver.runners.link import GroupPoster
+from envserver.runners.messages import MOST_GROUPS, compressed, encode_batch
+from envserver.runners.news import fair_shares
+from envserver.runners.registry import LocalEnvironmentSink, RunnerRegistry, read_batch
+from envserver.runners.routes import dealing_app
+from envserver.runners.runner import LONGEST_SECONDS
+from envserver.runners.validation import read_group
 from envserver.store import GroupStore, open_store
 from envserver.store.demand import Demand
 
@@ -331,7 +330,7 @@ async def test_those_that_left_make_room_for_others(
 async def test_those_who_understand_it_poll_less_often_when_there_are_many(
     api: Api, silence: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserver.api.runners.runner._BEATS_PER_SECOND", 0.01)
+    monkeypatch.setattr("envserver.runners.runner._BEATS_PER_SECOND", 0.01)
     old = await join(api, "math@old")
     assert "next_seconds" not in await old.beat()
     new = await join(api, "math@new", "?understands=next_seconds")

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from envserver.remote import Heartbeat, Registration
 from envserver_records.costs import Cost, JudgeUsage
 from envserver_records.errors import ConfigError, ConflictError
 from envserver_records.proxy_events import EgressRequest, HookEvent
@@ -38,11 +39,9 @@ from support.extent import examples
 from support.waiting import settled, until
 
 from envserver.api import Stream, create_token
-from envserver.api.runners.validation import read_group
 from envserver.proxy.gate import Aborted
-from envserver.remote import Heartbeat, Registration
-from envserver.remote.identity import held_identity
-from envserver.remote.link import Link, RunnerGate, missing_requests
+from envserver.runners.link import Link, RunnerGate, held_identity, missing_requests
+from envserver.runners.validation import read_group
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 
@@ -270,7 +269,7 @@ def test_a_stream_goes_on_with_what_the_server_lacks(has: set[int], asked_at_onc
         asked.extend(group_ids)
         return ids & set(group_ids)
 
-    with mock.patch("envserver.remote.link._ASKED_AT_ONCE", asked_at_once):
+    with mock.patch("envserver.runners.link._ASKED_AT_ONCE", asked_at_once):
         missing = missing_requests(map(requested, range(40)), known, len(has))
         left = [request.index for request in missing]
     assert left == [n for n in range(40) if n not in has]
@@ -281,7 +280,7 @@ async def test_a_link_registers_again_with_a_server_that_has_forgotten_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A server that ends waits for the heartbeat that it is holding.
-    monkeypatch.setattr("envserver.remote.link._POLL_SECONDS", 0.5)
+    monkeypatch.setattr("envserver.runners.link._POLL_SECONDS", 0.5)
     server = {"port": free_port()}
     async with running_api(tmp_path / "store.db", server=server) as api:
         link = linked(api.url)
@@ -354,7 +353,7 @@ async def test_a_link_needs_a_token_where_the_server_has_some(tmp_path: Path) ->
 
 async def test_what_is_sampled_unheard_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("envserver.remote.link.time", clock)
+    monkeypatch.setattr("envserver.runners.link.time", clock)
     gate = RunnerGate()
     gate.longest_silence_seconds = 15.0
 
@@ -375,7 +374,7 @@ async def test_what_is_sampled_unheard_is_asked_again(monkeypatch: pytest.Monkey
 async def test_a_session_goes_on_at_another_server_and_late_copies_do_not_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserver.remote.link._POLL_SECONDS", 0.2)
+    monkeypatch.setattr("envserver.runners.link._POLL_SECONDS", 0.2)
     versions: list[int] = []
     async with running_api(tmp_path / "store.db") as api, doors(api.url) as (first, second):
         first.shut("loses answers")

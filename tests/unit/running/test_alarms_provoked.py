@@ -26,7 +26,7 @@ pytestmark = pytest.mark.thorough
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     # Memory holds 720 records, here three minutes.
-    monkeypatch.setattr("envserver.api.recording.SECONDS", 0.25)
+    monkeypatch.setattr("envserver.trainers.status.SECONDS", 0.25)
 
 
 async def test_environments_that_misbehave_are_told_in_words(tmp_path: Path, quick: None) -> None:

@@ -33,7 +33,7 @@ from support.waiting import PATIENCE, until
 from envserver import OpenAIConfig, ServerConfig
 from envserver.api import Metrics, create_api, serve_api
 from envserver.api.bootstrap import BootstrapApp
-from envserver.api.health import Health
+from envserver.http.health import Health
 from envserver.models import OpenAIEngine
 from envserver.models.measured import MeasuredEngine
 from envserver.running.bootstrap import bootstrap_server
@@ -119,7 +119,7 @@ async def test_a_store_that_cannot_be_written_is_not_ready(
             assert (status, part["state"]) == (503, "down") and "locked" in part["reason"]
         assert (await health())[0] == 200
         monkeypatch.setattr(store, "touch", asyncio.Event().wait)
-        monkeypatch.setattr("envserver.api.health.PROBE_SECONDS", 0.05)
+        monkeypatch.setattr("envserver.http.health.PROBE_SECONDS", 0.05)
         assert "cannot be written" in (await health())[1]["reason"]
     with locked(place), pytest.raises(StoreError, match="cannot be written") as refused:
         async with open_store(place):

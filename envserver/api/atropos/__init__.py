@@ -1,1 +1,0 @@
-"""The Atropos protocol over the durable store, for existing Atropos trainers and environments."""

@@ -1,0 +1,220 @@
+"""Error responses: problem details (RFC 9457) under /v1, FastAPI's form in the Atropos protocol.
+
+Every EnvserverError becomes a response with its status. Unexpected exceptions are logged with
+their traceback and answered with 500 in the same form, without their message.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import orjson
+import structlog
+from envserver_records.errors import EnvserverError
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..settings.section import Described
+from .requests import Refused, refusal, schema_later
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+log = structlog.get_logger(__name__)
+
+
+class Problem(Described):
+    """Problem details (RFC 9457); some kinds have additional members."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+
+
+PROBLEM: Final = "application/problem+json"
+_NATIVE: Final = ("/v1", "/healthz", "/readyz")
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Installs the error handlers in `app`."""
+    from fastapi.exceptions import RequestValidationError
+
+    app.add_exception_handler(EnvserverError, on_ours)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(Exception, _on_surprise)
+
+
+def is_native(path: str) -> bool:
+    """Returns whether errors on this path are problem details."""
+    return path.startswith(_NATIVE)
+
+
+def error_answer(
+    path: str,
+    status: int,
+    message: str,
+    *,
+    kind: str = "about:blank",
+    detail: object = None,
+    headers: dict[str, str] | None = None,
+    **more: Any,
+) -> Response:
+    """Builds an error response for a request of `path`.
+
+    Args:
+        kind: the snake_case name of the error; `about:blank` adds nothing to the status.
+        detail: value of "detail" in the Atropos protocol; default: the message.
+        more: additional members of the problem.
+    """
+    if not is_native(path):
+        body = orjson.dumps({"detail": message if detail is None else detail})
+        return Response(body, status, headers, "application/json")
+    name = kind if kind == "about:blank" else f"urn:envserver:error:{kind}"
+    problem = {"type": name, "title": _title(kind, status), "status": status, "detail": message}
+    return Response(orjson.dumps({**problem, **more}, default=str), status, headers, PROBLEM)
+
+
+def _title(kind: str, status: int) -> str:
+    return f"HTTP {status}" if kind == "about:blank" else kind.replace("_", " ").capitalize()
+
+
+async def on_ours(request: Request, error: Exception) -> Response:
+    """Returns the response to a request that raised an EnvserverError."""
+    assert isinstance(error, EnvserverError)
+    if error.status >= 500:
+        log.error("request_failed", path=request.url.path, kind=error.kind, error=str(error))
+    return answer_to(request.url.path, error)
+
+
+def answer_to(path: str, error: EnvserverError) -> Response:
+    """Returns the response to a request of `path` that raised `error`."""
+    more: dict[str, Any] = dict(error.detail)
+    if error.hint:
+        more["hint"] = error.hint
+    errors = error.errors if isinstance(error, Refused) else None
+    if errors is not None:
+        more["errors"] = errors
+    return error_answer(
+        path,
+        error.status,
+        error.message,
+        kind=error.kind,
+        detail=errors,
+        headers=_when_to_ask_again(error),
+        **{key: value for key, value in more.items() if key not in _RESERVED},
+    )
+
+
+def _when_to_ask_again(error: EnvserverError) -> dict[str, str] | None:
+    seconds = error.detail.get("retry_after_seconds")
+    return None if seconds is None else {"retry-after": str(seconds)}
+
+
+_RESERVED: Final = {"type", "title", "status", "detail", "kind", "headers", "path", "message"}
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    return error_answer(request.url.path, error.status_code, str(error.detail), headers=headers)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    """Returns the response to an invalid query or path parameter."""
+    from fastapi.exception_handlers import request_validation_exception_handler
+    from fastapi.exceptions import RequestValidationError
+
+    assert isinstance(error, RequestValidationError)
+    if not is_native(request.url.path):
+        return await request_validation_exception_handler(request, error)
+    errors = [
+        refusal(found["type"], found["loc"], found["msg"], found.get("input"))
+        for found in error.errors()
+    ]
+    return await on_ours(request, Refused(errors))
+
+
+async def _on_surprise(request: Request, error: Exception) -> Response:
+    log.error("request_crashed", path=request.url.path, exc_info=error)
+    return error_answer(request.url.path, 500, "Internal Server Error")
+
+
+# Routes read raw requests and build responses themselves, so FastAPI cannot infer either; each
+# route declares its responses with `answers`.
+
+MEANINGS: Final = {
+    400: "The request cannot be read.",
+    401: "A token is needed.",
+    403: "This token, or a page of another site, may not do this.",
+    404: "There is no such thing.",
+    408: "The request took too long to arrive.",
+    409: "The request conflicts with the current state; the problem says how.",
+    413: "The body is too large.",
+    414: "The URL is too long.",
+    415: "The body is of another media type.",
+    422: "The request has another form than asked for; `errors` say where.",
+    421: "The request names another host.",
+    429: "Too much at a time; ask again later.",
+    431: "The headers are too large.",
+    500: "A fault of the server; its log has it.",
+    503: "The store cannot do it just now; nothing was done.",
+    507: "There is no room left; nothing was done.",
+}
+_ALWAYS: Final = (401, 403, 429, 503)
+_OF_BODIES: Final = (400, 413, 422, 507)
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Encodes `value` as a JSON response; numpy scalars and arrays are allowed."""
+    try:
+        body = orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        # Older versions stored what orjson does not write: integers of more than 64 bits, and
+        # what is nested deeply. msgspec wrote it then, so it can now.
+        body = msgspec.json.encode(value, enc_hook=str)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def answers(
+    model: type[BaseModel] | None = None,
+    *errors: int,
+    status: int = 200,
+    media_types: tuple[str, ...] = (),
+    body: bool = False,
+    what: str = "Done.",
+) -> Responses:
+    """Describes the responses of a route for the OpenAPI document.
+
+    Args:
+        model: the JSON body; None if there is none.
+        errors: error statuses of this route, in addition to those of every route.
+        status: status on success.
+        media_types: binary media types that the route can also return.
+        body: whether the route takes a request body, which adds the errors of bodies.
+        what: description of the success response.
+    """
+    success: dict[str, Any] = {"description": what}
+    if model is not None:
+        success["content"] = {"application/json": {"schema": schema_later(model, is_answer=True)}}
+    for kind in media_types:
+        success.setdefault("content", {})[kind] = {"schema": _BYTES}
+    found: Responses = {status: success}
+    for problem in sorted({*errors, *_ALWAYS, *(_OF_BODIES if body else ())}):
+        found[problem] = {
+            "description": MEANINGS[problem],
+            "content": {PROBLEM: {"schema": schema_later(Problem)}},
+        }
+    return found
+
+
+_BYTES: Final = {"type": "string", "format": "binary"}

@@ -1,0 +1,358 @@
+"""Liveness (`/healthz`) and readiness (`/readyz`).
+
+The server consists of parts (store, disk, engine, workers, scorers); each is starting, ready,
+limited or down. Parts with a probe are checked on demand. The server is ready when no part is
+starting or down and it is not shutting down. Otherwise `/readyz` answers 503 with problem details
+that name the missing parts.
+
+A full disk is limited, not down: a server that is not ready gets no requests in many places, and
+only the leases and acks of its trainers make space.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final, Literal
+
+import msgspec
+import structlog
+from envserver_records.errors import EnvserverError, StoreFull
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import Metric
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import __version__
+from ..models.engine import Engine
+from ..store import GroupStore
+from ..telemetry.lag import LoopLag
+from ..telemetry.numbers import SECONDS, Counts, Labelled, counter, gauge, histogram, info, single
+from ..telemetry.process import Resources
+from .answers import error_answer, json_answer
+
+PartState = Literal["starting", "ready", "limited", "down", "draining"]
+_WORKING: Final = ("ready", "limited")
+Probe = Callable[[], Awaitable[str]]
+"""Checks a part: returns "" if it is healthy, else why not; may raise EnvserverError instead."""
+
+PROBE_SECONDS: Final = 2.0
+"""A part whose probe takes longer is down."""
+WATCH_SECONDS: Final = 5.0
+
+_log = structlog.get_logger("envserver.health")
+
+
+class Part(msgspec.Struct):
+    """One part; `since`: when its state began, in seconds since the epoch."""
+
+    state: PartState
+    since: float
+    reason: str = ""
+
+
+class Health:
+    """The parts of a server. Without parts it is ready.
+
+    Args:
+        lag: event loop lag, if measured.
+    """
+
+    def __init__(self, lag: LoopLag | None = None) -> None:
+        self.parts: dict[str, Part] = {}
+        self.lag = lag
+        self.role: Callable[[], dict[str, object]] = dict
+        """Returns what the answers add: whether this server leads or follows, and who leads."""
+        self._probes: dict[str, tuple[Probe, PartState]] = {}
+        self._started_at = time.time()
+        self._asking: asyncio.Task[None] | None = None
+
+    def expect(self, part: str) -> None:
+        """Marks `part` as starting."""
+        self._set(part, "starting")
+
+    def found(self, part: str, probe: Probe | None = None, *, failing: PartState = "down") -> None:
+        """Marks `part` as ready or, with a `probe`, lets the probe decide from now on.
+
+        Args:
+            failing: state of the part while its probe gives a reason.
+        """
+        if probe is None:
+            self._set(part, "ready")
+        else:
+            self._probes[part] = (probe, failing)
+            self.parts.setdefault(part, Part("starting", time.time()))
+
+    def drain(self) -> None:
+        """Marks the server as shutting down; it does not become ready again."""
+        self._set("server", "draining", "it was told to stop")
+
+    @property
+    def ready(self) -> bool:
+        """Whether all parts worked at the last check."""
+        return all(part.state in _WORKING for part in self.parts.values())
+
+    @property
+    def status(self) -> str:
+        """How a ready server is: "ok", or "limited" if a part is."""
+        is_limited = any(part.state == "limited" for part in self.parts.values())
+        return "limited" if is_limited else "ok"
+
+    async def refresh(self) -> None:
+        """Runs all probes; concurrent callers share the result."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_all())
+        await asyncio.shield(self._asking)
+
+    async def watch(self) -> None:
+        """Refreshes regularly, until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    def live_body(self) -> dict[str, object]:
+        """Returns the body of `/healthz`."""
+        body: dict[str, object] = {
+            "status": "ok",
+            "uptime_seconds": round(time.time() - self._started_at, 3),
+        }
+        if self.lag is not None:
+            body["tick_age_seconds"] = round(self.lag.tick_age_seconds, 4)
+            body["loop_lag_p99_seconds"] = round(self.lag.p99_seconds(), 4)
+        return body
+
+    def missing(self) -> str:
+        """Describes which parts are not ready, and why; "" if all are ready."""
+        words = []
+        for name, part in self.parts.items():
+            if part.state not in _WORKING:
+                words.append(f"{name} is {part.state}{f' ({part.reason})' if part.reason else ''}")
+        return "; ".join(words)
+
+    async def _ask_all(self) -> None:
+        await asyncio.gather(*(self._ask(part, *one) for part, one in self._probes.items()))
+
+    async def _ask(self, part: str, probe: Probe, failing: PartState) -> None:
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                reason = await probe()
+        except TimeoutError:
+            reason = f"no answer within {PROBE_SECONDS:g} seconds"
+        except EnvserverError as error:
+            reason = error.message
+        except Exception as error:  # noqa: BLE001 (a part that cannot be asked is not well)
+            reason = f"asking it broke: {type(error).__name__}"
+            _log.exception("probe_failed", part=part)
+        self._set(part, failing if reason else "ready", reason)
+
+    def _set(self, name: str, state: PartState, reason: str = "") -> None:
+        before = self.parts.get(name)
+        if before is not None and before.state == state:
+            before.reason = reason
+            return
+        self.parts[name] = Part(state, time.time(), reason)
+        if state in ("down", "limited"):
+            _log.warning(f"part_is_{state}", part=name, reason=reason)
+        elif before is not None and before.state in ("down", "limited"):
+            _log.info("part_is_back", part=name)
+
+
+def store_probe(store: GroupStore) -> Probe:
+    """Returns a probe that writes to the store. `disk_probe` reports a full disk."""
+
+    async def probe() -> str:
+        try:
+            async with asyncio.timeout(PROBE_SECONDS * 0.9):
+                await store.touch()
+        except TimeoutError:
+            return "it cannot be written: another program locks it, or its disk does not answer"
+        except StoreFull as error:
+            return "" if store.disk_problem else error.message
+        return ""
+
+    return probe
+
+
+def disk_probe(store: GroupStore) -> Probe:
+    """Returns a probe of the disk space of the store."""
+
+    async def probe() -> str:
+        return store.disk_problem
+
+    return probe
+
+
+def engine_probe(engine: Engine) -> Probe:
+    """Returns a probe of the engine, which is healthy if at least one replica answers.
+
+    A server whose engines are registered is healthy without any: else nobody could reach it to
+    register one where only healthy servers are reached.
+    """
+
+    async def probe() -> str:
+        replicas = await engine.health()
+        is_registered = not any(one.origin == "setting" for one in replicas)
+        if is_registered or any(one.healthy for one in replicas):
+            return ""
+        return "; ".join(dict.fromkeys(one.reason or "it does not answer" for one in replicas))
+
+    return probe
+
+
+def health_routes(health: Health) -> APIRouter:
+    """Returns the routes `/healthz` and `/readyz`."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/healthz")
+    async def healthz() -> Response:
+        """Answers if the process is alive; reports the lag of its event loop."""
+        return json_answer(health.live_body())
+
+    @router.get("/readyz")
+    async def readyz() -> Response:
+        """Answers 200 if every part is ready, else 503 with the parts that are not."""
+        await health.refresh()
+        parts = {name: msgspec.structs.asdict(part) for name, part in health.parts.items()}
+        missing = health.missing()
+        if missing:
+            message = f"Not ready: {missing}."
+            more: dict[str, Any] = {"parts": parts, **health.role()}
+            return error_answer("/readyz", 503, message, kind="not_ready", **more)
+        return json_answer({"status": health.status, "parts": parts, **health.role()})
+
+    return router
+
+
+# Each part of the server adds a source of metrics; all sources are read on each request. Requests
+# are counted by route template, so that ids in paths do not become labels.
+
+Source = Callable[[], Awaitable[Iterable[Metric]]]
+"""Returns current metrics; runs on the event loop, so it must be fast."""
+
+_METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+
+
+class Requests:
+    """HTTP requests by route: number, status and duration."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.seconds = Labelled(SECONDS)
+
+    async def families(self) -> Iterable[Metric]:
+        """Returns the metrics; a Source."""
+        labels = ("method", "route", "status")
+        requests = counter(
+            "envserver_http_requests", "Requests answered, by route", labels, self.counts
+        )
+        seconds = histogram(
+            "envserver_http_request_seconds",
+            "Seconds from request to end of response, long polls included",
+            ("route",),
+            self.seconds,
+        )
+        return [requests, seconds]
+
+
+class Metrics:
+    """All metrics of a server. `requests` counts those of its API."""
+
+    def __init__(self) -> None:
+        self.requests = Requests()
+        self._sources: list[Source] = [_build, Resources().families, self.requests.families]
+
+    def add(self, source: Source) -> None:
+        """Adds the metrics of `source`."""
+        self._sources.append(source)
+
+    def watch(self, lag: LoopLag, health: Health) -> None:
+        """Adds the event loop's lag and the state of the parts."""
+
+        async def families() -> Iterable[Metric]:
+            ready = [((name,), float(one.state == "ready")) for name, one in health.parts.items()]
+            return [
+                histogram(
+                    "envserver_loop_lag_seconds",
+                    "Delay of a task that wakes every 50 ms",
+                    (),
+                    [((), lag.seconds)],
+                ),
+                gauge(
+                    "envserver_loop_lag_p99_seconds",
+                    "99th percentile of the delay over the last minute",
+                    (),
+                    single(lag.p99_seconds()),
+                ),
+                gauge("envserver_ready", "1 while every part works", (), single(health.ready)),
+                gauge("envserver_part_ready", "1 while it is, as last seen", ("part",), ready),
+            ]
+
+        self.add(families)
+
+    async def families(self) -> list[Metric]:
+        """Returns all metrics as they are now."""
+        return [family for source in self._sources for family in await source()]
+
+    async def text(self) -> bytes:
+        """Returns all metrics in the Prometheus text format."""
+        return await asyncio.to_thread(generate_latest, _Read(await self.families()))
+
+
+class _Read:
+    """A registry over metrics that were already collected."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+async def _build() -> Iterable[Metric]:
+    facts = {"version": __version__, "python": platform.python_version()}
+    return [info("envserver_build", "Version and build of this server", facts)]
+
+
+def metric_routes(metrics: Metrics) -> APIRouter:
+    """Returns the route `/metrics`."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def show() -> Response:
+        """Returns counters, gauges and histograms in the Prometheus text format."""
+        return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+class CountedRequests:
+    """The outermost middleware: counts all requests."""
+
+    def __init__(self, app: ASGIApp, requests: Requests) -> None:
+        self._app = app
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+        started = time.perf_counter()
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            route = getattr(scope.get("route"), "path", "unmatched")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            answered = str(status) if status else "none"
+            self._requests.counts.add((method, route, answered))
+            self._requests.seconds.add((route,), time.perf_counter() - started)

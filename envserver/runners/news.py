@@ -1,0 +1,512 @@
+"""Sends news to runners: policy versions, pauses, and how many groups each may have open.
+
+In: what runners report, what trainers want, versions and pauses. Out: news, at once for the
+heartbeats that wait and have something to hear, and for no others. What holds: dealing the room
+takes a small part of the time however many runners there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final
+
+import msgspec
+from starlette.types import Receive
+
+from ..http.requests import Hangup
+from ..proxy.gate import InFlight
+from ..rollouts.mixing import Share, Shares, targets
+from ..store import GroupStore
+from ..store.demand import Demand
+from .messages import ENGINES, NEXT_SECONDS, EngineList, Heartbeat, News, Pause
+from .runner import RegisteredRunner, RunnerStatus, RunnerTable, poll_seconds
+
+_STEP_SECONDS = 1.0
+
+
+def fair_shares(shares: Iterable[Share]) -> Shares:
+    """Returns the clocks of the environments; scales minimum shares down to a sum of at most 1."""
+    given = list(shares)
+    total = sum(share.minimum for share in given)
+    if total > 1:
+        given = [Share(one.name, one.weight, one.minimum / total) for one in given]
+    return Shares(targets(given))
+
+
+class ExtraCapacity:
+    """Number of groups that may be open beyond the queue's limit; 0 while trainers are the
+    bottleneck.
+
+    Open and waiting groups share one limit, so that groups do not grow old in the queue. If the
+    queue stays nearly empty while all places are taken, and as many groups have begun as there are
+    places, then rollouts are slow rather than the trainers, and half as many more may be open.
+    """
+
+    def __init__(self) -> None:
+        self._groups = 0
+        self._begun = 0
+        self._shrunk_at = float("-inf")
+
+    def groups(self, waiting: int, most: int, used: int, begun: int, at: float) -> int:
+        """Returns the number of extra groups now.
+
+        Args:
+            waiting: groups in the queue.
+            most: maximum number of groups in the queue.
+            used: open groups.
+            begun: groups begun since the start.
+            at: time in seconds, of any monotonic clock.
+        """
+        places = most + self._groups
+        if waiting > most // 2:
+            self._begun = begun
+            if at - self._shrunk_at >= _STEP_SECONDS:
+                self._shrunk_at = at
+                self._groups //= 2
+        elif waiting <= most // 4 and waiting + used >= places and begun - self._begun >= places:
+            self._begun = begun
+            self._groups += max(1, places // 2)
+        return self._groups
+
+
+_MOST_COUNTED: Final = 4096
+"""Maximum number of groups counted as begun at a time."""
+
+
+class Participant(msgspec.Struct, frozen=True):
+    """An environment that shares capacity.
+
+    Args:
+        share: its unique name, weight and minimum share.
+        env: name of the environment whose groups it makes.
+        open: groups that it has open.
+        held: groups that it has open, or may open without asking again.
+        capacity: number of groups it could have open.
+    """
+
+    share: Share
+    env: str
+    open: int
+    held: int
+    capacity: int
+
+    @property
+    def name(self) -> str:
+        return self.share.name
+
+
+class LocalEnvironment(msgspec.Struct, frozen=True):
+    """An environment in the server's own process.
+
+    Args:
+        prefix: ID prefix of its groups.
+        share: its share, with the name of the environment.
+        capacity: number of groups it can have open.
+        open_groups, begun: functions that count the groups open now and begun since the start.
+    """
+
+    prefix: str
+    share: Share
+    capacity: int
+    open_groups: Callable[[], int]
+    begun: Callable[[], int]
+
+    def participant(self) -> Participant:
+        """Returns its current state."""
+        is_open = self.open_groups()
+        return Participant(self.share, self.share.name, is_open, is_open, self.capacity)
+
+
+class Deal:
+    """How many groups each participant may have open. One deal serves all who ask, until the next.
+
+    Args:
+        targets: the fair number for each; all open groups and unused places are dealt anew.
+        places: number of groups that may be open in total, by environment.
+        held: groups that are open or may be opened without asking again, in total.
+        idle: environments of which nothing is made: the first participant that asks may have one
+            group open, however few places there are.
+    """
+
+    def __init__(
+        self, targets: dict[str, int], places: dict[str, int], held: int, idle: set[str]
+    ) -> None:
+        self._targets = targets
+        self._places = places
+        self._held = held
+        self._idle = idle
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._targets
+
+    def room(self, asking: Participant) -> int:
+        """Returns how many groups `asking` may have open. What another may open without asking
+        again is given to nobody else: its place becomes free when that one is told of a smaller
+        number.
+        """
+        target = self._targets[asking.name]
+        free = max(0, self._places[asking.env] - self._held + asking.held)
+        least = 1 if asking.env in self._idle and asking.capacity else 0
+        return max(asking.open, least, min(target, free))
+
+    def grant(self, asking: Participant, room: int) -> None:
+        """Notes that `asking` was told of `room`."""
+        self._held += max(room, asking.open) - asking.held
+        if room:
+            self._idle.discard(asking.env)
+
+
+class SharedCapacity:
+    """Capacity shared by all environments of a server.
+
+    Args:
+        stretches: whether more groups may open when rollouts are slow (see `ExtraCapacity`);
+            not used with a staleness limit.
+    """
+
+    def __init__(self, demand: Demand, *, stretches: bool = True) -> None:
+        self._demand = demand
+        self._stretches = stretches
+        self._slack = ExtraCapacity()
+        self._sharing: tuple[Share, ...] = ()
+        self._names: frozenset[str] = frozenset()
+        self._shares = fair_shares([Share("none")])
+        self._reported: Counter[str] = Counter()
+        self._begun = 0
+
+    def deal(self, everyone: Sequence[Participant]) -> Deal:
+        """Deals all places among `everyone`, at least one."""
+        self._count(everyone)
+        held, is_open = sum(one.held for one in everyone), sum(one.open for one in everyone)
+        most = self._demand.max_waiting()
+        idle = {env: self._demand.capacity_if_idle(env) for env in {one.env for one in everyone}}
+        places = {free: free + self._extra(free, most, held) for free in set(idle.values())}
+        wants = {one.name: one.capacity - one.open for one in everyone}
+        dealt = {
+            free: self._shares.upcoming(total - is_open, wants) for free, total in places.items()
+        }
+        return Deal(
+            {one.name: one.open + dealt[idle[one.env]][one.name] for one in everyone},
+            {env: places[free] for env, free in idle.items()},
+            held,
+            {env for env, free in idle.items() if free > 0}
+            - {one.env for one in everyone if one.held},
+        )
+
+    def count_begun(self, name: str, groups: int) -> None:
+        """Counts `groups` begun by `name`, which advances its clock in the fair queueing."""
+        self._begun += max(0, groups)
+        if name in self._names:
+            for _ in range(min(groups, _MOST_COUNTED)):
+                self._shares.begin(name)
+
+    def wanted(self, env: str) -> int:
+        """Returns how many groups of `env` trainers would have open, if none were."""
+        return max(0, self._demand.capacity_if_idle(env))
+
+    def report_to_demand(self, elsewhere: Counter[str]) -> None:
+        """Reports the groups in progress on other machines, by environment; groups of this process
+        are counted where they are made.
+        """
+        for env in elsewhere.keys() | self._reported.keys():
+            if elsewhere[env] != self._reported[env]:
+                self._demand.opened(env, elsewhere[env] - self._reported[env])
+        self._reported = elsewhere
+
+    def _extra(self, free: int, most: int, held: int) -> int:
+        if not self._stretches:
+            return 0
+        waiting, at = max(0, most - free), time.monotonic()
+        return self._slack.groups(waiting, most, held, self._begun, at)
+
+    def _count(self, everyone: Sequence[Participant]) -> None:
+        """Resets the clocks when the set of participants or their shares has changed."""
+        sharing = tuple(sorted((one.share for one in everyone), key=lambda share: share.name))
+        if sharing != self._sharing:
+            self._sharing, self._shares = sharing, fair_shares(sharing)
+            self._names = frozenset(share.name for share in sharing)
+
+
+Waiting = asyncio.Future[News | None]
+"""A heartbeat that waits; done when it is answered, or when its wait has ended without news."""
+
+
+class WaitingHeartbeats:
+    """The heartbeats that wait.
+
+    Args:
+        look: called soon after changes; calls `tell` for each of `all` for which there is news.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._waiting: dict[Waiting, tuple[str, Heartbeat]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(
+        self, env_id: str, beat: Heartbeat, seconds: float, receive: Receive
+    ) -> News | None:
+        """Waits for news for a runner at most `seconds` long; None: there was none, or the client
+        has disconnected.
+
+        Args:
+            receive: of the request.
+        """
+        loop = asyncio.get_running_loop()
+        answer: Waiting = loop.create_future()
+        self._waiting[answer] = env_id, beat
+        timer = loop.call_later(seconds, _end, answer)
+        try:
+            async with Hangup(receive) as hangup:
+                hangup.then(partial(_end, answer))
+                return await answer
+        finally:
+            timer.cancel()
+            del self._waiting[answer]
+
+    def end(self, env_id: str) -> None:
+        """Ends the waits for a runner without news."""
+        for one, (whose, _) in self._waiting.items():
+            if whose == env_id:
+                _end(one)
+
+    def all(self) -> list[tuple[Waiting, str, Heartbeat]]:
+        """Returns the heartbeats without an answer, with the runner's id and what it said."""
+        return [(one, *whose) for one, whose in self._waiting.items() if not one.done()]
+
+    def tell(self, waiting: Waiting, news: News) -> None:
+        """Answers a heartbeat."""
+        if not waiting.done():
+            waiting.set_result(news)
+
+    def look_after(self, seconds: float) -> None:
+        """Looks once in `seconds` (0 or less: at once), unless a look is already due."""
+        if self._timer is None and self._waiting:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, seconds), self._look_now)
+
+    def _look_now(self) -> None:
+        self._timer = None
+        self._look()
+
+
+def _end(waiting: Waiting) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+_LOOK_SECONDS: Final = 0.25
+"""Seconds between checks whether there is room for a local environment, or a pause is complete."""
+_LONGEST_UNSEEN_SECONDS: Final = 1.0
+_SHORTEST_UNSEEN_SECONDS: Final = 0.02
+"""Between two looks at what trainers have taken; the clocks of silence and of extra capacity move
+by themselves."""
+_CHEAP_SECONDS: Final = 0.001
+"""CPU time of a deal that is made anew for everyone who asks."""
+
+
+class RunnerNews:
+    """The news for the runners of a server."""
+
+    def __init__(self, store: GroupStore, runners: RunnerTable, shared: SharedCapacity) -> None:
+        self._store = store
+        self._runners = runners
+        self._shared = shared
+        self._local: list[LocalEnvironment] = []
+        self._local_begun: dict[str, int] = {}
+        self._version = -1
+        self._pause: Pause | None = None
+        self._engines = EngineList(id="")
+        self._change = asyncio.Event()
+        self.waiting = WaitingHeartbeats(self._look)
+        self._present = 0
+        self._deal: Deal | None = None
+        self._deal_at = self._deal_lasts = 0.0
+
+    @property
+    def local(self) -> list[LocalEnvironment]:
+        """Environments of this process."""
+        return list(self._local)
+
+    async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
+        """Stops the runners' model calls until `resume`.
+
+        Returns:
+            Whether all present runners confirmed the pause (with "keep": that they start no new
+            call). Silent runners stop by themselves.
+        """
+        self._pause = pause = Pause(id=secrets.token_hex(8), in_flight=in_flight)
+        self.wake()
+        end = time.monotonic() + timeout_seconds
+        while not all(now.beat.quiet == pause.id for _, now in self._runners.present()):
+            left = end - time.monotonic()
+            if left <= 0 or self._pause is not pause:
+                return False
+            await self._changed(min(left, _LOOK_SECONDS))
+            await asyncio.sleep(_SHORTEST_UNSEEN_SECONDS)  # many confirm at about the same time
+        return True
+
+    def resume(self) -> None:
+        """Lets the runners' model calls continue."""
+        self._pause = None
+        self.wake()
+
+    def publish(self, version: int) -> None:
+        """Announces the policy version that the engine serves from now on."""
+        self._version = version
+        self.wake()
+
+    def tell_engines(self, engines: EngineList) -> None:
+        """Announces the engines that runners may call from now on."""
+        if engines.id != self._engines.id:
+            self._engines = engines
+            self.wake()
+
+    def wake(self) -> None:
+        """Looks for news for waiting heartbeats after a change."""
+        self._change.set()
+        self._change = asyncio.Event()
+        self.waiting.look_after(self._deal_at + self._deal_lasts - time.monotonic())
+
+    async def run(self) -> None:
+        """Looks for news whenever trainers have taken groups, until cancelled."""
+        while True:
+            seen = self._store.activity
+            await self._store.wait_for_activity(_LONGEST_UNSEEN_SECONDS, since=seen)
+            self.wake()
+            await asyncio.sleep(_SHORTEST_UNSEEN_SECONDS)
+
+    def share_with(self, local: LocalEnvironment) -> None:
+        """Adds an environment of this process to those that share capacity."""
+        self._local.append(local)
+
+    async def wait_for_local_capacity(self, local: LocalEnvironment) -> None:
+        """Waits until `local` may begin a group, given the shares of the runners."""
+        while self._runners.is_any_present():
+            asking, deal = local.participant(), self._current_deal(local.share.name)
+            room = deal.room(asking)
+            if room > asking.open:
+                deal.grant(asking, asking.open + 1)
+                return
+            await self._changed(_LOOK_SECONDS)
+
+    def for_runner(self, one: RegisteredRunner) -> News:
+        """Returns the news for a runner, which has from now on the room that they name."""
+        now = self._runners.status(one)
+        asking, deal = _participant(one, now), self._current_deal(one.name)
+        room = deal.room(asking)
+        deal.grant(asking, room)
+        now.room = room
+        if NEXT_SECONDS in one.understands:
+            shortest = self._runners.heartbeats.silent_after_seconds
+            now.poll_seconds = poll_seconds(self._present, shortest)
+        return News(
+            policy_version=self._version,
+            pause=self._pause,
+            room=room,
+            drain=now.drain,
+            next_seconds=now.poll_seconds or None,
+            engines=self._engines if self._hears_engines(one, now.beat) else None,
+        )
+
+    def _hears_engines(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
+        """Returns whether `one`, which said `beat`, wants the list of engines and has another."""
+        if ENGINES not in one.understands:
+            return False
+        seen = beat.seen.engines if beat.seen is not None else None
+        return seen is None or seen.id != self._engines.id
+
+    def is_new(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
+        """Returns whether `one`, which said `beat`, has something to hear."""
+        now, seen = self._runners.status(one), beat.seen
+        if (
+            seen is None
+            or seen.policy_version != self._version
+            or seen.drain != now.drain
+            or seen.pause != self._pause
+            or self._hears_engines(one, beat)
+        ):
+            return True
+        if beat.open < seen.room:  # it has not used what it has
+            return False
+        return self._current_deal(one.name).room(_participant(one, now)) > seen.room
+
+    def _look(self) -> None:
+        """Answers the waiting heartbeats for which there is news."""
+        for waiting, env_id, beat in self.waiting.all():
+            one = self._runners.known.get(env_id)
+            if one is not None and self.is_new(one, beat):
+                self.waiting.tell(waiting, self.for_runner(one))
+
+    def _current_deal(self, name: str) -> Deal:
+        """Returns a deal in which `name` takes part. With many runners, where dealing takes long,
+        one deal serves for a while: dealing takes a twentieth of the time at most.
+
+        A silent runner counts for none; when it returns with its open groups, the limit is exceeded
+        for a moment.
+        """
+        deal = self._deal
+        if deal is None or name not in deal or time.monotonic() >= self._deal_at + self._deal_lasts:
+            before = time.thread_time()
+            deal = self._deal = self._shared.deal(self._everyone(name))
+            cost = time.thread_time() - before
+            self._deal_at = time.monotonic()
+            self._deal_lasts = 20 * cost if cost > _CHEAP_SECONDS else 0.0
+        return deal
+
+    def _everyone(self, name: str) -> list[Participant]:
+        """Returns all that take part: those present, and `name`."""
+        present = self._runners.present()
+        self._present = len(present)
+        self._shared.report_to_demand(_sums((one.env, now.open) for one, now in present))
+        for local in self._local:
+            begun, before = local.begun(), self._local_begun.get(local.share.name, 0)
+            self._local_begun[local.share.name] = max(begun, before)
+            self._shared.count_begun(local.share.name, begun - before)
+        everyone = [_participant(one, now) for one, now in present]
+        everyone += [local.participant() for local in self._local]
+        asking = self._runners.named(name)
+        if asking is not None and not self._runners.is_present(asking):
+            everyone.append(_participant(asking, self._runners.status(asking)))
+        return everyone
+
+    def wanted(self, env: str) -> int:
+        """Returns how many groups of `env` trainers would have open, if none were."""
+        return self._shared.wanted(env)
+
+    def count_begun(self, one: RegisteredRunner, begun: int) -> None:
+        """Counts groups begun since the last report; the first report only sets the base."""
+        now = self._runners.status(one)
+        before = begun if now.counted is None else now.counted
+        self._shared.count_begun(one.name, begun - before)
+        now.counted = max(before, begun)
+
+    async def _changed(self, seconds: float) -> None:
+        change = self._change
+        try:
+            async with asyncio.timeout(seconds):
+                await change.wait()
+        except TimeoutError:
+            return
+
+
+def _participant(one: RegisteredRunner, now: RunnerStatus) -> Participant:
+    return Participant(
+        share=Share(one.name, one.weight, one.minimum_share),
+        env=one.env,
+        open=now.open,
+        held=now.held,
+        capacity=now.beat.capacity,
+    )
+
+
+def _sums(counts: Iterable[tuple[str, int]]) -> Counter[str]:
+    sums: Counter[str] = Counter()
+    for name, count in counts:
+        sums[name] += count
+    return sums

@@ -1,0 +1,492 @@
+"""Forms batches from the queue of waiting groups. Pure functions.
+
+In: the waiting groups, oldest first, the trainer's batch size in sequences, the minimum shares of
+the environments that are alive. Out: batches of exactly `batch_size` sequences, oldest first, and
+why no further batch could be formed. What holds: no group is in two batches, groups keep their
+order within a batch, no group is changed or lost.
+
+The rule is that of the Atropos protocol. With M the size of the largest waiting group, groups of
+equal size are collected until they add up to M sequences (a pack); batches consist of whole packs.
+So batch_size must be a multiple of M and every group size must divide M, or no batch forms; the
+reason then says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+import orjson
+from envserver_records.errors import StoreError
+from envserver_records.records import Group, unpack
+
+from ..formats.atropos import ScoreRange, group_to_atropos
+from ..store import GroupStore
+
+WORK_LIMIT: Final = 2_000_000
+"""Maximum number of group visits in one `form_batches`; the next call forms the rest."""
+
+_LARGEST_MINIMUM: Final = 2**62
+
+Lane = int | str | None
+"""Owner of a group: number of a registered environment, name of a local one, or None."""
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A waiting group.
+
+    Args:
+        group_id: its id in the store.
+        size: number of sequences it counts for.
+        env_id: the environment number it was posted with.
+        lane: the owner whose minimum it counts for: `env_id`, or the name of a native
+            environment.
+        order: time it entered the queue (`time.time()` seconds); the queue is sorted by it.
+        native: made by an environment of this server: its body is a packed `records.Group`.
+    """
+
+    group_id: str
+    size: int
+    env_id: int | None
+    lane: Lane
+    order: float
+    native: bool = False
+
+
+class Formed(msgspec.Struct, frozen=True):
+    """Batches, oldest first, the groups left in the queue, and why there is no further batch."""
+
+    batches: list[list[Waiting]]
+    left: list[Waiting]
+    reason: str
+
+
+def minimum_sequences(batch_size: int, share: float) -> int:
+    """Returns the minimum number of whole sequences in a batch for a minimum share."""
+    return int(min(batch_size * share, _LARGEST_MINIMUM))
+
+
+def form_batches(
+    queue: Sequence[Waiting], batch_size: int, minimums: Mapping[Lane, float] | None = None
+) -> Formed:
+    """Forms batches until none can be formed or `WORK_LIMIT` is reached.
+
+    Args:
+        queue: waiting groups, oldest first.
+        batch_size: sequences per batch.
+        minimums: minimum share of each batch by lane, in order of registration, for the
+            environments that are connected and alive; empty: no minimum shares.
+    """
+    left = list(queue)
+    batches: list[list[Waiting]] = []
+    if batch_size < 1:
+        return Formed(batches, left, f"the trainer's batch_size is {batch_size}")
+    work = 0
+    while work <= WORK_LIMIT:
+        work += max(1, len(left))
+        if minimums:
+            found, reason = _with_minimums(left, batch_size, minimums)
+        else:
+            found, reason = _plain(left, batch_size)
+        if not found:
+            return Formed(batches, left, reason)
+        batches.extend(found)
+        gone = {group.group_id for batch in found for group in batch}
+        left = [group for group in left if group.group_id not in gone]
+    return Formed(batches, left, "more batches are about to be formed")
+
+
+def _packs(groups: Sequence[Waiting], largest: int) -> list[list[Waiting]]:
+    """Collects groups of one size into packs of `largest` sequences, in order of completion."""
+    piles: dict[int, list[Waiting]] = defaultdict(list)
+    packs: list[list[Waiting]] = []
+    for group in groups:
+        pile = piles[group.size]
+        pile.append(group)
+        if len(pile) * group.size == largest:
+            packs.append(pile)
+            piles[group.size] = []
+    return packs
+
+
+def _plain(queue: Sequence[Waiting], batch_size: int) -> tuple[list[list[Waiting]], str]:
+    """Forms as many batches as one scan of the queue allows. While whole packs are taken and a
+    group of the largest size remains, the packs of the remaining groups are simply those not yet
+    taken.
+    """
+    if not queue:
+        return [], "no group waits"
+    total = sum(group.size for group in queue)
+    if total < batch_size:
+        return [], f"{total} of {batch_size} sequences wait"
+    largest = max(group.size for group in queue)
+    of_largest_size = sum(group.size == largest for group in queue)
+    packs = _packs(queue, largest)
+    packed = len(packs) * largest
+    batches: list[list[Waiting]] = []
+    position = 0
+    while packed - position * largest >= batch_size and (of_largest_size or not batches):
+        batch, used, whole = _take(packs[position:], batch_size)
+        if batch is None:
+            break
+        batches.append(batch)
+        if not whole:
+            break
+        position += used
+        of_largest_size -= sum(group.size == largest for group in batch)
+    return batches, _why_not(queue, batch_size, largest, packed)
+
+
+def _take(
+    packs: Sequence[list[Waiting]], batch_size: int
+) -> tuple[list[Waiting] | None, int, bool]:
+    """Returns a batch, the number of packs it uses, and whether the last is used up."""
+    batch: list[Waiting] = []
+    taken = 0
+    for number, pack in enumerate(packs, 1):
+        for place, group in enumerate(pack, 1):
+            batch.append(group)
+            taken += group.size
+            if taken == batch_size:
+                return batch, number, place == len(pack)
+            if taken > batch_size:
+                return None, number, False
+    return None, len(packs), False
+
+
+def _why_not(queue: Sequence[Waiting], batch_size: int, largest: int, packed: int) -> str:
+    odd = sorted({group.size for group in queue if largest % group.size})
+    if odd:
+        return f"groups of {odd[:4]} never fill up to the largest group, {largest} sequences"
+    if batch_size % largest:
+        return (
+            f"batch_size {batch_size} is not a multiple of the largest group, {largest} sequences"
+        )
+    return f"{packed} of {batch_size} sequences wait in complete packs of {largest}"
+
+
+def _with_minimums(
+    queue: Sequence[Waiting], batch_size: int, minimums: Mapping[Lane, float]
+) -> tuple[list[list[Waiting]], str]:
+    """Returns one batch that gives each lane its minimum, or the reason why there is none."""
+    if not queue:
+        return [], "no group waits"
+    packed = _packed_by_lane(queue)
+    wanted: dict[Lane, int] = {}
+    for lane, share in minimums.items():
+        sequences = minimum_sequences(batch_size, share)
+        if sequences <= 0:
+            continue
+        if not packed.get(lane):
+            return [], f"environment {lane} has a minimum share and no complete pack waits of it"
+        wanted[lane] = sequences
+    _scale_down(wanted, packed, batch_size)
+    batch = _fill(queue, packed, wanted, batch_size)
+    there = sum(group.size for group in batch)
+    if there != batch_size:
+        return [], f"{there} of {batch_size} sequences fit together under the minimum shares"
+    return [batch], ""
+
+
+def _packed_by_lane(queue: Sequence[Waiting]) -> dict[Lane, list[Waiting]]:
+    largest = max(group.size for group in queue)
+    lanes: dict[Lane, list[Waiting]] = defaultdict(list)
+    for group in queue:
+        if group.lane is not None:
+            lanes[group.lane].append(group)
+    return {
+        lane: [group for pack in _packs(groups, largest) for group in pack]
+        for lane, groups in lanes.items()
+    }
+
+
+def _scale_down(
+    wanted: dict[Lane, int], packed: Mapping[Lane, Sequence[Waiting]], batch_size: int
+) -> None:
+    """Scales minimums that exceed a batch down to it, but never below one group each."""
+    asked = sum(wanted.values())
+    if asked <= batch_size:
+        return
+    for lane, sequences in wanted.items():
+        smallest = min(group.size for group in packed[lane])
+        wanted[lane] = max(smallest, int(sequences * (batch_size / asked)))
+
+
+def _fill(
+    queue: Sequence[Waiting],
+    packed: Mapping[Lane, Sequence[Waiting]],
+    wanted: Mapping[Lane, int],
+    batch_size: int,
+) -> list[Waiting]:
+    """Takes each lane's minimum in order of registration; then, oldest first, what still fits."""
+    batch: list[Waiting] = []
+    room = batch_size
+    for lane, minimum in wanted.items():
+        taken = 0
+        for group in packed[lane]:
+            if taken >= minimum:
+                break
+            if group.size <= room:
+                batch.append(group)
+                taken += group.size
+                room -= group.size
+    inside = {group.group_id for group in batch}
+    complete = {group.group_id for groups in packed.values() for group in groups}
+    for group in queue:
+        if room == 0:
+            break
+        if group.group_id in complete and group.group_id not in inside and group.size <= room:
+            batch.append(group)
+            room -= group.size
+    return batch
+
+
+_Key = TypeVar("_Key")
+
+_SMALLEST_WEIGHT = 0.01
+"""Minimum weight, so that no environment starves."""
+
+
+class Registered(msgspec.Struct, kw_only=True):
+    """A registered environment; its number is its index in the list of environments.
+
+    Args:
+        desired_name: the requested name; `real_name`: the same, made unique.
+        max_token_length, weight, group_size, min_batch_allocation: as registered; `group_size`
+            grows to the environment's largest group seen in the queue.
+        connected: False after the environment has disconnected.
+    """
+
+    desired_name: str
+    real_name: str
+    max_token_length: int
+    weight: float
+    group_size: int
+    min_batch_allocation: float | None = None
+    connected: bool = True
+
+
+class WaitingQueue:
+    """Groups by id, in the order of `Waiting.order`; all counts are updated incrementally.
+
+    Native groups count for no environment: native environments limit themselves, and an external
+    environment that had to wait for their groups might never begin.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Waiting] = {}
+        self._sizes: Counter[int] = Counter()
+        self._sequences: Counter[int | None] = Counter()
+        self._sizes_of: dict[int | None, Counter[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._groups.values())
+
+    def __contains__(self, group_id: object) -> bool:
+        return group_id in self._groups
+
+    def append(self, group: Waiting) -> None:
+        """Adds a group at the end; does nothing if it is already in the queue."""
+        if group.group_id in self._groups:
+            return
+        self._groups[group.group_id] = group
+        self._sizes[group.size] += 1
+        if group.native:
+            return
+        self._sequences[group.env_id] += group.size
+        self._sizes_of.setdefault(group.env_id, Counter())[group.size] += 1
+
+    def remove(self, group_id: str) -> None:
+        """Removes a group if it is in the queue."""
+        group = self._groups.pop(group_id, None)
+        if group is None:
+            return
+        _less(self._sizes, group.size, 1)
+        if group.native:
+            return
+        _less(self._sequences, group.env_id, group.size)
+        own = self._sizes_of[group.env_id]
+        _less(own, group.size, 1)
+        if not own:
+            del self._sizes_of[group.env_id]
+
+    def replace(self, groups: Iterable[Waiting]) -> None:
+        """Replaces the queue by these groups, sorted by their order."""
+        for group_id in list(self._groups):
+            self.remove(group_id)
+        for group in sorted(groups, key=lambda group: group.order):
+            self.append(group)
+
+    @property
+    def largest(self) -> int:
+        """Number of sequences of the largest group, at least 1."""
+        return max(self._sizes, default=1)
+
+    def largest_of(self, env_id: int) -> int:
+        """Returns the number of sequences of an environment's largest group; 0 without groups."""
+        return max(self._sizes_of.get(env_id, ()), default=0)
+
+    def sequences_of(self, env_id: int | None) -> int:
+        """Returns the number of waiting sequences of an environment."""
+        return self._sequences[env_id]
+
+    def environments(self) -> list[int | None]:
+        """Returns the environments of the waiting groups; None stands for groups without one."""
+        return list(self._sequences)
+
+
+class EnvironmentStatus(msgspec.Struct, frozen=True):
+    """Status for an environment; sizes are in groups of the environment that asks."""
+
+    current_step: int
+    queue_size: int
+    unallocated_fraction: float
+    self_queue_size: int
+    max_group_size: int
+    env_weight: float
+
+
+def grown_group_size(queue: WaitingQueue, environments: Sequence[Registered], env_id: int) -> int:
+    """Returns the environment's group size, or that of its largest waiting group if greater."""
+    return max(environments[env_id].group_size, queue.largest_of(env_id))
+
+
+def environment_status(
+    queue: WaitingQueue,
+    environments: Sequence[Registered],
+    env_id: int,
+    *,
+    batch_size: int,
+    step: int,
+) -> EnvironmentStatus:
+    """Returns the status of environment `env_id`, which must be registered."""
+    connected = [env for env in environments if env.connected]
+    group_size = max(1, grown_group_size(queue, environments, env_id))
+    own = queue.sequences_of(env_id)
+    others = _left_by_others(queue, environments, env_id, batch_size)
+    allocated = sum(env.min_batch_allocation or 0.0 for env in connected)
+    return EnvironmentStatus(
+        current_step=step,
+        queue_size=(own + others) // group_size,
+        unallocated_fraction=1.0 - min(allocated, 1.0),
+        self_queue_size=own // group_size,
+        max_group_size=queue.largest,
+        env_weight=_weight(environments[env_id], connected),
+    )
+
+
+def _weight(asking: Registered, connected: Sequence[Registered]) -> float:
+    total = sum(env.max_token_length * max(0.0, env.weight) for env in connected)
+    if total <= 0 or not math.isfinite(total):
+        return _SMALLEST_WEIGHT
+    return max(_SMALLEST_WEIGHT, asking.max_token_length * asking.weight / total)
+
+
+def _left_by_others(
+    queue: WaitingQueue, environments: Sequence[Registered], env_id: int, batch_size: int
+) -> int:
+    """Returns the sequences of other environments, rounded up to packs, beyond their minimum
+    shares. If all groups have size 1, returns 0, so environments do not count each other's.
+    """
+    largest = queue.largest
+    if largest <= 1:
+        return 0
+    left = 0
+    for other in queue.environments():
+        if other == env_id:
+            continue
+        packs = math.ceil(queue.sequences_of(other) / largest)
+        left += max(0, packs * largest - _minimum(environments, other, batch_size))
+    return left
+
+
+def _minimum(environments: Sequence[Registered], env_id: int | None, batch_size: int) -> int:
+    if env_id is None or not 0 <= env_id < len(environments):
+        return 0
+    env = environments[env_id]
+    if not env.connected or env.min_batch_allocation is None:
+        return 0
+    return minimum_sequences(batch_size, env.min_batch_allocation)
+
+
+def _less(counter: Counter[_Key], key: _Key, by: int) -> None:
+    counter[key] -= by
+    if counter[key] <= 0:
+        del counter[key]
+
+
+_MOST_BYTES: Final = 64 * 1024 * 1024
+
+
+class BrokenBody(StoreError):
+    """A stored native group that cannot be sent to trainers; `detail["group_id"]` names it."""
+
+    kind = "broken_body"
+
+
+class EncodedGroups:
+    """Reads bodies through a cache of `most_bytes` that evicts the least recently used."""
+
+    def __init__(
+        self,
+        store: GroupStore,
+        *,
+        include_messages: bool,
+        score_range: ScoreRange,
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
+        self._store = store
+        self._include_messages = include_messages
+        self._score_range: ScoreRange = score_range
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def _keep(self, group_id: str, encoded: bytes) -> None:
+        """Caches an encoded group if there is room."""
+        self.forget(group_id)
+        if len(encoded) > self._most_bytes:
+            return
+        self._kept[group_id] = encoded
+        self._bytes += len(encoded)
+        while self._bytes > self._most_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= len(oldest)
+
+    def forget(self, group_id: str) -> None:
+        """Removes a delivered group from the cache."""
+        self._bytes -= len(self._kept.pop(group_id, b""))
+
+    async def get(self, groups: Sequence[Waiting]) -> list[bytes]:
+        """Returns one JSON object per group, in this order."""
+        found = {g.group_id: self._kept[g.group_id] for g in groups if g.group_id in self._kept}
+        missing = [group for group in groups if group.group_id not in found]
+        if missing:
+            bodies = await self._store.bodies([group.group_id for group in missing])
+            for group, body in zip(missing, bodies, strict=True):
+                encoded = body
+                if group.native:
+                    encoded = await asyncio.to_thread(self._encode, group.group_id, body)
+                found[group.group_id] = encoded
+                self._keep(group.group_id, encoded)
+        return [found[group.group_id] for group in groups]
+
+    def _encode(self, group_id: str, body: bytes) -> bytes:
+        try:
+            group = unpack(body, Group)
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            message = f"Group {group_id} cannot be read: {error}."
+            raise BrokenBody(message, group_id=group_id) from error
+        wire = group_to_atropos(
+            group, include_messages=self._include_messages, score_range=self._score_range
+        )
+        if not all(wire["tokens"]) or not wire["tokens"]:
+            raise BrokenBody(f"Group {group_id} has no row to train on.", group_id=group_id)
+        return orjson.dumps(wire)

@@ -1,0 +1,276 @@
+"""Engines that are registered while the server runs.
+
+book    what the store keeps of them
+routes  POST /v1/engines, and what is done with one engine
+telling what runners on other machines hear of them
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import orjson
+from envserver_records.errors import ConfigError, ConflictError, InputError
+from fastapi import APIRouter
+from pydantic import ConfigDict, Field, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..http.answers import answers, json_answer
+from ..http.requests import read_body, request_body
+from ..models.replicas import Registration, Replica
+from ..proxy.gate import InFlight
+from ..runners.messages import EngineList, ToldEngine
+from ..settings.environment import check_url
+from ..settings.section import Described
+from ..store import GroupStore
+from .bodies import VERSION_LIMIT
+
+if TYPE_CHECKING:
+    from ..models.fleet import Fleet
+
+
+# A registration, a version, a drain and a pause are on disk before they are answered; of heartbeats
+# only some are written, so that many engines do not write all the time.
+
+_KEY: Final = "engines"
+_WRITTEN_SHARE: Final = 0.5
+"""Share of its ttl by which the end of a registration moves before that is written."""
+
+
+class EngineBook:
+    """The stored registrations of `fleet`; call `load` first."""
+
+    def __init__(self, fleet: Fleet, store: GroupStore) -> None:
+        self.fleet = fleet
+        self._store = store
+        self._written: list[Registration] = []
+
+    async def load(self) -> None:
+        """Registers again what the store has."""
+        stored = await self._store.get_value(_KEY)
+        self._written = msgspec.convert(stored or [], list[Registration])
+        self.fleet.restore(self._written)
+
+    async def save(self) -> None:
+        """Writes what has changed."""
+        now = self.fleet.registrations()
+        if len(now) != len(self._written) or any(map(_differs, self._written, now)):
+            await self._store.set_value(_KEY, msgspec.to_builtins(now))
+            self._written = now
+
+    async def tell_version(self, named: Sequence[str], version: int) -> None:
+        """Notes that the engines with these ids or addresses serve `version`.
+        Raises NotFoundError: there is no such engine; then nothing was changed.
+        """
+        for replica in [self.fleet.named(one) for one in named]:
+            self.fleet.tell_version(replica, version)
+        await self.save()
+
+
+def _differs(written: Registration, now: Registration) -> bool:
+    if written.expires_at is None or now.expires_at is None or now.ttl_seconds is None:
+        return written != now
+    moved = now.expires_at - written.expires_at
+    same_end = msgspec.structs.replace(now, expires_at=written.expires_at)
+    return same_end != written or moved > _WRITTEN_SHARE * now.ttl_seconds
+
+
+_PLACE: Final = "/v1/engines"
+_LONGEST_TTL_SECONDS: Final = 30 * 24 * 3600.0
+_LONGEST_WAIT_SECONDS: Final = 60.0
+
+
+class _Body(Described):
+    model_config = ConfigDict(extra="forbid")
+
+
+class EngineRegistration(_Body):
+    url: str = Field(min_length=1, max_length=2048)
+    """Its address, with or without `/v1`: http://gpu7:8000."""
+    model: str | None = Field(default=None, max_length=512)
+    """Name of the model that it serves, which must be the server's; unset: the check finds out."""
+    ttl_seconds: float | None = Field(default=None, ge=1, le=_LONGEST_TTL_SECONDS)
+    """Seconds after which the registration ends unless it is repeated; unset: it does not end."""
+    version: int | None = Field(default=None, ge=0, le=VERSION_LIMIT, strict=True)
+    """The policy version that it serves. An engine that tells none has each version that is
+    published, if it was registered before the first one."""
+    wait_seconds: float = Field(default=10.0, ge=0, le=_LONGEST_WAIT_SECONDS)
+    """Maximum wait for the check of a new engine."""
+
+
+class EngineVersion(_Body):
+    version: int = Field(ge=0, le=VERSION_LIMIT, strict=True)
+    """The policy version that it serves from now on; it may be lower than before."""
+
+
+class EnginePause(_Body):
+    in_flight: InFlight = "drain"
+    """How a pause treats running calls: drain (they finish), keep (they continue), abort
+    (another engine gets them; streams that have begun finish)."""
+    timeout_seconds: float = Field(default=60.0, gt=0, le=3600.0)
+    """Maximum wait for them; then the response has `"idle": false`, and it stays paused."""
+
+
+class EngineResume(_Body):
+    version: int | None = Field(default=None, ge=0, le=VERSION_LIMIT, strict=True)
+    """The policy version that it serves now; unset: unchanged."""
+
+
+class EngineAnswer(Described):
+    engine: dict[str, Any]
+    """The row of `GET /v1/engines`: `id`, `standing`, `reason`, ..."""
+
+
+class EnginePausedAnswer(EngineAnswer):
+    idle: bool
+    """Whether none of this server's calls is there (always true with keep)."""
+
+
+_REGISTRATION: Final = TypeAdapter(EngineRegistration)
+_VERSION: Final = TypeAdapter(EngineVersion)
+_PAUSE: Final = TypeAdapter(EnginePause)
+_RESUME: Final = TypeAdapter(EngineResume)
+
+Rows = Callable[[], list[dict[str, Any]]]
+"""Returns the rows of `GET /v1/engines`."""
+
+
+def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
+    """Returns the routes that change the fleet of `book`."""
+    router = APIRouter(tags=["engines"])
+    fleet = book.fleet
+
+    def shown(replica: Replica, status: int = 200, **more: Any) -> Response:
+        row = next((one for one in rows() if one["id"] == replica.id), {"id": replica.id})
+        return json_answer({"engine": row, **more}, status)
+
+    @router.post(
+        _PLACE,
+        openapi_extra=request_body(EngineRegistration),
+        responses=answers(EngineAnswer, 409, status=201, body=True, what="It was registered."),
+        status_code=201,
+    )
+    async def register(request: Request) -> Response:
+        """Registers an engine (201), or takes this as the heartbeat of one that is known (200). A
+        new engine gets calls once it was found to be like the others: same model, template,
+        tokenizer, and way of being called; one that differs is refused (409). One that does not
+        answer yet is checked again and again.
+        """
+        wanted = await read_body(request, _REGISTRATION)
+        url = await _checked_url(fleet, wanted.url)
+        await _check_model(fleet, wanted.model)
+        replica, is_new = fleet.register(
+            url, version=wanted.version, ttl_seconds=wanted.ttl_seconds
+        )
+        if not is_new:
+            await book.save()
+            return shown(replica)
+        await fleet.checked(replica, wanted.wait_seconds)
+        if replica.is_refused and not replica.admitted and replica in fleet.replicas:
+            fleet.remove(replica)
+            raise ConflictError(f"This engine is not used: {replica.refusal}", engine_id=replica.id)
+        await book.save()
+        return shown(replica, 201)
+
+    @router.post(
+        _PLACE + "/{engine_id}/version",
+        openapi_extra=request_body(EngineVersion),
+        responses=answers(EngineAnswer, 404, body=True, what="The engine."),
+    )
+    async def tell_version(engine_id: str, request: Request) -> Response:
+        """Tells which policy version an engine serves. From then on its version is its own: what is
+        published for all engines no longer changes it.
+        """
+        replica = fleet.named(engine_id)
+        fleet.tell_version(replica, (await read_body(request, _VERSION)).version)
+        await book.save()
+        return shown(replica)
+
+    @router.post(
+        _PLACE + "/{engine_id}/drain", responses=answers(EngineAnswer, 404, what="The engine.")
+    )
+    async def drain(engine_id: str) -> Response:
+        """Gives an engine no new rollouts; it keeps those that it has until they end (`standing`:
+        drained).
+        """
+        replica = fleet.named(engine_id)
+        fleet.drain(replica)
+        await book.save()
+        return shown(replica)
+
+    @router.post(
+        _PLACE + "/{engine_id}/pause",
+        openapi_extra=request_body(EnginePause),
+        responses=answers(EnginePausedAnswer, 404, body=True, what="It is paused."),
+    )
+    async def pause(engine_id: str, request: Request) -> Response:
+        """Sends an engine no more calls, as while its weights change; the others get them. Runners
+        on other machines hear of it with their next news.
+        """
+        replica = fleet.named(engine_id)
+        how = await read_body(request, _PAUSE)
+        idle = await fleet.pause(replica, how.in_flight, how.timeout_seconds)
+        await book.save()
+        return shown(replica, idle=idle)
+
+    @router.post(
+        _PLACE + "/{engine_id}/resume",
+        openapi_extra=request_body(EngineResume),
+        responses=answers(EngineAnswer, 404, body=True, what="It is used again."),
+    )
+    async def resume(engine_id: str, request: Request) -> Response:
+        """Ends a pause or a drain; with `version`, tells its version first."""
+        replica = fleet.named(engine_id)
+        wanted = await read_body(request, _RESUME)
+        if wanted.version is not None:
+            fleet.tell_version(replica, wanted.version)
+        fleet.resume(replica)
+        await book.save()
+        return shown(replica)
+
+    @router.delete(
+        _PLACE + "/{engine_id}",
+        responses=answers(None, 404, 409, status=204, what="It was removed."),
+        status_code=204,
+    )
+    async def remove(engine_id: str) -> Response:
+        """Removes a registered engine: it gets no more calls, and answers those that it has. An
+        engine of the settings stays (409).
+        """
+        fleet.remove(fleet.named(engine_id))
+        await book.save()
+        return Response(status_code=204)
+
+    return router
+
+
+async def _checked_url(fleet: Fleet, url: str) -> str:
+    try:
+        check_url(url)
+        known = fleet.at(url)
+    except ConfigError as error:
+        raise InputError(f"url: {error.message}", hint=error.hint, place="url") from None
+    except ValueError as error:
+        raise InputError(f"url: {error}", place="url") from None
+    if known is None:
+        await fleet.addresses.check(url)
+    return url
+
+
+async def _check_model(fleet: Fleet, model: str | None) -> None:
+    if model is not None and model != (served := await fleet.model_name()):
+        raise ConflictError(
+            f"This server's engines serve {served!r}, not {model[:100]!r}.", model=served
+        )
+
+
+def engine_list(fleet: Fleet) -> EngineList:
+    """Returns the engines of `fleet` that runners may call."""
+    facts = [msgspec.structs.asdict(one) for one in sorted(fleet.shared(), key=lambda one: one.url)]
+    engines = [ToldEngine(**{name: one[name] for name in ToldEngine.model_fields}) for one in facts]
+    told = orjson.dumps([one.model_dump() for one in engines])
+    return EngineList(id=hashlib.blake2b(told, digest_size=8).hexdigest(), engines=engines)

@@ -1,0 +1,211 @@
+"""The native routes under /v1 (runs, leases, groups, policy versions, status), and health.
+
+What holds: creating a run is idempotent by its name; a lease is delivered once; acknowledging
+twice is allowed; the policy version never decreases. Errors are problem details (RFC 9457).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from envserver_records.errors import UsageError
+from fastapi import APIRouter
+from pydantic import Field, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..http.access import AccessTokens, Sessions, Token, is_own_page, may_read
+from ..http.answers import answers, json_answer
+from ..http.middleware import Forbidden, Strangers, Unauthorized
+from ..http.requests import read_body, request_body
+from ..settings.section import Described
+from ..settings.server import ServerConfig
+from ..store import GroupStore
+from ..telemetry.alarms import AlarmBook
+from .atropos_service import AtroposService
+from .bodies import Body
+from .encoding import GroupEncoder
+from .groups import add_group_routes, add_rollout_routes, add_task_routes
+from .leasing import Leasing, Streams
+from .policy import HeldOutEvaluations, PolicyVersion, add_evaluation_routes, add_policy_routes
+from .runs import FilterWarnings, SetAside, add_lease_routes, add_run_routes
+from .status import (
+    Recorder,
+    add_alarm_routes,
+    add_estimate_routes,
+    add_series_routes,
+    add_source_routes,
+    add_status_routes,
+)
+
+if TYPE_CHECKING:
+    from ..rollouts.ordered import Orders
+
+
+log = structlog.get_logger(__name__)
+
+_NO_STORE: Final = {"cache-control": "no-store"}
+
+
+class SessionRequest(Body):
+    """A login."""
+
+    token: str = Field(max_length=512)
+    """An access token whose role may read: reader, trainer or admin."""
+
+
+class SessionAnswer(Described):
+    needs_login: bool
+    """Whether this client must log in, or send an access token, to read anything."""
+    role: str | None
+    """The client's role; null if it is not logged in, or if the server has no access tokens."""
+    name: str | None
+    """Name of its access token."""
+
+
+_LOGIN: Final = TypeAdapter(SessionRequest)
+
+
+class NotJson(UsageError):
+    kind, status = "not_json", 415
+
+
+class Logins:
+    """The parts that the routes need if access tokens are required."""
+
+    def __init__(self, tokens: AccessTokens, sessions: Sessions, strangers: Strangers) -> None:
+        self.tokens = tokens
+        self.sessions = sessions
+        self.strangers = strangers
+
+    def log_in(self, text: str, address: str) -> Token:
+        """Returns the entry of the token that a person logs in with."""
+        token = self.tokens.find(text.strip())
+        if token is None:
+            self.strangers.failed(address)
+            raise Unauthorized("This access token is not valid.")
+        if not may_read(token):
+            raise Forbidden(
+                f"A token of the role {token.role} may not read.",
+                hint="envserver token create --role reader --name NAME",
+            )
+        log.info("login", client=token.name, address=address)
+        return token
+
+
+def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
+    """Adds the routes; `logins` is None where no tokens are required."""
+
+    @router.get("/v1/session", responses=answers(SessionAnswer, what="Who asks."))
+    async def get_session(request: Request) -> Response:
+        """Returns whether this client must log in, and as whom it is logged in."""
+        if logins is None:
+            return _answer(None, needs_login=False)
+        token = logins.sessions.reader(request.scope)
+        return _answer(token, needs_login=token is None)
+
+    @router.post(
+        "/v1/session",
+        responses=answers(SessionAnswer, 415, body=True, what="Logged in."),
+        openapi_extra=request_body(SessionRequest),
+    )
+    async def log_in(request: Request) -> Response:
+        """Logs the page in: sets a cookie with which it reads, and nothing else. Only for a page
+        of this server; programs send their access token with each request.
+        """
+        if logins is None:
+            return _answer(None, needs_login=False)
+        if not is_own_page(request.scope):
+            raise Forbidden(
+                "Only a page of this server can log in.",
+                hint="Browsers tell where a request comes from over HTTPS and to this machine "
+                "only: use HTTPS, or an SSH tunnel.",
+            )
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise NotJson("A login is JSON.")
+        wanted = await read_body(request, _LOGIN)
+        token = logins.log_in(wanted.token, request.client.host if request.client else "")
+        answer = _answer(token.model_copy(update={"role": "reader"}), needs_login=False)
+        answer.headers["set-cookie"] = logins.sessions.cookie(token, request.scope)
+        return answer
+
+    @router.delete("/v1/session", status_code=204, responses=answers(status=204))
+    async def log_out(request: Request) -> Response:
+        """Logs the page out: its browser forgets the cookie."""
+        headers = dict(_NO_STORE)
+        if logins is not None:
+            headers["set-cookie"] = logins.sessions.no_cookie(request.scope)
+        return Response(status_code=204, headers=headers)
+
+
+def _answer(token: Token | None, *, needs_login: bool) -> Response:
+    role, name = (token.role, token.name) if token is not None else (None, None)
+    body = {"needs_login": needs_login, "role": role, "name": name}
+    return json_answer(body, headers=dict(_NO_STORE))
+
+
+def native_routes(
+    store: GroupStore,
+    atropos: AtroposService,
+    policy: PolicyVersion,
+    *,
+    settings: ServerConfig,
+    joined: Callable[[], dict[str, int]],
+    present: Callable[[], set[str]],
+    filters: FilterWarnings,
+    status: Callable[[], dict[str, Any]] | None,
+    orders: Orders | None,
+    recorder: Recorder | None,
+    logins: Logins | None,
+    alarms: AlarmBook | None,
+    set_aside: SetAside,
+    evaluations: HeldOutEvaluations | None,
+) -> APIRouter:
+    """Returns all native routes.
+
+    Args:
+        present: returns the names of all environments.
+        orders: None if the server has no environment that can make rollouts on demand.
+        recorder, alarms: None if the server counts nothing.
+        logins: None if no access tokens are required.
+        evaluations: None if the server makes no rollouts.
+        set_aside: called with groups that a trainer cannot use, and its reason.
+    """
+    router = APIRouter(tags=["native"])
+    encoder = GroupEncoder(store)
+    streams = Streams()
+    leasing = Leasing(
+        store,
+        policy,
+        settings.lease_seconds,
+        atropos.store_changed,
+        settings.max_open_leases,
+    )
+    add_run_routes(router, store, atropos, streams, filters)
+    add_lease_routes(router, store, atropos, leasing, encoder, streams, filters, set_aside)
+    add_rollout_routes(router, store)  # before that of groups, whose ids may have slashes
+    add_group_routes(router, store, encoder)
+    add_task_routes(router, store)
+    add_estimate_routes(router, store)
+    add_policy_routes(router, policy)
+    add_status_routes(router, store, atropos, policy, joined, status)
+    add_session_routes(router, logins)
+    add_source_routes(
+        router,
+        present,
+        makes_rollouts=orders is not None,
+        evaluated=lambda: evaluations is not None and bool(evaluations.listed()),
+    )
+    if evaluations is not None:
+        add_evaluation_routes(router, evaluations)
+    if recorder is not None:
+        add_series_routes(router, recorder)
+    if alarms is not None:
+        add_alarm_routes(router, alarms)
+    if orders is not None:
+        from .on_demand import add_on_demand_routes
+
+        add_on_demand_routes(router, orders, store, encoder)
+    return router

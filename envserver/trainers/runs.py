@@ -1,0 +1,422 @@
+"""Runs: each is the subscription of one trainer or export. Creating is idempotent by name."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+import structlog
+from envserver_records.errors import ConflictError, NotFoundError
+from envserver_records.wire import GROUPS_MSGPACK, LEASE_STREAM
+from fastapi import APIRouter, Query
+from pydantic import TypeAdapter
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..http.answers import answers, json_answer
+from ..http.requests import Hangup, read_body, request_body
+from ..store import ATROPOS_RUN, UNKNOWN_VERSION, GroupRow, GroupStore, Lease, Run
+from ..store.damage import DamagedBodies
+from .atropos_service import AtroposService
+from .bodies import (
+    Ack,
+    CheckpointsAnswer,
+    ExtendedAnswer,
+    LeaseAnswer,
+    LeaseExtension,
+    LeaseRequest,
+    Limits,
+    Nack,
+    ResumedAnswer,
+    RunAnswer,
+    RunRequest,
+    RunsAnswer,
+    StreamRequest,
+)
+from .encoding import GroupEncoder, PackedAnswer
+from .leasing import EVENTS, LeaseStream, Leasing, StreamAnswer, Streams, lease_id_of, stream_of
+from .policy import PolicyVersion
+
+WARNING_HEADER: Final = "x-envserver-warning"
+_MOST_SHOWN: Final = 10
+_LONGEST_HEADER: Final = 1000
+
+
+class FilterWarnings:
+    """The warnings of one server.
+
+    Args:
+        present: returns the names of the environments that are registered or local.
+    """
+
+    def __init__(
+        self, store: GroupStore, policy: PolicyVersion, present: Callable[[], Collection[str]]
+    ) -> None:
+        self._store = store
+        self._policy = policy
+        self._present = present
+
+    def of_names(self, environments: Collection[str]) -> list[str]:
+        """Returns a warning for the names that no environment has or had."""
+        if not environments:
+            return []
+        known = {env for _, env, _ in self._store.tallies} | set(self._present())
+        unknown = sorted(set(environments) - known)
+        if not unknown:
+            return []
+        shown = ", ".join(sorted(known)[:_MOST_SHOWN]) or "none"
+        more = ", ..." if len(known) > _MOST_SHOWN else ""
+        names = ", ".join(map(repr, unknown))
+        return [f"No environment is called {names} so far; known: {shown}{more}."]
+
+    def of_limits(self, wanted: Limits) -> list[str]:
+        """Returns the warnings for the filters of a lease."""
+        warnings = self.of_names(wanted.environments or ())
+        if wanted.max_staleness is not None and self._policy.version == UNKNOWN_VERSION:
+            warnings.append(
+                "max_staleness filters nothing: no policy version is published"
+                " (POST /v1/policy-version)."
+            )
+        return warnings
+
+
+def warning_headers(warnings: Collection[str]) -> dict[str, str]:
+    """Returns the warnings as a header. Names in them may hold any characters, and be long."""
+    text = " ".join(warnings).encode("ascii", "backslashreplace").decode()
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST_HEADER])
+    return {WARNING_HEADER: shown.strip()} if warnings else {}
+
+
+_RUN: Final = TypeAdapter(RunRequest)
+_BATCH_SIZE: Final = 8
+MOST_OPEN_RUNS: Final = 4096
+
+
+def add_run_routes(
+    router: APIRouter,
+    store: GroupStore,
+    atropos: AtroposService,
+    streams: Streams,
+    filters: FilterWarnings,
+) -> None:
+    def facts_of(run: Run) -> dict[str, Any]:
+        return msgspec.structs.asdict(run) | {"warnings": filters.of_names(run.environments)}
+
+    @router.post(
+        "/v1/runs",
+        status_code=201,
+        openapi_extra=request_body(RunRequest),
+        responses=answers(RunAnswer, 409, status=201, body=True, what="The run was created.")
+        | answers(
+            ResumedAnswer,
+            404,
+            409,
+            body=True,
+            what="The run existed; it was resumed with these changes.",
+        ),
+    )
+    async def create_run(request: Request) -> Response:
+        """Creates a run (201), or resumes and updates the run of this name (200).
+
+        `{"name": "my-run", "checkpoint": "step-40"}` goes back to a checkpoint that an ack named:
+        groups acknowledged after it are delivered again, and the run's open leases are returned.
+        With an `Idempotency-Key`, repeating the request does not go back a second time.
+        A closed run is reopened. `warnings` names environments of the filter that nobody knows.
+        """
+        wanted = await read_body(request, _RUN)
+        _require_native(wanted.name)
+        created, run = await _created(store, wanted)
+        facts = facts_of(run)
+        headers = warning_headers(facts["warnings"])
+        status = 201 if created else 200
+        if wanted.checkpoint is None and not wanted.from_start:
+            return json_answer(facts, status, headers)
+        again = await _go_back(store, wanted, request.headers.get("idempotency-key"))
+        streams.run_rewound(run.name)
+        atropos.store_changed()
+        return json_answer(facts | {"redelivered": again}, status, headers)
+
+    @router.get("/v1/runs", responses=answers(RunsAnswer, what="All runs."))
+    async def list_runs() -> Response:
+        """Lists all runs, oldest first: `{"runs": [{"name": "my-run", ...}]}`."""
+        return json_answer({"runs": [facts_of(run) for run in await store.list_runs()]})
+
+    @router.get("/v1/runs/{run}", responses=answers(RunAnswer, 404, 422, what="The run."))
+    async def get_run(run: str) -> Response:
+        """Returns one run with its settings."""
+        return json_answer(facts_of(await store.get_run(run)))
+
+    @router.post(
+        "/v1/runs/{run}/close",
+        responses=answers(RunAnswer, 404, 409, body=True, what="The run is closed."),
+    )
+    async def close_run(run: str) -> Response:
+        """Closes a run: it can lease nothing more, its open leases are returned, and no groups are
+        kept for it. Closing twice is allowed; creating the run again reopens it.
+        """
+        _require_native(run)
+        closed = await store.close_run(run)
+        streams.run_rewound(run)
+        atropos.store_changed()
+        return json_answer(facts_of(closed))
+
+    @router.get(
+        "/v1/runs/{run}/checkpoints",
+        responses=answers(CheckpointsAnswer, 404, 422, what="The run's checkpoints."),
+    )
+    async def checkpoints(run: str) -> Response:
+        """Lists the checkpoints that the run's acks named, oldest first, each with the number of
+        groups acknowledged up to it.
+        """
+        await store.get_run(run)
+        found = [msgspec.structs.asdict(one) for one in await store.checkpoints(run)]
+        return json_answer({"checkpoints": found})
+
+
+def _require_native(name: str) -> None:
+    if name == ATROPOS_RUN:
+        raise ConflictError(f"The name {ATROPOS_RUN} is reserved for Atropos trainers.")
+
+
+async def _created(store: GroupStore, wanted: RunRequest) -> tuple[bool, Run]:
+    """Creates, or reopens and updates, the run; also returns whether it is new."""
+    try:
+        run = await store.get_run(wanted.name)
+    except NotFoundError:
+        _require_room(store)
+        run = await store.create_run(
+            wanted.name,
+            batch_size=wanted.batch_size or _BATCH_SIZE,
+            settings=wanted.settings or {},
+            delivery=wanted.delivery or "shared",
+            environments=wanted.environments or (),
+        )
+        return True, run
+    if wanted.delivery not in (None, run.delivery):
+        raise ConflictError(
+            f"The run {run.name} is {run.delivery}, and cannot become {wanted.delivery}.",
+            hint="Take another name.",
+            run=run.name,
+        )
+    if run.state == "closed":
+        _require_room(store)
+        await store.create_run(
+            run.name,
+            batch_size=run.batch_size,
+            settings=run.settings,
+            delivery=run.delivery,
+            environments=run.environments,
+        )
+    return False, await store.set_run(
+        wanted.name,
+        batch_size=wanted.batch_size,
+        settings=wanted.settings,
+        environments=wanted.environments,
+    )
+
+
+def _require_room(store: GroupStore) -> None:
+    if len(store.open_runs) >= MOST_OPEN_RUNS:
+        raise ConflictError(
+            f"{MOST_OPEN_RUNS} runs are open, and each costs time with every group.",
+            hint="POST /v1/runs/NAME/close closes those that no trainer uses.",
+        )
+
+
+async def _go_back(store: GroupStore, wanted: RunRequest, key: str | None) -> int:
+    """Goes back as requested and returns how many groups will be delivered again.
+
+    Returns 0 if a request with this key was already handled: a delayed duplicate would undo what
+    the trainer has acknowledged since.
+    """
+    place = f"resumed:{wanted.name}"
+    if key is not None and await store.get_value(place) == key:
+        return 0
+    again = await store.rewind(wanted.name, wanted.checkpoint)
+    if key is not None:
+        await store.set_value(place, key)
+    return len(again)
+
+
+# A lease is delivered once; acknowledging twice is allowed; only the run that holds a lease can
+# close it.
+
+log = structlog.get_logger(__name__)
+
+SetAside = Callable[[Sequence[GroupRow], str], None]
+
+_LEASE: Final = TypeAdapter(LeaseRequest)
+_ACK: Final = TypeAdapter(Ack)
+_NACK: Final = TypeAdapter(Nack)
+_EXTENSION: Final = TypeAdapter(LeaseExtension)
+_LEASE_OF_STREAM: Final = re.compile(r"[A-Za-z0-9_-]{8,64}\.\d{20}")
+
+
+def add_lease_routes(
+    router: APIRouter,
+    store: GroupStore,
+    atropos: AtroposService,
+    leasing: Leasing,
+    encoder: GroupEncoder,
+    streams: Streams,
+    filters: FilterWarnings,
+    set_aside: SetAside,
+) -> None:
+    @router.post(
+        "/v1/runs/{run}/lease",
+        openapi_extra=request_body(LeaseRequest),
+        responses=answers(
+            LeaseAnswer, 404, 409, body=True, media_types=(GROUPS_MSGPACK,), what="A lease."
+        )
+        | {204: {"description": "Nothing that fits came in time."}},
+    )
+    async def lease(run: str, request: Request) -> Response:
+        """Leases the oldest groups that match (200), or none if too few arrive in time (204).
+
+        `{"max_sequences": 512, "environments": ["math"], "max_staleness": 2, "wait_seconds": 60}`
+        waits for groups of one environment that are at most two policy versions old.
+        MessagePack when `Accept` names `application/vnd.envserver.groups+msgpack`, else JSON.
+        With an `Idempotency-Key`, repeating the request returns the same lease while it is open,
+        so a lost response can be fetched again. The header `X-Envserver-Warning` says when a
+        filter cannot act: no such environment is known, or no policy version is published.
+        """
+        wanted = await read_body(request, _LEASE)
+        lease_id = lease_id_of(run, request)
+        deadline = time.monotonic() + wanted.wait_seconds
+        headers = warning_headers(filters.of_limits(wanted))
+        async with Hangup(request.receive) as hangup:
+            while True:
+                left = deadline - time.monotonic()
+                found = await leasing.wait(run, wanted, left, hangup, lease_id)
+                if found is None:
+                    return Response(status_code=204, headers=headers)
+                if hangup.gone and lease_id is None:
+                    await leasing.give_back(found.lease_id)
+                    return Response(status_code=204)
+                try:
+                    answer = await lease_answer(found, encoder, request.headers)
+                    answer.headers.update(headers)
+                    return answer
+                except DamagedBodies as damaged:
+                    await leasing.take_back(found.lease_id, damaged)
+
+    @router.get(
+        "/v1/runs/{run}/stream",
+        response_class=Response,
+        responses=answers(
+            None,
+            404,
+            409,
+            422,
+            media_types=(LEASE_STREAM, EVENTS),
+            what="An endless stream of leases.",
+        ),
+    )
+    async def stream(
+        run: str, wanted: Annotated[StreamRequest, Query()], request: Request
+    ) -> Response:
+        """Pushes leases as groups become available, for as long as the client listens. The client
+        acknowledges them with the ordinary routes.
+
+        `?window=2&max_groups=16&min_groups=16&environments=math` keeps two leases of 16 groups
+        open: when one is acknowledged, the next is sent. With `Accept: text/event-stream` the
+        response is server-sent events with JSON (`Last-Event-ID` resumes after a lease).
+        Otherwise it is binary: frames of a 4-byte length and a lease in MessagePack, with an
+        empty frame as keep-alive.
+        """
+        await _require_open(store, run)
+        seen = request.headers.get("last-event-id", "")
+        if not _LEASE_OF_STREAM.fullmatch(seen) or stream_of(seen) != (
+            wanted.stream or stream_of(seen)
+        ):
+            seen = ""
+        name = wanted.stream or stream_of(seen) or uuid.uuid4().hex
+        pushed = LeaseStream(store, leasing, run, wanted, name, seen)
+        return StreamAnswer(pushed, streams, encoder, request.headers)
+
+    @router.post(
+        "/v1/runs/{run}/ack",
+        status_code=204,
+        openapi_extra=request_body(Ack),
+        responses=answers(None, 404, 409, status=204, body=True, what="Acknowledged."),
+    )
+    async def ack(run: str, request: Request) -> Response:
+        """Acknowledges a lease: its groups are never delivered again. Acknowledging twice is
+        allowed.
+
+        `{"lease_id": "...", "checkpoint": "step-40"}` also records that the trainer's checkpoint of
+        this name contains this lease and all leases acknowledged before it; `POST /v1/runs` can
+        go back to it.
+        """
+        wanted = await read_body(request, _ACK)
+        await _require_own(store, run, wanted.lease_id)
+        await store.ack(wanted.lease_id, checkpoint=wanted.checkpoint)
+        await closed(run, wanted.lease_id)
+        return Response(status_code=204)
+
+    @router.post(
+        "/v1/runs/{run}/nack",
+        status_code=204,
+        openapi_extra=request_body(Nack),
+        responses=answers(None, 404, 409, status=204, body=True, what="Given back."),
+    )
+    async def nack(run: str, request: Request) -> Response:
+        """Returns the groups of a lease to the front of the queue. Repeating the call is allowed.
+
+        `{"lease_id": "...", "reason": "out_of_memory"}`: nacks are counted by reason. With
+        `"group_ids": ["..."]` only these groups leave the lease, and they are never delivered
+        again: for groups that the trainer cannot use. The others are acknowledged as usual.
+        """
+        wanted = await read_body(request, _NACK)
+        await _require_own(store, run, wanted.lease_id)
+        if wanted.group_ids is not None:
+            await store.set_aside(wanted.lease_id, wanted.group_ids, reason=wanted.reason)
+            log.warning("groups_set_aside", run=run, **wanted.model_dump())
+            set_aside(await store.rows(wanted.group_ids), wanted.reason)
+            return Response(status_code=204)
+        await store.nack(wanted.lease_id, reason=wanted.reason)
+        await closed(run, wanted.lease_id)
+        return Response(status_code=204)
+
+    @router.post(
+        "/v1/runs/{run}/extend",
+        openapi_extra=request_body(LeaseExtension),
+        responses=answers(ExtendedAnswer, 404, 409, body=True, what="The new expiry time."),
+    )
+    async def extend(run: str, request: Request) -> Response:
+        """Sets the lease to expire in the given time: `{"lease_id": "...", "seconds": 600}`."""
+        wanted = await read_body(request, _EXTENSION)
+        await _require_own(store, run, wanted.lease_id)
+        expires_at = await store.extend(wanted.lease_id, wanted.seconds)
+        atropos.store_changed()
+        return json_answer({"lease_id": wanted.lease_id, "expires_at": expires_at})
+
+    async def closed(run: str, lease_id: str) -> None:
+        streams.lease_closed(run, lease_id)
+        await atropos.lease_closed(lease_id)
+
+
+async def lease_answer(lease: Lease, encoder: GroupEncoder, headers: Headers) -> Response:
+    """Encodes the lease in the format that the client accepts.
+    Raises DamagedBodies: some groups cannot be read.
+    """
+    if GROUPS_MSGPACK in headers.get("accept", ""):
+        return PackedAnswer(await encoder.lease(lease), GROUPS_MSGPACK, headers)
+    return Response(await encoder.lease_as_json(lease), media_type="application/json")
+
+
+async def _require_open(store: GroupStore, run: str) -> None:
+    """Raises NotFoundError if the run does not exist, ConflictError if it is closed."""
+    if (await store.get_run(run)).state == "closed":
+        raise ConflictError(f"The run {run} is closed.", run=run)
+
+
+async def _require_own(store: GroupStore, run: str, lease_id: str) -> None:
+    """Raises NotFoundError if the run has no such lease."""
+    if (await store.find_lease(lease_id)).run != run:
+        raise NotFoundError(f"The run {run} has no lease {lease_id}.", lease_id=lease_id)
