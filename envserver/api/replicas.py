@@ -8,10 +8,9 @@ and bodies, refusing unknown tokens, inflating posts, compressing answers, the p
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import ssl
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -20,8 +19,8 @@ import aiohttp
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EnvserverError
 from fastapi import FastAPI
-from prometheus_client.core import Metric
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
@@ -36,105 +35,10 @@ from ..settings.server import ServerConfig
 from ..store.leadership import Leadership
 from ..store.lock import Leader
 from ..telemetry.lag import LoopLag
-from ..telemetry.numbers import gauge, single
+from .bootstrap import PASSED, NoLeader, is_passed, leads_metric, origin_of, refuse_handshake, role
 
 if TYPE_CHECKING:
     from ..store.leadership import Leadership
-
-
-# The header tells the leader the address and the scheme that the follower saw, so quotas, refused
-# tokens and logs are about the client. It counts only with the leader's id, which only readers of
-# the store know; a request with another id is refused (`no_leader`). So no client can pass as
-# another one, and a server at a former leader's address serves no followers of another store.
-
-PASSED: Final = b"x-envserver-passed-on"
-
-
-_SCHEMES: Final = {"http": "ws", "https": "wss"}
-
-
-class NoLeader(EnvserverError):
-    kind, status = "no_leader", 503
-
-
-def is_passed(scope: Scope) -> bool:
-    """Returns whether a follower sent this request: it is not passed on a second time."""
-    return any(name == PASSED for name, _ in scope["headers"])
-
-
-def origin_of(scope: Scope, owner: str) -> bytes:
-    """Returns the header's value for the leader `owner`."""
-    host, port = scope.get("client") or ("", 0)
-    scheme = "https" if scope.get("scheme") in ("https", "wss") else "http"
-    return f"{owner};{scheme};{port};{host}".encode("latin-1", "replace")
-
-
-class FromFollowers:
-    """The outermost middleware of a server that leads, or is alone.
-
-    Args:
-        owner: the leader's id; None: it shares no store, so nobody follows it.
-    """
-
-    def __init__(self, app: ASGIApp, owner: str | None) -> None:
-        self._app = app
-        self._owner = None if owner is None else owner.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and is_passed(scope):
-            values = [value for name, value in scope["headers"] if name == PASSED]
-            headers = [(name, value) for name, value in scope["headers"] if name != PASSED]
-            # The scope itself changes: the server reads from it after the request.
-            scope["headers"] = headers
-            if not self._restored(scope, values):
-                await _refuse_passed_on(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _restored(self, scope: Scope, values: list[bytes]) -> bool:
-        """Sets the client's address and scheme; returns False if the header is not for us."""
-        owner, _, rest = values[0].partition(b";")
-        known = self._owner is not None and hmac.compare_digest(owner, self._owner)
-        if len(values) != 1 or not known:
-            return False
-        scheme, port, host = rest.decode("latin-1").split(";", 2)
-        scope["client"] = (host, int(port))
-        scope["scheme"] = _SCHEMES[scheme] if scope["type"] == "websocket" else scheme
-        return True
-
-
-async def _refuse_passed_on(scope: Scope, receive: Receive, send: Send) -> None:
-    error = NoLeader(
-        "This server does not lead those that passed this request on.",
-        hint="Send it again; the header x-envserver-passed-on is for servers that share a store.",
-        retry_after_seconds=1,
-    )
-    answer = answer_to(scope["path"], error)
-    if scope["type"] == "http":
-        await answer(scope, receive, send)
-        return
-    await receive()  # websocket.connect
-    head = {"status": answer.status_code, "headers": answer.raw_headers}
-    await send({"type": "websocket.http.response.start", **head})
-    await send({"type": "websocket.http.response.body", "body": bytes(answer.body)})
-
-
-def role(leadership: Leadership) -> dict[str, object]:
-    """Returns what `/readyz` says of this server's part."""
-    if leadership.leads:
-        return {"role": "leader", "leader": leadership.url}
-    leader = leadership.leader
-    return {"role": "follower", "leader": None if leader is None else leader.url}
-
-
-async def leads_metric(leadership: Leadership) -> Iterable[Metric]:
-    """Returns whether this server leads, and how many follow it."""
-    words = "1 if this server leads those that share its store, 0 if it follows"
-    found = [gauge("envserver_leader", words, (), single(leadership.leads))]
-    if leadership.leads:
-        count = single(len(leadership.followers))
-        found.append(gauge("envserver_followers", "Servers that follow this one", (), count))
-    return found
 
 
 # A request is sent once. When no connection can be made it has not been sent (`NoLeader`, 503);
@@ -355,25 +259,20 @@ async def pass_socket(link: LeaderLink, scope: Scope, receive: Receive, send: Se
             accepted = True
             code = await _both_ways(socket, receive, send)
     except aiohttp.WSServerHandshakeError as refusal:
-        await _refuse(refusal.status, refusal.message, send)
+        await refuse_handshake(_to_a_socket(refusal), send)
         return
     except (EnvserverError, aiohttp.ClientError, OSError):
         if accepted:
             await send({"type": "websocket.close", "code": _TRY_AGAIN})
         else:
-            error = no_leader()
-            await _refuse(error.status, error.message, send)
+            await refuse_handshake(_to_a_socket(no_leader()), send)
         return
     if code is not None:
         await send({"type": "websocket.close", "code": code})
 
 
-async def _refuse(status: int, message: str, send: Send) -> None:
-    """Answers the handshake."""
-    answer = error_answer("/v1", status, message, headers={"retry-after": "1"})
-    head = {"status": answer.status_code, "headers": answer.raw_headers}
-    await send({"type": "websocket.http.response.start", **head})
-    await send({"type": "websocket.http.response.body", "body": answer.body})
+def _to_a_socket(error: EnvserverError) -> Response:
+    return error_answer("/v1", error.status, error.message, headers={"retry-after": "1"})
 
 
 async def _both_ways(

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import math
 import random
 import ssl
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection
-from typing import Final, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import httpx
 import msgspec
@@ -31,6 +32,11 @@ from envserver_records.servers import AsyncServersClient
 from ..rollouts.events import RolloutFailed, RolloutScored
 from ..rollouts.policy import Drop
 from ..rollouts.stream import GroupRequest
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 _log = structlog.get_logger("envserver.remote")
 
@@ -258,6 +264,52 @@ class Dealer:
                 await change.wait()
         except TimeoutError:
             return
+
+
+def dealing_app(dealer: Dealer, token: str) -> Starlette:
+    """Returns the server's three routes; runners send `token` with every request.
+
+    GET  /v1/work         how groups are to be made
+    POST /v1/work/take    requests for groups, when there are some; says what the runner holds
+    POST /v1/work/made    a group, or why there is none
+    """
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    def only_runners(
+        answer: Callable[[Request], Awaitable[object]],
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answered(request: Request) -> Response:
+            given = request.headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+                return Response("The token is not that of this run.", 401)
+            try:
+                return Response(pack(await answer(request)), media_type=MSGPACK)
+            except msgspec.DecodeError as error:
+                return Response(f"Not a message of a runner: {error}.", 422)
+            except ClientDisconnect:
+                return Response("The runner left before its message was whole.", 400)
+
+        return answered
+
+    async def rules(request: Request) -> Rules:
+        return dealer.rules
+
+    async def take(request: Request) -> Dealt:
+        return await dealer.take(unpack(await request.body(), Take))
+
+    async def made(request: Request) -> None:
+        dealer.settle(unpack(await request.body(), Made))
+
+    return Starlette(
+        routes=[
+            Route(WORK, only_runners(rules)),
+            Route(f"{WORK}/take", only_runners(take), methods=["POST"]),
+            Route(f"{WORK}/made", only_runners(made), methods=["POST"]),
+        ]
+    )
 
 
 # A request that the server cannot answer now is repeated until it is answered; what is asked for or

@@ -14,24 +14,17 @@ The session key is sent in the header `x-environment-key`.
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Final
 
-import msgspec
 from envserver_records.errors import UsageError
-from envserver_records.packing import pack, unpack
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, StringConstraints, TypeAdapter
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..http.answers import answers, json_answer
 from ..http.requests import key_of, read_body, request_body
 from ..http.transfer import Endpoint
-from .dealing import MSGPACK, WORK, Dealer, Made, Take
 from .messages import (
     ENGINES,
     GROUP_LIST_MSGPACK,
@@ -245,51 +238,3 @@ def _json(value: BaseModel | dict[str, Any], status: int = 200) -> Response:
         if facts.get(addition, 0) is None:
             del facts[addition]  # runners of older versions refuse it
     return json_answer(facts, status)
-
-
-# GET /v1/work how groups are to be made POST /v1/work/take requests for groups, when there are
-# some; says what the runner holds POST /v1/work/made a group, or why there is none
-#
-# Every request has the token of the run.
-
-
-def dealing_app(dealer: Dealer, token: str) -> Starlette:
-    """Returns the app.
-
-    Args:
-        token: what runners must know.
-    """
-
-    def only_runners(
-        answer: Callable[[Request], Awaitable[Any]],
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def answered(request: Request) -> Response:
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                return Response("The token is not that of this run.", 401)
-            try:
-                return Response(pack(await answer(request)), media_type=MSGPACK)
-            except msgspec.DecodeError as error:
-                return Response(f"Not a message of a runner: {error}.", 422)
-            except ClientDisconnect:
-                return Response("The runner left before its message was whole.", 400)
-
-        return answered
-
-    async def rules(request: Request) -> Any:
-        return dealer.rules
-
-    async def take(request: Request) -> Any:
-        return await dealer.take(unpack(await request.body(), Take))
-
-    async def made(request: Request) -> Any:
-        dealer.settle(unpack(await request.body(), Made))
-        return None
-
-    return Starlette(
-        routes=[
-            Route(WORK, only_runners(rules)),
-            Route(f"{WORK}/take", only_runners(take), methods=["POST"]),
-            Route(f"{WORK}/made", only_runners(made), methods=["POST"]),
-        ]
-    )

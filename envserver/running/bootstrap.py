@@ -16,8 +16,7 @@ from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 from starlette.types import ASGIApp
 
-from ..api.bootstrap import BootstrapApp
-from ..api.replicas import FromFollowers, leads_metric, role
+from ..api.bootstrap import BootstrapApp, FromFollowers, leads_metric, role
 from ..http.health import Health, Metrics, disk_probe, store_probe
 from ..http.server import RunningServer, serve_api
 from ..settings.config import StorePlace

@@ -26,8 +26,7 @@ from ..ray_cluster.scaling import Load, Scaling
 from ..rollouts.events import Observer
 from ..rollouts.policy import Drop, UntrainedCeiling
 from ..rollouts.stream import GroupRequest
-from ..runners.dealing import Dealer, Rules
-from ..runners.routes import dealing_app
+from ..runners.dealing import Dealer, Rules, dealing_app
 from ..settings.config import MixSettings, RolloutsConfig
 from .bootstrap import beside
 from .mix import RunSpec

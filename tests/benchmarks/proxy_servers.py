@@ -33,9 +33,9 @@ from support.serving import attempt_spec
 from support.templates import CHATML
 
 from envserver import OpenAIConfig, Settings, TokensConfig
-from envserver.api import serve_api
 from envserver.cli.loop import run_loop
 from envserver.http.proxy_server import serve_proxy
+from envserver.http.server import serve_api
 from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.addresses import EngineAddresses
 from envserver.models.connections import Connections, Decoder, whole

@@ -17,10 +17,11 @@ from support.browsers import Visitor, axe
 from support.page_house import in_a_thread, prefix_proxy, site, small_api
 
 from envserver import ServerConfig
-from envserver.api import create_api, create_token, serve_api
+from envserver.api.app import create_api
 from envserver.api.bootstrap import BootstrapApp
-from envserver.http.access import revoke_token
+from envserver.http.access import create_token, revoke_token
 from envserver.http.health import Health, Metrics
+from envserver.http.server import serve_api
 from envserver.store import open_store
 
 LINK = "#/?window=900"

@@ -12,9 +12,10 @@ from typing import Any, Final, Literal
 import aiohttp
 import orjson
 from aiohttp import web
-from envserver.remote import GROUP_LIST_MSGPACK
 from support.beside import beside
 from support.relay import Forwarder
+
+from envserver.runners.messages import GROUP_LIST_MSGPACK
 
 from .digests import digest_of_post, id_and_digest_of_group, ids_and_digests_of_groups
 

@@ -18,8 +18,9 @@ from support.api import running_api
 from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig, ServerConfig
-from envserver.api import create_api, serve_api
+from envserver.api.app import create_api
 from envserver.http import server as certificates
+from envserver.http.server import serve_api
 from envserver.models import OpenAIEngine
 from envserver.running.engines import look_at
 

@@ -28,8 +28,7 @@ from support.commands import Running, read_jsonl, served, typed
 from support.installed import ASK, LOOK, ROOT, add_libraries, build_wheels, run
 from support.waiting import PATIENCE
 
-from envserver.api import create_token
-from envserver.http.access import RULES
+from envserver.http.access import RULES, create_token
 from envserver.sandbox import selection
 from envserver.settings.server import Role
 

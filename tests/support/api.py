@@ -14,15 +14,15 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
-from envserver.remote import GROUP_LIST_MSGPACK
 from envserver_records.records import Group, Score, Sequence, Task, Usage, pack
 from envserver_records.sampling import SamplingSpan
 
 from envserver import ServerConfig
-from envserver.api import create_api, serve_api
+from envserver.api.app import create_api
+from envserver.http.server import serve_api
 from envserver.rollouts import group_id as group_id_of
 from envserver.rollouts.stream import GroupRequest
-from envserver.runners.messages import encode_batch
+from envserver.runners.messages import GROUP_LIST_MSGPACK, encode_batch
 from envserver.store import Store, open_store
 from envserver.store.sink import put_of
 

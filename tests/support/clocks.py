@@ -17,3 +17,6 @@ class Clock:
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead
+
+    def time(self) -> float:
+        return time.time()

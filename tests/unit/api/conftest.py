@@ -9,8 +9,7 @@ from typing import get_args
 import pytest
 from support.api import Api, running_api
 
-from envserver.api import create_token
-from envserver.http.access import Role
+from envserver.http.access import Role, create_token
 
 
 @pytest.fixture

@@ -26,9 +26,10 @@ from support.api import Api, head_or_answer, running_api
 from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig, ServerConfig, main
-from envserver.api import create_api, create_token, serve_api
-from envserver.http.access import RULES, AccessTokens, Role, read_tokens, revoke_token
+from envserver.api.app import create_api
+from envserver.http.access import RULES, AccessTokens, Role, create_token, read_tokens, revoke_token
 from envserver.http.middleware import Strangers, TooManyRequests
+from envserver.http.server import serve_api
 from envserver.models import OpenAIEngine, Replica
 from envserver.models.fleet import Fleet
 from envserver.proxy import Gate

@@ -20,7 +20,7 @@ from support.openenv_server import call, played, transcript
 from support.waiting import PATIENCE
 
 from envserver import NotFoundError
-from envserver.api import create_token
+from envserver.http.access import create_token
 from envserver.models.played import PlayedEngine
 from envserver.rollouts.episodes import Episodes, EpisodesFull
 

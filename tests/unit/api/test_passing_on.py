@@ -19,7 +19,8 @@ from support.waiting import PATIENCE
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from envserver.api.replicas import PASSED, FromFollowers, LeaderLink, follower_app
+from envserver.api.bootstrap import PASSED, FromFollowers
+from envserver.api.replicas import LeaderLink, follower_app
 from envserver.http.server import serve_api
 from envserver.settings.server import ServerConfig
 from envserver.store.leadership import Leadership, leadership

@@ -22,12 +22,12 @@ from support.commands import free_port, running, until
 from support.sampled import PROMPT, SAMPLED, Engine, group
 from support.waiting import PATIENCE, settled
 
-from envserver.api import create_token
 from envserver.http import access as module
 from envserver.http.access import (
     RULES,
     AccessTokens,
     Sessions,
+    create_token,
     read_tokens,
     revoke_token,
     session_key,

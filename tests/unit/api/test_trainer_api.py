@@ -31,8 +31,8 @@ from support.api import (
 from support.conversations import Conversation, conversations
 from support.waiting import PATIENCE, settled, until
 
-from envserver.api import serve_api
 from envserver.http.access import RULES
+from envserver.http.server import serve_api
 from envserver.proxy import Gate
 from envserver.running.api_serving import api_serving
 from envserver.running.run_settings import RunApiSettings

@@ -9,7 +9,7 @@ import pytest
 from support.api import Api, running_api
 from support.clocks import Clock
 
-from envserver.api import Metrics
+from envserver.http.health import Metrics
 from envserver.proxy import Gate
 from envserver.store import GroupStore, open_store
 

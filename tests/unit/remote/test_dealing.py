@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from envserver.remote import GROUP_LIST_MSGPACK, Heartbeat, Registration
 from envserver_records.errors import ConflictError, InputError, StoreFull, TooLargeError
 from envserver_records.records import pack
 from envserver_records.scores import RewardRange
@@ -20,19 +19,24 @@ from support.clocks import Clock
 from support.extent import examples
 from support.waiting import settled
 
-from envserver.api import Stream
 from envserver.http.server import serve_api
 from envserver.rollouts import CATCH_UP_GROUPS, Bounds, Share
 from envserver.rollouts.stream import GroupRequest
 from envserver.runners import runner
-from envserver.runners.dealing import Dealer, Made, Rules, Take
+from envserver.runners.dealing import Dealer, Made, Rules, Take, dealing_app
 from envserver.runners.link import GroupPoster
-from envserver.runners.messages import MOST_GROUPS, compressed, encode_batch
+from envserver.runners.messages import (
+    GROUP_LIST_MSGPACK,
+    MOST_GROUPS,
+    Heartbeat,
+    Registration,
+    compressed,
+    encode_batch,
+)
 from envserver.runners.news import fair_shares
 from envserver.runners.registry import LocalEnvironmentSink, RunnerRegistry, read_batch
-from envserver.runners.routes import dealing_app
 from envserver.runners.runner import LONGEST_SECONDS
-from envserver.runners.validation import read_group
+from envserver.runners.validation import Stream, read_group
 from envserver.store import GroupStore, open_store
 from envserver.store.demand import Demand
 

@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from envserver.remote import Heartbeat, Registration
 from envserver_records.costs import Cost, JudgeUsage
 from envserver_records.errors import ConfigError, ConflictError
 from envserver_records.proxy_events import EgressRequest, HookEvent
@@ -38,10 +37,11 @@ from support.doors import doors
 from support.extent import examples
 from support.waiting import settled, until
 
-from envserver.api import Stream, create_token
+from envserver.http.access import create_token
 from envserver.proxy.gate import Aborted
 from envserver.runners.link import Link, RunnerGate, held_identity, missing_requests
-from envserver.runners.validation import read_group
+from envserver.runners.messages import Heartbeat, Registration
+from envserver.runners.validation import Stream, read_group
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 

@@ -25,9 +25,9 @@ from support.sandboxes import sandbox_machine
 from support.waiting import PATIENCE, until
 
 from envserver import ExecResult, InputError, Sandbox, SandboxConfig, SandboxLimits, SandboxSpec
-from envserver.api import create_token
 from envserver.cli.console import Console
 from envserver.cli.doctor_command import look_at_machines, show_machines
+from envserver.http.access import create_token
 from envserver.running.hosting import SandboxMachineNumbers
 from envserver.running.sandbox_serving import ServedSandboxes
 from envserver.sandbox import SandboxClient, SandboxService

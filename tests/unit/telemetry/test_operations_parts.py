@@ -31,9 +31,10 @@ from support.extent import examples
 from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig, ServerConfig
-from envserver.api import Metrics, create_api, serve_api
+from envserver.api.app import create_api
 from envserver.api.bootstrap import BootstrapApp
-from envserver.http.health import Health
+from envserver.http.health import Health, Metrics
+from envserver.http.server import serve_api
 from envserver.models import OpenAIEngine
 from envserver.models.measured import MeasuredEngine
 from envserver.running.bootstrap import bootstrap_server

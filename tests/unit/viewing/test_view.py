@@ -33,10 +33,10 @@ from support.views import indexed, looking_at, opened, write_evaluation, write_g
 from support.waiting import PATIENCE
 
 from envserver import main
-from envserver.api import create_token
 from envserver.export import read_groups
 from envserver.export.jsonl import FailuresFile
 from envserver.export.unified import unified_of
+from envserver.http.access import create_token
 from envserver.rollouts.events import GroupDropped, RolloutFailed
 from envserver.running.viewing import viewing
 from envserver.store import open_store
