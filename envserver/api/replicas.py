@@ -20,7 +20,6 @@ from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EnvserverError
 from fastapi import FastAPI
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
@@ -259,20 +258,21 @@ async def pass_socket(link: LeaderLink, scope: Scope, receive: Receive, send: Se
             accepted = True
             code = await _both_ways(socket, receive, send)
     except aiohttp.WSServerHandshakeError as refusal:
-        await refuse_handshake(_to_a_socket(refusal), send)
+        await _refuse(refusal, send)
         return
     except (EnvserverError, aiohttp.ClientError, OSError):
         if accepted:
             await send({"type": "websocket.close", "code": _TRY_AGAIN})
         else:
-            await refuse_handshake(_to_a_socket(no_leader()), send)
+            await _refuse(no_leader(), send)
         return
     if code is not None:
         await send({"type": "websocket.close", "code": code})
 
 
-def _to_a_socket(error: EnvserverError) -> Response:
-    return error_answer("/v1", error.status, error.message, headers={"retry-after": "1"})
+async def _refuse(why: EnvserverError | aiohttp.WSServerHandshakeError, send: Send) -> None:
+    answer = error_answer("/v1", why.status, why.message, headers={"retry-after": "1"})
+    await refuse_handshake(answer, send)
 
 
 async def _both_ways(
