@@ -32,8 +32,9 @@ from envserver.settings.server import AlarmsConfig
 from envserver.store.facts import GroupFacts
 from envserver.store.listing import ListedGroup
 from envserver.store.rows import GroupRow
+from envserver.trainers import live_events
 from envserver.trainers.failures import MOST_ROWS
-from envserver.trainers.live import MOST_ALONE, EngineSource, Follower, Live, events
+from envserver.trainers.live import MOST_ALONE, EngineSource, Follower, Live
 from envserver.trainers.live_events import EventsAnswer, Feed
 from envserver.trainers.status import AlarmWatch
 
@@ -219,7 +220,7 @@ async def test_a_killed_server_leaves_nothing_out(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 async def test_slow_readers_are_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(live_events, "_SLOW_SECONDS", 0.2)
     feed = server.live.feed
     with socket.create_connection(("127.0.0.1", int(server.api.url.rpartition(":")[2]))) as reader:
         reader.sendall(b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")

@@ -37,7 +37,7 @@ from envserver.proxy import Gate
 from envserver.running.api_serving import api_serving
 from envserver.running.run_settings import RunApiSettings
 from envserver.settings.server import ServerConfig
-from envserver.trainers.routes import runs
+from envserver.trainers import runs
 
 
 def problem(answer: httpx.Response, status: int) -> Any:
