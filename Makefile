@@ -83,7 +83,7 @@ objectives: learner trainers
 
 # Tests wait a lot, for processes and for limits to pass: more of them than cores run side by side.
 test: .venv/.tests-installed
-	$(BIN)/pytest -n 4 --no-loadscope-reorder -m "not slow and not thorough and not peer" \
+	$(BIN)/pytest -n 3 --no-loadscope-reorder -m "not slow and not thorough and not peer" \
 	  $(if $(ROOM),tests/unit/$(ROOM),tests/unit tests/integration) $(PYTEST_FLAGS)
 
 test-all: .venv/.tests-installed

@@ -46,6 +46,7 @@ def in_a_shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, shell=True, **how)
 
 
+@pytest.mark.thorough
 def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
     config = "class Config(Environment.Config):\n        tries: int = 1\n        key: str = ''\n\n"
     written(tmp_path, WHOLE.replace("    def tasks", f"    {config}    def tasks", 1))

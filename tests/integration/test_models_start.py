@@ -107,6 +107,7 @@ def _answers(url: str) -> bool:
     return False
 
 
+@pytest.mark.thorough
 def test_without_vllm_the_local_engine_is_used_and_why_is_said(tmp_path: Path, model: Path) -> None:
     (tmp_path / "broken").write_text("RuntimeError: no accelerator was found")
     line = f"models start {model} --vllm_python {scripted_vllm(tmp_path)} --port 0"

@@ -142,6 +142,7 @@ def _required_by(package: Distribution) -> dict[str, Distribution]:
     return found
 
 
+@pytest.mark.thorough
 def test_the_client_brings_few_packages(alone: Alone) -> None:
     expected = {"numpy", "msgspec", "httpx", "httpcore", "h11", "certifi", "idna", "anyio"}
     # Before Python 3.13 anyio needs typing_extensions.

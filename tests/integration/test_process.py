@@ -72,6 +72,7 @@ def test_math_groups_have_atropos_keys_and_exact_rows(tmp_path: Path) -> None:
         assert set(group["scores"]) <= {0.0, 1.0}
 
 
+@pytest.mark.thorough
 def test_a_file_is_neither_overwritten_nor_mixed_and_resume_cuts_off_only_what_it_wrote(
     process: Process, folder: Path
 ) -> None:
@@ -217,9 +218,14 @@ def test_when_everything_fails_it_stops_and_says_why(
     ("end", "limit"),
     [
         ("os._exit(3)", "crash"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "crash"),
-        ("ctypes.string_at(0)", "crash"),
-        pytest.param("time.sleep(3600)", "time", marks=pytest.mark.thorough),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("os.kill(os.getpid(), signal.SIGKILL)", "crash"),
+                ("ctypes.string_at(0)", "crash"),
+                ("time.sleep(3600)", "time"),
+            )
+        ),
     ],
 )
 def test_a_rollout_that_ends_its_worker_again_is_scored(
@@ -282,6 +288,7 @@ def test_a_run_whose_few_groups_all_failed_ends_as_failed(process: Process) -> N
     assert "The last 2 groups were all dropped, most of them as incomplete: " in said
 
 
+@pytest.mark.thorough
 def test_what_failed_once_and_a_flaky_engine_cost_no_group(process: Process, folder: Path) -> None:
     process("--env.ensure_scores_are_not_same false --env.bug 'one task'", env="buggy")
     assert len(group_ids(folder / "data" / "buggy.jsonl")) == 19  # of 20
@@ -330,6 +337,7 @@ def test_a_full_disk_loses_nothing_that_was_written(process: Process, folder: Pa
     assert len(set(found)) == len(found) == 40
 
 
+@pytest.mark.thorough
 def test_an_engine_that_gives_only_text_gives_conversations(tmp_path: Path) -> None:
     with running("models", "sim", "--port", 0, "--env", "math", folder=tmp_path) as engine:
         url = engine.wait_for(r"http://\S+/v1").group()

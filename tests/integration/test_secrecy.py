@@ -64,6 +64,7 @@ def test_no_answer_and_no_secret_is_anywhere_in_a_workers_memory(tmp_path: Path)
     assert SECRET not in (tmp_path / "out.jsonl").read_text() + ran.stdout + ran.stderr
 
 
+@pytest.mark.thorough
 def test_a_service_knows_the_secret_and_a_sandboxed_worker_never_holds_it(tmp_path: Path) -> None:
     (tmp_path / "spies.py").write_text(SPIES)
     typed(LOOK_AT_MEMORY.format("Guesser", 2, ""), tmp_path)

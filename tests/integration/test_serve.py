@@ -63,6 +63,7 @@ def test_killed_and_started_again_every_group_comes_once_to_an_unregistered_trai
     assert len({orjson.dumps(group["tokens"]) for group in got}) == len(got) == groups
 
 
+@pytest.mark.thorough
 def test_a_lease_that_was_not_acknowledged_comes_again_after_a_crash(tmp_path: Path) -> None:
     line = f"{QUICK} --env.total_steps 6"
     with served(line, tmp_path) as (server, url):

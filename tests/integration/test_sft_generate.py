@@ -194,6 +194,7 @@ def plans_of(teacher: Teacher, *, is_graph: bool) -> list[Any]:
     return list(plans.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("lines", "kills"),
     [(200, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((400, 20), (10_000, 3)))],
@@ -256,6 +257,7 @@ def test_several_teachers_share_the_queries_and_rows_are_balanced(tmp_path: Path
     assert spent["prompt_tokens"] == 700 * teacher.models.total()
 
 
+@pytest.mark.thorough
 def test_bad_lines_are_named_before_anything_is_asked(tmp_path: Path) -> None:
     teacher = Teacher(kinds_of(24))
     with serving(teacher):

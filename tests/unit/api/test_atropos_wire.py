@@ -337,6 +337,7 @@ def assert_like_carefully(raw: bytes) -> None:
             assert compression.decode(*found.encoded) == found.body
 
 
+@pytest.mark.thorough
 @given(
     usual,
     st.dictionaries(st.text(), numbers, max_size=2),

@@ -195,6 +195,7 @@ async def test_a_paused_engine_is_idle_and_the_others_take_its_calls(
     assert (await house.row(one.url))["weights_version"] == 7
 
 
+@pytest.mark.thorough
 async def test_engines_come_drain_die_and_return_with_old_weights_in_use(house: FleetHouse) -> None:
     """No call fails, and each carries the version of the weights that sampled it."""
     done = asyncio.Event()

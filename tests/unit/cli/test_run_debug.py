@@ -49,6 +49,7 @@ def document(place: Path) -> Any:
     return json.loads((place / "t3.json").read_text())
 
 
+@pytest.mark.thorough
 def test_breakpoints_work_in_all_of_the_environment(place: Path) -> None:
     typed = "p number\nc\np self.bonus\nc\np task.id\nc\np result.output\nc\n"
     ran = envserver(*f"{TASK} {SIM} --debug --env.stops true".split(), folder=place, input=typed)

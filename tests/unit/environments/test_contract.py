@@ -212,6 +212,7 @@ def test_options_may_be_objects_in_lists_of_lists(tmp_path: Path) -> None:
             assert right_options(name, rows, tmp_path / "rows.jsonl") == ["green"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", first_of("swe", "math", "tau"))
 def test_the_command_that_sample_prints_makes_groups(name: str, tmp_path: Path) -> None:
     wrote = command("sample", name, folder=tmp_path)

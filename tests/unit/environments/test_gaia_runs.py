@@ -51,6 +51,7 @@ def steps_of(group: dict[str, Any]) -> list[Any]:
     return [rollout["output"]["steps"] for rollout in group["envserver"]["rollouts"]]
 
 
+@pytest.mark.thorough
 def test_file_tools_stay_in_the_folder_of_the_rollout(copy: Path) -> None:
     (group,) = process(write_copy(copy, {"Solution": CASES["tries"]}), "--env.files", "true")
     ((step, _),) = steps_of(group)

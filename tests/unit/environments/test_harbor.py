@@ -65,6 +65,7 @@ def play(path: object, **settings: Any) -> dict[str, Any]:
     return {group.task_id: group.trajectories[0] for group in made.groups}
 
 
+@pytest.mark.thorough
 def test_tasks_are_played_in_the_sandbox_and_judged_by_their_tests(tmp_path: Path) -> None:
     task(tmp_path / "missing", test="exit 3")
     task(tmp_path / "named", test='echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json')

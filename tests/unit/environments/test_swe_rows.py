@@ -336,6 +336,7 @@ async def test_only_names_reach_the_command_line_and_other_walls_have_no_images(
     assert all(words[words.index("python3") + 1] == fake_engine.IMAGE for words in told)
 
 
+@pytest.mark.thorough
 async def test_an_attempt_gets_the_image_of_its_own_task_only(containers: Sandboxes) -> None:
     spec = msgspec.structs.replace(attempt_spec(), task=Task("t", {"image": IMAGE}))
     for images, image, allowed in (

@@ -592,6 +592,7 @@ async def test_the_command_shows_an_engine_and_what_would_be_better(tmp_path: Pa
     assert better.count("--enable-scale-out") == 1
 
 
+@pytest.mark.thorough
 async def test_the_command_tells_replicas_apart_and_those_that_are_down(tmp_path: Path) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
     one, other = fake(), fake(ALL - {"ids"})

@@ -31,6 +31,7 @@ from envserver.tokens import build, chosen
 CASES = cases_of(__file__)
 
 
+@pytest.mark.thorough
 async def test_an_untrained_agent_on_a_text_engine_leaves_rows_as_they_are(tmp_path: Path) -> None:
     talk, output = tmp_path / "talk.py", tmp_path / "out.jsonl"
     talk.write_text(CASES["tau"])

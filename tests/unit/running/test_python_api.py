@@ -32,7 +32,7 @@ from support import echo, waiting
 from support.api import native_group
 from support.commands import read_jsonl, until
 from support.echo import IDS, AnyIds, Echo
-from support.extent import examples
+from support.extent import examples, first_of
 from support.in_process import Run
 from support.process_tree import alive, alive_with, marked
 from support.waiting import PATIENCE
@@ -172,7 +172,7 @@ def of_the_caller() -> Iterator[list[Any]]:
         process.kill()
 
 
-@pytest.mark.parametrize("call", [blocking, iterated, cancelled, served])
+@pytest.mark.parametrize("call", first_of(cancelled, blocking, iterated, served))
 async def test_programs_of_a_run_end_with_it_and_those_of_its_caller_go_on(call: Call) -> None:
     env = {"total_steps": 1000, "group_size": 2}
     one, other = marked(), marked()
@@ -195,7 +195,7 @@ async def test_a_program_is_not_started_when_its_run_has_ended(tmp_path: Path) -
     assert not alive_with(seconds)
 
 
-@pytest.mark.parametrize("api", ["envserver", "envserver.aio"])
+@pytest.mark.parametrize("api", first_of("envserver.aio", "envserver"))
 def test_programs_of_a_run_end_with_its_process(api: str) -> None:
     seconds = marked()
     program = f"""
