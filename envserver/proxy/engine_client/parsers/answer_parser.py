@@ -12,7 +12,7 @@ from ....models.parsers import FORMATS, ParsedCall, Tools, detect_format
 from ....tokens.chat_format import ChatFormat
 from ....tokens.refusal import Refused
 from ..base import ChatAnswer, ChatBody, has_tools
-from . import thinking
+from .thinking import parse_reasoning
 
 _TAIL_TOKENS = 16
 """Last tokens of a prompt: enough to see whether it ends inside or after reasoning."""
@@ -43,7 +43,7 @@ class AnswerParser:
         message: Message = {"role": "assistant"}
         if self._reasons:
             tail = self._format.decode(prompt_ids[-_TAIL_TOKENS:])
-            message["reasoning"], content = thinking.parse(text, tail)
+            message["reasoning"], content = parse_reasoning(text, tail)
         calls: list[ParsedCall] = []
         if content and self._calls is not None and calls_are_free(body):
             found = FORMATS[self._calls](content, _tools(body))

@@ -10,7 +10,7 @@ OPEN = "<think>"
 CLOSE = "</think>"
 
 
-def parse(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
+def parse_reasoning(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
     """Returns (reasoning, the rest) of `text`, which was sampled after `prompt_tail`."""
     if prompt_tail.rstrip().endswith(CLOSE):
         return None, text
