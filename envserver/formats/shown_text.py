@@ -44,7 +44,7 @@ def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
 
 
 def _simulated() -> Path:
-    from ..models.sim import ASSETS
+    from envserver_local.simulated import ASSETS
 
     return ASSETS
 

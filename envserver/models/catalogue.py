@@ -20,8 +20,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ..settings.config import Backend, Section
 from ..shipped import shipped
-from .probe import ProbeResult
-from .probe_client import sentence
+from .probe import ProbeResult, sentence
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -205,7 +204,7 @@ def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) ->
             raise ConfigError(f"tokens.tokenizer: {explicit} has {lack}.")
         return ModelFiles(folder=explicit)
     if probe_result.server.startswith(_SIMULATED):
-        from .sim import ASSETS
+        from envserver_local.simulated import ASSETS
 
         return ModelFiles(folder=ASSETS)
     name = probe_result.root or probe_result.model

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextvars import ContextVar, Token
+from typing import Any, Final, Protocol
 
 import msgspec
+from envserver_records.errors import EngineError, EngineRefused
+from envserver_records.records import Message
 
+from ..telemetry.numbers import SECONDS, Counts, Distribution, Labelled
 from .replicas import Origin, State
 from .routing import Standing
 
@@ -112,3 +118,312 @@ class Engine(Protocol):
 
     def replicas(self) -> list[ReplicaHealth]:
         """Returns the known state of each address without asking; `healthy`: not set aside."""
+
+
+# Bodies and answers pass unchanged; a call that its caller cancelled counts neither as a failure
+# nor as a time.
+
+Json = dict[str, Any]
+
+_MOST_PATHS: Final = 20
+
+
+class Stopwatch:
+    """The time that one request of an agent spent waiting for others than the proxy.
+
+    A context manager: within, and in the tasks started there, what is asked of an engine counts.
+
+    Args:
+        calls: number of answers that it waited for.
+    """
+
+    __slots__ = ("_token", "calls", "seconds")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seconds = 0.0
+        self._token: Token[Stopwatch | None]
+
+    def __enter__(self) -> Stopwatch:
+        self._token = _stopwatch.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stopwatch.reset(self._token)
+
+
+_stopwatch: ContextVar[Stopwatch | None] = ContextVar("envserver_stopwatch", default=None)
+
+
+@contextmanager
+def count_as_waiting() -> Iterator[None]:
+    """Marks the time within as waiting: it stops the watch, too."""
+    watch = _stopwatch.get()
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.seconds += time.perf_counter() - started
+
+
+class MeasuredEngine:
+    """An Engine that is `engine`, and counts.
+
+    Args:
+        seconds: of calls that were answered, by path: from the call to the answer's end.
+        errors: failed calls by the kind of failure.
+        in_flight: calls that are not answered yet, be they waiting for room.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.kind = engine.kind
+        self.exact = engine.exact
+        self.seconds = Labelled(SECONDS, _MOST_PATHS)
+        self.errors = Counts()
+        self.in_flight = 0
+        self._engine = engine
+
+    async def __aenter__(self) -> MeasuredEngine:
+        await self._engine.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._engine.__aexit__(*exc)
+
+    async def model_name(self) -> str:
+        return await self._engine.model_name()
+
+    async def get(self, path: str) -> Json:
+        """See Engine; not counted."""
+        return await self._engine.get(path)
+
+    async def health(self) -> list[ReplicaHealth]:
+        return await self._engine.health()
+
+    def replicas(self) -> list[ReplicaHealth]:
+        """See Engine. A single replica that counts nothing has all calls counted here."""
+        found = self._engine.replicas()
+        if len(found) != 1 or found[0].calls or found[0].errors:
+            return found
+        return [self._with_counts(found[0])]
+
+    def _with_counts(self, replica: ReplicaHealth) -> ReplicaHealth:
+        together = Distribution(SECONDS)
+        for _, seconds in self.seconds:
+            together.counts = [a + b for a, b in zip(together.counts, seconds.counts, strict=True)]
+        return msgspec.structs.replace(
+            replica,
+            in_flight=replica.in_flight or self.in_flight,
+            calls=together.count,
+            errors=int(sum(count for _, count in self.errors)),
+            seconds_p50=together.quantile(0.5),
+            seconds_p95=together.quantile(0.95),
+        )
+
+    async def post(
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
+    ) -> Json:
+        with self._counted(path):
+            return await self._engine.post(
+                path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
+            )
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        path: str,
+        body: Json,
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
+    ) -> AsyncIterator[AsyncIterator[Json]]:
+        streaming = self._engine.stream(
+            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
+        )
+        with self._counted(path):
+            async with streaming as chunks:
+                yield chunks
+
+    @contextmanager
+    def _counted(self, path: str) -> Iterator[None]:
+        started = time.perf_counter()
+        self.in_flight += 1
+        try:
+            yield
+        except EngineError as error:
+            self.errors.add((error.kind,))
+            raise
+        else:
+            self.seconds.add((path,), time.perf_counter() - started)
+        finally:
+            self.in_flight -= 1
+            if (watch := _stopwatch.get()) is not None:
+                watch.calls += 1
+                watch.seconds += time.perf_counter() - started
+
+
+MODEL = "played"
+_CHAT = "/v1/chat/completions"
+_TEXT = "/v1/completions"
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request to the player.
+
+    Args:
+        agent: the agent's name, if the environment declares agents.
+        messages: the conversation, in OpenAI's format.
+        tools: in OpenAI's format.
+        choice: the request's `tool_choice`, if it has one.
+    """
+
+    agent: str | None
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    choice: Any = None
+
+
+Player = Callable[[Asked], Awaitable[Message]]
+"""Returns the assistant's message."""
+
+
+class PlayedEngine:
+    """See the module; an Engine. It may serve any number of rollouts."""
+
+    kind = "played"
+    exact = False
+
+    def __init__(self) -> None:
+        self._players: dict[str, Player] = {}
+
+    @contextmanager
+    def played_by(self, rollout_id: str, player: Player) -> Iterator[None]:
+        """Lets `player` answer the requests of a rollout within the block."""
+        self._players[rollout_id] = player
+        try:
+            yield
+        finally:
+            del self._players[rollout_id]
+
+    async def __aenter__(self) -> PlayedEngine:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        return None
+
+    async def model_name(self) -> str:
+        return MODEL
+
+    async def health(self) -> list[ReplicaHealth]:
+        return self.replicas()
+
+    def replicas(self) -> list[ReplicaHealth]:
+        return [ReplicaHealth(MODEL, healthy=True)]
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """See Engine. Only /v1/models."""
+        if path != "/v1/models":
+            raise _refused(path)
+        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+
+    async def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
+    ) -> dict[str, Any]:
+        """See Engine. Chat, and text completions of one prompt."""
+        message = await self._answer(path, body, rollout_id)
+        if path == _TEXT:
+            choice: dict[str, Any] = {"text": message["content"] or ""}
+        else:
+            choice = {"message": message}
+        return _whole(path, body, {"index": 0, **choice, "finish_reason": _reason(message)})
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        rollout_id: str,
+        timeout_seconds: float,
+        form: type | None = None,
+    ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        """See Engine; one chunk."""
+        message = await self._answer(path, body, rollout_id)
+        if path == _TEXT:
+            part: dict[str, Any] = {"text": message["content"] or ""}
+        else:
+            part = {"delta": message}
+        chunk = _whole(path, body, {"index": 0, **part, "finish_reason": _reason(message)})
+
+        async def chunks() -> AsyncIterator[dict[str, Any]]:
+            yield {**chunk, "object": f"{chunk['object']}.chunk"}
+
+        yield chunks()
+
+    async def _answer(self, path: str, body: dict[str, Any], rollout_id: str) -> Message:
+        rollout, _, agent = rollout_id.partition("/")
+        player = self._players.get(rollout)
+        if player is None:
+            raise EngineRefused("Nobody plays the model of this rollout.", status=400)
+        if body.get("n") not in (None, 1):
+            raise EngineRefused("A player gives one answer: n must be 1.", status=400)
+        message = await player(
+            Asked(
+                agent=agent or None,
+                messages=_messages(path, body),
+                tools=body.get("tools") or [],
+                choice=body.get("tool_choice"),
+            )
+        )
+        calls = message.get("tool_calls")
+        return {
+            "role": "assistant",
+            "content": message.get("content"),
+            **({"tool_calls": calls} if calls else {}),
+        }
+
+
+def _messages(path: str, body: dict[str, Any]) -> list[Message]:
+    """Returns the conversation of a request."""
+    if path == _CHAT:
+        return list(body.get("messages") or [])
+    prompt = body.get("prompt")
+    if path == _TEXT and isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    raise _refused(path)
+
+
+def _refused(path: str) -> EngineRefused:
+    return EngineRefused(
+        f"The client that acts as the model answers chats and text prompts, not {path}.", status=404
+    )
+
+
+def _reason(message: Message) -> str:
+    return "tool_calls" if message.get("tool_calls") else "stop"
+
+
+def _whole(path: str, body: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": f"played-{uuid.uuid4().hex[:12]}",
+        "object": "chat.completion" if path == _CHAT else "text_completion",
+        "created": int(time.time()),
+        "model": body.get("model") or MODEL,
+        "choices": [choice],
+        # A player says nothing of tokens.
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }

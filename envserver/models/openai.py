@@ -34,10 +34,10 @@ from envserver_records.errors import (
 from yarl import URL
 
 from ..settings.config import OpenAIConfig
-from .addresses import EngineAddresses
 from .connections import (
     Connections,
     Decoder,
+    EngineAddresses,
     RetryableError,
     SseParser,
     first_model,

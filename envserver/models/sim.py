@@ -1,35 +1,33 @@
-"""The server's only import of the simulated engine (`tools/envserver_local/simulated`).
+"""The names of the simulated engine (`tools/envserver_local/simulated`) that the server uses.
 
-Each name is imported when it is first used.
+Each is imported when it is first used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from envserver_local.simulated import (
-        ASSETS,
-        Conversation,
+    from envserver_local.simulated.conversation import Conversation
+    from envserver_local.simulated.engine import SimEngine
+    from envserver_local.simulated.policy import (
         Policy,
         RolloutSolver,
         Said,
-        SimEngine,
         Solver,
         Speaker,
         TextSolver,
         Turn,
         Wish,
-        assistant_text,
-        canonical_arguments,
         drawn_call,
         generator,
-        serve_sim,
-        shared_tokenizer,
     )
+    from envserver_local.simulated.server import serve_sim
+    from envserver_local.simulated.tokenizer import assistant_text, canonical_arguments
 
 __all__ = [
-    "ASSETS",
     "Conversation",
     "Policy",
     "RolloutSolver",
@@ -45,11 +43,25 @@ __all__ = [
     "drawn_call",
     "generator",
     "serve_sim",
-    "shared_tokenizer",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    from envserver_local import simulated
-
-    return getattr(simulated, name)
+__getattr__ = lazy_names(
+    "envserver_local.simulated",
+    {
+        "Conversation": "conversation",
+        "Policy": "policy",
+        "RolloutSolver": "policy",
+        "Said": "policy",
+        "SimEngine": "engine",
+        "Solver": "policy",
+        "Speaker": "policy",
+        "TextSolver": "policy",
+        "Turn": "policy",
+        "Wish": "policy",
+        "assistant_text": "tokenizer",
+        "canonical_arguments": "tokenizer",
+        "drawn_call": "policy",
+        "generator": "policy",
+        "serve_sim": "server",
+    },
+)

@@ -12,14 +12,14 @@ README.md draws the path of one call. The files in that order:
     attempts         one attempt: its limits and its calls
     bounds           how much one attempt may ask for at once
     request_handler  one request, from its body to the last byte; retries: join a running call
-    dialects/        the agent's API <-> ModelRequest (model_request)
+    dialects/        the agent's API <-> ModelRequest
     call_task        one exchange with the engine; gate: pauses calls during weight updates
     endpoint         the engine and its capabilities; plans the prompt
     body             ModelRequest -> the body that the engine is sent
     engine_client/   sends it, by token ids or by messages
-    engine_answer    what the engine answered, checked; streaming: its chunks
+    engine_answer    what the engine answered, checked; its chunks
     recording        EngineAnswer -> Calls
-    sandboxing, services, worker    requests of workers that are not model calls
+    services, worker    requests of workers that are not model calls
     guest            model calls of foreign environments, unrecorded
 """
 

@@ -1,6 +1,6 @@
 """Reads an agent's request, and refuses what no agent may ask of the engine.
 
-Only fields of the API's table go on (`dialects/tables.py`); others are ignored, and the calls say
+Only fields of the API's table go on (`dialects/base.py`); others are ignored, and the calls say
 so, or refused. The run may pass on more (`tokens.extra_fields`), and decides how agents may
 constrain what is sampled (`tokens.constraints`).
 """
@@ -18,10 +18,8 @@ from .asgi import Scope, header
 from .body import RAW, check_constraints, check_references, not_allowed
 from .bounds import InFlight
 from .dialects import DialectAdapter, Memory
-from .dialects.media import check_images, check_media
-from .dialects.reading import bad
-from .dialects.tables import FieldTable, is_ignored, is_off
-from .model_request import ModelRequest
+from .dialects.base import FieldTable, ModelRequest, bad, is_ignored, is_off
+from .dialects.conversation import check_images, check_media
 
 _DEFAULT = TokensConfig()
 _READ = ("messages", "input", "prompt", "system")

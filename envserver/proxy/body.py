@@ -21,22 +21,22 @@ from envserver_records.cleaning import clean
 from envserver_records.errors import InputError
 from envserver_records.records import Message
 
-from .dialects.checks import (
+from .dialects.base import (
     KIBIBYTE,
     TOKEN_ID,
     TOKENS,
     Check,
+    ModelRequest,
+    bad,
+    bounded_object,
     either,
     flag,
     items,
-    mapping,
     number,
     text,
     whole,
 )
-from .dialects.reading import bad
 from .engine_client.base import is_strict
-from .model_request import ModelRequest
 
 # Engines mask the distribution before they take logprobs, so those of a constrained call are not
 # the model's own: it is flagged `structured_output_masked`, its tokens are masked by default and
@@ -59,7 +59,7 @@ _WORDS = items(KIBIBYTE, text(KIBIBYTE))
 
 
 def _bias(value: Any, place: str) -> None:
-    mapping(64 * KIBIBYTE)(value, place)
+    bounded_object(64 * KIBIBYTE)(value, place)
     for token, amount in value.items():
         if not token.isdecimal():
             raise bad(f"{place}.{token[:80]}", "must be a token id")
@@ -67,8 +67,8 @@ def _bias(value: Any, place: str) -> None:
 
 
 RAW: dict[str, Check] = {
-    "structured_outputs": mapping(_GRAMMAR_BYTES),
-    "guided_json": either(text(_GRAMMAR_BYTES), mapping(_GRAMMAR_BYTES)),
+    "structured_outputs": bounded_object(_GRAMMAR_BYTES),
+    "guided_json": either(text(_GRAMMAR_BYTES), bounded_object(_GRAMMAR_BYTES)),
     "guided_regex": text(_GRAMMAR_BYTES),
     "guided_choice": _WORDS,
     "guided_grammar": text(_GRAMMAR_BYTES),

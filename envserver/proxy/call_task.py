@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import takewhile
 from typing import Any
 
 from envserver_records.errors import (
@@ -22,26 +23,117 @@ from envserver_records.errors import (
     EnvserverError,
 )
 from envserver_records.proxy_events import HookEvent
-from envserver_records.records import Call
+from envserver_records.records import Call, text_of
 
 from ..models.routing import SampledVersions
-from ..telemetry.tracing import Span
+from ..telemetry.genai import (
+    chat_span,
+    inputs,
+    name_of,
+    outputs,
+    tool_of,
+    tool_span,
+    tool_texts,
+    used_tokens,
+)
+from ..telemetry.tracing import Span, within
 from ..tokens.builder import first_unknown
 from ..tokens.history import PromptPlan
 from ..tokens.images import facts_of_all, urls_of
 from .attempts import ProxyAttempt, TokenReservation
 from .body import EngineBody, engine_body, without_strict
+from .dialects.base import ModelRequest
 from .dialects.conversation import TextPart, ToolCall, parts_of
 from .dialects.messages import is_object
 from .endpoint import VERSION_PLACEHOLDER, EngineEndpoint, MissingVersion, ReadyEngine
-from .engine_answer import EngineAnswer, SampledChoice, parse_answer, read_all_experts
+from .engine_answer import (
+    Collector,
+    EngineAnswer,
+    SampledChoice,
+    clean_answer,
+    clean_chunk,
+    is_last,
+    leave_one_call,
+    parse_answer,
+    read_all_experts,
+)
 from .engine_client.base import EXPERTS_START
 from .gate import Aborted
 from .hooks import Hooks
-from .model_request import ModelRequest
 from .recording import CallContext, calls_of, mark_delivered, mark_replayed, names_version
-from .streaming import Collector, clean_answer, clean_chunk, is_last, leave_one_call
-from .tracing import model_call, note_answer, note_tools
+
+# Texts of calls and tools are in spans only where the tracer wants them (`Span.texts`).
+
+
+def model_call(
+    attempt: ProxyAttempt,
+    agent: str | None,
+    body: Mapping[str, Any],
+    request: ModelRequest,
+    server: str,
+) -> AbstractContextManager[Span]:
+    """Opens a span for a model call; requests to the engine carry its `traceparent`.
+
+    Args:
+        body: the request as the engine gets it.
+        request: the same as the agent sent it.
+        server: kind of the engine's server.
+    """
+    if not attempt.span.traceparent:
+        return nullcontext(attempt.span)
+    model = str(body.get("model", ""))
+    asked = chat_span(model, attempt.spec.rollout_id, agent, server, body)
+    if attempt.span.texts:
+        asked |= inputs(request.messages, request.tools)
+    return within(attempt.span.child(f"chat {model}", asked, client=True))
+
+
+def note_answer(span: Span, engine_answer: EngineAnswer) -> None:
+    """Adds the answer's token counts to the span."""
+    if not span.traceparent:
+        return
+    choices = engine_answer.choices
+    prompts = [one.prompt_ids for one in choices if one.prompt_ids] or [
+        engine_answer.prompt_ids or []
+    ]
+    span.note(
+        {
+            "gen_ai.response.model": engine_answer.model,
+            "gen_ai.response.finish_reasons": [one.finish_reason or "" for one in choices],
+            **used_tokens(sum(map(len, prompts)), engine_answer.tokens()),
+        }
+    )
+    if span.texts:
+        span.note(outputs((one.message, one.finish_reason) for one in choices))
+
+
+def note_tools(attempt: ProxyAttempt, agent: str | None, request: ModelRequest) -> None:
+    """Adds a span for each tool whose result comes with `request`.
+
+    It lasts from the answer that asked for the tool until now; the tools of one answer are not told
+    apart. Results that a request brings again have no second span.
+    """
+    if not attempt.span.traceparent:
+        return
+    last = next((call for call in reversed(attempt.calls) if call.agent == agent), None)
+    calls = last.message.get("tool_calls") if last is not None else None
+    if last is None or not calls:
+        return
+    asked = {call_id: (name, arguments) for name, call_id, arguments in map(tool_of, calls)}
+    offered = {tool_of(tool)[0] for tool in request.tools}  # others are words of the model
+    began, now = last.started_at + last.seconds, time.time()
+    new = takewhile(lambda one: one.get("role") != "assistant", reversed(request.messages))
+    for message in reversed(list(new)):
+        call_id = name_of(message.get("tool_call_id"))
+        if message.get("role") != "tool" or call_id not in asked:
+            continue
+        name, arguments = asked[call_id]
+        name = name if name in offered else "unknown"
+        about = tool_span(name, call_id, attempt.spec.rollout_id)
+        if attempt.span.texts:
+            about |= tool_texts(arguments, text_of(message))
+        attempt.span.past(f"execute_tool {name}", about, began, now)
+
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 

@@ -25,22 +25,19 @@ from envserver_records.records import Call, Message
 from envserver_records.sampling import LogprobsKind
 
 from ..models.catalogue import find_model_files, model_source, without_folders
-from ..models.engine import Engine
-from ..models.measured import count_as_waiting
+from ..models.engine import Engine, count_as_waiting
 from ..models.probe import ProbeResult
 from ..settings.engines import TokensConfig
-from ..tokens.agreement import agreeing
-from ..tokens.chat_format import ChatFormat
+from ..tokens.chat_format import ChatFormat, agreeing
 from ..tokens.history import History, PromptPlan, same_prompt
-from ..tokens.prepare import template_kwargs
-from ..tokens.refusal import Refused
+from ..tokens.prepare import Refused, template_kwargs
 from .attempts import ProxyAttempt
 from .bounds import InFlight
+from .dialects.base import ModelRequest
 from .engine_client import EngineClient, client_for, stream_text, whole_text
 from .engine_client.base import ChatClient, has_media, has_only_images
 from .engine_client.tokens import tokenized
 from .gate import Gate
-from .model_request import ModelRequest
 
 TOKEN_MODES = ("tokens", "completions")
 """Modes in which an engine takes token ids."""

@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Literal
 
-from ..models.measured import count_as_waiting
+from ..models.engine import count_as_waiting
 
 InFlight = Literal["drain", "keep", "abort"]
 

@@ -27,10 +27,10 @@ from ..rollout_interface import Caller, HookBug, ModelCall
 from ..settings.engines import TokensConfig
 from .admission import admit_images
 from .attempts import ProxyAttempt
+from .dialects.base import ModelRequest
 from .dialects.chat import chat_messages, chat_tools
-from .dialects.media import check_media
+from .dialects.conversation import check_media
 from .engine_answer import EngineAnswer
-from .model_request import ModelRequest
 from .services import ServiceRouter
 
 HOOK_SECONDS = 60.0

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from .bounds import InFlight
-from .model_request import ModelRequest
+from .dialects.base import ModelRequest
 
 _COMPARED = 4
 """How many conversations of an attempt may take turns and still be held once each."""

@@ -33,13 +33,13 @@ from .attempts import ProxyAttempt, ended
 from .body import engine_body, without_strict
 from .call_task import CallTask
 from .dialects import DIALECTS, DialectAdapter, EventWriter
+from .dialects.base import ModelRequest
 from .dialects.chat import CHECKED
 from .endpoint import EngineEndpoint
+from .engine_answer import chunks_of
 from .hooks import Hooks
-from .model_request import ModelRequest
 from .recorded import Kept
 from .retries import RetryMarks, may_be_side
-from .streaming import chunks_of
 
 KEEP_ALIVE_SECONDS = 10.0
 """Interval of keep-alive comments to a client that waits for a stream."""

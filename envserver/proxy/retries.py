@@ -19,7 +19,7 @@ from envserver_records.records import Call
 
 from .admission import is_program
 from .asgi import Scope, header, header_number
-from .model_request import ModelRequest
+from .dialects.base import ModelRequest
 
 _REMEMBERED = 64
 

@@ -27,8 +27,7 @@ from envserver_records.records import SandboxUsage
 from structlog.contextvars import bind_contextvars
 
 from ..environment import Service
-from ..models.engine import Engine
-from ..models.measured import Stopwatch
+from ..models.engine import Engine, Stopwatch
 from ..rollout_interface import FOREIGN_AGENT
 from ..telemetry.numbers import SHORT_SECONDS, Distribution
 from .asgi import (
@@ -49,12 +48,12 @@ from .asgi import (
 from .attempts import AttemptSpec, ProxyAttempt, ended
 from .bounds import AttemptBounds, Hold, InFlight, OverBound, Totals
 from .dialects import DIALECTS, DialectAdapter
+from .dialects.responses import find_response
 from .egress import Egress
 from .endpoint import EngineEndpoint
 from .gate import Gate
 from .guest import generate, pass_through
 from .hooks import HookFunctions, Hooks
-from .lookups import MODELS, RESPONSES, SERVER, model_at, model_list, response_at
 from .recorded import RecordedRequests
 from .request_handler import (
     RequestHandler,
@@ -65,16 +64,50 @@ from .request_handler import (
     require,
 )
 from .retries import RetryMarks, digest_of
-from .sandboxing import PREFIX, SandboxHost, answer_about_sandboxes
-from .services import TOOLS_PREFIX, ServiceRouter
-from .worker import (
-    record_body,
-    refuse_result,
-    take_actions,
-    take_log,
-    take_result,
-    take_rewards,
-)
+from .services import PREFIX, TOOLS_PREFIX, SandboxHost, ServiceRouter, answer_about_sandboxes
+from .worker import record_body, refuse_result, take_actions, take_log, take_result, take_rewards
+
+SERVER: dict[str, Any] = {"object": "server", "name": "envserver"}
+"""The answer to `GET /`, by which clients see that there is a server."""
+MODELS, RESPONSES = "v1/models", "v1/responses/"
+
+
+def model_list(name: str, max_model_len: int | None = None) -> dict[str, Any]:
+    """Returns the list of the only model, as both OpenAI and Anthropic write it."""
+    ends = {"has_more": False, "first_id": name, "last_id": name}
+    return {"object": "list", "data": [_model(name, max_model_len)], **ends}
+
+
+def model_at(path: str, name: str, max_model_len: int | None = None) -> dict[str, Any]:
+    """Returns the answer to `GET /v1/models` or `/v1/models/{id}`.
+    Raises NotFoundError: there is no such model.
+    """
+    wanted = path.removeprefix(MODELS).removeprefix("/")
+    if not wanted:
+        return model_list(name, max_model_len)
+    if wanted != name:
+        raise NotFoundError(f"There is no model {wanted[:80]!r} here, but {name!r}.")
+    return _model(name, max_model_len)
+
+
+def response_at(attempt: ProxyAttempt, path: str) -> dict[str, Any]:
+    """Returns the answer to `GET /v1/responses/{id}`.
+    Raises NotFoundError: no such response of this attempt was stored.
+    """
+    wanted = path.removeprefix(RESPONSES)
+    response = find_response(attempt.memory.get("responses", {}), wanted)
+    if response is None:
+        raise NotFoundError(f"There is no stored response {wanted[:80]!r} in this attempt.")
+    return response
+
+
+def _model(name: str, max_model_len: int | None) -> dict[str, Any]:
+    model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "envserver"}
+    model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    if max_model_len is not None:
+        model["max_model_len"] = max_model_len
+    return model
+
 
 PLAYED = "played:"
 """The endpoint of agents that somebody plays (`AgentRoute.endpoint`); no agent has such a name."""

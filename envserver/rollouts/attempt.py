@@ -50,10 +50,9 @@ from envserver_records.scores import TurnReward
 from envserver_records.timings import MOST_TIMINGS, Timing
 
 from ..environment import NO_REWARDS, Isolation
-from ..proxy.attempts import AttemptSpec, PostedReward, ProxyAttempt
+from ..proxy.attempts import AttemptSpec, PostedReward, ProxyAttempt, Timeline
 from ..proxy.bounds import OVER_BOUND
 from ..proxy.server import Proxy
-from ..proxy.timeline import Timeline
 from ..proxy.worker import job_of, take_result
 from ..telemetry.genai import agent_span
 from ..telemetry.tracing import current, within

@@ -406,7 +406,7 @@ async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
 
 def _simulated_ids(result: Result) -> list[int]:
     """Returns the tokens of the answer, as the simulated engine would sample them."""
-    from ..models.sim import shared_tokenizer
+    from envserver_local.simulated.tokenizer import shared_tokenizer
 
     tokenizer = shared_tokenizer()
     text = answer_text(result).encode("utf-8", "replace").decode()

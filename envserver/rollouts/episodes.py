@@ -29,7 +29,7 @@ from envserver_records.records import Message, Split, Task
 from envserver_records.scores import TurnReward
 
 from ..environment import Environment
-from ..models.played import Asked, PlayedEngine
+from ..models.engine import Asked, PlayedEngine
 from ..proxy.attempts import AgentRoute, AttemptSpec
 from ..proxy.server import PLAYED
 from .attempt import run_attempt

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from ..environment import Environment
 from ..export.unified import unified
-from ..models.measured import MeasuredEngine
+from ..models.engine import MeasuredEngine
 from ..models.sim import Conversation, Said, SimEngine, Wish, assistant_text, canonical_arguments
 from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.group import RolloutContext

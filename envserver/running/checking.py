@@ -20,7 +20,7 @@ from envserver_records.records import Message, Task, text_of
 from ..environment import Environment
 from ..judges.server import JudgeServer
 from ..models.catalogue import find_tokenizer
-from ..models.measured import MeasuredEngine
+from ..models.engine import MeasuredEngine
 from ..models.sim import (
     Conversation,
     Policy,

@@ -19,9 +19,7 @@ from ..harnesses import harness_of
 from ..harnesses.installing import installed_place, version_in
 from ..http.proxy_server import serve_proxy
 from ..judges.server import JudgeServer
-from ..models.engine import Engine
-from ..models.measured import MeasuredEngine
-from ..models.played import PlayedEngine
+from ..models.engine import Engine, MeasuredEngine, PlayedEngine
 from ..proxy.bounds import AttemptBounds
 from ..proxy.egress import Egress
 from ..proxy.egress_rules import EgressRules

@@ -18,8 +18,7 @@ from envserver_records.errors import ConfigError
 from ..models.engine import Engine
 from ..models.fleet import Fleet, discovering
 from ..models.openai import OpenAIEngine
-from ..models.probe import MESSAGES, ask_chat, probe
-from ..models.probe_client import ProbeAnswer, ProbeClient, same_scores
+from ..models.probe import MESSAGES, ProbeAnswer, ProbeClient, ask_chat, probe, same_scores
 from ..models.replicas import Replica
 from ..proxy.endpoint import (
     VERSION_PLACEHOLDER,

@@ -12,7 +12,7 @@ import structlog
 from envserver_records.errors import ConfigError, EngineError, EngineUnavailable
 
 from ..environment import AgentRole, Environment
-from ..models.addresses import EngineAddresses
+from ..models.connections import EngineAddresses
 from ..models.engine import Engine
 from ..models.probe import probe
 from ..proxy.endpoint import (

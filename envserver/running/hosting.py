@@ -13,7 +13,7 @@ from envserver_records.errors import Stale, Straggler
 from prometheus_client.core import Metric
 
 from ..http.health import Health, engine_probe
-from ..models.played import PlayedEngine
+from ..models.engine import PlayedEngine
 from ..rollouts.audit import Auditor
 from ..rollouts.capacity import Bounds
 from ..rollouts.episodes import Episodes

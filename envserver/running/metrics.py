@@ -47,7 +47,7 @@ from ..telemetry.numbers import (
 )
 
 if TYPE_CHECKING:
-    from ..models.measured import MeasuredEngine
+    from ..models.engine import MeasuredEngine
     from ..rollouts.group import RolloutContext
     from ..rollouts.task_stream import TaskStream
 

@@ -21,7 +21,7 @@ from envserver_records.records import Score, ServiceCall, Task
 
 from ..environment import Environment
 from ..export.stored import StoredRollout, read_groups
-from ..models.measured import MeasuredEngine
+from ..models.engine import MeasuredEngine
 from ..proxy.attempts import routing_key
 from ..proxy.endpoint import EngineEndpoint
 from ..registry import known_names

@@ -7,7 +7,7 @@ Before a call: messages -> prompt ids, so that a conversation continues from its
                  model has in its context
     suffix       what a chat template writes after an answer
     chat_format, prepare, vocabulary      a model's chat template and tokenizer
-    refusal, agreement      refusals; whether our rendering equals the engine's
+
     images       images in prompts, and where the engine put their tokens
 
 After a rollout: recorded calls -> training rows. No messages, tokenizer or text: only recorded ids
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .flags import DEFAULT, Actions, chosen
     from .history import History, PromptPlan
     from .invariants import check
-    from .refusal import Refused
+    from .prepare import Refused
     from .trace import pack_calls
 
 __all__ = [
@@ -58,7 +58,7 @@ __getattr__ = lazy_names(
         "DEFAULT": "flags",
         "History": "history",
         "PromptPlan": "history",
-        "Refused": "refusal",
+        "Refused": "prepare",
         "build": "builder",
         "check": "invariants",
         "chosen": "flags",

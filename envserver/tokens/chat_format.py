@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.meta
+import orjson
 from envserver_records.errors import ConfigError, TemplateRefused
 from envserver_records.records import Message, Tokens
 from jinja2 import nodes
@@ -24,8 +25,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ..models.probe import Echo
 from .images import banned_tokens_of, image_token_of
-from .prepare import RESERVED, KeptMessages, prepare, prepare_tools, with_defaults
+from .prepare import RESERVED, KeptMessages, Refused, prepare, prepare_tools, with_defaults
 from .vocabulary import CONFIG, Vocabulary, read_json
 
 # The template is a program that comes with the model. It runs in jinja's immutable sandbox, which
@@ -466,3 +468,70 @@ def _read_stop_ids(folder: Path, vocabulary: Vocabulary) -> frozenset[int]:
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
     eos = vocabulary.special_id(vocabulary.variables.get("eos_token", ""))
     return frozenset(ids if eos is None else ids | {eos})
+
+
+# An engine may give variables to every template (vLLM's `--default-chat-template-kwargs`); it does
+# not say which. A format agrees with it only if it renders each conversation to the engine's ids.
+
+SETTING: Final = "--openai.default_template_kwargs"
+_TRIED: Final = (False, True, "none", "low", "medium", "high")
+"""Values that templates know for their own variables: switches, and efforts of reasoning."""
+
+
+def agreeing(
+    chat_format: ChatFormat, echoes: Sequence[Echo], told: Mapping[str, Any] | None
+) -> tuple[ChatFormat | None, str]:
+    """Returns `chat_format` with the variables by which it renders as the engine does.
+
+    Args:
+        told: the engine's default variables; None: no variable, or else a single one, is tried.
+
+    Returns:
+        The format, or None and a sentence that says how prompts differ and what may help.
+    """
+    first = chat_format.with_defaults(told or {})
+    difference = _disagreement(first, echoes)
+    if difference is None:
+        return first, ""
+    others = (chat_format.with_defaults(one) for one in _candidates(chat_format))
+    found = next((one for one in others if _disagreement(one, echoes) is None), None)
+    if told is None:
+        return found, "" if found else f"{difference} {_hint(chat_format)}"
+    if found is not None:
+        text = orjson.dumps(found.defaults).decode()
+        return None, f"{difference} They are equal with {SETTING} '{text}'."
+    return None, f"{difference} Are these the engine's {SETTING}? {_hint(chat_format)}"
+
+
+def _candidates(chat_format: ChatFormat) -> Iterator[dict[str, Any]]:
+    yield {}
+    for value in _TRIED:
+        for name in chat_format.own_variables:
+            yield {name: value}
+
+
+def _hint(chat_format: ChatFormat) -> str:
+    names = ", ".join(chat_format.own_variables)
+    variables = f"Its template reads the variables {names}. " if names else ""
+    return (
+        f"If the engine runs with --default-chat-template-kwargs, give the same to {SETTING}; if "
+        "with --chat-template, name a folder with that template by --tokens.tokenizer. "
+        f"{variables}"
+    ).strip()
+
+
+def _disagreement(chat_format: ChatFormat, echoes: Sequence[Echo]) -> str | None:
+    """Returns a sentence that says how our prompts differ from the engine's, None if they are
+    equal."""
+    for echo in echoes:
+        kind = "with tools" if echo.tools else "without tools"
+        try:
+            ours = chat_format.prompt_ids(echo.messages, echo.tools or None, {})
+        except (TemplateRefused, Refused) as error:
+            return f"The template here refuses a conversation {kind} ({error})."
+        if ours != echo.prompt_ids:
+            return (
+                f"A conversation {kind} is rendered to {len(ours)} tokens here and to "
+                f"{len(echo.prompt_ids)} different ones by the engine."
+            )
+    return None

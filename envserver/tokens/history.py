@@ -36,8 +36,7 @@ from .comparison import (
 )
 from .flags import FLAGS
 from .images import digest_of, folded, urls_of
-from .prepare import KeptMessages, prepare, prepare_tools, same_objects
-from .refusal import Refused
+from .prepare import KeptMessages, Refused, prepare, prepare_tools, same_objects
 from .suffix import Completion, Suffix, suffix
 from .vocabulary import Vocabulary
 

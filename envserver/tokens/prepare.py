@@ -14,7 +14,18 @@ from typing import Any, Literal
 from envserver_records.records import Message
 
 from .images import digest_of, is_image, url_of
-from .refusal import Refused
+
+
+class Refused(Exception):
+    """A prompt cannot be made exactly.
+
+    Expected, not a failure; `reason` is a counted snake_case word.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
 
 _TEXT_PARTS = {
     "text": "text",

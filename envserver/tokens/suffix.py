@@ -21,7 +21,7 @@ from envserver_records.records import Message
 
 from .chat_format import ChatFormat
 from .images import is_image
-from .refusal import Refused
+from .prepare import Refused
 
 # A conversation's shape is its roles, calls and tools without their text. Whether a template keeps
 # messages whole and in order depends only on the shape, so it is checked once for each shape and

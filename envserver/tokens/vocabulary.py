@@ -20,7 +20,7 @@ from envserver_records.errors import ConfigError
 from envserver_records.records import Tokens
 from tokenizers import AddedToken, Tokenizer
 
-from .refusal import Refused
+from .prepare import Refused
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"

@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from ..environment import Environment
 from ..http.answers import answer_errors, error_answer, on_ours
-from ..models.played import Asked
+from ..models.engine import Asked
 from ..rollouts.episodes import Episode, Episodes, EpisodesFull
 from ..rollouts.episodes import Outcome as Ended
 

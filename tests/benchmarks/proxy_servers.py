@@ -37,8 +37,7 @@ from envserver.cli.loop import run_loop
 from envserver.http.proxy_server import serve_proxy
 from envserver.http.server import serve_api
 from envserver.models import OpenAIEngine, ProbeResult
-from envserver.models.addresses import EngineAddresses
-from envserver.models.connections import Connections, Decoder, whole
+from envserver.models.connections import Connections, Decoder, EngineAddresses, whole
 from envserver.models.replicas import Replica
 from envserver.proxy import (
     AsgiApp,

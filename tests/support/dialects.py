@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from envserver.proxy.admission import read_request
 from envserver.proxy.dialects import DIALECTS
-from envserver.proxy.model_request import ModelRequest
+from envserver.proxy.dialects.base import ModelRequest
 from support.speaking import call
 
 Json = dict[str, Any]

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envserver.tokens import ChatFormat
-from envserver.tokens.prepare import template_kwargs
-from envserver.tokens.refusal import Refused
+from envserver.tokens.prepare import Refused, template_kwargs
 from support.extent import examples
 from support.templates import tool
 from support.waiting import PATIENCE

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from envserver_local.simulated import SimEngine, TextSolver, shared_tokenizer
+from envserver_local.simulated.tokenizer import shared_tokenizer
 
 from envserver import SimConfig
+from envserver.models.sim import SimEngine, TextSolver
 
 TOKENIZER = shared_tokenizer()
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

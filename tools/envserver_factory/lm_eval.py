@@ -32,8 +32,7 @@ from envserver.evaluation.report import Counted, Report
 from envserver.evaluation.suite import Suite
 from envserver.export.unified import write_json
 from envserver.http.proxy_server import serve_proxy
-from envserver.models.engine import Engine
-from envserver.models.measured import Json, MeasuredEngine
+from envserver.models.engine import Engine, Json, MeasuredEngine
 from envserver.proxy.endpoint import EngineEndpoint
 from envserver.proxy.server import Proxy
 from envserver.running.engines import SIMULATED, look_at, started

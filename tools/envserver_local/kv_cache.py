@@ -25,7 +25,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 if TYPE_CHECKING:
-    from .adapters import Adapter
+    from .weights import Adapter
 
 
 NAME = "envserver_slots"

@@ -13,11 +13,11 @@ from typing import Any
 
 from envserver_records.errors import EngineRefused
 
-from .adapters import Adapter, Adapters
 from .bodies import Sampled
 from .rows import Row, Sampling
 from .runner import Runner
 from .text import Text
+from .weights import Adapter, Adapters
 
 
 class Asking:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 if TYPE_CHECKING:
-    from .adapters import Adapter
+    from .weights import Adapter
 
 
 Ranked = list[tuple[int, float]]

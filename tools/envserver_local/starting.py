@@ -27,7 +27,6 @@ from transformers import (
 from envserver_local.simulated.server import QuietServer, listening_socket
 
 from . import kv_cache
-from .adapters import Adapters
 from .generation import Generator
 from .options import Options
 from .row_requests import Asking
@@ -35,6 +34,7 @@ from .rows import Row, Sampling, Scheduler
 from .runner import Runner
 from .server import local_app
 from .text import Text
+from .weights import Adapters
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MOST_TOKENS = 32_768

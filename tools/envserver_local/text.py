@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from envserver_records.errors import EngineRefused
 
 from envserver.tokens.chat_format import ChatTemplate
-from envserver.tokens.prepare import prepare, prepare_tools, template_kwargs, with_defaults
-from envserver.tokens.refusal import Refused
+from envserver.tokens.prepare import Refused, prepare, prepare_tools, template_kwargs, with_defaults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

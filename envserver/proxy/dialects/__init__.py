@@ -8,8 +8,7 @@ agent did not ask for.
 from __future__ import annotations
 
 from .base import DialectAdapter, EventWriter, Memory
-from .chat import ChatDialect
-from .completions import CompletionsDialect
+from .chat import ChatDialect, CompletionsDialect
 from .messages import MessagesDialect
 from .responses import ResponsesDialect
 

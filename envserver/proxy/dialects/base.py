@@ -2,13 +2,520 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
-from envserver_records.errors import EnvserverError
-from envserver_records.records import Dialect
+import msgspec
+import orjson
+from envserver_records.errors import EnvserverError, InputError
+from envserver_records.records import Dialect, Message
 
-from ..model_request import ModelRequest
-from .tables import FieldTable
+from ...tokens.prepare import RESERVED
+
+# The common form is OpenAI's chat API: every dialect is translated to it, and every answer from it.
+
+
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """One request of an agent.
+
+    Args:
+        dialect: the API that the agent used.
+        body: the fields of the request body that the dialect knows, as received.
+        messages, tools: in OpenAI's chat format; no messages for a text completion.
+        prompt: for a text completion its text, its token ids, or a list of either; else None.
+        fields: further fields for the engine, under their names in its chat API: stop, seed, n,
+            tool_choice, response_format, top_logprobs, ...
+        choices: number of answers.
+        wanted_tokens: the agent's own limit per choice, or None.
+        tokens_field: the name of that limit in the engine's request.
+        stream: whether the agent wants a stream.
+        unchecked: whether `fields` hold some that the run passes on unchecked.
+        ignored: names of the agent's fields that have no effect here.
+        strict_dropped: whether `tools` were strict (see `body.without_strict`).
+        may_be_side: see `retries.SideCalls`.
+        wants_*: the agent's options on what its answer shows.
+    """
+
+    dialect: Dialect
+    body: dict[str, Any]
+    messages: list[Message]
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    prompt: Any = None
+    fields: dict[str, Any] = msgspec.field(default_factory=dict)
+    choices: int = 1
+    wanted_tokens: int | None = None
+    tokens_field: str = "max_tokens"
+    stream: bool = False
+    wants_usage: bool = True
+    wants_logprobs: bool = False
+    wants_token_ids: bool = False
+    wants_reasoning: bool = True
+    unchecked: bool = False
+    ignored: list[str] = msgspec.field(default_factory=list)
+    strict_dropped: bool = False
+    may_be_side: bool = False
+
+
+def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[dict[str, Any]]:
+    """Returns the list of objects in field `name`, or [].
+    Raises InputError: it is not such a list, or is empty though `needed`.
+    """
+    values = body.get(name)
+    if not needed and not values:
+        return []
+    if not isinstance(values, list) or (needed and not values):
+        raise bad(name, "must be a list of at least one item" if needed else "must be a list")
+    if not all(isinstance(value, dict) for value in values):
+        raise bad(name, "must only hold objects")
+    return values
+
+
+def count(body: dict[str, Any], name: str) -> int | None:
+    """Returns the positive integer in field `name`, or None.
+    Raises InputError: it is something else.
+    """
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise bad(name, "must be a whole number of at least 1")
+    return value
+
+
+def bad(name: str, what: str) -> InputError:
+    """Returns the error about field `name`."""
+    return InputError(f"{name} {what}.", place=name)
+
+
+def string(holder: dict[str, Any], name: str, place: str = "") -> str:
+    """Returns the string in field `name` of `holder`, which is at `place` in the request.
+    Raises InputError: it is not a string.
+    """
+    value = holder.get(name)
+    if not isinstance(value, str):
+        raise bad(_path(place, name), "must be a text")
+    return value
+
+
+def mapping(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:
+    """Returns the object in field `name` of `holder`, which is at `place`, or {}.
+    Raises InputError: it is something else.
+    """
+    value = holder.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise bad(_path(place, name), "must be an object")
+    return value
+
+
+def boolean(holder: dict[str, Any], name: str, place: str = "") -> bool | None:
+    """Returns the boolean in field `name` of `holder`, which is at `place`, or None.
+    Raises InputError: it is something else.
+    """
+    value = holder.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise bad(_path(place, name), "must be true or false")
+    return value
+
+
+def _path(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
+
+
+# A check is called with a value (never None) and its place, and raises InputError.
+
+Check = Callable[[Any, str], None]
+
+KIBIBYTE = 1024
+_INT64 = 2**63
+LARGEST_INT32 = 2**31 - 1
+
+
+def whole(least: int, most: int) -> Check:
+    """Returns the check for a whole number in [least, most]."""
+    limit = "" if most >= LARGEST_INT32 else f" and at most {most}"
+
+    def check(value: Any, place: str) -> None:
+        if type(value) is not int or not least <= value <= most:
+            raise bad(place, f"must be a whole number of at least {least}{limit}")
+
+    return check
+
+
+def number(least: float, most: float) -> Check:
+    """Returns the check for a finite number in [least, most]."""
+
+    def check(value: Any, place: str) -> None:
+        if (
+            type(value) not in (int, float)
+            or not least <= value <= most
+            or not math.isfinite(value)
+        ):
+            raise bad(place, f"must be a number from {least:g} to {most:g}")
+
+    return check
+
+
+def flag(value: Any, place: str) -> None:
+    """Checks that `value` is true or false."""
+    if not isinstance(value, bool):
+        raise bad(place, "must be true or false")
+
+
+def text(longest: int) -> Check:
+    """Returns the check for a string of at most `longest` characters."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, str):
+            raise bad(place, "must be a text")
+        if len(value) > longest:
+            raise bad(place, f"must have at most {longest} characters")
+
+    return check
+
+
+def items(most: int, each: Check | None = None) -> Check:
+    """Returns the check for a list of at most `most` items that pass `each`."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, list):
+            raise bad(place, "must be a list")
+        if len(value) > most:
+            raise bad(place, f"must have at most {most} items")
+        for index, item in enumerate(value if each else ()):
+            assert each is not None
+            each(item, f"{place}[{index}]")
+
+    return check
+
+
+def bounded_object(size: int) -> Check:
+    """Returns the check for an object of at most `size` bytes as JSON."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, dict):
+            raise bad(place, "must be an object")
+        if len(orjson.dumps(value)) > size:
+            raise bad(place, f"must have at most {size} bytes as JSON")
+
+    return check
+
+
+def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> dict[str, Any]:
+    """Returns the fields of `holder` that `checks` names, checked, and leaves out all others.
+
+    A field that is null stays null.
+    Raises InputError: a field fails its check.
+    """
+    fields = {}
+    for name, value in holder.items():
+        check = checks.get(name)
+        if check is not None:
+            if value is not None:
+                check(value, f"{place}.{name}")
+            fields[name] = value
+    return fields
+
+
+def refuse_others(holder: Mapping[str, Any], known: Collection[str], place: str) -> None:
+    """Raises InputError: `holder` has a field that is not in `known`."""
+    for name in holder:
+        if name not in known:
+            raise bad(f"{place}.{name[:80]}", "is not supported")
+
+
+def template_variables(value: Any, place: str) -> None:
+    """Checks variables for the chat template: none has the name of an argument of the engine."""
+    _VARIABLES(value, place)
+    for name in value:
+        if name in RESERVED:
+            raise bad(f"{place}.{name}", "is not a variable that an agent may set: leave it out")
+
+
+def either(*checks: Check) -> Check:
+    """Returns the check for a value that passes one of `checks`; the last one's error counts."""
+
+    def check(value: Any, place: str) -> None:
+        for one in checks[:-1]:
+            try:
+                return one(value, place)
+            except InputError:
+                continue
+        return checks[-1](value, place)
+
+    return check
+
+
+def instance(*types: type, what: str) -> Check:
+    """Returns the check for a value of one of `types`; `what` names them in its error."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, types):
+            raise bad(place, f"must be {what}")
+
+    return check
+
+
+def one_of(*values: Any) -> Check:
+    """Returns the check for one of `values`, which are strings or whole numbers."""
+
+    def check(value: Any, place: str) -> None:
+        if not any(type(value) is type(one) and value == one for one in values):
+            raise bad(place, f"must be {' or '.join(map(str, values))}")
+
+    return check
+
+
+an_object = instance(dict, what="an object")
+NAME = text(KIBIBYTE)
+LONG_TEXT = text(64 * KIBIBYTE * KIBIBYTE)
+"""As long as a request may be."""
+EFFORT = text(64)
+SEED = whole(-_INT64, _INT64 - 1)
+TOKENS = whole(1, LARGEST_INT32)
+TOKEN_ID = whole(0, LARGEST_INT32)
+MAX_CHOICES = 128
+"""Answers to one request."""
+CHOICES = whole(1, MAX_CHOICES)
+TOP_LOGPROBS = whole(0, 20)
+STOP_TEXTS = items(64, text(KIBIBYTE))
+STOP = either(text(KIBIBYTE), STOP_TEXTS)
+_VARIABLES = bounded_object(16 * KIBIBYTE)
+
+
+# What is in no table of an API is treated alike in all of them (`is_ignored`): it is ignored, and
+# the calls say so, or it is refused by name unless the run passes it on (`tokens.extra_fields`). A
+# field that is null counts as not sent.
+
+
+class FieldTable(NamedTuple):
+    """The fields of one API.
+
+    Args:
+        engine: sent to the engine under their own names.
+        read: read here: they are translated, or shape the answer that the agent gets.
+        dropped: of no effect. Clients send them by themselves; samplers are the run's.
+        refused: with the reason; allowed where they are off (`is_off`).
+    """
+
+    engine: Mapping[str, Check]
+    read: Mapping[str, Check]
+    dropped: frozenset[str]
+    refused: Mapping[str, str]
+
+
+_MESSAGES = items(100_000)
+_TOOLS = items(KIBIBYTE)
+_OPTIONS = bounded_object(64 * KIBIBYTE)
+_SCHEMA = bounded_object(256 * KIBIBYTE)
+
+_SAMPLERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "typical_p",
+    "tfs",
+    "top_a",
+    "mirostat",
+    "length_penalty",
+    "dry_multiplier",
+    "watermarking",
+)
+_ACCOUNTS = (
+    "metadata",
+    "moderation",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+_INEXACT = {
+    "truncate_prompt_tokens": "it would cut the prompt silently",
+    "use_beam_search": "beams are not samples",
+    "best_of": "discarded answers would be lost",
+}
+_ANY_DIALECT: dict[str, Check] = {"seed": SEED, "chat_template_kwargs": template_variables}
+_SAMPLED: dict[str, Check] = {
+    "n": CHOICES,
+    "seed": SEED,
+    "stop": STOP,
+    "stop_token_ids": items(64, TOKEN_ID),
+    "include_stop_str_in_output": flag,
+    "skip_special_tokens": flag,
+    "spaces_between_special_tokens": flag,
+    "add_special_tokens": flag,
+    "return_tokens_as_token_ids": flag,
+    "response_format": _SCHEMA,
+}
+_STREAMED: dict[str, Check] = {"model": NAME, "stream": flag, "stream_options": _OPTIONS}
+
+CHAT = FieldTable(
+    engine={
+        **_SAMPLED,
+        **_ANY_DIALECT,
+        "top_logprobs": TOP_LOGPROBS,
+        "tool_choice": either(one_of("auto", "none", "required"), _OPTIONS),
+        "parallel_tool_calls": flag,
+        "reasoning_effort": EFFORT,
+        "include_reasoning": flag,
+        "continue_final_message": flag,
+        "add_generation_prompt": flag,
+    },
+    read={
+        **_STREAMED,
+        "messages": _MESSAGES,
+        "tools": _TOOLS,
+        "max_tokens": TOKENS,
+        "max_completion_tokens": TOKENS,
+        "logprobs": flag,
+        "return_token_ids": flag,
+        "modalities": items(1, one_of("text")),
+    },
+    dropped=frozenset((*_SAMPLERS, *_ACCOUNTS, "prediction", "verbosity", "web_search_options")),
+    refused={
+        **_INEXACT,
+        "functions": "send tools",
+        "function_call": "send tool_choice",
+        "audio": "answers are text",
+    },
+)
+
+COMPLETIONS = FieldTable(
+    engine={**_SAMPLED, "logprobs": either(one_of(False), TOP_LOGPROBS)},
+    read={
+        **_STREAMED,
+        "prompt": either(LONG_TEXT, items(64 * KIBIBYTE * KIBIBYTE)),
+        "max_tokens": TOKENS,
+        "return_token_ids": flag,
+    },
+    dropped=frozenset((*_SAMPLERS, *_ACCOUNTS)),
+    refused={**_INEXACT, "echo": "answers hold no prompt", "suffix": "there is no text behind it"},
+)
+
+RESPONSES = FieldTable(
+    engine=_ANY_DIALECT,
+    read={
+        **_STREAMED,
+        "input": either(LONG_TEXT, _MESSAGES),
+        "instructions": LONG_TEXT,
+        "previous_response_id": NAME,
+        "tools": _TOOLS,
+        "tool_choice": either(NAME, _OPTIONS),
+        "parallel_tool_calls": flag,
+        "max_tool_calls": whole(1, 2**31 - 1),
+        "max_output_tokens": TOKENS,
+        "text": _SCHEMA,
+        "reasoning": _OPTIONS,
+        "include": items(64, NAME),
+        "top_logprobs": TOP_LOGPROBS,
+        "truncation": NAME,
+        "n": CHOICES,
+        # Told again in the answer.
+        "metadata": _OPTIONS,
+        "store": flag,
+        "user": NAME,
+        "safety_identifier": NAME,
+        "prompt_cache_key": NAME,
+        "temperature": number(0, 100),
+        "top_p": number(0, 1),
+    },
+    dropped=frozenset(
+        (*_SAMPLERS, *_ACCOUNTS, "access_programs", "client_metadata", "return_token_ids")
+    ),
+    refused={
+        **_INEXACT,
+        "background": "responses are only returned directly",
+        "image": "answers are text",
+        "conversation": "conversations are not stored here; use previous_response_id",
+        "prompt": "prompts are not stored here",
+        "context_management": "it would cut the prompt silently",
+    },
+)
+
+MESSAGES = FieldTable(
+    engine=_ANY_DIALECT,
+    read={
+        **_STREAMED,
+        "messages": _MESSAGES,
+        "system": either(LONG_TEXT, _MESSAGES),
+        "max_tokens": TOKENS,
+        "tools": _TOOLS,
+        "tool_choice": _OPTIONS,
+        "stop_sequences": STOP_TEXTS,
+        "thinking": _OPTIONS,
+        "thread": either(NAME, _OPTIONS),
+        "output_config": _SCHEMA,
+        "output_format": _SCHEMA,
+        "n": CHOICES,
+    },
+    dropped=frozenset(
+        (
+            *_SAMPLERS,
+            *_ACCOUNTS,
+            "billing_policy",
+            "betas",
+            "cache_control",
+            "context_management",
+            "diagnostics",
+            "fallback_credit_token",
+            "fallbacks",
+            "inference_geo",
+            "return_token_ids",
+            "speed",
+            "user_profile_id",
+            "workspace_id",
+        )
+    ),
+    refused={
+        **_INEXACT,
+        "container": "there are no containers",
+        "mcp_servers": "there are no tools but the agent's own",
+        "compaction": "there are no summaries but the agent's own",
+    },
+)
+
+_STEERING = frozenset(
+    (
+        *("cache_salt", "chat_template", "documents", "ec_transfer_params", "kv_transfer_params"),
+        *("logits_processors", "logprob_token_ids", "lora_request", "media_io_kwargs"),
+        *("mm_payload", "mm_processor_kwargs", "previous_input_messages", "priority"),
+        *("prompt_embeds", "prompt_logprobs", "repetition_detection", "request_id"),
+        *("routed_experts_prompt_start", "truncation_side", "vllm_xargs"),
+        *("custom_logit_processor", "ebnf", "input_ids", "lora_path", "regex", "rid"),
+    )
+)
+"""Fields by which a request steers vLLM or SGLang."""
+_MEANINGLESS = ("thinking", "reasoning")
+"""Fields of one API that programs also send to the others."""
+_OFF: dict[str, tuple[Any, ...]] = {
+    "best_of": (False, 1),
+    "function_call": ("none",),
+    "thinking_token_budget": (-1,),
+}
+"""Values by which a field switches nothing on; of others false, 0 and what is empty."""
+
+
+def is_ignored(name: str) -> bool:
+    """Returns whether a field that is in no table of its API is ignored: it steers no engine, and
+    nothing would be lost that it says in another API."""
+    tables = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+    known = (name in (*one.engine, *one.read, *one.refused) for one in tables)
+    return name in _MEANINGLESS or not (name in _STEERING or any(known))
+
+
+def is_off(name: str, value: Any) -> bool:
+    """Returns whether a field switches nothing on."""
+    return value in _OFF[name] if name in _OFF else not value
+
 
 Memory = dict[str, Any]
 """State of a dialect for one attempt, such as stored responses (`previous_response_id`)."""
@@ -56,3 +563,79 @@ class DialectAdapter(Protocol):
 
     def error(self, error: EnvserverError) -> dict[str, Any]:
         """Returns the body of an error response."""
+
+
+# Nothing goes on that is not named here: each object is built anew from its known fields.
+
+_PASSED = ("seed", "chat_template_kwargs")
+"""An engine's own fields that agents may add in every dialect."""
+_FUNCTION: dict[str, Check] = {
+    "name": NAME,
+    "description": LONG_TEXT,
+    "parameters": an_object,
+    "strict": flag,
+}
+_SCHEMA_FIELDS: dict[str, Check] = {
+    "name": NAME,
+    "description": LONG_TEXT,
+    "schema": an_object,
+    "strict": flag,
+}
+_TAG = ("type", "format", "structures", "triggers")
+"""Fields of vLLM's `structural_tag`, which only `tokens.constraints` all allows."""
+
+
+def engine_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields that are passed on unchanged."""
+    return {name: body[name] for name in _PASSED if body.get(name) is not None}
+
+
+def effort_fields(effort: Any, place: str) -> dict[str, Any]:
+    """Returns the field for the reasoning effort, if the agent sets one.
+    Raises InputError: `effort`, found at `place`, is not a short string.
+    """
+    if effort is None:
+        return {}
+    EFFORT(effort, place)
+    return {"reasoning_effort": effort}
+
+
+def own_tools(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields the tools in field `tools` with their places, without a provider's own web search,
+    which clients offer by default: nothing here could run it.
+    """
+    for index, tool in enumerate(objects(body, "tools")):
+        if not str(tool.get("type")).startswith("web_search"):
+            yield tool, f"tools[{index}]"
+
+
+def function_tool(function: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns a tool of the chat API from the fields of `function`, which is found at `place`."""
+    string(function, "name", place)
+    return {"type": "function", "function": kept(function, _FUNCTION, place)}
+
+
+def schema_format(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns the form of an answer that follows `schema`, which is found at `place`.
+    Raises InputError: a field is unknown or has another type.
+    """
+    refuse_others(schema, _SCHEMA_FIELDS, place)
+    return {"type": "json_schema", "json_schema": kept(schema, _SCHEMA_FIELDS, place)}
+
+
+def response_format(form: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns the form of an answer as the chat API writes it.
+    Raises InputError: its type is unknown, or a field is unknown or has another type.
+    """
+    match form.get("type"):
+        case "text" | "json_object" as kind:
+            refuse_others(form, ("type",), place)
+            return {"type": kind}
+        case "json_schema":
+            refuse_others(form, ("type", "json_schema"), place)
+            return schema_format(mapping(form, "json_schema", place), f"{place}.json_schema")
+        case "structural_tag":
+            refuse_others(form, _TAG, place)
+            return form
+        case kind:
+            raise bad(f"{place}.type", f"cannot be {str(kind)[:80]!r}")

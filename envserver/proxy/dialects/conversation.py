@@ -6,13 +6,21 @@ message, so a history reads as the chat that it was.
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import orjson
+from envserver_records.errors import InputError
 from envserver_records.records import Message
+
+from ...settings.engines import TokensConfig
+from ...tokens.images import ImageFacts
+from .base import bad
 
 _REASONING = ("reasoning", "reasoning_content")
 _TEXTS = ("content", "refusal")
@@ -194,3 +202,156 @@ def image_part(url: str, detail: str | None = None) -> Part:
     """Returns an image part; `url` may be a data URL."""
     image = {"url": url} if detail is None else {"url": url, "detail": detail}
     return {"type": "image_url", "image_url": image}
+
+
+# An engine fetches what another address names, from its own place in the network and from its own
+# disk. An agent behind a wall must not reach either through it.
+
+_HEAD = re.compile(r"data:([a-z]+)/[\w.+-]{1,64}(?:;[\w.=+-]{1,64}){0,4};base64,", re.I)
+_MB = 1 << 20
+_SNIFFED = 64
+"""Characters of base64 that tell what a medium is."""
+_ISO_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"})
+_RIFF = {b"WEBP": "image", b"WAVE": "audio", b"AVI ": "video"}
+_BEGINNINGS = {
+    "image": (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
+    "audio": (b"ID3", b"fLaC", b"OggS", b"\x1aE\xdf\xa3", b"FORM", b"\xff"),
+    "video": (b"\x1aE\xdf\xa3", b"OggS", b"FLV", b"\0\0\1\xba", b"\0\0\1\xb3", b"GIF8"),
+}
+"""Bytes with which files of each kind begin, besides RIFF's and those of MP4 and its relatives."""
+_FORMATS = {
+    "image": "PNG, JPEG, GIF, WebP, BMP, TIFF, AVIF or HEIC",
+    "audio": "WAV, MP3, FLAC, Ogg, WebM, AIFF, AAC or MP4",
+    "video": "MP4, QuickTime, WebM, Matroska, AVI, Ogg, FLV, MPEG or GIF",
+}
+_FRAMES = "video/jpeg"
+"""Images, separated by commas."""
+_FORMAT = re.compile(r"[a-z0-9]{1,16}")
+
+
+def media_part(part: dict[str, Any], place: str) -> dict[str, Any] | None:
+    """Returns the media part of a chat message with nothing in it that was not checked; None if
+    `part` is not one.
+    Raises InputError: its address is not a `data:` address; see `data_url`.
+    """
+    kind = part.get("type")
+    if kind == "input_audio":
+        return {"type": kind, "input_audio": _audio(part.get(kind), f"{place}.{kind}")}
+    if kind not in ("image_url", "audio_url", "video_url"):
+        return None
+    held = part.get(kind)
+    if not isinstance(held, dict):
+        raise bad(f"{place}.{kind}", "must be an object with its url")
+    checked = {"url": data_url(held.get("url"), kind.removesuffix("_url"), f"{place}.{kind}.url")}
+    if held.get("detail") is not None:
+        checked["detail"] = detail(held["detail"], f"{place}.{kind}.detail")
+    return {"type": kind, kind: checked}
+
+
+def detail(given: Any, place: str) -> str:
+    """Returns an image's detail. Raises InputError: it is not one of OpenAI's."""
+    if given not in ("auto", "low", "high", "original"):
+        raise bad(place, "must be auto, low, high or original")
+    return str(given)
+
+
+def data_url(url: Any, kind: str, place: str) -> str:
+    """Returns `url` if it is a `data:` address that holds an image, audio or video (`kind`)."""
+    if not isinstance(url, str):
+        raise bad(place, "must be a text")
+    head = _HEAD.match(url[:400])
+    if head is None or head[1].lower() != kind:
+        raise bad(
+            place,
+            f"must begin with data:{kind}/<type>;base64, and hold the bytes: the engine fetches"
+            " nothing for an agent. Let the environment fetch it and pass it as data:",
+        )
+    if url[5:20].lower().startswith(_FRAMES):
+        for frame in url[head.end() :].split(","):
+            _check_first(frame[:_SNIFFED], "image", place)
+    else:
+        _check_first(url[head.end() : head.end() + _SNIFFED], kind, place)
+    return url
+
+
+def _audio(given: Any, place: str) -> dict[str, str]:
+    """Returns the content of field `input_audio`."""
+    if not isinstance(given, dict) or not isinstance(given.get("data"), str):
+        raise bad(place, "must hold data: the bytes in base64")
+    form = given.get("format")
+    if not isinstance(form, str) or _FORMAT.fullmatch(form) is None:
+        raise bad(f"{place}.format", "must be the name of a format, such as wav")
+    _check_first(given["data"][:_SNIFFED], "audio", f"{place}.data")
+    return {"data": given["data"], "format": form}
+
+
+def check_media(messages: list[Message], limits: TokensConfig) -> None:
+    """Checks the number and the bytes of all media of a request; each was checked before.
+    Raises InputError: they are too many or too large.
+    """
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    sizes = [_size(part) for part in parts if part["type"].endswith(("_url", "_audio"))]
+    if len(sizes) > limits.max_media:
+        raise _over(f"{len(sizes)} images, audio and videos", limits.max_media, "max_media")
+    for number, size in enumerate(sizes, 1):
+        if size > limits.max_medium_mb * _MB:
+            about = f"image, audio or video number {number} with {size / _MB:.1f} MB"
+            raise _over(about, f"{limits.max_medium_mb:g} MB", "max_medium_mb")
+    if sum(sizes) > limits.max_media_mb * _MB:
+        about = f"images, audio and videos of {sum(sizes) / _MB:.1f} MB together"
+        raise _over(about, f"{limits.max_media_mb:g} MB", "max_media_mb")
+
+
+def check_images(images: list[ImageFacts], limits: TokensConfig) -> None:
+    """Checks what the images of a request hold.
+    Raises InputError: one is broken, or has too many pixels, or all of them have.
+    """
+    pixels = 0.0
+    for number, facts in enumerate(images, 1):
+        if not facts.is_base64:
+            raise bad("messages", f"hold image number {number}, which is not base64 to its end")
+        if facts.size is None or not all(facts.size):
+            raise bad(
+                "messages", f"hold image number {number}, whose file is broken: no size in it"
+            )
+        width, height = facts.size
+        megapixels = width * height / 1e6
+        pixels += megapixels
+        if megapixels > limits.max_image_megapixels:
+            about = f"image number {number} with {width} times {height} pixels"
+            most = f"{limits.max_image_megapixels:g} million"
+            raise _over(about, most, "max_image_megapixels")
+    if pixels > limits.max_images_megapixels:
+        about = f"images of {pixels:.0f} million pixels together"
+        raise _over(about, f"{limits.max_images_megapixels:g} million", "max_images_megapixels")
+
+
+def _over(about: str, most: object, setting: str) -> InputError:
+    """Returns the error about media that are over a limit of the run."""
+    return bad("messages", f"hold {about}: {most} at most (--tokens.{setting})")
+
+
+def _check_first(head: str, kind: str, place: str) -> None:
+    try:
+        first = base64.b64decode(head, validate=True)
+    except (binascii.Error, ValueError):
+        raise bad(place, "is not base64") from None
+    if not _is_known(first, kind):
+        raise bad(place, f"is not {_FORMATS[kind]}")
+
+
+def _is_known(first: bytes, kind: str) -> bool:
+    """Returns whether a file of `kind`, image, audio or video, can begin with the bytes `first`."""
+    if first[:4] == b"RIFF":
+        return _RIFF.get(first[8:12]) == kind
+    return first[4:8] in _ISO_BOXES or first.startswith(_BEGINNINGS[kind])
+
+
+def _size(part: dict[str, Any]) -> int:
+    held = part[part["type"]]
+    return _bytes(len(held.get("url") or held["data"]))
+
+
+def _bytes(characters: int) -> int:
+    return characters * 3 // 4

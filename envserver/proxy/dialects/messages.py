@@ -12,9 +12,22 @@ import orjson
 from envserver_records.errors import EnvserverError, InputError, LimitReached
 from envserver_records.records import Dialect, Message
 
-from ..context_length import is_context_limit
-from ..model_request import ModelRequest
-from .base import Memory
+from ..asgi import is_context_limit
+from .base import (
+    MESSAGES,
+    Memory,
+    ModelRequest,
+    bad,
+    boolean,
+    count,
+    effort_fields,
+    engine_fields,
+    function_tool,
+    mapping,
+    objects,
+    own_tools,
+    string,
+)
 from .conversation import (
     AnswerEnd,
     Conversation,
@@ -23,6 +36,7 @@ from .conversation import (
     ToolCall,
     answer_message,
     choice_of,
+    data_url,
     ending_of,
     image_part,
     named_event,
@@ -30,10 +44,6 @@ from .conversation import (
     parts_of,
     text_part,
 )
-from .fields import effort_fields, engine_fields, function_tool, own_tools
-from .media import data_url
-from .reading import bad, boolean, count, mapping, objects, string
-from .tables import MESSAGES
 
 _NOT_AN_OBJECT = "arguments"
 

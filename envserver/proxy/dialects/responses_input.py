@@ -12,10 +12,19 @@ from typing import Any
 
 from envserver_records.records import Message
 
-from .conversation import Conversation, Part, ToolCall, image_part, text_part
-from .fields import effort_fields, engine_fields, function_tool, own_tools, schema_format
-from .media import data_url, detail
-from .reading import bad, boolean, mapping, objects, string
+from .base import (
+    bad,
+    boolean,
+    effort_fields,
+    engine_fields,
+    function_tool,
+    mapping,
+    objects,
+    own_tools,
+    schema_format,
+    string,
+)
+from .conversation import Conversation, Part, ToolCall, data_url, detail, image_part, text_part
 
 # A chat has no namespaces: the tool `save` of the namespace `mcp__env` is `mcp__env__save` to the
 # engine, and its calls have both names again in the agent's answer.

@@ -17,6 +17,7 @@ from envserver_records.errors import EngineGarbage
 from ...models.engine import Engine
 from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
+from .answer_parser import AnswerParser, calls_are_free, keeps_special
 from .base import (
     EXPERTS,
     EXPERTS_START,
@@ -43,7 +44,6 @@ from .base import (
     top_logprobs,
 )
 from .generated import count_of
-from .parsers import AnswerParser, calls_are_free, keeps_special
 
 PATH = "/v1/completions"
 

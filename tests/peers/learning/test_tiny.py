@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from envserver_local.tiny.conversations import read_conversations
-from envserver_local.tiny.training import make
+from envserver_local.tiny.training import make, read_conversations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TOOL = {"type": "function"}

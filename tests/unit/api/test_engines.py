@@ -18,7 +18,7 @@ from support.engine_stand_in import Bytes, FakeVllm, Words, fake_vllm
 from support.fleets import FleetHouse, attributed, fleet_house, sampled_by, says, versioned_vllm
 from support.waiting import until
 
-from envserver.models.addresses import EngineAddresses
+from envserver.models.connections import EngineAddresses
 from envserver.models.fleet import read_list
 from envserver.models.replicas import Registration as KnownEngine
 from envserver.proxy import ProxyAttempt

@@ -21,7 +21,7 @@ from support.waiting import PATIENCE
 
 from envserver import NotFoundError
 from envserver.http.access import create_token
-from envserver.models.played import PlayedEngine
+from envserver.models.engine import PlayedEngine
 from envserver.rollouts.episodes import Episodes, EpisodesFull
 
 CASES = cases_of(__file__)

@@ -12,7 +12,7 @@ import pytest
 from envserver_factory.exporting import html
 from envserver_factory.exporting.formats import Options
 from envserver_factory.exporting.html import Html, HtmlPages
-from envserver_local.simulated import shared_tokenizer
+from envserver_local.simulated.tokenizer import shared_tokenizer
 
 from envserver.export import group_of
 

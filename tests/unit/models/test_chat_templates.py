@@ -26,7 +26,7 @@ from support.waiting import PATIENCE
 from tokenizers.processors import TemplateProcessing
 
 from envserver.models.parsers import FORMATS, ParsedCall
-from envserver.proxy.engine_client.parsers import AnswerParser, format_of_calls
+from envserver.proxy.engine_client.answer_parser import AnswerParser, format_of_calls
 from envserver.tokens import ChatFormat, Refused
 from envserver.tokens.chat_format import ChatTemplate
 from envserver.tokens.prepare import template_kwargs

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_local.simulated import sim_app
+from envserver_local.simulated.server import sim_app
 from envserver_records.errors import (
     ConfigError,
     EngineError,

@@ -29,7 +29,7 @@ from envserver.proxy.engine_client import EngineClient, client_for, stream_text,
 from envserver.tokens import ChatFormat
 
 Json = dict[str, Any]
-CACHE = "envserver.proxy.engine_client.render_cache"
+CACHE = "envserver.proxy.engine_client.tokens"
 HERMES = '<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}</tool_call>'
 TOOLS: Json = {**ASK, "tools": [tool()]}
 CASES = yaml.safe_load((Path(__file__).parent / "engine_client_cases.yaml").read_text())

@@ -33,8 +33,8 @@ from envserver import Caller, OpenAIConfig, TokensConfig
 from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, bounds
 from envserver.proxy.bounds import AttemptBounds, InFlight, Totals
+from envserver.proxy.dialects.base import ModelRequest
 from envserver.proxy.guest import generate_answer
-from envserver.proxy.model_request import ModelRequest
 from envserver.proxy.recorded import RecordedRequests, size_of
 from envserver.proxy.worker import job_of
 from envserver.rollouts import ending_limit

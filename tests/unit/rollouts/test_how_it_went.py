@@ -22,7 +22,7 @@ from envserver.export.jsonl import group_line
 from envserver.export.stored import group_of
 from envserver.export.stored_group import group_record
 from envserver.export.unified import problems_of, unified_of
-from envserver.proxy.timeline import Timeline
+from envserver.proxy.attempts import Timeline
 from envserver.rollouts.attempt import timings_of
 from envserver.rollouts.failures import without_hidden
 from envserver.rollouts.provenance import MOST_BYTES, bounded_public

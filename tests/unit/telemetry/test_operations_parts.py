@@ -36,7 +36,7 @@ from envserver.api.bootstrap import BootstrapApp
 from envserver.http.health import Health, Metrics
 from envserver.http.server import serve_api
 from envserver.models import OpenAIEngine
-from envserver.models.measured import MeasuredEngine
+from envserver.models.engine import MeasuredEngine
 from envserver.running.bootstrap import bootstrap_server
 from envserver.settings.server import TelemetryConfig
 from envserver.store import database, open_store

@@ -38,7 +38,7 @@ from support.templates import (
 
 from envserver.models.probe import Echo
 from envserver.tokens import ChatFormat, Refused
-from envserver.tokens.agreement import agreeing
+from envserver.tokens.chat_format import agreeing
 from envserver.tokens.comparison import AnswerContent, Segment, compare
 from envserver.tokens.suffix import Completion, Suffix, suffix
 

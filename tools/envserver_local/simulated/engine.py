@@ -34,11 +34,9 @@ from envserver import __version__
 from envserver.models.engine import ReplicaHealth
 from envserver.settings.config import SimConfig
 
-from .answers import MODEL
+from .answers import MODEL, Json, Plan, Planner
 from .conversation import Conversation, plain_messages, refusal
-from .faulty_answers import Said
-from .planner import Json, Plan, Planner
-from .policy import Policy, Solver, Speaker, Wish, without_specials
+from .policy import Policy, Said, Solver, Speaker, Wish, without_specials
 from .tokenizer import SimTokenizer, assistant_text, shared_tokenizer
 
 _REMEMBERED_ROLLOUTS = 16_384

@@ -26,9 +26,8 @@ from starlette.types import Send
 
 from envserver.settings.config import SimConfig
 
-from .answers import FINGERPRINT
+from .answers import FINGERPRINT, Plan
 from .engine import ProgramsOnly, SimEngine
-from .planner import Plan
 from .policy import Solver
 
 _HEADERS = {"server": FINGERPRINT}

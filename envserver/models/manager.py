@@ -25,9 +25,9 @@ import msgspec
 from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, EngineUnavailable
 
-from ...settings.config import Backend, EngineConfig
-from .. import vllm_extension
-from ..catalogue import ModelEntry
+from ..settings.config import Backend, EngineConfig
+from . import vllm_extension
+from .catalogue import ModelEntry
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):

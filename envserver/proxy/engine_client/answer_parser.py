@@ -8,11 +8,26 @@ from typing import Any
 from envserver_records.errors import TemplateRefused
 from envserver_records.records import Message
 
-from ....models.parsers import FORMATS, ParsedCall, Tools, detect_format
-from ....tokens.chat_format import ChatFormat
-from ....tokens.refusal import Refused
-from ..base import ChatAnswer, ChatBody, has_tools
-from .thinking import parse_reasoning
+from ...models.parsers import FORMATS, ParsedCall, Tools, detect_format
+from ...tokens.chat_format import ChatFormat
+from ...tokens.prepare import Refused
+from .base import ChatAnswer, ChatBody, has_tools
+
+# If the template opened the tag in the prompt, a text without tags is unfinished reasoning; if the
+# template closed it there, nothing is reasoning.
+
+OPEN = "<think>"
+CLOSE = "</think>"
+
+
+def parse_reasoning(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
+    """Returns (reasoning, the rest) of `text`, which was sampled after `prompt_tail`."""
+    if prompt_tail.rstrip().endswith(CLOSE):
+        return None, text
+    before, opened, behind = text.partition(OPEN)
+    reasoning, closed, content = (behind if opened else before).partition(CLOSE)
+    return reasoning or None, (content or None) if closed else None
+
 
 _TAIL_TOKENS = 16
 """Last tokens of a prompt: enough to see whether it ends inside or after reasoning."""
