@@ -75,13 +75,13 @@ _HOMES = {
     "JudgeError": "envserver_records",
     "Judge": "envserver.judge_interface",
     "JudgeReply": "envserver.judge_interface",
-    "rubric_marks": "envserver.judges.rubric",
-    "pairwise_ranking": "envserver.judges.pairwise",
-    "Ranking": "envserver.judges.pairwise",
-    "judge_bias": "envserver.judges.bias",
-    "rubric_bias": "envserver.judges.bias",
-    "JudgeBias": "envserver.judges.bias",
-    "JudgeCase": "envserver.judges.bias",
+    "rubric_marks": "envserver.judges.judge",
+    "pairwise_ranking": "envserver.judges.judge",
+    "Ranking": "envserver.judges.judge",
+    "judge_bias": "envserver.judges.judge",
+    "rubric_bias": "envserver.judges.judge",
+    "JudgeBias": "envserver.judges.judge",
+    "JudgeCase": "envserver.judges.judge",
     "pass_at_k": "envserver.evaluation",
     "pass_hat_k": "envserver.evaluation",
     "main": "envserver.cli",
@@ -171,9 +171,15 @@ if TYPE_CHECKING:
     from .evaluation import pass_at_k, pass_hat_k
     from .integration_interface import Backend, Integration
     from .judge_interface import Judge, JudgeReply
-    from .judges.bias import JudgeBias, JudgeCase, judge_bias, rubric_bias
-    from .judges.pairwise import Ranking, pairwise_ranking
-    from .judges.rubric import rubric_marks
+    from .judges.judge import (
+        JudgeBias,
+        JudgeCase,
+        Ranking,
+        judge_bias,
+        pairwise_ranking,
+        rubric_bias,
+        rubric_marks,
+    )
     from .rollout_interface import ModelCall, Reply, Rollout
     from .rows.typed_tasks import Hidden
     from .running.blocking import (

@@ -1,6 +1,6 @@
 """The definition of a sandbox, and its blocking form.
 
-Implementations: `sandbox/client.py` (over the supervisor's socket) and `workers/sandboxes.py` (over
+Implementations: `sandbox/client.py` (over the supervisor's socket) and `workers/run.py` (over
 HTTP, in a worker). `BlockingSandbox` and `sandbox/watched.py` derive their methods, with their
 types, from `Sandbox`.
 """

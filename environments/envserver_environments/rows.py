@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from envserver import ConfigError, Environment, InputError, Split, Task
-from envserver.rows.counts import RowCounts, took, unreported
+from envserver.rows.columns import RowCounts, took, unreported
 from envserver.rows.sources import Rows, Source, on_the_hub, streamed
 
 # An environment has one table of roles and of the names that published sets give them. The row's

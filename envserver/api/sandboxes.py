@@ -1,6 +1,6 @@
 """The application of `envserver sandboxes serve`: sandboxes for servers and runners elsewhere.
 
-    GET /v1/sandboxes               how busy the machine is (sandbox.remote.messages.Load)
+    GET /v1/sandboxes               how busy the machine is (sandbox.machine_messages.Load)
     GET /v1/sandboxes (WebSocket)   one sandbox, until the connection ends
 
 What holds: without a token of the role `environment` nothing is told or made; without a tokens file
@@ -25,8 +25,8 @@ from ..http.access import ENVIRONMENT, EVERYBODY, READERS, AccessTokens, Rule, S
 from ..http.answers import answer_errors, json_answer
 from ..http.health import CountedRequests, Health, Metrics, health_routes, metric_routes
 from ..http.middleware import Access, KnownNames, Strangers
-from ..sandbox.remote.machine import SandboxMachine
-from ..sandbox.remote.messages import PATH, Load
+from ..sandbox.machine import SandboxMachine
+from ..sandbox.machine_messages import PATH, Load
 from ..settings.server import ServerConfig
 from ..telemetry.numbers import by_key, counter, gauge, single
 
@@ -87,7 +87,7 @@ def create_sandbox_api(
 
 
 class _ServerLink:
-    """See `sandbox.remote.link.Link`."""
+    """See `sandbox.machine_messages.Link`."""
 
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket

@@ -357,7 +357,7 @@ def _explain(error: BaseException) -> int:
         _complain("This user has no home directory.", "Set HOME, or give paths without ~.")
         return 2
     if isinstance(error, SystemExit):
-        from ..tools.bugs import place_of
+        from ..tools.calling import place_of
 
         _complain(f"The environment raised SystemExit({error}) {place_of(error)}")
         return 1

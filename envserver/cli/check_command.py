@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         Repeats,
         ScoringCost,
     )
-    from ..rows.counts import RowCount
+    from ..rows.columns import RowCount
     from .console import Console
 
 
@@ -190,7 +190,7 @@ def sections(report: EnvironmentReport) -> dict[str, list[str]]:
 
 
 def _row_lines(name: str, count: RowCount) -> Iterator[str]:
-    from ..rows.counts import causes
+    from ..rows.columns import causes
 
     dropped = sum(places.count for places in count.dropped.values())
     yield f"{name}: {count.read} rows read, {count.used} used, {dropped} dropped"
@@ -199,7 +199,7 @@ def _row_lines(name: str, count: RowCount) -> Iterator[str]:
 
 
 def _field_lines(count: RowCount) -> Iterator[str]:
-    from ..rows.counts import causes
+    from ..rows.columns import causes
 
     most = count.fields.most_common(_FIELDS_SHOWN)
     yield from (f"{name} in {counted(rows, 'row')}" for name, rows in most)

@@ -19,8 +19,8 @@ from . import lean_imports
 from .command_line import CommandSpec
 
 if TYPE_CHECKING:
+    from ..sandbox.machine_messages import Load
     from ..sandbox.probe import ProbeReport
-    from ..sandbox.remote.messages import Load
     from .console import Console
 
 
@@ -78,8 +78,7 @@ def run(argv: list[str]) -> int:
 
 
 async def _probe(config: SandboxConfig) -> list[ProbeReport]:
-    from ..sandbox.selection import ORDER
-    from ..sandbox.service import probe
+    from ..sandbox.service import ORDER, probe
 
     # One after the other: they would slow each other's time limits down.
     backends = [*ORDER, "docker"]
@@ -90,7 +89,7 @@ async def _probe(config: SandboxConfig) -> list[ProbeReport]:
 
 def _taken(reports: Sequence[ProbeReport], wanted: str) -> str | None:
     """Returns the backend that a server would choose on this machine."""
-    from ..sandbox.selection import ORDER
+    from ..sandbox.service import ORDER
 
     allowed = ORDER if wanted == "auto" else (wanted,)
     return next((each.backend for each in reports if each.works and each.backend in allowed), None)
@@ -231,7 +230,7 @@ async def look_at_machines(config: SandboxConfig) -> list[MachineFact]:
     """Asks the machines in the settings for their load.
     Raises ConfigError: a file for their token or certificates cannot be read.
     """
-    from ..sandbox.remote.machines import Machines
+    from ..sandbox.machines import Machines
     from ..sandbox.source import address_of
 
     if not config.remote:

@@ -96,8 +96,7 @@ def run_environments(argv: list[str]) -> int:
 
 def _environment_rows() -> Iterator[tuple[str, str, str, str]]:
     from ..registry import builtin_names, entry_point_names
-    from ..registry.installed import with_own_interpreter
-    from ..registry.integrated import integration_points
+    from ..registry.installed import integration_points, with_own_interpreter
 
     built_in = builtin_names()
     for name in built_in:
@@ -114,7 +113,7 @@ def _environment_rows() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _what(scheme: str) -> str:
-    from ..registry.integrated import integration
+    from ..registry.installed import integration
 
     try:
         return integration(scheme).what

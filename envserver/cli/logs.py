@@ -18,9 +18,9 @@ from typing import Final, Protocol, TextIO, cast
 import structlog
 from structlog.typing import Processor
 
-from ..buckets import Bucket
 from ..settings.config import LogFormat
 from ..telemetry.log_lines import shorten, strike, text_processors
+from ..telemetry.redaction import Bucket
 
 _EQUAL_WARNINGS: Final = (0.1, 10.0)
 """Rate a second, and burst, of equal warnings of a library."""

@@ -6,13 +6,8 @@ from typing import Final
 
 from envserver_records.errors import NotFoundError
 
-from . import command
-from .claude_code import CLAUDE_CODE
-from .codex import CODEX
 from .launch import Harness
-from .mini_swe_agent import MINI_SWE_AGENT
-from .opencode import OPENCODE
-from .smolagents import SMOLAGENTS
+from .programs import CLAUDE_CODE, CODEX, COMMAND, MINI_SWE_AGENT, OPENCODE, SMOLAGENTS
 
 HARNESSES: Final[dict[str, Harness]] = {
     one.name: one for one in (CLAUDE_CODE, CODEX, OPENCODE, MINI_SWE_AGENT, SMOLAGENTS)
@@ -24,8 +19,8 @@ def harness_of(name: str) -> Harness:
     """Returns the harness of this name ("command": whatever the user names).
     Raises NotFoundError: there is none.
     """
-    if name == command.COMMAND.name:
-        return command.COMMAND
+    if name == COMMAND.name:
+        return COMMAND
     if name in HARNESSES:
         return HARNESSES[name]
     raise NotFoundError(

@@ -24,8 +24,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..buckets import Bucket
 from ..settings.server import Quota, is_loopback
+from ..telemetry.redaction import Bucket
 from .access import AccessTokens, Rule, Sessions, Token, is_page_read, rules_of
 from .answers import error_answer
 

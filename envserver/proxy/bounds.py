@@ -18,8 +18,8 @@ import msgspec
 import structlog
 from envserver_records.errors import LimitReached, UsageError
 
-from ..buckets import Bucket
 from ..settings.config import WorkersConfig
+from ..telemetry.redaction import Bucket
 
 Bound = Literal["connections", "requests", "bytes", "recorded", "idle"]
 

@@ -27,10 +27,10 @@ from ..folders import import_path, is_environment_folder, same_folder
 from ..rows.sources import is_data
 from ..rows.typed_tasks import plain
 from ..settings.environment import EnvironmentConfig
-from . import integrated
+from . import installed
 from .installed import with_own_interpreter
 
-ENTRY_POINT_GROUP = integrated.ENVIRONMENTS
+ENTRY_POINT_GROUP = installed.ENVIRONMENTS
 _US = "envserver"
 _AS_ELSEWHERE = {"smolagents": "gaia"}
 """Names of predecessors' environments; an installed environment of this name wins."""
@@ -39,7 +39,7 @@ _AS_ELSEWHERE = {"smolagents": "gaia"}
 def builtin_names() -> list[str]:
     """Names of the environments that ship with envserver, sorted."""
     return sorted(
-        point.name for point, package in integrated.offered(ENTRY_POINT_GROUP) if package == _US
+        point.name for point, package in installed.offered(ENTRY_POINT_GROUP) if package == _US
     )
 
 
@@ -47,7 +47,7 @@ def entry_point_names() -> dict[str, EntryPoint]:
     """Environments that packages offer to this interpreter. A built-in's name is not replaced by
     another's.
     """
-    points = integrated.offered(ENTRY_POINT_GROUP)
+    points = installed.offered(ENTRY_POINT_GROUP)
     return {point.name: point for point, _ in sorted(points, key=lambda pair: pair[1] == _US)}
 
 
@@ -79,8 +79,8 @@ def find(reference: str) -> type[Environment]:
 @functools.cache
 def _found(reference: str, current: Path | None) -> type[Environment]:
     path, _, class_name = reference.partition(":")
-    if (parts := integrated.split(reference)) is not None:
-        return _checked(integrated.integrated_class(*parts), reference)
+    if (parts := installed.split(reference)) is not None:
+        return _checked(installed.integrated_class(*parts), reference)
     if _is_data(reference):
         from ..rows.environment import rows_class
 
@@ -102,7 +102,7 @@ def _found(reference: str, current: Path | None) -> type[Environment]:
 def _not_found(reference: str) -> NotFoundError:
     """Names the nearest environment, or scheme of another framework."""
     start, colon, rest = reference.partition(":")
-    schemes = sorted(integrated.integration_points())
+    schemes = sorted(installed.integration_points())
     names = schemes if colon else known_names()
     near = difflib.get_close_matches(start if colon else reference, names, n=1)
     known = [*known_names(), *(f"{one}:NAME" for one in schemes), "a .py file", "a folder"]
@@ -116,7 +116,7 @@ def _is_data(reference: str) -> bool:
     """Whether `reference` names rows (`--env rows.jsonl`); installed names and code win."""
     if reference in known_names() or is_environment_folder(Path(reference)):
         return False
-    if integrated.split(reference) is not None:
+    if installed.split(reference) is not None:
         return False
     return is_data(reference)
 
@@ -125,15 +125,15 @@ def is_path(reference: str) -> bool:
     """Whether `reference`, without its class name, is a file or folder; installed names win."""
     if reference.endswith(".py") or "/" in reference:
         return True
-    names = {*known_names(), *integrated.integration_points()}
+    names = {*known_names(), *installed.integration_points()}
     return reference not in names and is_environment_folder(Path(reference))
 
 
 def absolute(reference: str) -> str:
     """`reference` in a form that another process, in another folder, understands."""
     path, colon, class_name = reference.partition(":")
-    if (parts := integrated.split(reference)) is not None:
-        return integrated.absolute(*parts)
+    if (parts := installed.split(reference)) is not None:
+        return installed.absolute(*parts)
     if _is_data(reference):
         return reference if path == "hub" else str(Path(reference).resolve())
     if not is_path(path):

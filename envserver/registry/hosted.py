@@ -8,25 +8,296 @@ that interpreter, too, and have the class itself.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import pickle
+import socket
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar, NoReturn
 
-from envserver_records.errors import ConfigError, InputError
+import msgspec
+import structlog
+from envserver_records.cancelling import cancel_and_wait
+from envserver_records.errors import (
+    ConfigError,
+    EnvserverError,
+    Failure,
+    InputError,
+    RolloutError,
+    ServiceError,
+    UsageError,
+    by_kind,
+)
 from envserver_records.records import Message, PublicTask, Result, Score, Split, Task
 from pebble import ProcessExpired, ProcessPool
 
-from ..environment import AgentRole, Environment, KnownResult, Service
-from ..rollout_interface import ModelCall, Rollout
-from . import host
+from ..environment import AgentRole, Caller, Environment, KnownResult, Service, Services
+from ..rollout_interface import HookBug, ModelCall, Rollout
+from . import host, service_host
 from .description import HOOKS, Description, config_class
-from .hosted_services import HostedServices
 from .installed import Installed, Interpreter, usable_interpreter
 from .interpreters import InterpreterContext
+from .service_host import Answer, Bug, CallerData, Flagged, HookData, Offer, Request
+
+END_SECONDS = 10.0
+"""Seconds for the process to leave its services and end; then it is killed."""
+# The API has another class of the kind "input", with other arguments.
+_KINDS = by_kind(UsageError, RolloutError) | {InputError.kind: InputError}
+
+_log = structlog.get_logger("envserver.services")
+
+
+class HostedServices:
+    """The process of one environment's services and hooks.
+
+    Args:
+        reference: names the environment in its interpreter.
+        config: its settings, JSON-like.
+    """
+
+    def __init__(self, interpreter: Interpreter, reference: str, config: dict[str, Any]) -> None:
+        self._interpreter = interpreter
+        self._reference = reference
+        self._config = config
+        self._process: _HostProcess | None = None
+        self._starting = asyncio.Lock()
+        self._counts: Mapping[str, float] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Services]:
+        """Yields the services, while their process runs."""
+        try:
+            offer = (await self._current()).offer
+            services: dict[str, Service] = {
+                name: partial(self._serve, name) for name in offer.names
+            }
+            yield Services(
+                services,
+                state=self._state if offer.has_state else None,
+                counts=lambda: self._counts,
+                shown=self._shown,
+            )
+        finally:
+            if self._process is not None:
+                await self._process.end()
+
+    async def hook(self, name: str, call: ModelCall) -> None:
+        """Runs the hook `name` on `call`.
+        Raises HookBug: it raised. EnvserverError: it raised that, or its process died.
+        """
+        data = HookData(
+            agent=call.agent,
+            messages=call.messages,
+            tools=call.tools,
+            prompt=call.prompt,
+            answer=call.answer,
+            choice=call.choice,
+        )
+        process, caller = await self._for(call.caller)
+        answer = await self._asked(process, call.caller.flag, "hook", name, data, caller)
+        if answer.bug is not None:
+            bug = answer.bug
+            raise HookBug(f"{bug.kind}: {bug.message} {bug.place}", bug.kind, bug.traceback)
+        call.reason, call.refused, call.changes = self._value(answer)
+
+    async def _serve(self, name: str, arguments: dict[str, Any], caller: Caller) -> Any:
+        process, sent = await self._for(caller)
+        answer = await self._asked(process, caller.flag, "service", name, arguments, sent)
+        if answer.bug is not None:
+            # The message may hold addresses and keys: it goes to the log only.
+            raise self._logged(answer.bug, f"service {name!r}", caller.rollout_id)
+        return self._value(answer)
+
+    @asynccontextmanager
+    async def _state(self, task: Task) -> AsyncIterator[_State]:
+        process = await self._current()
+        answer = await self._asked(process, _ignored, "open_state", task)
+        if answer.bug is not None:
+            raise self._logged(answer.bug, "rollout's state", "")
+        state = _State(process, self._value(answer))
+        try:
+            yield state
+        finally:
+            with contextlib.suppress(ServiceError):  # it is gone with its process
+                left = await self._asked(process, _ignored, "close_state", state.number)
+                if left.bug is not None:
+                    self._logged(left.bug, "end of a rollout's state", "")
+
+    async def _shown(self, group_id: str) -> dict[str, Any]:
+        try:
+            answer = await self._asked(await self._current(), _ignored, "shown", group_id)
+            shown: dict[str, Any] = self._value(answer)
+        except ServiceError:
+            return {}
+        return shown
+
+    async def _current(self) -> _HostProcess:
+        """Returns the process, started if there is none that lives."""
+        async with self._starting:
+            if self._process is None or self._process.ended:
+                if self._process is not None:
+                    await self._process.end()
+                    _log.error("service_host_ended", environment=self._reference)
+                self._process = await _HostProcess.start(
+                    self._interpreter, self._reference, self._config
+                )
+            return self._process
+
+    async def _for(self, caller: Caller) -> tuple[_HostProcess, CallerData]:
+        state = caller.state
+        number = None
+        if isinstance(state, _State):
+            process, number = state.process, state.number
+        else:
+            process = await self._current()
+        return process, CallerData(
+            rollout_id=caller.rollout_id, group_id=caller.group_id, task=caller.task, state=number
+        )
+
+    async def _asked(
+        self, process: _HostProcess, flag: Callable[[str], object], what: str, *arguments: Any
+    ) -> Answer:
+        answer = await process.ask(flag, what, arguments)
+        self._counts = answer.counts
+        if answer.failure is not None:
+            raise error_of(answer.failure)
+        return answer
+
+    def _logged(self, bug: Bug, what: str, rollout_id: str) -> ServiceError:
+        _log.error("service_failed", rollout_id=rollout_id, what=what, traceback=bug.traceback)
+        return ServiceError(f"The {what} failed: {bug.kind}.")
+
+    def _value(self, answer: Answer) -> Any:
+        if answer.bug is not None:
+            raise self._logged(answer.bug, "environment's process", "")
+        try:
+            return pickle.loads(answer.value)
+        except Exception as error:
+            raise ServiceError(
+                f"The environment {self._reference!r} answered with an object that only its own "
+                f"interpreter knows: {type(error).__name__}."
+            ) from error
+
+
+class _State(msgspec.Struct, frozen=True, eq=False):
+    """A state that a process holds."""
+
+    process: _HostProcess
+    number: int
+
+
+class _HostProcess:
+    """One process, and the connection to it. Made by `start`."""
+
+    def __init__(
+        self, process: BaseProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.offer = Offer(names=[], has_state=False)
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._flags: dict[int, Callable[[str], object]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, interpreter: Interpreter, reference: str, config: dict[str, Any]
+    ) -> _HostProcess:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = InterpreterContext(interpreter).Process(
+                target=service_host.main, args=(theirs, reference, config), daemon=True
+            )
+            process.start()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        made = cls(process, reader, writer)
+        try:
+            await made._take_offer(reference, interpreter)
+        except BaseException:
+            await made.end()
+            raise
+        made._reading = asyncio.create_task(made._read())
+        return made
+
+    @property
+    def ended(self) -> bool:
+        return self._reading is None or self._reading.done()
+
+    async def ask(
+        self, flag: Callable[[str], object], what: str, arguments: tuple[Any, ...]
+    ) -> Answer:
+        """Returns the answer to a request, which ends if this call is cancelled."""
+        if self.ended:
+            raise self._died()
+        number = next(self._numbers)
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number], self._flags[number] = answered, flag
+        try:
+            service_host.send(self._writer, Request(number, what, arguments))
+            with contextlib.suppress(ConnectionError):  # then the reader ends
+                await self._writer.drain()
+            return await answered
+        except asyncio.CancelledError:
+            service_host.send(self._writer, Request(number, "cancel"))
+            raise
+        finally:
+            del self._waiting[number], self._flags[number]
+
+    async def end(self) -> None:
+        """Lets the process leave its services and end; kills it if it does not."""
+        self._writer.close()
+        await asyncio.to_thread(self._process.join, END_SECONDS)
+        if self._process.exitcode is None:
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        if self._reading is not None:
+            await cancel_and_wait(self._reading)
+
+    async def _take_offer(self, reference: str, interpreter: Interpreter) -> None:
+        answer: Answer | None = await service_host.receive(self._reader)
+        if answer is None:
+            raise ConfigError(
+                f"The process of the services of {reference!r} died at its start.",
+                hint=f"It runs in {interpreter.executable}; its output says why.",
+            )
+        if answer.failure is not None:
+            error = answer.failure
+            raise ConfigError(error.message, hint=error.hint, **error.detail)
+        self.offer = pickle.loads(answer.value)
+
+    async def _read(self) -> None:
+        try:
+            while (message := await service_host.receive(self._reader)) is not None:
+                if isinstance(message, Flagged):
+                    self._flags.get(message.number, _ignored)(message.word)
+                elif (answered := self._waiting.get(message.number)) and not answered.done():
+                    answered.set_result(message)
+        finally:
+            for answered in self._waiting.values():
+                if not answered.done():
+                    answered.set_exception(self._died())
+
+    def _died(self) -> ServiceError:
+        return ServiceError("The process of the environment's services ended.")
+
+
+def error_of(failure: Failure) -> EnvserverError:
+    """Returns the typed error that was raised in another process."""
+    kind = _KINDS.get(failure.kind, ServiceError)
+    return kind(failure.message, hint=failure.hint, **failure.detail)
+
+
+def _ignored(word: str) -> None:
+    """What a state or a group's end flags belongs to no request."""
+
 
 _LARGEST_BATCH = 64
 _ATTEMPTS = 2

@@ -25,8 +25,8 @@ from envserver_records.records import Message, Task
 
 from ..environment import Caller, Environment, Service, Services
 from ..rollout_interface import ModelCall
-from ..tools.bugs import place_of
-from ..tools.own_task import in_own_task
+from ..tools.calling import place_of
+from ..tools.mcp_client import in_own_task
 from ..tools.serving import services_of
 from .host import failure_of
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from ..rows.counts import RowCount
+from ..rows.columns import RowCount
 
 PLACES_SHOWN = 5
 

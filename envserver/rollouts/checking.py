@@ -30,7 +30,7 @@ from envserver_records.errors import EnvserverError
 from envserver_records.records import Result, Score, Task, pack
 
 from ..environment import Environment, KnownResult, answer_text
-from ..rows.counts import Origin, RowCount, RowCounts, in_file
+from ..rows.columns import Origin, RowCount, RowCounts, in_file
 from .check_data import (
     MAY_RAISE,
     Placed,

@@ -52,9 +52,9 @@ from ..environment import Environment
 from ..folders import import_path
 from ..judges.client import JudgeAddress, ScorerJudge
 from ..registry import find
-from ..sandbox.remote.address import SandboxAddress
-from ..sandbox.watched import WatchedSandboxes
-from ..tools.bugs import place_of
+from ..sandbox.maker import SandboxAddress
+from ..sandbox.opening import WatchedSandboxes
+from ..tools.calling import place_of
 from ..workers import linux
 from ..workers.failures import bug_of
 from .rewards import (

@@ -34,7 +34,7 @@ from envserver_records.records import Result, Score, Task
 
 from ..judges.client import JudgeAddress
 from ..judges.server import JudgeServer
-from ..sandbox.remote.address import SandboxAddress
+from ..sandbox.maker import SandboxAddress
 from . import scorer_process
 from .costs import ScoringSpent
 from .rewards import RewardRules, delivered_score

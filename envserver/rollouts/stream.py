@@ -15,7 +15,7 @@ import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
 from envserver_records.tasks import Split, Task
 
-from ..tools.bugs import place_of
+from ..tools.calling import place_of
 
 if TYPE_CHECKING:
     from ..environment import Environment

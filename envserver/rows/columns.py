@@ -7,18 +7,208 @@ InputError with the name of the column.
 
 from __future__ import annotations
 
+import logging
 import math
 import string
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from envserver_records.errors import ConfigError, InputError
-from envserver_records.records import Message, Task
+from envserver_records.tasks import Message, Task
 
-from .counts import took
 from .sources import Row
+
+MAX_UNUSABLE_ROWS = 1000
+"""Unusable rows at the start of a data set, before it is taken for the wrong one."""
+CAUSES_SHOWN = 8
+
+_logger = logging.getLogger("envserver_environments.usable")
+
+
+class _Notes(msgspec.Struct):
+    fields: tuple[str, ...] = ()
+    solution: str = ""
+    doubts: list[str] = []
+
+
+_row: ContextVar[_Notes | None] = ContextVar("row", default=None)
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The row of a task: its place, and its solution if its reader knows one."""
+
+    place: str
+    solution: str
+
+
+class Places(msgspec.Struct):
+    """A number of rows, and the place of the first."""
+
+    count: int
+    first: str
+
+
+class RowCount(msgspec.Struct):
+    """Counts of the rows of one data set.
+
+    Args:
+        dropped: rows that made no task, by cause.
+        doubtful: rows whose answer is doubtful, by cause; they are used.
+        fields: number of rows by the field that was taken for something: "question: problem".
+        layouts: rows by all the fields that were taken.
+    """
+
+    read: int = 0
+    used: int = 0
+    dropped: dict[str, Places] = {}
+    doubtful: dict[str, Places] = {}
+    fields: Counter[str] = msgspec.field(default_factory=Counter)
+    layouts: dict[str, Places] = {}
+
+
+def took(fields: Iterable[str], solution: str = "") -> None:
+    """Reports the fields that the row being read has, or those taken: "question: problem"."""
+    if notes := _row.get():
+        notes.fields, notes.solution = tuple(fields), solution
+
+
+def doubt(cause: str) -> None:
+    """Reports why the answer of the row being read is doubtful."""
+    if notes := _row.get():
+        notes.doubts.append(cause)
+
+
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Within the block other rows may be read: what they report does not count."""
+    token = _row.set(None)
+    try:
+        yield
+    finally:
+        _row.reset(token)
+
+
+class RowCounts:
+    """Counts the rows of each data set: read, used and dropped in the last pass over it."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, RowCount] = {}
+        """The counts by the data set's name."""
+        self.origins: dict[str, Origin] | None = None
+        """Rows by the ids of their tasks. Where a dict is set before `tasks`, it is filled, and
+        fields and doubts are counted."""
+
+    def usable(
+        self, name: str, read: Iterable[tuple[str, Task | str]], *, hint: str = ""
+    ) -> Iterator[Task]:
+        """Yields the tasks among `read`, and says at the end what became of the rows.
+
+        Args:
+            name: the data set's name.
+            read: for each row its place, and its task or why there is none.
+            hint: hint of the error if no row is usable.
+
+        Raises:
+            ConfigError: no row is usable, or none of the first MAX_UNUSABLE_ROWS.
+        """
+        return self.reported(name, self.tasks(name, read), hint=hint)
+
+    def tasks(
+        self,
+        name: str,
+        read: Iterable[tuple[str, Task | str]],
+        most_unusable: int = MAX_UNUSABLE_ROWS,
+    ) -> Iterator[Task]:
+        """Like `usable`, for tasks that are looked at again before `reported` gets them."""
+        counts = self.of[name] = RowCount()
+        rows = iter(read)
+        made = False
+        while True:
+            _row.set(notes := _Notes())
+            one = next(rows, None)
+            _row.set(None)
+            if one is None:
+                return
+            place, task = one
+            counts.read += 1
+            if self.origins is not None:
+                _note(counts, notes, place)
+                if isinstance(task, Task):
+                    self.origins[task.id] = Origin(place, notes.solution)
+            if isinstance(task, Task):
+                made = True
+                yield task
+                continue
+            self.drop(name, task, place)
+            if not made and counts.read >= most_unusable:
+                return
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Number of rows that made no task, by cause."""
+        causes: Counter[str] = Counter()
+        for counts in self.of.values():
+            causes.update({cause: places.count for cause, places in counts.dropped.items()})
+        return causes
+
+    def drop(self, name: str, cause: str, place: str) -> None:
+        """Counts a row that is of no use."""
+        _count(self.of[name].dropped, cause, place)
+
+    def reported(self, name: str, tasks: Iterable[Task], *, hint: str = "") -> Iterator[Task]:
+        """Yields `tasks`; then logs a line with the rows read, used and dropped, by cause."""
+        for task in tasks:
+            self.of[name].used += 1
+            yield task
+        counts = self.of.get(name, RowCount())
+        if not counts.used:
+            why = "; ".join(causes(counts.dropped)) or "it is empty"
+            raise ConfigError(f"The data set {name!r} has no usable row: {why}.", hint=hint)
+        if counts.dropped:
+            text = "%s: %d rows read, %d used, %d dropped: %s"
+            dropped = sum(places.count for places in counts.dropped.values())
+            why = "; ".join(causes(counts.dropped))
+            _logger.warning(text, name, counts.read, counts.used, dropped, why)
+        else:
+            _logger.info("%s: %d rows read, all used", name, counts.read)
+
+
+def _note(counts: RowCount, notes: _Notes, place: str) -> None:
+    counts.fields.update(notes.fields)
+    if notes.fields:
+        _count(counts.layouts, ", ".join(notes.fields), place)
+    for cause in notes.doubts:
+        _count(counts.doubtful, cause, place)
+
+
+def causes(rows: dict[str, Places]) -> list[str]:
+    """Returns the most frequent causes as text, with the place of the first row of each."""
+    ordered = sorted(rows.items(), key=lambda entry: -entry[1].count)
+    more = len(ordered) - CAUSES_SHOWN
+    return [
+        *(
+            f"{places.count} x {cause.rstrip('.')} (first: {places.first})"
+            for cause, places in ordered[:CAUSES_SHOWN]
+        ),
+        *([f"and {more} more"] if more > 0 else []),
+    ]
+
+
+def in_file(place: str) -> tuple[int, str]:
+    """Sorts the places of one file by their numbers, for rows that are read in another order."""
+    return len(place), place
+
+
+def _count(rows: dict[str, Places], cause: str, place: str) -> None:
+    places = rows.setdefault(cause, Places(0, place))
+    places.count += 1
+    places.first = min(places.first, place, key=in_file)
+
 
 ANSWER = "answer"
 """The column of the answer, where none is named and a row has it."""

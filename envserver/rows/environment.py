@@ -27,8 +27,7 @@ from pydantic import Field, ValidationError, create_model, field_validator
 
 from ..environment import Environment, KnownResult, answer_text
 from ..rollout_interface import Rollout
-from .columns import Columns, columns_in
-from .counts import RowCounts
+from .columns import Columns, RowCounts, columns_in
 from .rewards import Reward, Scored, Weighted, parsed
 from .sources import HUB, Rows, Source, is_data, is_glob
 

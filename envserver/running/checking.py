@@ -47,7 +47,7 @@ from ..rollouts.stream import GroupRequest
 from ..rollouts.task_digests import first_tasks
 from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
-from ..sandbox.watched import WatchedSandboxes
+from ..sandbox.opening import WatchedSandboxes
 from ..settings.config import RolloutsConfig, Settings, SimConfig
 from ..telemetry.tracing import NO_TRACER
 from ..tokens.vocabulary import Vocabulary

@@ -40,7 +40,8 @@ from ..rollouts.scorer_process import declared_by
 from ..rollouts.scoring import ScorerPool
 from ..rollouts.staleness import StalenessMonitor
 from ..sandbox.attempt_sandboxes import AttemptSandboxes
-from ..sandbox.maker import SandboxMaker, sandboxes_at
+from ..sandbox.maker import SandboxMaker
+from ..sandbox.opening import sandboxes_at
 from ..sandbox.outer import PLACE
 from ..sandbox.source import SandboxSource
 from ..sandbox.wire import NAMESPACE_BACKENDS

@@ -49,7 +49,7 @@ from .mix import Member, Several, curriculum_of_store, stream_of
 from .tracking import Tracking
 
 if TYPE_CHECKING:
-    from ..sandbox.remote.machines import Machine
+    from ..sandbox.machines import Machine
 
 
 class EvaluationNumbers:
@@ -99,7 +99,7 @@ class SandboxMachineNumbers:
     def __init__(self, config: SandboxConfig) -> None:
         self._machines: tuple[Machine, ...] = ()
         if config.remote_urls:
-            from ..sandbox.remote.machines import machines_at
+            from ..sandbox.machines import machines_at
 
             self._machines = machines_at(config.remote_urls)
 

@@ -39,9 +39,11 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from ..integration_interface import Backend
-from ..registry import ENTRY_POINT_GROUP, integrated, known_names
+from ..registry import ENTRY_POINT_GROUP, known_names
+from ..registry import installed as installations
 from ..registry.description import Description
 from ..registry.installed import (
+    INTEGRATIONS,
     MANIFEST,
     PACKAGES,
     VENV,
@@ -52,7 +54,6 @@ from ..registry.installed import (
     this_version,
     write_record,
 )
-from ..registry.integrated import INTEGRATIONS
 from ..registry.interpreters import variables
 from ..registry.manifest import Manifest, as_yaml, completed, read_manifests
 
@@ -175,13 +176,13 @@ def install_environment(
         packages: what pip installs beside the framework: paths, wheels, requirements.
         replace: the backend is made anew, with all its environments.
     """
-    integration = integrated.integration(scheme)
+    integration = installations.integration(scheme)
     if integration.backend is None:
         raise InputError(
             f"Environments of {scheme!r} need no installation.", hint=f"--env {scheme}:{rest}"
         )
     backend = integration.backend(rest, packages)
-    reference = integrated.absolute(scheme, rest)
+    reference = installations.absolute(scheme, rest)
     before = next((one for one in installed() if one.package == backend.name), None)
     if before is not None and reference in before.names and not replace:
         raise ConflictError(
@@ -305,7 +306,7 @@ def install(
             f"{sys.executable} has no pip, which installs environments.",
             hint="python -m ensurepip",
         )
-    if (parts := integrated.split(source)) is not None:
+    if (parts := installations.split(source)) is not None:
         return install_environment(*parts, packages, replace=replace, on_progress=on_progress)
     if packages:
         raise InputError("--with is for SCHEME:NAME; a package names its dependencies itself.")
@@ -345,7 +346,7 @@ def remove(name: str) -> Installed:
     """
     found = installed()
     for one in found:
-        if name in one.names and integrated.split(name) is not None and len(one.names) > 1:
+        if name in one.names and installations.split(name) is not None and len(one.names) > 1:
             return forget(one, name)
         if name in (one.package, *one.names):
             shutil.rmtree(one.folder)

@@ -46,7 +46,7 @@ class RunSpec(Generic[S]):
     def make_environment(self) -> Environment:
         """Makes the environment with its settings."""
         from ..rollouts.roles import roles_of
-        from ..tools.bugs import place_of
+        from ..tools.calling import place_of
 
         try:
             environment = self.environment_class(self.settings.env)

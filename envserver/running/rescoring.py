@@ -33,7 +33,7 @@ from ..export.rescored import old_reward, rescored_line
 from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..registry import absolute
 from ..rollouts.scoring import SCORING_FAILURES, ScorerPool
-from ..sandbox.remote.address import SandboxAddress
+from ..sandbox.maker import SandboxAddress
 from ..settings.config import SandboxConfig
 from ..settings.runs import JudgeConfig
 from ..tokens.builder import trained_ids

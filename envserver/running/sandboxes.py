@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from ..environment import Environment, Isolation
 from ..folders import loaded_paths
 from ..sandbox.maker import SandboxMaker
+from ..sandbox.opening import WatchedSandboxes
 from ..sandbox.service import SandboxService
 from ..sandbox.source import SandboxSource, foreign, machines_of
-from ..sandbox.watched import WatchedSandboxes
 from ..settings.config import SandboxConfig
 
 _SYSTEM = ("/usr/bin/", "/usr/sbin/", "/usr/lib", "/usr/include/", "/usr/local/bin/")

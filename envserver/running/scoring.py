@@ -31,8 +31,8 @@ from ..environment import Environment
 from ..registry import absolute, find
 from ..rollouts.scorer_process import RowToScore
 from ..rollouts.scoring import ScoredRow, ScorerPool
-from ..sandbox.remote.address import SandboxAddress
-from ..sandbox.watched import WatchedSandboxes
+from ..sandbox.maker import SandboxAddress
+from ..sandbox.opening import WatchedSandboxes
 from ..settings.config import SandboxConfig
 from ..settings.runs import JudgeConfig
 from .judging import judge_line, judge_of, scorer_processes

@@ -14,9 +14,9 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .client import SandboxClient
     from .docker import find_engine
+    from .opening import WatchedSandboxes
     from .requests import Open
     from .service import SandboxService
-    from .watched import WatchedSandboxes
 
 __all__ = ["Open", "SandboxClient", "SandboxService", "WatchedSandboxes", "find_engine"]
 
@@ -26,7 +26,7 @@ __getattr__ = lazy_names(
         "Open": "requests",
         "SandboxClient": "client",
         "SandboxService": "service",
-        "WatchedSandboxes": "watched",
+        "WatchedSandboxes": "opening",
         "find_engine": "docker",
     },
 )

@@ -24,10 +24,20 @@ from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, Sa
 from ..proxy.attempts import ProxyAttempt, ended
 from ..proxy.egress import Egress
 from ..sandbox_interface import Sandbox
-from .maker import SandboxMaker, TalkingSandbox
-from .requests import Exec, Open, Opened, Read, RunPython, Send, Start, Write
-from .talking import TalkingProgram
-from .validity import cut_down, plain, variables
+from .maker import SandboxMaker, TalkingProgram, TalkingSandbox
+from .requests import (
+    Exec,
+    Open,
+    Opened,
+    Read,
+    RunPython,
+    Send,
+    Start,
+    Write,
+    cut_down,
+    plain,
+    variables,
+)
 
 MOST_PER_ATTEMPT = 8
 """Maximum concurrent sandboxes of one attempt."""

@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator
 
 from . import linux, namespaces
-from .accounts import Accounts
-from .sampling import numbers
+from .usage import Accounts, numbers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

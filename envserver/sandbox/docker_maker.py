@@ -16,18 +16,421 @@ import select
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
-from functools import partial
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from . import linux
-from .docker import ContainerKey, Engine, PoolRules, key_of
-from .docker_pool import Container, NoContainer, Pool, Wanted
-from .wire import CONTAINER_ENDED, MAX_MESSAGE_BYTES, Frames, encode
+from .docker import (
+    PULL_SECONDS,
+    ContainerKey,
+    Engine,
+    PoolRules,
+    bundle,
+    command,
+    key_of,
+    last_line,
+    start_words,
+)
+from .wire import CONTAINER_ENDED, CONTAINER_READY, MAX_MESSAGE_BYTES, Frames, encode
+
+# Everything runs in the maker's one thread: what takes time is a command of the engine, whose end
+# its selector reports.
+
+_START_SECONDS = 120.0
+_INSPECT_SECONDS = 60.0
+_LINGER_SECONDS = 10.0
+"""For a container whose sandbox is closed to be gone; then the engine is asked to kill it."""
+_END_SECONDS = 15.0
+"""For that; then the engine's command is killed."""
+_WARM_SECONDS = 120.0
+"""For so long after its last use a kind of container is kept warm."""
+_USES_FOR_ONE = 4
+"""So many uses of a kind, and one of it is kept warm; twice as many, and two are."""
+_QUIET_SECONDS = 1.0
+"""After one was given out: a start would slow down what that sandbox does first."""
+_KEPT_BYTES = 4096
+_LOOK_SECONDS = 0.02
+_bundle = lru_cache(16)(bundle)
+
+
+class NoContainer(Exception):
+    """There is no container; `image_missing`: the engine does not have its image."""
+
+    def __init__(self, reason: str, *, image_missing: bool = False) -> None:
+        super().__init__(reason)
+        self.image_missing = image_missing
+
+
+class Child:
+    """A command of the engine that runs; its end, and the end of what it said, are reported.
+
+    Args:
+        then: called with its exit status.
+        talks: its input and output are pipes; else only its errors are.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        argv: list[str],
+        variables: dict[str, str],
+        seconds: float,
+        then: Callable[[int], None],
+        *,
+        talks: bool = False,
+    ) -> None:
+        ours = os.getpid()
+        self.argv = argv
+        self._selector = selector
+        self._then = then
+        self.expires = time.monotonic() + seconds
+        self.said = b""
+        self.process = subprocess.Popen(
+            argv,
+            env=variables,
+            stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if talks else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=lambda: linux.die_with(ours, signal.SIGKILL),
+        )
+        assert self.process.stderr is not None
+        self._pidfd = os.pidfd_open(self.process.pid)
+        selector.register(self.process.stderr, selectors.EVENT_READ, self._hear)
+        selector.register(self._pidfd, selectors.EVENT_READ, self._ended)
+
+    def _hear(self) -> None:
+        assert self.process.stderr is not None
+        data = os.read(self.process.stderr.fileno(), _KEPT_BYTES)
+        self.said = (self.said + data)[-_KEPT_BYTES:]
+        if not data:
+            self._selector.unregister(self.process.stderr)
+            self.process.stderr.close()
+
+    def _ended(self) -> None:
+        stderr = self.process.stderr
+        assert stderr is not None
+        if not stderr.closed:  # a process that it left may hold the other end
+            os.set_blocking(stderr.fileno(), False)
+            with contextlib.suppress(BlockingIOError):
+                while not stderr.closed:
+                    self._hear()
+        if not stderr.closed:
+            self._selector.unregister(stderr)
+            stderr.close()
+        self._selector.unregister(self._pidfd)
+        os.close(self._pidfd)
+        self._then(self.process.wait())
+
+
+@dataclass(eq=False)
+class Container:
+    """A container from its start to its end."""
+
+    name: str
+    key: ContainerKey
+    unsent: memoryview
+    child: Child | None = None
+    ready: bool = False
+    ending: int = 0
+
+    @property
+    def running(self) -> Child:
+        assert self.child is not None
+        return self.child
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A container that a sandbox waits for; `give` is called with it, or with why there is none."""
+
+    key: ContainerKey
+    give: Callable[[Container | NoContainer], None]
+
+
+@dataclass
+class _Use:
+    """How often a kind of container was wanted while it was kept warm, and when last."""
+
+    times: int = 0
+    last: float = field(default_factory=time.monotonic)
+
+
+class Pool:
+    """See the module."""
+
+    def __init__(self, engine: Engine, rules: PoolRules, selector: selectors.BaseSelector) -> None:
+        self._engine = engine
+        self._rules = rules
+        self._selector = selector
+        self._waiting: list[Wanted] = []
+        self._starting: list[Container] = []
+        self._warm: list[Container] = []
+        self._others: list[Container] = []
+        """Taken, or on their way out."""
+        self._uses: dict[ContainerKey, _Use] = {}
+        self._images: set[str] = {engine.image}
+        """Images that the engine has."""
+        self._asked: dict[str, Child] = {}
+        """By image: a command that looks for it, or fetches it."""
+        self._next_start = 0.0
+        self._quiet_at = 0.0
+
+    def want(self, wanted: Wanted) -> None:
+        """Gives the sandbox a container as soon as there is one."""
+        use = self._uses.setdefault(wanted.key, _Use())
+        use.times, use.last = use.times + 1, time.monotonic()
+        self._waiting.append(wanted)
+        self.tend()
+
+    def give_up(self, wanted: Wanted) -> None:
+        """No request waits for it any more."""
+        if wanted in self._waiting:
+            self._waiting.remove(wanted)
+
+    def returned(self, container: Container) -> None:
+        """Its sandbox is closed: ends it, unless it is about to end by itself."""
+        container.running.expires = min(
+            container.running.expires, time.monotonic() + _LINGER_SECONDS
+        )
+
+    def kill(self, container: Container) -> None:
+        """Ends a container that does not end by itself."""
+        container.ending += 1
+        container.running.expires = time.monotonic() + _END_SECONDS
+        if container.ending > 1:  # the engine did not do it
+            container.running.process.kill()
+            return
+        self._command(["kill", container.name], _END_SECONDS, lambda _: None)
+
+    def seconds_left(self) -> float | None:
+        """Until `tend` has something to do; None: until something happens."""
+        now = time.monotonic()
+        times = [child.expires for child in self._asked.values()]
+        times += [each.running.expires for each in (*self._starting, *self._others)]
+        times += [use.last + _WARM_SECONDS for use in self._uses.values()]
+        if len(self._starting) < self._rules.starts:
+            if self._waiting or self._lacking():
+                times.append(self._next_start)
+            times.append(self._quiet_at if self._quiet_at > now else float("inf"))
+        left = min(times, default=float("inf")) - now
+        return None if left == float("inf") else max(_LOOK_SECONDS, left)
+
+    def tend(self) -> None:
+        """Gives out, starts and ends containers as is due."""
+        self._expire()
+        self._give_out()
+        self._start_wanted()
+        self._keep_warm()
+
+    # Giving out.
+
+    def _give_out(self) -> None:
+        for wanted in list(self._waiting):
+            found = next((each for each in self._warm if each.key == wanted.key), None)
+            if found is not None:
+                self._waiting.remove(wanted)
+                self._warm.remove(found)
+                self._others.append(found)
+                found.running.expires = float("inf")
+                self._quiet_at = time.monotonic() + _QUIET_SECONDS
+                wanted.give(found)
+
+    def _refuse(self, reason: NoContainer, fits: Callable[[Wanted], bool], most: int) -> None:
+        for wanted in [each for each in self._waiting if fits(each)][:most]:
+            self._waiting.remove(wanted)
+            wanted.give(reason)
+
+    # Starting.
+
+    def _start_wanted(self) -> None:
+        on_the_way = [container.key for container in self._starting]
+        for wanted in list(self._waiting):
+            if wanted.key in on_the_way:
+                on_the_way.remove(wanted.key)
+            elif wanted.key.image not in self._images:
+                self._look_for(wanted.key.image)
+            elif self._may_start():
+                self._start(wanted.key)
+
+    def _may_start(self) -> bool:
+        if len(self._starting) >= self._rules.starts:
+            return False
+        return time.monotonic() >= self._next_start
+
+    def _start(self, key: ContainerKey) -> None:
+        now = time.monotonic()
+        self._next_start = max(now, self._next_start) + 1.0 / self._rules.starts_per_second
+        sent = _bundle(key.preload)
+        name = f"{self._rules.prefix}-{uuid.uuid4().hex[:12]}"
+        container = Container(name, key, memoryview(sent))
+        argv = command(self._engine, name, key, start_words(key.preload, sent))
+        then = partial(self._ended, container)
+        try:
+            container.child = Child(
+                self._selector, argv, self._engine.variables, _START_SECONDS, then, talks=True
+            )
+        except OSError as error:  # no process, no memory, no descriptor
+            self._refuse(NoContainer(str(error)), lambda wanted: wanted.key == key, 1)
+            return
+        self._starting.append(container)
+        process = container.child.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        send, hear = partial(self._send, container), partial(self._hear, container)
+        self._selector.register(process.stdin, selectors.EVENT_WRITE, send)
+        self._selector.register(process.stdout, selectors.EVENT_READ, hear)
+
+    def _send(self, container: Container) -> None:
+        stdin = container.running.process.stdin
+        assert stdin is not None
+        try:
+            done = os.write(stdin.fileno(), container.unsent)
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended; its end is reported
+            done = len(container.unsent)
+        container.unsent = container.unsent[done:]
+        if not container.unsent:
+            self._selector.unregister(stdin)
+            os.set_blocking(stdin.fileno(), True)
+
+    def _hear(self, container: Container) -> None:
+        stdout = container.running.process.stdout
+        assert stdout is not None
+        self._selector.unregister(stdout)
+        container.ready = os.read(stdout.fileno(), 1) == CONTAINER_READY
+        if container.ready and container in self._starting:
+            self._starting.remove(container)
+            self._warm.append(container)
+            container.running.expires = float("inf")
+
+    def _ended(self, container: Container, status: int) -> None:
+        process = container.running.process
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None and not pipe.closed:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(pipe)
+                pipe.close()
+        for group in (self._warm, self._others):
+            if container in group:
+                group.remove(container)
+        if container in self._starting:
+            self._starting.remove(container)
+            self._images.discard(container.key.image)  # perhaps that is why
+            key, child = container.key, container.running
+            said = last_line(child.said) or f"{child.argv[0]} ended with {status}"
+            self._uses.pop(key, None)
+            self._refuse(NoContainer(said), lambda wanted: wanted.key == key, 1)
+
+    # Images.
+
+    def _look_for(self, image: str) -> None:
+        if image not in self._asked:
+            then = partial(self._looked, image)
+            self._command(["image", "inspect", image], _INSPECT_SECONDS, then, image)
+
+    def _looked(self, image: str, status: int) -> None:
+        child = self._asked.pop(image)
+        if status == 0:
+            self._images.add(image)
+        elif self._rules.pull == "missing" and child.argv[1] != "pull":
+            then = partial(self._looked, image)
+            self._command(["pull", "--quiet", image], PULL_SECONDS, then, image)
+        else:
+            said = last_line(child.said) or f"looking for it ended with {status}"
+            reason = NoContainer(said, image_missing=True)
+            self._refuse(reason, lambda wanted: wanted.key.image == image, len(self._waiting))
+
+    def _command(
+        self, words: list[str], seconds: float, then: Callable[[int], None], image: str = ""
+    ) -> None:
+        argv = [self._engine.program, *words]
+        try:
+            child = Child(self._selector, argv, self._engine.variables, seconds, then)
+        except OSError as error:
+            if image:
+                reason = NoContainer(str(error))
+                self._refuse(reason, lambda wanted: wanted.key.image == image, 1)
+            return
+        if image:
+            self._asked[image] = child
+
+    # Warm ones.
+
+    def _targets(self) -> dict[ContainerKey, int]:
+        """How many are to be warm, by kind: those last used come first.
+
+        Where each task has an image of its own, a kind is used a few times only, and what was
+        started in advance for it would be started for nothing.
+        """
+        now, room, targets = time.monotonic(), self._rules.most_warm, {}
+        for key, use in sorted(self._uses.items(), key=lambda item: -item[1].last):
+            deserved = use.times // _USES_FOR_ONE if now - use.last < _WARM_SECONDS else 0
+            targets[key] = min(self._rules.warm, room, deserved)
+            room -= targets[key]
+        return targets
+
+    def _unused(self, key: ContainerKey) -> int:
+        """Returns how many of a kind are warm, or will be when all who wait have one."""
+        all_of_it = sum(each.key == key for each in (*self._warm, *self._starting))
+        return all_of_it - sum(wanted.key == key for wanted in self._waiting)
+
+    def _lacking(self) -> list[ContainerKey]:
+        """Returns the kinds of which one should be started in advance now."""
+        is_quiet = time.monotonic() >= self._quiet_at
+        return [
+            key
+            for key, most in self._targets().items()
+            if (unused := self._unused(key)) < most and (is_quiet or unused <= 0)
+        ]
+
+    def _keep_warm(self) -> None:
+        targets = self._targets()
+        for container in list(self._warm):
+            if self._unused(container.key) > targets.get(container.key, 0):
+                self._warm.remove(container)
+                self._others.append(container)
+                self._hang_up(container)
+        for key in [key for key, use in self._uses.items() if self._is_old(use)]:
+            del self._uses[key]
+        if not self._waiting:
+            for key in self._lacking():
+                if self._may_start():
+                    self._start(key)
+
+    def _is_old(self, use: _Use) -> bool:
+        return time.monotonic() - use.last >= _WARM_SECONDS
+
+    # Ending.
+
+    def _hang_up(self, container: Container) -> None:
+        """The end of its input ends the in-sandbox server, and so the container."""
+        stdin = container.running.process.stdin
+        assert stdin is not None
+        stdin.close()
+        self.returned(container)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for container in [*self._starting, *self._others]:
+            if now > container.running.expires:
+                self.kill(container)
+        for child in self._asked.values():
+            if now > child.expires:
+                child.process.kill()
+
 
 _CHUNK = 2**18
 _LEAVE_SECONDS = 2.0

@@ -1,21 +1,73 @@
 """What makes sandboxes: the supervisor of this machine (`client.SandboxClient`), other machines
-(`remote.machines.Machines`), or a user-supplied class (`foreign.ForeignSandboxes`).
+(`machines.Machines`), or a user-supplied class (`source.ForeignSandboxes`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
+from envserver_records.errors import ConfigError, InputError
 from envserver_records.sandboxes import ExecResult, SandboxSpec
 
 from ..sandbox_interface import Sandbox
-from .remote.address import ForeignAddress, RemoteAddress, SandboxAddress
+from .requests import Received
 
 if TYPE_CHECKING:
+    import ssl
+
     from ..proxy.egress import Closable, OnConnection
+
+
+@dataclass(frozen=True)
+class RemoteAddress:
+    """Sandbox machines.
+
+    Args:
+        urls: their URLs.
+        token: access token; never shown.
+        ca_certs, certfile: files for TLS; see `SandboxConfig`.
+    """
+
+    urls: tuple[str, ...]
+    token: str = field(default="", repr=False)
+    ca_certs: str = ""
+    certfile: str = ""
+
+    @functools.cache  # noqa: B019 - a process has few addresses
+    def tls(self) -> ssl.SSLContext | None:
+        """Returns the TLS settings; None: those of this machine.
+        Raises ConfigError: a file cannot be read.
+        """
+        if not self.ca_certs and not self.certfile:
+            return None
+        import ssl
+
+        try:
+            context = ssl.create_default_context(cafile=self.ca_certs or None)
+            if self.certfile:
+                context.load_cert_chain(self.certfile)
+        except OSError as error:
+            raise ConfigError(
+                f"--sandbox.remote_ca_certs or --sandbox.remote_certfile cannot be read: {error}."
+            ) from error
+        return context
+
+
+@dataclass(frozen=True)
+class ForeignAddress:
+    """A user-supplied class; `reference`: package.module:Class, or /path/to/file.py:Class."""
+
+    reference: str
+
+
+SandboxAddress = str | RemoteAddress | ForeignAddress
+"""A path: the socket of a supervisor on this machine."""
 
 
 class StartedProgram:
@@ -60,16 +112,80 @@ class SandboxMaker(Protocol):
         """Ends all its sandboxes."""
 
 
-def sandboxes_at(address: SandboxAddress) -> SandboxMaker:
-    """Returns what makes sandboxes at `address`."""
-    if isinstance(address, RemoteAddress):
-        from .remote.machines import Machines  # an HTTP client, which few scorers need
+_PIECE_BYTES = 1 << 16
 
-        return Machines(address)
-    if isinstance(address, ForeignAddress):
-        from .foreign import ForeignSandboxes
 
-        return ForeignSandboxes(address.reference)
-    from .client import SandboxClient
+class TalkingProgram:
+    """`live` is its whole life, in a task of its own; the rest is for requests.
 
-    return SandboxClient(address)
+    Args:
+        seconds: until it is killed.
+    """
+
+    def __init__(
+        self, sandbox: TalkingSandbox, argv: Sequence[str], env: Mapping[str, str], seconds: float
+    ) -> None:
+        self._sandbox = sandbox
+        self._argv = argv
+        self._env = env
+        self._seconds = seconds
+        self._streams: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+        self._streams = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.Lock()
+        self._over = asyncio.Event()
+        self._hung_up = False
+        self._result: asyncio.Future[ExecResult] = asyncio.get_running_loop().create_future()
+
+    async def live(self) -> None:
+        """Runs the program until it ends, or this task is cancelled."""
+        try:
+            async with self._sandbox.start(
+                self._argv, env=self._env, wall_seconds=self._seconds
+            ) as program:
+                streams = await asyncio.open_unix_connection(sock=program.stdio)
+                self._streams.set_result(streams)
+                try:
+                    await self._over.wait()
+                    program.hung_up = self._hung_up
+                finally:
+                    streams[1].close()
+            assert program.result is not None
+            self._result.set_result(program.result)
+        except BaseException as error:
+            for waited in (self._streams, self._result):
+                if not waited.done():
+                    told = error if isinstance(error, Exception) else InputError("It was ended.")
+                    waited.set_exception(told)
+                    waited.exception()  # mark as retrieved: nobody may wait for it
+            raise
+
+    async def started(self) -> None:
+        """Waits until the program is ready; raises as `TalkingSandbox.start`."""
+        await asyncio.shield(self._streams)
+
+    async def send(self, data: bytes) -> None:
+        """Sends input; what a program that has ended does not take is dropped."""
+        _, writer = await asyncio.shield(self._streams)
+        try:
+            writer.write(data)
+            await writer.drain()
+        except (ConnectionError, RuntimeError):
+            return
+
+    async def receive(self) -> Received:
+        """Returns output, or how the program ended."""
+        reader, _ = await asyncio.shield(self._streams)
+        async with self._reading:
+            try:
+                data = await reader.read(_PIECE_BYTES)
+            except ConnectionError:
+                data = b""
+        if data:
+            return Received(data)
+        self._hung_up = True
+        return Received(result=await self.end())
+
+    async def end(self) -> ExecResult:
+        """Ends the program, unless it has ended or is about to; returns how it ended."""
+        self._over.set()
+        return await asyncio.shield(self._result)

@@ -25,10 +25,10 @@ def prepare(backend: str, private: Sequence[str]) -> dict[str, Any]:
     """Moves Python if a sandbox would hide it, and makes a user namespace for an ordinary user.
 
     Args:
-        private: see `hidden.hidden_paths`.
+        private: see `system.hidden_paths`.
 
     Returns:
-        What programs will see; see `layout.describe`.
+        What programs will see; see `system.describe`.
     """
     seen = _described(backend, tuple(private))
     if seen["moves"]:
@@ -81,10 +81,10 @@ def _described(backend: str, private: tuple[str, ...]) -> dict[str, Any]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        from . import layout
+        from . import system
 
         os.close(reading)
-        layout.tell(backend, private, writing)
+        system.tell(backend, private, writing)
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:

@@ -8,10 +8,12 @@ wrong is a check that does not hold.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -24,10 +26,179 @@ import msgspec
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
 
 from ..sandbox_interface import Sandbox
+from . import landlock
 from .client import SandboxClient
-from .grader_probe import visible_graders
 from .places import folder_for_sockets
-from .remedies import remedies
+from .system import OUR_PACKAGES, environment_packages, package_places, shown_roots
+
+_MOST_FILES = 2000
+"""Files tried in each package or folder, so that a large data set does not delay the start."""
+_FACTS = "probe-facts.json"
+
+_LOOK = f"""
+import importlib, json, sys
+facts = json.load(open({_FACTS!r}))
+seen = []
+for name in facts["modules"]:
+    try:
+        if importlib.import_module(name).__file__ is None:
+            continue  # a namespace package: the name of a folder whose modules cannot be read
+    except (ImportError, OSError):  # some backends show names of files that cannot be read
+        continue
+    except Exception:
+        pass
+    seen.append(f"import {{name}}")
+for entry in sys.path:
+    twins = entry, entry.replace("/lib/", "/lib64/"), entry.replace("/lib64/", "/lib/")
+    facts["files"] += [f"{{twin}}/{{name}}" for twin in twins for name in facts["packaged"]]
+for path in dict.fromkeys(facts["files"]):
+    try:
+        with open(path, "rb") as file:
+            file.read(1)
+    except (OSError, ValueError):
+        continue
+    seen.append(path)
+print(json.dumps(seen[:5]))
+"""
+
+
+async def visible_graders(sandbox: Sandbox, private: Sequence[str]) -> tuple[ExecResult, list[str]]:
+    """Looks for environments in `sandbox`, from a new Python and from the warm one.
+
+    Args:
+        private: paths of environments and data that are not installed.
+
+    Returns:
+        The last program's result, and what was visible, at most ten things. If a program failed,
+        its result tells why.
+    """
+    packages = {name: package_places(name) for name in environment_packages()}
+    facts = {
+        "modules": list(packages),
+        "packaged": [name for places in packages.values() for name in _relative(places)],
+        "files": [path for place in _all(packages, private) for path in _files(place)],
+    }
+    await sandbox.write(_FACTS, json.dumps(facts).encode())
+    warm = await sandbox.run_python(_LOOK)
+    if not warm.ok:
+        return warm, []
+    facts["modules"] = [*OUR_PACKAGES, *packages]  # the warm one has modules of ours in memory
+    await sandbox.write(_FACTS, json.dumps(facts).encode())
+    cold = await sandbox.exec(["python3", "-c", _LOOK])
+    return cold, [thing for each in (warm, cold) if each.ok for thing in json.loads(each.stdout)]
+
+
+def _all(packages: dict[str, set[str]], private: Sequence[str]) -> list[str]:
+    return [*(place for places in packages.values() for place in places), *private]
+
+
+def _relative(places: set[str]) -> Iterator[str]:
+    """Yields the files of a package, from the directory that it is imported from."""
+    for place in places:
+        for path in _files(place):
+            yield str(Path(path).relative_to(Path(place).parent))
+
+
+def _files(place: str) -> list[str]:
+    """Returns the files in a folder, except for those of a Python in it; or the file itself."""
+    if Path(place).is_file():
+        return [place]
+    return list(itertools.islice(_walk(place, shown_roots()), _MOST_FILES))
+
+
+def _walk(folder: str, shown: set[str]) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder):
+        if parent in shown:
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if name not in ("__pycache__", ".git")]
+        yield from (f"{parent}/{name}" for name in names)
+
+
+_APPARMOR = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+_CLONE = Path("/proc/sys/kernel/unprivileged_userns_clone")
+_MOST = Path("/proc/sys/user/max_user_namespaces")
+
+LANDLOCK_ENOUGH = 6
+"""The first version of Landlock that keeps programs from signalling the server."""
+
+
+def remedies(backend: str) -> list[str]:
+    """Returns what to do if a backend does not work here, likeliest first.
+
+    Empty only for unsafe-local.
+    """
+    match backend:
+        case "bubblewrap":
+            return ["Install bubblewrap (apt install bubblewrap).", *_user_namespaces()]
+        case "namespace":
+            return [*_user_namespaces(), *_reachable_python()]
+        case "landlock":
+            return [*_landlock(), *_reachable_python()]
+        case "docker":
+            return [
+                "Start Docker or Podman, and be allowed to use it.",
+                "Name an image with python3 (3.11 or newer), bash and git: --sandbox.docker_image "
+                "(one that the engine has, or with --sandbox.docker_pull missing).",
+            ]
+    return []
+
+
+def _user_namespaces() -> list[str]:
+    found = []
+    if _number(_APPARMOR) == 1:
+        python = os.path.realpath(sys.executable)
+        found.append(
+            "AppArmor keeps ordinary users from making user namespaces (Ubuntu since 23.10). Allow "
+            f"it for this Python: echo 'abi <abi/4.0>, profile envserver {python} "
+            "flags=(unconfined) { userns, }' | sudo tee /etc/apparmor.d/envserver && "
+            "sudo apparmor_parser -r /etc/apparmor.d/envserver"
+        )
+        found.append("Or for all: sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0")
+    if _number(_CLONE) == 0:
+        found.append("User namespaces are off: sudo sysctl -w kernel.unprivileged_userns_clone=1")
+    if _number(_MOST) == 0:
+        found.append("User namespaces are off: sudo sysctl -w user.max_user_namespaces=15000")
+    if _in_container():
+        found.append(
+            "This is a container: start it with --security-opt seccomp=unconfined "
+            "--security-opt systempaths=unconfined, as an ordinary user (--user 1000) or with "
+            "--cap-add SYS_ADMIN (Kubernetes: hostUsers: false and procMount: Unmasked)."
+        )
+    return found or ["Allow unprivileged user namespaces on this machine."]
+
+
+def _landlock() -> list[str]:
+    version = landlock.abi()
+    if version == 0:
+        return ["Turn Landlock on: Linux 6.12 or newer, and landlock in the kernel's lsm= list."]
+    if version < LANDLOCK_ENOUGH:
+        return [
+            f"This kernel's Landlock is version {version}; version {LANDLOCK_ENOUGH} (Linux 6.12) "
+            "is needed. --sandbox.backend landlock takes it all the same, at your own risk."
+        ]
+    return []
+
+
+def _reachable_python() -> list[str]:
+    """Sandboxes of a root server have other users, who cannot pass a closed directory."""
+    for path in {sys.base_prefix, sys.prefix}:
+        for parent in Path(os.path.realpath(path)).parents:
+            if os.geteuid() == 0 and not parent.stat().st_mode & 0o001:
+                return [f"Install Python where every user can reach it: {parent} is closed."]
+    return []
+
+
+def _in_container() -> bool:
+    return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
 
 _MB = 2**20
 _DISK_MB, _MEMORY_MB, _PROCESSES, _WALL_SECONDS = 8, 96, 8, 0.1

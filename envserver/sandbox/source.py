@@ -3,18 +3,134 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import functools
+import importlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, Self, TypeVar
 
 import structlog
 from envserver_records.cancelling import cancel_and_wait
-from envserver_records.errors import ConfigError
+from envserver_records.errors import (
+    ConfigError,
+    InputError,
+    SandboxError,
+    SandboxLost,
+    SandboxUnavailable,
+)
+from envserver_records.sandboxes import SandboxSpec
 
+from ..folders import import_path
+from ..sandbox_interface import Sandbox, Sandboxes
 from ..settings.config import SandboxConfig
-from .foreign import maker_class
-from .remote.address import ForeignAddress, RemoteAddress, SandboxAddress
+from .maker import ForeignAddress, RemoteAddress, SandboxAddress, StartedProgram
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def maker_class(reference: str) -> Callable[[], Sandboxes]:
+    """Returns the class that `reference` names.
+    Raises ConfigError: it cannot be imported, or has no `open`.
+    """
+    place, _, name = reference.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            (module,) = import_path(Path(place))
+        else:
+            module = importlib.import_module(place)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(f"--sandbox.maker {reference}: {error}") from error
+    found: Callable[[], Sandboxes] | None = getattr(module, name, None)
+    if not callable(getattr(found, "open", None)) or found is None:
+        raise ConfigError(
+            f"--sandbox.maker {reference}: there is no class {name!r} with a method `open`.",
+            hint="docs/sandboxes.md shows one.",
+        )
+    return found
+
+
+class ForeignSandboxes:
+    """See `maker.SandboxMaker`. The class may have an async context of its own."""
+
+    def __init__(self, reference: str) -> None:
+        self._made = maker_class(reference)()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        if isinstance(self._made, AbstractAsyncContextManager):
+            await self._stack.enter_async_context(self._made)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[ForeignSandbox]:
+        """See `sandbox_interface.Sandboxes.open`."""
+        async with AsyncExitStack() as stack:
+            try:
+                sandbox = await stack.enter_async_context(self._made.open(spec))
+            except (SandboxError, InputError):
+                raise
+            except Exception as error:
+                raise SandboxUnavailable(f"No sandbox could be made: {_words(error)}") from error
+            yield ForeignSandbox(sandbox)
+
+
+def _typed(
+    method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[ForeignSandbox, P], Coroutine[Any, Any, T]]:
+    """Derives a method of `ForeignSandbox` from the method of `Sandbox`."""
+
+    @functools.wraps(method)
+    async def call(self: ForeignSandbox, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            result: T = await getattr(self.sandbox, method.__name__)(*args, **kwargs)
+            return result
+        except (SandboxError, InputError):
+            raise
+        except Exception as error:
+            raise SandboxLost(f"The sandbox was lost: {_words(error)}") from error
+
+    return call
+
+
+class ForeignSandbox:
+    """A sandbox of such a class; see `maker.TalkingSandbox`. It has no interactive programs."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.id = sandbox.id
+        self.isolation = sandbox.isolation
+        self.sandbox = sandbox
+
+    exec = _typed(Sandbox.exec)
+    run_python = _typed(Sandbox.run_python)
+    read = _typed(Sandbox.read)
+    write = _typed(Sandbox.write)
+    total = _typed(Sandbox.total)
+    close = _typed(Sandbox.close)
+
+    @asynccontextmanager
+    async def start(
+        self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
+    ) -> AsyncIterator[StartedProgram]:
+        """Refuses."""
+        self._cannot("run interactive programs")
+        yield
+
+    async def lead_out(self, serve: Any) -> NoReturn:
+        """Refuses."""
+        self._cannot("reach hosts outside through the server (`egress`)")
+
+    def _cannot(self, what: str) -> NoReturn:
+        raise SandboxUnavailable(f"Sandboxes of {self.isolation} cannot {what}.")
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
 
 _log = structlog.get_logger("envserver.sandbox")
 
@@ -28,7 +144,7 @@ class SandboxSource(Protocol):
 
     @property
     def address(self) -> SandboxAddress:
-        """Is given to `maker.sandboxes_at`, in any process of this machine."""
+        """Is given to `opening.sandboxes_at`, in any process of this machine."""
 
     @property
     def private(self) -> list[str]:
@@ -61,7 +177,7 @@ async def machines_of(config: SandboxConfig) -> AsyncIterator[RemoteSource]:
     """Yields the sandboxes of the machines in the settings, whose load is watched meanwhile.
     Raises ConfigError: none of them answers, or a file cannot be read.
     """
-    from .remote.machines import Machines
+    from .machines import Machines
 
     address = address_of(config)
     async with Machines(address) as machines:

@@ -8,13 +8,114 @@ it is read-only for programs; the rest of the machine is not there.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import json
 import os
 import sys
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import Any
 
 from . import linux
-from .hidden import hidden_paths
+from .wire import NAMESPACE_BACKENDS
+
+OUR_PACKAGES = (
+    "envserver",
+    "envserver_records",
+    "envserver_environments",
+    "envserver_integrations",
+    "envserver_tools",
+    "envserver_local",
+    "envserver_factory",
+    "envserver_clients",
+)
+_OUR_DISTRIBUTIONS = ("envserver", "envserver-clients")
+_ENTRY_POINTS = "envserver.environments"
+
+
+def hidden_paths(private: Iterable[str] = ()) -> set[str]:
+    """Returns the real paths that no program may see; not all of them need to exist.
+
+    Args:
+        private: further paths, of environments and data that are not installed.
+    """
+    sites = _site_directories()
+    found = {os.path.realpath(path) for path in private} - sites
+    with_environments = _with_environments()
+    for name in {*OUR_PACKAGES, *_packages(with_environments)}:
+        for place in package_places(name):
+            found |= {place, str(Path(place).parent)} - sites
+    for site in sites:
+        found.update(f"{site}/{name}" for name in _pointers(site))
+    for distribution in with_environments:
+        found.update(
+            os.path.realpath(str(distribution.locate_file(name)))
+            for name in _top_level(distribution)
+        )
+    return found
+
+
+def environment_packages() -> set[str]:
+    """Returns the import names of all installed packages that environments are in."""
+    return _packages(_with_environments())
+
+
+def package_places(name: str) -> set[str]:
+    """Returns the real folders of a package, or the file of a module; nothing if it is absent."""
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return set()
+    places = list(spec.submodule_search_locations or [])
+    if not places and spec.has_location and spec.origin is not None:
+        places = [spec.origin]
+    return {os.path.realpath(place) for place in places}
+
+
+def _with_environments() -> list[Distribution]:
+    """Returns our own distributions and all others with environments.
+
+    It reads the names of none of them, for parsing the metadata of hundreds takes 50 ms.
+    """
+    ours = [each for name in _OUR_DISTRIBUTIONS for each in distributions(name=name)]
+    return ours + [each for each in distributions() if _environment_modules(each)]
+
+
+def _packages(with_environments: Iterable[Distribution]) -> set[str]:
+    return {name for each in with_environments for name in _environment_modules(each)}
+
+
+def _environment_modules(distribution: Distribution) -> set[str]:
+    """Returns the top-level modules that a distribution's environments are in."""
+    if _ENTRY_POINTS not in (distribution.read_text("entry_points.txt") or ""):
+        return set()
+    points = distribution.entry_points.select(group=_ENTRY_POINTS)
+    return {point.module.partition(".")[0] for point in points}
+
+
+def _site_directories() -> set[str]:
+    """Returns the real directories that hold packages of many authors, and Python's own modules."""
+    known = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+    known.update(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    return {os.path.realpath(path) for path in known if Path(path).is_dir()}
+
+
+def _pointers(site: str) -> Iterator[str]:
+    """Yields names in a site directory that lead Python to projects in other folders."""
+    for name in (entry.name for entry in os.scandir(site)):
+        if name.startswith(("__editable__", "_editable_impl_")) or name.endswith(".egg-link"):
+            yield name
+        elif name.endswith(".pth"):
+            lines = Path(site, name).read_text(errors="replace").splitlines()
+            if any(line.strip().startswith(("/", ".")) or "editable" in line for line in lines):
+                yield name
+
+
+def _top_level(distribution: Distribution) -> set[str]:
+    tops = {path.parts[0] for path in distribution.files or [] if path.parts}
+    return tops - {"..", "/", "__pycache__"}
+
 
 _SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store"),
@@ -40,7 +141,7 @@ def visible_paths(private: tuple[str, ...] = ()) -> list[str]:
     of this interpreter: call it after `move_python`, if that is needed.
 
     Args:
-        private: see `hidden.hidden_paths`.
+        private: see `system.hidden_paths`.
     """
     roots = _seen_in_roots(private).values()
     return list(dict.fromkeys(path for seen in roots for path in seen if seen[path]))
@@ -53,7 +154,7 @@ def partly_visible(private: tuple[str, ...] = ()) -> dict[str, list[str]]:
     So `visible_paths` has everything else in such a folder.
 
     Args:
-        private: see `hidden.hidden_paths`.
+        private: see `system.hidden_paths`.
     """
     found: dict[str, list[str]] = {}
     shown = visible_paths(private)
@@ -261,3 +362,46 @@ def _look(path: str, hidden: set[str]) -> Iterator[tuple[str, bool]]:
 
 def _is_below(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
+# This needs a good part of the standard library, and every module that a zygote has imported makes
+# each of its forks slower: 0.1 ms of CPU per megabyte, and a sandbox takes two forks.
+
+
+def describe(backend: str, private: tuple[str, ...]) -> dict[str, Any]:
+    """
+    Args:
+        private: see `system.hidden_paths`.
+
+    Returns:
+        `moves`: Python must be moved first (`system.move_python`), and the rest asked for again;
+        `visible`, `partly`, `etc`, `variables`, `search_path`, `one_thread`: see `system`;
+        `filter`: of system calls, for programs, in hexadecimal digits; `tcp_filter`: one for
+        workers in the host's network.
+    """
+    from . import seccomp  # the rest of this module needs only the standard library
+
+    whole = backend in NAMESPACE_BACKENDS
+    if whole and must_move_python():
+        return {"moves": True}
+    return {
+        "moves": False,
+        "visible": visible_paths(private),
+        "partly": partly_visible(private),
+        "etc": etc_files(),
+        "variables": variables(),
+        "search_path": search_path(),
+        "one_thread": ONE_THREAD,
+        "filter": seccomp.program(inet=whole).hex(),
+        "tcp_filter": seccomp.program(inet=True, host=True).hex(),
+    }
+
+
+def tell(backend: str, private: tuple[str, ...], descriptor: int) -> None:
+    """Writes the description, or the failure, as JSON."""
+    try:
+        text = json.dumps(["ok", describe(backend, private)])
+    except Exception as error:  # noqa: BLE001 - whatever it is, the zygote must hear of it
+        text = json.dumps(["error", f"{type(error).__name__}: {error}"])
+    with os.fdopen(descriptor, "w") as pipe:
+        pipe.write(text)

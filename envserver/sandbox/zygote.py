@@ -37,7 +37,7 @@ class Boot:
         backend: see SandboxConfig.
         root: an empty directory, for the outer layer or for the sandboxes' directories on the host.
         preload: modules to import before the outer layer is closed.
-        private: see `hidden.hidden_paths`.
+        private: see `system.hidden_paths`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Boot:
         self.preload = preload
         self.private = private
         self.seen: dict[str, Any] = {}
-        """The programs' view of files; see `layout`."""
+        """The programs' view of files; see `system.describe`."""
 
 
 def main(boot_json: str) -> None:

@@ -11,16 +11,22 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import sysconfig
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from envserver_records.errors import EnvserverError
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
+
 
 MAX_RESULT_CHARACTERS = 4000
 CUT_MARKER = "\n[cut: the result is longer]"
@@ -299,3 +305,26 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         raise ValueError("a key occurs twice")
     return value
+
+
+_LIBRARIES = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
+
+
+def is_bug(error: Exception) -> bool:
+    """Returns whether a tool's exception is a bug of its author: it has no other meaning here."""
+    return not isinstance(error, EnvserverError | ToolError | OSError)
+
+
+def place_of(error: BaseException) -> str:
+    """Returns the innermost place outside of libraries (else the innermost). The file's name alone:
+    messages are kept with rollouts, without the user's folders."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [one for one in frames if not one[0].f_code.co_filename.startswith(_LIBRARIES)]
+    if not frames:
+        return ""
+    frame, line = (own or frames)[-1]
+    name = Path(frame.f_code.co_filename).name
+    return f"({name}:{line}, in {frame.f_code.co_qualname})."

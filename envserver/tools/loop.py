@@ -9,15 +9,90 @@ message without tool calls, at a message that was cut off, after `max_turns`, or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import msgspec
+from envserver_records.errors import ConfigError, InputError, NotFoundError
 from envserver_records.tasks import Message
 
 from ..rollout_interface import Reply, Rollout
-from .calling import LoopEnd, Tool, ToolResult, call_tool, descriptions
-from .opening import open_tools
+from .calling import LoopEnd, Tool, ToolError, ToolResult, call_tool, descriptions, toolbox
+from .mcp_client import McpServer, connect
 from .sources import Tools
+from .typed import as_tool
+
+
+@asynccontextmanager
+async def open_tools(tools: Tools, run: Rollout) -> AsyncIterator[Mapping[str, Tool]]:
+    """Yields tools by name; MCP servers that are not shared run within the block.
+
+    Raises:
+        TypeError: two have the same name, or a function cannot be a tool (see `typed.tool`).
+        ConfigError, ServiceError: an MCP server is not set up well, or failed.
+    """
+    async with AsyncExitStack() as stack:
+        opened: list[Tool] = []
+        for one in tools.values() if isinstance(tools, Mapping) else tools:
+            if isinstance(one, McpServer):
+                opened += await _tools_of(one, run, stack)
+            else:
+                opened.append(_here(as_tool(one), run))
+        yield _by_name(opened)
+
+
+def _by_name(tools: list[Tool]) -> dict[str, Tool]:
+    names = [one.name for one in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise TypeError(f"Two tools have the name {', '.join(twice)}.")
+    return toolbox(*tools)
+
+
+def _here(tool: Tool, run: Rollout) -> Tool:
+    """Returns a tool that this process can call: one on the server is asked by name."""
+    if not tool.on_server:
+        return tool
+    return replace(tool, function=partial(_asked, run, tool.name))
+
+
+async def _asked(run: Rollout, service: str, /, **arguments: Any) -> str:
+    try:
+        return str(await run.call_tool(service, msgspec.to_builtins(arguments)))
+    except InputError as error:
+        raise ToolError(error.message) from error
+
+
+async def _tools_of(server: McpServer, run: Rollout, stack: AsyncExitStack) -> list[Tool]:
+    """Returns the tools of an MCP server, started here unless it is shared."""
+    if not server.shared:
+        own = await stack.enter_async_context(connect(server, run))
+        return [
+            _of_mcp(server, one, partial(own.call, one["name"])) for one in await own.describe()
+        ]
+    try:
+        listed = await run.call_tool(f"{server.service}/tools", {})
+    except (InputError, NotFoundError) as error:
+        raise ConfigError(
+            f"The server does not know the shared MCP server {server.name!r}: {error.message}",
+            hint="List it in `Environment.tools`.",
+        ) from error
+    return [_of_mcp(server, one, partial(_through, run, server, one["name"])) for one in listed]
+
+
+async def _through(run: Rollout, server: McpServer, name: str, arguments: dict[str, Any]) -> str:
+    return await _asked(run, f"{server.service}/call", name=name, arguments=arguments)
+
+
+def _of_mcp(
+    server: McpServer, listed: dict[str, Any], call: Callable[[dict[str, Any]], Awaitable[str]]
+) -> Tool:
+    async def function(**arguments: Any) -> str:
+        return await call(arguments)
+
+    return Tool(listed["tool"], function, server.max_characters)
 
 
 async def chat_with_tools(
@@ -38,7 +113,7 @@ async def chat_with_tools(
 
     Args:
         messages: the conversation; replies and tool results are appended to it.
-        tools: opened for the time of the loop (see `opening.open_tools`). The calls of a message
+        tools: opened for the time of the loop (see `open_tools`). The calls of a message
             run in order; adjacent calls of `parallel` tools run at the same time. Results are
             always in order.
         final: name of the tool whose valid call ends the loop; later calls are not run.

@@ -8,26 +8,142 @@ long is a `ServiceError`: the rollout is tried again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import string
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from envserver_records.errors import ConfigError, LimitReached, SandboxError, ServiceError
+from envserver_records.extras import missing_module_hint
 
 from ..sandbox_interface import Programs, RunningProgram
 from .calling import MAX_RESULT_CHARACTERS, ToolError
-from .mcp_over_program import over_program
-from .mcp_package import import_mcp
-from .own_task import in_own_task
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp.shared.message import SessionMessage
+
+
+_MOST_LINE_BYTES = 16 << 20
+
+
+@asynccontextmanager
+async def over_program(program: RunningProgram) -> AsyncIterator[Any]:
+    """Yields the streams of messages from and to the program, as `mcp.Client` takes them."""
+    import anyio
+
+    received_writer, received = anyio.create_memory_object_stream[Any](0)
+    sent, sent_reader = anyio.create_memory_object_stream[Any](0)
+
+    async def read() -> None:
+        async with received_writer:
+            begun = b""
+            while (data := await program.receive()) and len(begun) <= _MOST_LINE_BYTES:
+                *lines, begun = (begun + data).split(b"\n")
+                for line in filter(bytes.strip, lines):
+                    with contextlib.suppress(anyio.BrokenResourceError):  # nobody listens any more
+                        await received_writer.send(_message(line))
+
+    async def write() -> None:
+        async for message in sent_reader:
+            text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+            await program.send(f"{text}\n".encode())
+
+    async with anyio.create_task_group() as tasks, received, sent, sent_reader:
+        tasks.start_soon(read)
+        tasks.start_soon(write)
+        yield received, sent
+        tasks.cancel_scope.cancel()
+
+
+def _message(line: bytes) -> SessionMessage | Exception:
+    """Returns a message; what is not one as the error that says so."""
+    from mcp.shared.message import SessionMessage
+    from mcp.types import jsonrpc_message_adapter
+
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValueError as error:
+        return error
+
+
+async def import_mcp(purpose: str) -> None:
+    """Imports what `mcp_client` and `mcp_server` use; the event loop goes on.
+
+    Args:
+        purpose: what needs it, for the error.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        await asyncio.to_thread(_import)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{purpose} needs the package mcp, version 2: {error}.", hint=missing_module_hint("mcp")
+        ) from error
+
+
+def _import() -> None:
+    import httpx2
+    import mcp.client.streamable_http
+    import mcp.server
+
+    assert httpx2 and mcp
+
+
+# What holds a task group (an MCP client does) must be left by the task that entered it, and wraps
+# exceptions that cross it. Here they do not cross it, and any task may leave the block.
+
+T = TypeVar("T")
+LEAVE_SECONDS = 10.0
+"""Seconds to leave the context; then it is cancelled."""
+
+
+@asynccontextmanager
+async def in_own_task(make: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
+    """Enters what `make` returns and leaves it at the end of the block. Raises what entering it
+    raised, without a group around a single exception."""
+    opened: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    leave = asyncio.Event()
+
+    async def hold() -> None:
+        try:
+            async with make() as value:
+                opened.set_result(value)
+                await leave.wait()
+        except Exception as error:  # noqa: BLE001 - the task that waits for it gets it
+            if not opened.done():
+                opened.set_exception(_single(error))
+                return
+            import structlog  # what only imports an environment does without it
+
+            log = structlog.get_logger("envserver.tools")
+            log.warning("context_left_badly", error=str(_single(error)))
+
+    task = asyncio.create_task(hold())
+    try:
+        yield await opened
+    finally:
+        leave.set()
+        if opened.cancelled() or not opened.done():
+            task.cancel()
+        _, late = await asyncio.wait({task}, timeout=LEAVE_SECONDS)
+        for one in late:
+            one.cancel()
+
+
+def _single(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
 
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
 CONNECT_SECONDS = 60.0

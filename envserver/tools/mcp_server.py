@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from .calling import Tool, ToolResult, use_tool
-from .mcp_package import import_mcp
+from .mcp_client import import_mcp
 
 if TYPE_CHECKING:
     from mcp.server import Server

@@ -17,8 +17,7 @@ import structlog
 from envserver_records.errors import ConfigError, InputError, ServiceError
 
 from ..environment import Caller, Environment, Service, Services, tools_of, typed_methods
-from .bugs import is_bug, place_of
-from .calling import ToolError
+from .calling import ToolError, is_bug, place_of
 from .mcp_client import McpConnection, McpServer, connect
 from .typed import CALLER, TypedTool, result_text
 

@@ -8,35 +8,191 @@ nothing when the server itself cancelled the attempt before its deadline.
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import contextvars
 import errno
 import inspect
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, AsyncExitStack
+from contextvars import Context
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import orjson
 from envserver_records.cleaning import clean
-from envserver_records.errors import AgentError, LimitReached
+from envserver_records.errors import AgentError, ConfigError, LimitReached
+from envserver_records.sandboxes import SandboxSpec
+from pydantic import ValidationError
 
+from .. import registry
 from ..environment import Environment, tools_of
-from ..rollout_interface import HarnessSpec
+from ..rollout_interface import HarnessSpec, HarnessTask
 from ..tools.calling import TIMED
 from .failures import ended_by, failure_of, output_of, sendable
-from .frames import MAX_RESULT_BYTES
 from .harness import CallRecord, harness_task, play
 from .http_client import HttpClient, RequestFailed
-from .instances import Instances
-from .printing import PRINTING
-from .remote_agent import ask_remote_agent
+from .messages import MAX_RESULT_BYTES
+from .output import PRINTING
 from .run import AttemptRun, Job
+
+
+class Instances:
+    """Environments by (reference, config).
+
+    Args:
+        patiently: a context in which blocking the loop is no sign of a hang.
+    """
+
+    def __init__(self, patiently: Callable[[], AbstractContextManager[None]]) -> None:
+        self._patiently = patiently
+        self._building: dict[bytes, asyncio.Task[Environment]] = {}
+
+    async def get(self, reference: str, config: dict[str, Any]) -> Environment:
+        """The environment after its `setup`; one that failed is built anew for the next rollout."""
+        key = orjson.dumps([reference, config], option=orjson.OPT_SORT_KEYS)
+        task = self._building.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            # In a context of its own: what setup starts belongs to no rollout.
+            build = asyncio.create_task(self._build(reference, config), context=Context())
+            task = self._building[key] = build
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Runs every `close`; one that raises is reported on stderr and hinders no other."""
+        for task in self._building.values():
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+            if task.cancelled() or task.exception():
+                continue
+            try:
+                await task.result().close()
+            except (Exception, SystemExit):  # noqa: BLE001 - code of others; this process ends either way
+                traceback.print_exc(file=sys.stderr)
+
+    async def _build(self, reference: str, config: dict[str, Any]) -> Environment:
+        with self._patiently():
+            kind = registry.find(reference)
+            try:
+                settings = kind.Config.model_validate(config)
+            except ValidationError as error:
+                raise ConfigError(f"The config is not for {reference!r}: {error}") from error
+            try:
+                environment = kind(settings)
+                await environment.setup()
+            except (SystemExit, KeyboardInterrupt) as error:  # the loop would end with it
+                raise ended_by(error) from error
+            return environment
+
+
+#     POST URL  {"task", "instruction", "base_url", "api_key", "model", "seconds", "archive",
+#                "files"}
+#     200       {"output": its last words, "files": those that it changed}
+#
+# The archive is a tar file of the workspace, files are by path; all are in base64. What it changed
+# is written into a fresh sandbox of the environment, from which the environment reads the output.
+
+_ANSWER_BYTES = 64 << 20
+
+
+class _Answer(msgspec.Struct):
+    output: str = ""
+    files: dict[str, str] = {}
+
+
+async def ask_remote_agent(
+    task: HarnessTask,
+    task_id: str,
+    spec: HarnessSpec,
+    run: AttemptRun,
+    sandbox: SandboxSpec | None,
+) -> Any:
+    """Returns the rollout's output.
+
+    Args:
+        sandbox: the environment's sandbox, for its files; None: it has none.
+    """
+    archive = base64.b64encode(task.archive).decode()
+    body = {
+        "task": task_id,
+        "instruction": task.instruction,
+        "base_url": _reached_at(spec.base_url, run.base_url),
+        "api_key": run.api_key,
+        "model": run.model,
+        "seconds": run.seconds_left,
+        "archive": archive,
+        "files": {path: base64.b64encode(data).decode() for path, data in task.files.items()},
+    }
+    answer = await _post(spec.url, body, run)
+    run.log_action("agent", spec.identity(), {"ending": "finished", "output": answer.output})
+    if task.output is None:
+        return answer.output
+    async with AsyncExitStack() as stack:
+        if sandbox is None:
+            return await task.output(_NO_WORKSPACE, answer.output)
+        filled = msgspec.structs.replace(
+            sandbox, archive=task.archive or None, files=dict(task.files)
+        )
+        workspace = await stack.enter_async_context(run.open_sandbox(filled))
+        for path, text in answer.files.items():
+            await workspace.write(path, _decoded(path, text))
+        return await task.output(workspace, answer.output)
+
+
+def _reached_at(end: str, base_url: str) -> str:
+    """Returns `base_url` as an agent sees it at the end of a tunnel; "": there is none."""
+    return f"{end.rstrip('/')}{urlsplit(base_url).path}" if end else base_url
+
+
+async def _post(url: str, body: dict[str, Any], run: AttemptRun) -> _Answer:
+    import aiohttp  # the agent's server may speak any HTTP; only these workers ask one
+
+    timeout = aiohttp.ClientTimeout(total=run.seconds_left)
+    data = msgspec.json.encode(body)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            http.post(url, data=data) as answer,
+        ):
+            content = await answer.content.read(_ANSWER_BYTES)
+    except TimeoutError:
+        raise LimitReached("The time of this rollout is used up.", limit="time") from None
+    except aiohttp.ClientError as error:
+        raise AgentError(f"The agent at {url} cannot be reached: {error}") from error
+    if answer.status != 200:
+        said = content[:500].decode("utf-8", "replace")
+        raise AgentError(f"The agent at {url} answered with status {answer.status}: {said}")
+    try:
+        return msgspec.json.decode(content, type=_Answer)
+    except msgspec.DecodeError as error:
+        raise AgentError(f"The agent at {url} did not answer as it should: {error}.") from error
+
+
+def _decoded(path: str, text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise AgentError(f"The agent's file {path!r} is not in base64: {error}.") from error
+
+
+class _NoWorkspace:
+    """Stands for the workspace where the environment has no sandbox."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AgentError("This environment has no sandbox to read the agent's files in.")
+
+
+_NO_WORKSPACE: Any = _NoWorkspace()
+
 
 HTTP_TRIES = 3
 HTTP_SECONDS = 30.0

@@ -16,9 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ..registry import find
-from .attempt import WorkerAttempt, WorkerResources
+from .attempt import Instances, WorkerAttempt, WorkerResources
 from .http_client import HttpClient
-from .instances import Instances
 from .pool import Assignment
 from .run import AttemptRun, Job
 

@@ -21,7 +21,7 @@ from envserver_records.errors import (
 )
 from envserver_records.extras import missing_module_hint
 
-from ..tools.bugs import place_of
+from ..tools.calling import place_of
 
 MAX_TRACEBACK_CHARACTERS = 8000
 MAX_MESSAGE_CHARACTERS = 2000

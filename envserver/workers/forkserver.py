@@ -38,11 +38,11 @@ from ..sandbox import outer
 from ..sandbox.backend import NamespaceBackend
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux
-from .boot import READ_BYTES, Boot
 from .lean import LeanParent, load
+from .messages import READ_BYTES, Boot
 from .output import OutputLimiter
+from .process import OUTSIDE, WorkerSpec, worker_main
 from .sandboxed import LOOK_SECONDS, Watch, WorkerSandbox, fork_sandboxed, prepare_for_workers
-from .worker_main import OUTSIDE, WorkerSpec, worker_main
 
 LOOK_ROUND_SECONDS = 1.0
 
@@ -65,7 +65,7 @@ def main(
     """Runs the forkserver.
 
     Args:
-        seen: the file view of sandboxed workers; see `sandbox.layout`.
+        seen: the file view of sandboxed workers; see `sandbox.system.describe`.
         lean: forks the companions of workers.
         failure: why sandboxes cannot be made.
     """
@@ -125,7 +125,7 @@ class Forkserver:
     ) -> None:
         self._boot = boot
         self.seen = seen
-        """The file view of sandboxed workers; see `sandbox.layout`."""
+        """The file view of sandboxed workers; see `sandbox.system.describe`."""
         self._users = users
         """User ids that no worker uses now."""
         self._control = control

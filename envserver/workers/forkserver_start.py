@@ -1,7 +1,7 @@
 """Starts the forkserver: what must be done before it has imported much.
 
-In: the struct `boot.Boot`, as JSON. Out: the forkserver's loop (`forkserver.main`), beside a lean
-parent of companions where workers have namespaces of their own.
+In: the struct `messages.Boot`, as JSON. Out: the forkserver's loop (`forkserver.main`), beside a
+lean parent of companions where workers have namespaces of their own.
 """
 
 from __future__ import annotations

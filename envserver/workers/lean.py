@@ -46,7 +46,7 @@ class LeanParent:
 
     Args:
         sandbox: the fields of `WorkerSandbox`.
-        seen: the file view of sandboxed workers; see `sandbox.layout`.
+        seen: the file view of sandboxed workers; see `sandbox.system.describe`.
     """
 
     def __init__(self, sandbox: dict[str, Any], seen: dict[str, Any]) -> None:

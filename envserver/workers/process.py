@@ -9,28 +9,37 @@ the socket.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import socket
+import sys
+import tempfile
 import threading
+import traceback
 from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import uvloop
 
-from .attempt import WorkerAttempt, WorkerResources
-from .frames import BEATS_PER_SILENCE, FrameReader, encode
+from . import linux
+from .attempt import Instances, WorkerAttempt, WorkerResources
+from .companions import Companion, give_companion
+from .handle import EXIT_CRASHED
 from .http_client import HttpClient
-from .instances import Instances
+from .messages import BEATS_PER_SILENCE, FrameReader, encode
+from .output import kept_stream
 
 MAX_THREADS = 1024
 
 
-def main(control: socket.socket, *, heartbeat_seconds: float) -> None:
+def run_until_stopped(control: socket.socket, *, heartbeat_seconds: float) -> None:
     """Runs until asked to stop."""
     control.setblocking(True)
     link = _Link(control, heartbeat_seconds / BEATS_PER_SILENCE)
@@ -194,3 +203,84 @@ def _end_with_the_server() -> None:
     """Kills this process and all that it started: the server is gone."""
     os.killpg(0, signal.SIGKILL)
     os._exit(1)  # process 1 of a namespace does not receive its own signals
+
+
+OUTSIDE = 0
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """The data that a forked child needs to become a worker.
+
+    Args:
+        control: its socket to the server.
+        output_fd: the pipe for all that it prints.
+        directory: its own, for the current directory, HOME and TMPDIR.
+        parent_pid: the process whose end is its own; OUTSIDE: of another namespace.
+        kept_descriptors: what the environments opened while they were imported.
+        heartbeat_seconds: how long it may say nothing.
+        companion: the process beside it in its sandbox.
+    """
+
+    control: socket.socket
+    output_fd: int
+    directory: Path
+    parent_pid: int
+    kept_descriptors: set[int]
+    heartbeat_seconds: float
+    companion: Companion | None = None
+
+
+def worker_main(spec: WorkerSpec) -> NoReturn:
+    """Turns this process, just forked, into a worker; ends with it, running no exit handler."""
+    code = EXIT_CRASHED
+    try:
+        _leave_the_nursery(spec)
+        _settle_in(spec)
+        run_until_stopped(spec.control, heartbeat_seconds=spec.heartbeat_seconds)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _leave_the_nursery(spec: WorkerSpec) -> None:
+    """Own session, process group and death pact; no descriptor or handler of the forkserver."""
+    os.setsid()
+    linux.die_with_parent(spec.parent_pid, signal.SIGKILL)
+    linux.adopt_orphans()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if spec.parent_pid != OUTSIDE:  # else it is deaf to these
+        for number in (signal.SIGTERM, signal.SIGINT):  # each ends us, and is seen
+            signal.signal(number, signal.SIG_DFL)
+    os.dup2(spec.output_fd, 1)
+    os.dup2(spec.output_fd, 2)
+    kept = {0, 1, 2, spec.control.fileno(), *spec.kept_descriptors}
+    if spec.companion is not None:
+        kept |= spec.companion.descriptors
+    linux.close_all_but(kept)
+    linux.limit_resources()
+
+
+def _settle_in(spec: WorkerSpec) -> None:
+    """Own directory, unbuffered lines of output, own random numbers, a trace at a crash."""
+    os.chdir(spec.directory)
+    os.environ["HOME"] = os.environ["TMPDIR"] = str(spec.directory)
+    tempfile.tempdir = None
+    sys.stdout, sys.stderr = kept_stream(1, "stdout"), kept_stream(2, "stderr")
+    faulthandler.enable()
+    linux.new_random_numbers()
+    if spec.companion is not None:
+        _expect(spec.companion)
+
+
+def _expect(companion: Companion) -> None:
+    """Waits for the companion to join; without one, agents fork what they need."""
+    if companion.joined():
+        give_companion(companion)
+    else:
+        sys.stderr.write("The companion of this worker could not start.\n")

@@ -8,11 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -21,31 +38,287 @@ from envserver_records import http_errors
 from envserver_records.errors import (
     EngineGarbage,
     EngineUnavailable,
+    EnvserverError,
     LimitReached,
     RewardError,
+    SandboxLost,
     SandboxUnavailable,
     ServiceError,
 )
-from envserver_records.sandboxes import SandboxSpec
+from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 from envserver_records.tasks import Message, PublicTask
 from envserver_records.timings import MOST_TIMINGS
 
-from ..actions import encode
+from ..actions import MAX_STEPS, batch, encode
 from ..environment import NO_REWARDS, Isolation
 from ..rollout_interface import HarnessSpec, Reply
+from ..sandbox.requests import Exec, Open, Opened, Read, Received, RunPython, Send, Start, Write
 from ..sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
 from ..tools.calling import LoopEnd, Tool, ToolResult
-from ..tools.loop import chat_with_tools
+from ..tools.loop import chat_with_tools, open_tools
 from ..tools.mcp_server import serve_tools
-from ..tools.opening import open_tools
 from ..tools.sources import Tools
-from .event_uploader import EventUploader
 from .http_client import Answer, HttpClient, RequestFailed
-from .printing import PrintedLines
-from .sandboxes import RemoteOpening, open_blocking, open_program
+from .output import PrintedLines
 
 if TYPE_CHECKING:
     import openai
+
+
+# Each method is one request. A cancelled request hangs up, and the server ends what it started.
+
+T = TypeVar("T")
+
+Post = Callable[[str, bytes], Awaitable[bytes]]
+"""Posts a body to a path below the attempt's `sandbox/`; returns the body of a good answer."""
+
+Wait = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine on the worker's event loop and waits for it in a thread."""
+
+
+class RemoteOpening:
+    """An async context manager that opens a sandbox. One that is never left ends with the attempt.
+
+    It is a class because Python would finish a forgotten generator at some later time.
+    """
+
+    def __init__(self, post: Post, spec: SandboxSpec | None) -> None:
+        self._post = post
+        self._spec = spec
+
+    async def __aenter__(self) -> RemoteSandbox:
+        self._sandbox = await open_remote(self._post, self._spec)
+        return self._sandbox
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._sandbox.close()
+
+
+class RemoteSandbox:
+    """See `sandbox_interface.Sandbox`. Made by `open_remote`."""
+
+    def __init__(self, post: Post, opened: Opened) -> None:
+        self.id = opened.id
+        self.isolation = opened.isolation
+        self._post = post
+        self._closed = False
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str = "/work",
+        env: Mapping[str, str] | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> ExecResult:
+        variables = None if env is None else dict(env)
+        body = Exec(argv=list(argv), stdin=stdin, cwd=cwd, env=variables, limits=limits)
+        return await self._request("exec", body, ExecResult)
+
+    async def run_python(
+        self,
+        code: str,
+        *,
+        argv: Sequence[str] = (),
+        stdin: bytes = b"",
+        cwd: str = "/work",
+        limits: SandboxLimits | None = None,
+    ) -> ExecResult:
+        body = RunPython(code=code, argv=list(argv), stdin=stdin, cwd=cwd, limits=limits)
+        return await self._request("python", body, ExecResult)
+
+    async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+        return await self._request("read", Read(path=path, max_bytes=max_bytes), bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._request("write", Write(path=path, data=data), type(None))
+
+    async def total(self) -> SandboxUsage:
+        return await self._request("total", None, SandboxUsage)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        # The server closes at the end of the attempt what could not be closed here.
+        with suppress(EnvserverError):
+            await self._post(f"{self.id}/close", b"")
+
+    async def _request(self, action: str, body: Any, kind: type[T]) -> T:
+        return await _answer(self._post, f"{self.id}/{action}", body, kind)
+
+
+async def open_remote(post: Post, spec: SandboxSpec | None) -> RemoteSandbox:
+    """Opens a sandbox of this attempt; raises like `Rollout.open_sandbox`."""
+    return RemoteSandbox(post, await _answer(post, "open", Open(spec), Opened))
+
+
+class RemoteProgram:
+    """See `sandbox_interface.RunningProgram`. Made by `open_program`."""
+
+    def __init__(self, post: Post, sandbox_id: str) -> None:
+        self.result: ExecResult | None = None
+        self._post = post
+        self._id = sandbox_id
+
+    async def send(self, data: bytes) -> None:
+        await _answer(self._post, f"{self._id}/send", Send(data=data), type(None))
+
+    async def receive(self) -> bytes:
+        received = await _answer(self._post, f"{self._id}/receive", None, Received)
+        self.result = received.result
+        return received.data
+
+
+@asynccontextmanager
+async def open_program(
+    post: Post, argv: Sequence[str], env: Mapping[str, str], spec: SandboxSpec | None
+) -> AsyncIterator[RemoteProgram]:
+    """Runs a program in a sandbox of its own; raises like `Rollout.open_program`."""
+    sandbox = await open_remote(post, spec)
+    try:
+        start = Start(argv=list(argv), env=dict(env))
+        await _answer(post, f"{sandbox.id}/start", start, type(None))
+        yield RemoteProgram(post, sandbox.id)
+    finally:
+        await sandbox.close()
+
+
+@contextmanager
+def open_blocking(post: Post, spec: SandboxSpec | None, wait: Wait) -> Iterator[BlockingSandbox]:
+    """Opens a sandbox of this attempt for code in a thread."""
+    sandbox: RemoteSandbox = wait(open_remote(post, spec))
+    try:
+        yield BlockingSandbox(sandbox, wait)
+    finally:
+        with suppress(EnvserverError):  # the attempt is over: the server closes it
+            wait(sandbox.close())
+
+
+async def _answer(post: Post, path: str, body: Any, kind: type[T]) -> T:
+    """Sends one request and decodes its answer as `kind`."""
+    answer = await post(path, msgspec.msgpack.encode(body))
+    try:
+        return msgspec.msgpack.decode(answer, type=kind)
+    except msgspec.DecodeError as error:
+        raise SandboxLost(f"The server's answer about a sandbox is not valid: {error}") from error
+
+
+# Neither waits for the server. Steps are sent a moment after they are logged, those of that moment
+# together, one request at a time: what is lost when the worker is killed is that moment.
+
+MAX_WAITING_LOG_LINES = 1000
+TELL_SECONDS = 5.0
+GATHER_SECONDS = 0.1
+"""Maximum delay between a step and the request that sends it."""
+_BATCH_BYTES = 1 << 20
+_TRIES = 3
+
+
+class EventUploader:
+    """Sends the events of one attempt; its methods are called on the loop.
+
+    Args:
+        url: of the attempt, with its key.
+    """
+
+    def __init__(self, rollout_id: str, url: str, http: HttpClient) -> None:
+        self._rollout_id = rollout_id
+        self._url = url
+        self._http = http
+        self._lines: deque[bytes] = deque()
+        self._lines_dropped = 0
+        self._sending_lines: asyncio.Task[None] | None = None
+        self._steps: deque[bytes] = deque()
+        self._steps_sent = 0
+        self._steps_dropped = 0
+        self._sending_steps: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+
+    def line(self, line: bytes) -> None:
+        """A log line (JSON) to be sent; what is over the bound is dropped and counted."""
+        if len(self._lines) >= MAX_WAITING_LOG_LINES:
+            self._lines_dropped += 1
+            return
+        self._lines.append(line)
+        if self._sending_lines is None or self._sending_lines.done():
+            self._sending_lines = _started(self._send_lines())
+
+    def step(self, step: bytes) -> None:
+        """A step (see `actions.encode`) to be sent."""
+        if self._steps_sent + len(self._steps) >= MAX_STEPS:
+            self._steps_dropped += 1
+            return
+        self._steps.append(step)
+        if self._sending_steps is None or self._sending_steps.done():
+            self._sending_steps = _started(self._send_steps())
+
+    async def finish(self) -> None:
+        """Sends what waits."""
+        self._hurry.set()
+        if self._sending_steps is not None:
+            await self._sending_steps
+        if self._steps_dropped:
+            await self._post("actions", batch(self._steps_sent, [], self._steps_dropped))
+        if self._sending_lines is not None:
+            await self._sending_lines
+        if self._lines_dropped:
+            facts = {"lines": self._lines_dropped}
+            await self._send_line(orjson.dumps({"event": "log_lines_dropped", "facts": facts}))
+
+    async def _send_lines(self) -> None:
+        while self._lines:
+            await self._send_line(self._lines.popleft())
+
+    async def _send_line(self, line: bytes) -> None:
+        if not await self._post("log", line):  # stderr still reaches the server's log
+            sys.stderr.write(f"{self._rollout_id}: {line.decode(errors='replace')}\n")
+
+    async def _send_steps(self) -> None:
+        while self._steps:
+            if not self._hurry.is_set():
+                await _either(self._hurry, GATHER_SECONDS)
+            steps = self._next_steps()
+            body = batch(self._steps_sent, steps, self._steps_dropped)
+            self._steps_sent += len(steps)
+            for _ in range(_TRIES):  # the server takes each step once
+                if await self._post("actions", body):
+                    break
+
+    def _next_steps(self) -> list[bytes]:
+        steps: list[bytes] = []
+        size = 0
+        while self._steps and (not steps or size + len(self._steps[0]) <= _BATCH_BYTES):
+            steps.append(self._steps.popleft())
+            size += len(steps[-1])
+        return steps
+
+    async def _post(self, path: str, body: bytes) -> bool:
+        """Returns whether the server took it."""
+        headers = {"content-type": "application/json"}
+        try:
+            answer = await self._http.request(
+                "POST", f"{self._url}/{path}", body, headers=headers, seconds=TELL_SECONDS
+            )
+        except (RequestFailed, TimeoutError):
+            return False
+        return answer.status < 400
+
+
+def _started(work: Any) -> asyncio.Task[None]:
+    """Not one of the agent's own tasks, which end with it."""
+    return asyncio.get_running_loop().create_task(work, context=Context())
+
+
+async def _either(event: asyncio.Event, seconds: float) -> None:
+    """Returns when `event` is set, or after `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
+
 
 AGENT_HEADER = "x-agent"
 CLOSE_SECONDS = 10.0

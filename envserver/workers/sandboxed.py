@@ -25,12 +25,12 @@ import msgspec
 
 from ..sandbox import landlock, linux, namespaces
 from ..sandbox.backend import NamespaceBackend, kernel_bytes
-from ..sandbox.sampling import numbers, sample
+from ..sandbox.usage import numbers, sample
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from .linux import bound
 
 if TYPE_CHECKING:
-    from .worker_main import WorkerSpec
+    from .process import WorkerSpec
 
 
 LOOK_SECONDS = 0.1
@@ -57,7 +57,7 @@ class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
             JavaScript do.
         shown: folder of this machine that its programs see, read-only, at `outer.PLACE`; with
             landlock at its own place. "": none.
-        private: see `sandbox.hidden.hidden_paths`.
+        private: see `sandbox.system.hidden_paths`.
     """
 
     backend: str
@@ -81,7 +81,7 @@ def fork_sandboxed(
     """Forks a worker into `sandbox`; only for a process with one thread.
 
     Args:
-        seen: what it will see; see `sandbox.layout`.
+        seen: what it will see; see `sandbox.system.describe`.
         uid: user of the worker; None: the current user, who is not root.
         hand_out: in the worker, gives a listening socket to the server.
     """
@@ -134,7 +134,7 @@ def _live(confine: Callable[[], None], spec: WorkerSpec) -> NoReturn:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    from .worker_main import worker_main  # imported already, in the forkserver
+    from .process import worker_main  # imported already, in the forkserver
 
     worker_main(spec)
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from support.sandboxes import sandbox_machine, sandboxes
 
 from envserver import ExecResult, Sandbox, SandboxError, Sandboxes, SandboxSpec
-from envserver.sandbox.remote.address import RemoteAddress
-from envserver.sandbox.remote.machines import Machines
+from envserver.sandbox.machines import Machines
+from envserver.sandbox.maker import RemoteAddress
 
 from .host import Host, children, random_secret
 from .program import Program, Told, python, shell, table

@@ -16,7 +16,7 @@ from support.installed import ASK, LIBRARIES, LOOK, add_libraries, build_wheels
 from support.openenv_server import OPENING, played, transcript
 
 import envserver
-from envserver.sandbox import selection
+from envserver.sandbox import service
 
 SERVER = Path(__file__).parents[1] / "support" / "openenv_in_an_image.py"
 TOML = '[environment]\ndocker_image = "{image}"\n[verifier]\nenv = {{ WANTED = "6" }}\n'
@@ -157,7 +157,7 @@ def container(docker_engine: Engine) -> Iterator[Container]:
 @pytest.mark.parametrize("user", [0, 1000])
 def test_graders_are_hidden_or_the_backend_is_refused(container: Container, user: int) -> None:
     works = []
-    for backend in selection.ORDER:
+    for backend in service.ORDER:
         told = container.run("/opt/venv/bin/python", "-c", ASK, backend, LOOK, user=user)
         seen, tries = orjson.loads(told.splitlines()[-1])
         assert seen == "" or tries < 0, f"{backend}: {seen}"

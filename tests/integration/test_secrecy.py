@@ -29,7 +29,7 @@ from support.installed import ASK, LOOK, ROOT, add_libraries, build_wheels, run
 from support.waiting import PATIENCE
 
 from envserver.http.access import RULES, create_token
-from envserver.sandbox import selection
+from envserver.sandbox import service
 from envserver.settings.server import Role
 
 CASES = cases_of(__file__)
@@ -327,7 +327,7 @@ def test_no_program_sees_the_graders(install: Install, folder: Path, wheels: lis
     variables = {"PYTHONUSERBASE": str(place)} if install is for_the_user else {}
     add_libraries(*place.glob("lib/python*/site-packages"))
     refused = {}
-    for backend in selection.ORDER:
+    for backend in service.ORDER:
         told = run(python, "-c", ASK, backend, LOOK, env=variables, cwd=folder)
         seen, tries = orjson.loads(told.splitlines()[-1])
         if tries < 0:
@@ -336,5 +336,5 @@ def test_no_program_sees_the_graders(install: Install, folder: Path, wheels: lis
         else:
             assert tries > 20
             assert seen == "", backend
-    if len(refused) == len(selection.ORDER):
+    if len(refused) == len(service.ORDER):
         pytest.skip(f"no backend works here: {refused}")

@@ -13,8 +13,8 @@ from envserver import SandboxConfig
 from envserver.running.run_settings import SandboxesServeSettings
 from envserver.running.sandbox_serving import ServedSandboxes, sandbox_serving
 from envserver.sandbox import SandboxClient, SandboxService
-from envserver.sandbox.remote.address import RemoteAddress
-from envserver.sandbox.remote.machines import Machines
+from envserver.sandbox.machines import Machines
+from envserver.sandbox.maker import RemoteAddress
 from envserver.settings.config import SandboxMachineConfig
 from envserver.settings.server import ServerConfig
 

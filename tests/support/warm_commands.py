@@ -103,7 +103,7 @@ def _import_commands() -> None:
         for module in pkgutil.iter_modules(importlib.import_module(name).__path__, f"{name}."):
             importlib.import_module(module.name)
     importlib.import_module("envserver_environments.math.env")
-    selection = importlib.import_module("envserver.sandbox.selection")
+    selection = importlib.import_module("envserver.sandbox.service")
     selection.ORDER = ("namespace", *(name for name in selection.ORDER if name != "namespace"))
     gc.collect()
     gc.freeze()

@@ -38,7 +38,7 @@ from envserver import (
     Split,
     Task,
 )
-from envserver.rows.counts import doubt
+from envserver.rows.columns import doubt
 
 from . import procedural
 from .agent import Mode, solve

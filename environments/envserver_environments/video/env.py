@@ -45,7 +45,7 @@ from envserver import (
     Split,
     Task,
 )
-from envserver.rows.counts import doubt
+from envserver.rows.columns import doubt
 
 from .agent import Protocol
 from .context import MODALITIES, VideoContext, video_context

@@ -36,7 +36,7 @@ from envserver.proxy import ProxyAttempt
 from envserver.proxy.hooks import HookFunctions
 from envserver.proxy.worker import job_of
 from envserver.registry import find
-from envserver.registry.hosted_services import HostedServices
+from envserver.registry.hosted import HostedServices
 from envserver.registry.installed import Interpreter
 from envserver.registry.service_host import Request, _Host, send
 from envserver.rollout_interface import HookBug, ModelCall

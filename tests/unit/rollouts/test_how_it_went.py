@@ -26,7 +26,7 @@ from envserver.proxy.attempts import Timeline
 from envserver.rollouts.attempt import timings_of
 from envserver.rollouts.failures import without_hidden
 from envserver.rollouts.provenance import MOST_BYTES, bounded_public
-from envserver.workers.printing import PrintedLines
+from envserver.workers.output import PrintedLines
 
 CASES = cases_of(__file__)
 

@@ -31,10 +31,10 @@ from envserver.http.access import create_token
 from envserver.running.hosting import SandboxMachineNumbers
 from envserver.running.sandbox_serving import ServedSandboxes
 from envserver.sandbox import SandboxClient, SandboxService
-from envserver.sandbox.remote import machines as machines_module
-from envserver.sandbox.remote.address import RemoteAddress
-from envserver.sandbox.remote.machines import Machine, Machines, machines_at
-from envserver.sandbox.remote.messages import PATH, Load
+from envserver.sandbox import machines as machines_module
+from envserver.sandbox.machine_messages import PATH, Load
+from envserver.sandbox.machines import Machine, Machines, machines_at
+from envserver.sandbox.maker import RemoteAddress
 from envserver.sandbox.requests import Exec
 from envserver.sandbox.supervisor import READY
 

@@ -33,23 +33,14 @@ from support.sandboxes import sandboxes
 from support.waiting import PATIENCE
 
 from envserver import SandboxConfig, SandboxLimits, SandboxSpec, main
-from envserver.sandbox import (
-    SandboxService,
-    bubblewrap,
-    hidden,
-    landlock,
-    seccomp,
-    selection,
-    service,
-    system,
-)
+from envserver.sandbox import SandboxService, bubblewrap, landlock, seccomp, service, system
 from envserver.sandbox.probe import ProbeReport, examine, unavailable
 from envserver.sandbox.service import probe
 
 CASES = cases_of(__file__)
 
 PROJECT = Path(__file__).parents[3]
-OURS = hidden.OUR_PACKAGES
+OURS = system.OUR_PACKAGES
 X86 = platform.machine() == "x86_64"
 LIBC = ctypes.CDLL(None, use_errno=True)
 TABLE = tomllib.loads(Path(__file__).with_name("seccomp_calls.toml").read_text())
@@ -337,7 +328,7 @@ print(found, os.listdir("/work"), os.listdir("/tmp"))
     assert pytest_there.ok, pytest_there
 
 
-@pytest.mark.parametrize("backend", selection.ORDER)
+@pytest.mark.parametrize("backend", service.ORDER)
 async def test_a_wall_that_works_holds_all_its_checks(backend: str) -> None:
     report = await probe(backend, SandboxConfig(backend=backend))
     if backend == "bubblewrap" and bubblewrap.installed() is None:
@@ -403,16 +394,16 @@ async def test_nobody_steps_down_in_silence(monkeypatch: pytest.MonkeyPatch) -> 
     broken.add("landlock")
     with pytest.raises(ConfigError) as refusal:
         await SandboxService(SandboxConfig()).__aenter__()
-    assert all(f"{backend} is broken" in refusal.value.message for backend in selection.ORDER)
+    assert all(f"{backend} is broken" in refusal.value.message for backend in service.ORDER)
     assert "docker" in refusal.value.hint
 
 
 def test_landlock_without_signals_is_only_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: 4)
-    report = selection.missing("landlock", by_name=False)
+    report = service.missing("landlock", by_name=False)
     assert report is not None
     assert "version 4" in report.failure
-    assert selection.missing("landlock", by_name=True) is None
+    assert service.missing("landlock", by_name=True) is None
 
 
 def test_doctor_tells(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

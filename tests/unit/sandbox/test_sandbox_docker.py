@@ -25,13 +25,12 @@ from support.sandboxes import archive, sandboxes
 from support.waiting import until
 
 from envserver import InputError, Sandbox, SandboxConfig, Sandboxes, SandboxLimits, SandboxSpec
-from envserver.sandbox import SandboxClient, SandboxService, docker_leftovers, find_engine, service
-from envserver.sandbox.cgroups import CgroupAccounts
-from envserver.sandbox.docker_leftovers import new_prefix, remove_leftovers
-from envserver.sandbox.maker import sandboxes_at
+from envserver.sandbox import SandboxClient, SandboxService, docker, find_engine, service
+from envserver.sandbox.container import CgroupAccounts
+from envserver.sandbox.docker import new_prefix, remove_leftovers
+from envserver.sandbox.opening import WatchedSandboxes, sandboxes_at
 from envserver.sandbox.service import probe
 from envserver.sandbox.source import foreign
-from envserver.sandbox.watched import WatchedSandboxes
 
 CASES = cases_of(__file__)
 
@@ -137,8 +136,8 @@ def test_containers_stay_of_servers_whose_processes_cannot_be_seen(
         raise PermissionError
 
     (engine / "left").write_text(f"{new_prefix()}-a")
-    monkeypatch.setattr(docker_leftovers, "_start_time", lambda pid: None)
-    monkeypatch.setattr(docker_leftovers.os, "kill", refuse)
+    monkeypatch.setattr(docker, "_start_time", lambda pid: None)
+    monkeypatch.setattr(docker.os, "kill", refuse)
     assert remove_leftovers(find_engine(fake_engine.IMAGE)) == []
 
 

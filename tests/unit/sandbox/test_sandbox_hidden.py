@@ -14,7 +14,8 @@ from support.forked import forked, words
 
 from envserver import SandboxConfig, SandboxSpec, registry
 from envserver.running.sandboxes import private_paths, sandboxes_of
-from envserver.sandbox import SandboxClient, hidden, landlock, linux, namespaces, selection
+from envserver.sandbox import SandboxClient, landlock, linux, namespaces, system
+from envserver.sandbox import service as selection
 from envserver.sandbox.service import probe
 
 ENVIRONMENT = """
@@ -82,7 +83,7 @@ for name in ("env.py", "answers.txt", "../{data.name}"):
 def test_private_paths_are_hidden_by_their_real_place(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert str(tmp_path / "real") in hidden.hidden_paths([str(tmp_path / "link")])
+    assert str(tmp_path / "real") in system.hidden_paths([str(tmp_path / "link")])
 
 
 @pytest.mark.parametrize("name", ["folder", "a, b", "link"])

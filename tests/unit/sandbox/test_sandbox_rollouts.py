@@ -45,9 +45,8 @@ from envserver.rollouts.group import RolloutContext, attempt_spec
 from envserver.running import rollout_context
 from envserver.sandbox import Open
 from envserver.sandbox.attempt_sandboxes import summed
-from envserver.sandbox.requests import Exec, Opened
+from envserver.sandbox.requests import Exec, Opened, cut_down
 from envserver.sandbox.supervisor import READY
-from envserver.sandbox.validity import cut_down
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -24,9 +24,9 @@ from envserver import (
     tool,
 )
 from envserver.tools.calling import use_tool
+from envserver.tools.loop import open_tools
 from envserver.tools.mcp_client import connect
 from envserver.tools.mcp_server import serve_tools
-from envserver.tools.opening import open_tools
 
 CASES = cases_of(__file__)
 

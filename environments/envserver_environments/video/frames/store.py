@@ -27,7 +27,7 @@ from typing import Any
 from envserver_records.extras import missing_module_hint
 
 from envserver import Caller, ConfigError, InputError, ServiceError
-from envserver.rows.layouts import natural
+from envserver.rows.sources import natural
 
 from .decoding import Request, moments
 

@@ -19,17 +19,14 @@ import structlog
 from envserver_records.errors import EnvserverError, InputError
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
 
-from ..maker import SandboxMaker, TalkingSandbox
-from ..requests import Exec, Read, RunPython, Send, Write
-from ..talking import TalkingProgram
-from ..validity import cut_down, plain, variables
-from ..wire import MAX_FRAME_BYTES
-from .link import FramedLink, Link
-from .messages import (
+from .machine_messages import (
     BODIES,
+    FramedLink,
+    Link,
     Load,
     MachineBusy,
     Opened,
+    Outside,
     Pass,
     Problem,
     Request,
@@ -37,7 +34,9 @@ from .messages import (
     framed,
     problem_of,
 )
-from .outside import Outside
+from .maker import SandboxMaker, TalkingProgram, TalkingSandbox
+from .requests import Exec, Read, RunPython, Send, Write, cut_down, plain, variables
+from .wire import MAX_FRAME_BYTES
 
 _OPEN_SECONDS = 60.0
 """Seconds for the first frame of a connection."""

@@ -1,4 +1,4 @@
-"""The frames that the server and a worker exchange on their control socket.
+"""Messages of the control sockets, and the arguments of the forkserver.
 
 A frame (`envserver_records.framing`) holds a non-empty list of strings as MessagePack:
 
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import msgspec
 from envserver_records import framing
+
+from .sandboxed import WorkerSandbox
 
 MAX_FRAME_BYTES = 64 * 1024
 """Maximum size of a frame from a worker."""
@@ -50,3 +52,28 @@ class FrameReader:
             if not parts:
                 raise ValueError("a frame cannot be empty")
             yield parts
+
+
+READ_BYTES = 65536
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of the forkserver, passed as JSON.
+
+    Args:
+        control_fd: of a SOCK_SEQPACKET socket whose other end only the server holds.
+        server_pid: the forkserver ends when this process does.
+        root: directory for the workers' directories; removed at the end.
+        references: environments to import now.
+        heartbeat_seconds: a worker that is silent for longer is killed.
+        sandbox: sandbox of every worker; None: no sandbox.
+        most_workers: maximum number of live workers.
+    """
+
+    control_fd: int
+    server_pid: int
+    root: str
+    references: list[str]
+    heartbeat_seconds: float
+    sandbox: WorkerSandbox | None = None
+    most_workers: int = 1

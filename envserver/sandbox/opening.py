@@ -1,8 +1,9 @@
-"""`Environment.sandboxes`: opens sandboxes for scorers and `tasks`, from any event loop.
+"""Opens sandboxes at an address, and for scorers and `tasks` (`Environment.sandboxes`).
 
-Each sandbox has its own connection: it ends with the process and can be used from any thread with
-an event loop. A failure of the sandbox is remembered, because a scorer may mistake it for a failure
-of the model: its score of that rollout does not count.
+A `WatchedSandboxes` works from any event loop: each sandbox has its own connection: it ends with
+the process and can be used from any thread with an event loop. A failure of the sandbox is
+remembered, because a scorer may mistake it for a failure of the model: its score of that rollout
+does not count.
 """
 
 from __future__ import annotations
@@ -16,11 +17,25 @@ from envserver_records.errors import SandboxError, SandboxLost, SandboxUnavailab
 from envserver_records.sandboxes import ExecResult, SandboxSpec
 
 from ..sandbox_interface import Sandbox
-from .maker import sandboxes_at
-from .remote.address import SandboxAddress
+from .maker import ForeignAddress, RemoteAddress, SandboxAddress, SandboxMaker
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def sandboxes_at(address: SandboxAddress) -> SandboxMaker:
+    """Returns what makes sandboxes at `address`."""
+    if isinstance(address, RemoteAddress):
+        from .machines import Machines  # an HTTP client, which few scorers need
+
+        return Machines(address)
+    if isinstance(address, ForeignAddress):
+        from .source import ForeignSandboxes
+
+        return ForeignSandboxes(address.reference)
+    from .client import SandboxClient
+
+    return SandboxClient(address)
 
 
 class WatchedSandboxes:
