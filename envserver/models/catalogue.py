@@ -1,7 +1,6 @@
 """Looks up models by name in `configs/models.yaml`, and finds the files of served models.
 
-In: a file, and what the user typed. Out: an entry that says where the model's files are and how to
-serve it. A folder or a hub name (`owner/name`) needs no entry.
+A folder or a hub name (`owner/name`) needs no entry.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ class ModelEntry(Section):
 
     @property
     def files(self) -> str:
-        """The path or hub name passed to engines."""
         return self.hf_id or os.fspath(self.path or "")
 
     @property
@@ -86,9 +84,7 @@ class ModelEntry(Section):
 
 
 def read_catalogue(path: Path) -> dict[str, ModelEntry]:
-    """Reads the entries of a file (see `shipped`), by name; {} if there is no file.
-    Raises ConfigError: it is malformed; the message names the entry and the fault.
-    """
+    """Reads the entries of a file (see `shipped`), by name; {} if there is no file."""
     import yaml  # runs without `--model NAME` start without it
 
     try:
@@ -112,11 +108,7 @@ def read_catalogue(path: Path) -> dict[str, ModelEntry]:
 
 
 def find_model(name: str, catalogue: dict[str, ModelEntry], place: Path) -> ModelEntry:
-    """Returns the entry `name`, or a new one for the folder or hub model that it means.
-
-    Args:
-        place: the catalogue's file, for messages.
-    """
+    """Returns the entry `name`, or a new one for the folder or hub model that it means."""
     entry = catalogue.get(name) or _unlisted(name)
     if entry is None:
         near = difflib.get_close_matches(name, catalogue, n=1, cutoff=0.5)
@@ -192,12 +184,9 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) -> ModelFiles:
     """Finds the files of the model that an engine serves. May wait for the network.
 
-    Searched in this order: the folder that the user names; the model's own folder, if it exists on
-    this machine; the Hugging Face cache; the Hugging Face hub, from which only a few small files
-    are downloaded (not with HF_HUB_OFFLINE).
-
-    Args:
-        explicit: the folder that the user names.
+    Searched in this order: `explicit`, the folder that the user names; the model's own folder, if
+    it exists on this machine; the Hugging Face cache; the Hugging Face hub, from which only a few
+    small files are downloaded (not with HF_HUB_OFFLINE).
     """
     if explicit is not None:
         if lack := _lack(explicit):
@@ -224,9 +213,7 @@ def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) ->
 
 
 def find_tokenizer(name: str) -> Path:
-    """Finds a tokenizer by the user's name for it: a local folder, or a model on the hub.
-    Raises ConfigError: there is none.
-    """
+    """Finds a tokenizer by the user's name for it: a local folder, or a model on the hub."""
     if folder := tokenizer_here(name, Path(name)):
         return folder
     fetched = _fetch(name)
@@ -274,7 +261,6 @@ def _changed_at(folder: Path) -> float:
 
 
 def _cache_folder() -> Path:
-    """Returns huggingface_hub's cache: HF_HUB_CACHE, else in HF_HOME, else in the user's cache."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -301,17 +287,16 @@ def _fetch(name: str) -> ModelFiles:
 
 
 def without_folders(text: str) -> str:
-    """Returns `text` with only the last part of each path in it: what may leave this machine."""
+    """Returns `text` with only the last part of each path: what may leave this machine."""
     return _PATH.sub(r"\1", text)
 
 
 def model_source(root: str | None, folder: Path | None = None) -> dict[str, str]:
-    """Returns the name of the files that an engine serves, and their revision if the path has it.
+    """Returns the name of the files that an engine serves, and their revision if known.
 
     Args:
-        root: a name on the hub or a path, as the engine reports it; of a path only the last part
-            is used.
-        folder: where its tokenizer was found here.
+        root: a name on the hub or a path (of which the last part is used), as the engine reports
+        it. folder: where its tokenizer was found here.
     """
     if not root:
         return {}

@@ -2,6 +2,11 @@
 
 The HTTP client's errors leave this module as `RetryableError`. TCP keep-alive detects a peer whose
 machine has vanished, however long an answer may take.
+
+A client that may register an engine makes the server send prompts there. So cloud services
+(link-local addresses and the like) are never engines, this machine is one only if no other client
+can register, and only hosts that the settings allow get the engines' key. Names are resolved for
+each connection, and each address is checked then.
 """
 
 from __future__ import annotations
@@ -78,7 +83,7 @@ class EngineAddresses:
         self._this_machine = this_machine
 
     def trust(self, url: str) -> None:
-        """Notes an address that the owner of this process names elsewhere than in its settings."""
+        """Adds an address that the owner of this process names outside its settings."""
         self._trusted.add(_place(url))
 
     def gets_key(self, url: str) -> bool:
@@ -86,7 +91,7 @@ class EngineAddresses:
         return not self.is_checked(*_place(url))
 
     async def check(self, url: str) -> None:
-        """Raises InputError: there may be no engine at this address."""
+        """Raises InputError if there may be no engine at this address."""
         host, port = _place(url)
         if not self.is_checked(host, port):
             return
@@ -138,7 +143,7 @@ def _place(url: str) -> tuple[str, int]:
 
 
 def _plain(address: str) -> Address | None:
-    """Returns an address, of IPv4 where it is mapped to IPv6; None: it is none."""
+    """Returns the address, as IPv4 if it is mapped to IPv6; None if it is not an address."""
     try:
         known: Address = ipaddress.ip_address(address)
     except ValueError:
@@ -162,9 +167,7 @@ class CheckedResolver:
         self._addresses = addresses
 
     async def resolve(self, host: str, port: int) -> list[Any]:
-        """Returns the entries of getaddrinfo for `host`.
-        Raises OSError: it has no address, or none that may be an engine's.
-        """
+        """Returns the entries of getaddrinfo for `host`."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         if not self._addresses.is_checked(host, port):
@@ -181,10 +184,10 @@ _MOST_WRITTEN = 254
 
 
 def nests_too_deeply(data: bytes, value: Any) -> bool:
-    """Returns whether `value`, parsed from `data` by orjson, nests deeper than MAX_NESTING levels.
+    """Returns whether `value`, parsed from `data` by orjson, nests deeper than MAX_NESTING.
 
-    Writing it inside so many lists that no more than MAX_NESTING levels are left is faster than to
-    walk through it: answers with logprobs have a hundred objects.
+    Writing it inside enough lists to leave MAX_NESTING levels is faster than walking through it:
+    answers with logprobs have a hundred objects.
     """
     if data.count(b"[") + data.count(b"{") <= MAX_NESTING:
         return False
@@ -218,13 +221,16 @@ class Decoder:
         self._key = key
 
     def decode(self, data: bytes, form: type | None = None) -> dict[str, Any]:
-        """Decodes `data` as a JSON object that is not an error: strict JSON with finite numbers,
-        since an engine that writes NaN for a logprob has computed nothing to train on.
+        """Decodes `data` as a JSON object that is not an error.
+
+        JSON is strict, with finite numbers: an engine that writes NaN for a logprob has computed
+        nothing to train on.
 
         Args:
-            form: a TypedDict of the fields that are read, with `error` and `object`; if the data
-                has this form, other fields are skipped, at half the cost. Else all are decoded.
-                It takes no integers of over 64 bits: no JSON could be written of them.
+            form: a TypedDict of the fields that are read, with `error` and `object`. If the data
+            has
+                this form, other fields are skipped, at half the cost; else all are decoded.
+                Integers of over 64 bits do not fit it.
         """
         try:
             answer = None if form is None else _of_form(data, form)
@@ -248,12 +254,10 @@ class Decoder:
         return answer
 
     def refused(self, status: int, data: bytes) -> EngineRefused:
-        """Returns the error for a refusal with HTTP `status` and body `data`."""
         message = f"The engine refused the request (HTTP {status}): {self.words(data)}"
         return EngineRefused(message, hint=_HINTS.get(status, ""), status=status)
 
     def failed(self, status: int, data: bytes) -> EngineError:
-        """Returns the error for a failure with HTTP `status` and body `data`."""
         kind = EngineError if status == 500 else EngineUnavailable
         return kind(f"The engine failed (HTTP {status}): {self.words(data)}", status=status)
 
@@ -262,7 +266,7 @@ class Decoder:
         return _shortened(self._without_key(_error_message(data)), _MAX_WORDS)
 
     def models_hint(self, wanted: str, answer: dict[str, Any]) -> str:
-        """Says which models an answer to `/v1/models` lists, those with names near `wanted` first.
+        """Lists the models in an answer to `/v1/models`, names near `wanted` first.
 
         Returns "" if it lists none, or `wanted` itself.
         """
@@ -291,7 +295,7 @@ def _decoder_of(form: type) -> msgspec.json.Decoder[Any]:
 
 
 def _of_form(data: bytes, form: type) -> dict[str, Any] | None:
-    """Returns the fields of `form` in `data`; None: it has another form."""
+    """Returns the fields of `form` in `data`; None if it has another form."""
     try:
         found: dict[str, Any] = _decoder_of(form).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -319,9 +323,7 @@ def retry_after(headers: Mapping[str, str]) -> float:
 
 
 def first_model(answer: dict[str, Any]) -> str:
-    """Returns the first model's name in an answer to `/v1/models`.
-    Raises EngineGarbage: there is none.
-    """
+    """Returns the first model's name in an answer to `/v1/models`."""
     names = model_names(answer)
     if not names:
         raise EngineGarbage("The engine lists no model.", hint="Set openai.model_name.")
@@ -329,7 +331,7 @@ def first_model(answer: dict[str, Any]) -> str:
 
 
 def model_names(answer: dict[str, Any]) -> list[str]:
-    """Returns the models' names in an answer to `/v1/models`; what is malformed is left out."""
+    """Returns the models' names in an answer to `/v1/models`, without malformed entries."""
     models = answer.get("data")
     ids = (
         [one.get("id") for one in models if isinstance(one, dict)]
@@ -420,9 +422,7 @@ class Connections:
     def open(
         self, replica: Replica, method: str, path: str, payload: bytes | None = None
     ) -> Exchange:
-        """Opens the answer to one request, whatever its status; use with `async with`.
-        Raises EngineUnavailable: the connections are closed.
-        """
+        """Opens the answer to one request, whatever its status; use with `async with`."""
         if self._pool is None:
             raise EngineUnavailable("The engine's connections are closed.")
         headers = self._headers_with_key if replica.gets_key else self._headers
@@ -480,7 +480,7 @@ class Exchange:
 
 
 async def whole(response: Response, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
-    """Reads the whole body. Raises EngineGarbage: it exceeds `max_bytes`."""
+    """Reads the whole body, of at most `max_bytes`."""
     parts: list[bytes] = []
     size = 0
     while part := await response.read():
@@ -516,9 +516,7 @@ def _retryable(replica: Replica, error: HttpError) -> RetryableError:
 
 
 async def in_time(deadline: float, work: Awaitable[T]) -> T:
-    """Awaits `work` until the loop's time is `deadline`.
-    Raises TimeoutError: it did not end by then.
-    """
+    """Awaits `work` until the loop's time is `deadline`."""
     async with asyncio.timeout_at(deadline):
         return await work
 
@@ -527,7 +525,7 @@ async def in_time(deadline: float, work: Awaitable[T]) -> T:
 def read_by(deadline: float, response: Response) -> Iterator[None]:
     """Makes reads of the body raise TimeoutError from the loop's time `deadline` on.
 
-    This takes one timer for a whole stream, which may have thousands of reads.
+    One timer serves a whole stream, which may have thousands of reads.
     """
     loop = asyncio.get_running_loop()
     timer = loop.call_at(deadline, response.fail, TimeoutError())
@@ -538,10 +536,10 @@ def read_by(deadline: float, response: Response) -> Iterator[None]:
 
 
 def watchful_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket for `address` (an entry of getaddrinfo) that notices when its peer is gone.
+    """Returns a socket for `address` (of getaddrinfo) that notices when its peer is gone.
 
-    Needed because a machine that lost power, or a router that dropped an idle connection, sends
-    nothing, while a valid answer may also take minutes of silence.
+    A machine that lost power, or a router that dropped an idle connection, sends nothing; but a
+    valid answer may also take minutes of silence.
     """
     family, kind, protocol = address[:3]
     made = socket.socket(family, kind, protocol)
@@ -560,7 +558,6 @@ def watchful_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 async def _beginning(response: Response) -> bytes:
-    """Reads enough of an error's body."""
     data = b""
     while part := await response.read():
         data += part
@@ -573,13 +570,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class SseParser:
-    """Feed it chunks, cut anywhere; it gives the data of the events that are complete.
+    """Parses server-sent events from chunks, cut anywhere.
 
-    Follows the event-stream grammar of the HTML standard: lines end in LF, CRLF or CR, several
-    `data` lines are joined by LF, comments and other fields are ignored.
-
-    Args:
-        max_event_bytes: a longer line or event raises EngineGarbage.
+    Follows the HTML standard: lines end in LF, CRLF or CR; several `data` lines are joined by LF;
+    comments and other fields are ignored. A line or event over `max_event_bytes` is EngineGarbage.
     """
 
     def __init__(self, max_event_bytes: int = 64 * 1024 * 1024) -> None:
@@ -591,9 +585,7 @@ class SseParser:
         self._at_start = True
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of every event that `chunk` completes.
-        Raises EngineGarbage: a line or an event is over the limit.
-        """
+        """Returns the data of every event that `chunk` completes."""
         # A line that has no end yet is put together only once: it may come in thousands of chunks.
         undecided = self._at_start or (bool(self._rest) and self._rest[-1].endswith(b"\r"))
         self._keep(chunk)
@@ -618,7 +610,7 @@ class SseParser:
         return events
 
     def close(self) -> list[bytes]:
-        """The last event, when the stream ended without the empty line behind it."""
+        """Returns the last event if the stream ended without the empty line after it."""
         rest = b"".join(self._rest).rstrip(b"\r")
         return [event for line in (rest, b"") if (event := self._line(line)) is not None]
 

@@ -1,4 +1,8 @@
-"""The interface between the proxy and whatever samples tokens."""
+"""The interface between the proxy and whatever samples tokens, and two small engines.
+
+`MeasuredEngine` counts the calls of another engine. `PlayedEngine` has no model: an external client
+answers the calls of its own rollout, without token ids, limited by the rollout's time alone.
+"""
 
 from __future__ import annotations
 
@@ -129,12 +133,10 @@ _MOST_PATHS: Final = 20
 
 
 class Stopwatch:
-    """The time that one request of an agent spent waiting for others than the proxy.
+    """The time that one request of an agent waited for anything but the proxy.
 
-    A context manager: within, and in the tasks started there, what is asked of an engine counts.
-
-    Args:
-        calls: number of answers that it waited for.
+    A context manager: engine calls within it, and in tasks started there, count. `calls`: answers
+    that it waited for.
     """
 
     __slots__ = ("_token", "calls", "seconds")
@@ -157,7 +159,7 @@ _stopwatch: ContextVar[Stopwatch | None] = ContextVar("envserver_stopwatch", def
 
 @contextmanager
 def count_as_waiting() -> Iterator[None]:
-    """Marks the time within as waiting: it stops the watch, too."""
+    """Counts the time within the block as waiting."""
     watch = _stopwatch.get()
     started = time.perf_counter()
     try:
@@ -168,12 +170,14 @@ def count_as_waiting() -> Iterator[None]:
 
 
 class MeasuredEngine:
-    """An Engine that is `engine`, and counts.
+    """Counts the calls of `engine`; bodies and answers pass unchanged.
+
+    A call that its caller cancelled counts neither as a failure nor as a time.
 
     Args:
-        seconds: of calls that were answered, by path: from the call to the answer's end.
+        seconds: of answered calls by path, from the call to the answer's end.
         errors: failed calls by the kind of failure.
-        in_flight: calls that are not answered yet, be they waiting for room.
+        in_flight: calls without an answer yet, those that wait for a slot included.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -195,14 +199,14 @@ class MeasuredEngine:
         return await self._engine.model_name()
 
     async def get(self, path: str) -> Json:
-        """See Engine; not counted."""
         return await self._engine.get(path)
 
     async def health(self) -> list[ReplicaHealth]:
         return await self._engine.health()
 
     def replicas(self) -> list[ReplicaHealth]:
-        """See Engine. A single replica that counts nothing has all calls counted here."""
+        """Returns the engine's replicas; the calls of a single one that does not count are counted
+        here."""
         found = self._engine.replicas()
         if len(found) != 1 or found[0].calls or found[0].errors:
             return found
@@ -280,9 +284,8 @@ class Asked(msgspec.Struct, frozen=True):
 
     Args:
         agent: the agent's name, if the environment declares agents.
-        messages: the conversation, in OpenAI's format.
-        tools: in OpenAI's format.
-        choice: the request's `tool_choice`, if it has one.
+        messages, tools: in OpenAI's format.
+        choice: the request's `tool_choice`, if any.
     """
 
     agent: str | None
@@ -296,7 +299,7 @@ Player = Callable[[Asked], Awaitable[Message]]
 
 
 class PlayedEngine:
-    """See the module; an Engine. It may serve any number of rollouts."""
+    """Passes calls to the player of their rollout."""
 
     kind = "played"
     exact = False
@@ -329,7 +332,6 @@ class PlayedEngine:
         return [ReplicaHealth(MODEL, healthy=True)]
 
     async def get(self, path: str) -> dict[str, Any]:
-        """See Engine. Only /v1/models."""
         if path != "/v1/models":
             raise _refused(path)
         return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
@@ -343,7 +345,6 @@ class PlayedEngine:
         timeout_seconds: float,
         form: type | None = None,
     ) -> dict[str, Any]:
-        """See Engine. Chat, and text completions of one prompt."""
         message = await self._answer(path, body, rollout_id)
         if path == _TEXT:
             choice: dict[str, Any] = {"text": message["content"] or ""}
@@ -361,7 +362,6 @@ class PlayedEngine:
         timeout_seconds: float,
         form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        """See Engine; one chunk."""
         message = await self._answer(path, body, rollout_id)
         if path == _TEXT:
             part: dict[str, Any] = {"text": message["content"] or ""}
@@ -398,7 +398,6 @@ class PlayedEngine:
 
 
 def _messages(path: str, body: dict[str, Any]) -> list[Message]:
-    """Returns the conversation of a request."""
     if path == _CHAT:
         return list(body.get("messages") or [])
     prompt = body.get("prompt")

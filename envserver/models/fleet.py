@@ -1,10 +1,9 @@
 """Engines that come and go while a server runs.
 
-In: addresses, from POST /v1/engines, a watched file or the server that a runner has joined;
-what is told of their policy versions; what `check` finds out about them. Out: the replicas of an
-`OpenAIEngine`, each of which gets calls only after it was found to be the same engine as the
-others, and while its weights are current. What holds: an engine that went away is checked again,
-and its version must be told again.
+In: addresses, from POST /v1/engines, a watched file or the server that a runner has joined; their
+policy versions; the results of `check`. Out: the replicas of an `OpenAIEngine`. Each gets calls
+only once it was found to be the same engine as the others, and while its weights are current. An
+engine that went away is checked again, and its version must be reported again.
 """
 
 from __future__ import annotations
@@ -89,18 +88,15 @@ class Fleet:
         await cancel_and_wait(*filter(None, tasks))
 
     async def model_name(self) -> str:
-        """Returns the name of the model that all engines serve."""
         return await self._engine.model_name()
 
     @property
     def replicas(self) -> list[Replica]:
-        """Returns all replicas, those of the settings too."""
+        """Returns all replicas, including those of the settings."""
         return list(self._routes.all)
 
     def named(self, name: str) -> Replica:
-        """Returns the replica of this id, or at this address.
-        Raises NotFoundError: there is none.
-        """
+        """Returns the replica with this id or address."""
         engine_id = replica_id(name.rstrip("/").removesuffix("/v1").rstrip("/"))
         for replica in self._routes.all:
             if replica.id in (name, engine_id):
@@ -110,12 +106,11 @@ class Fleet:
         )
 
     def at(self, url: str) -> Replica | None:
-        """Returns the replica at this address, if it is known."""
         engine_id = replica_id(root_of(url))
         return next((one for one in self._routes.all if one.id == engine_id), None)
 
     def registrations(self) -> list[Registration]:
-        """Returns what the store keeps: registered engines, and versions that were told."""
+        """Returns what the store keeps: registered engines and reported versions."""
         return [
             msgspec.structs.replace(_registration(one), ttl_seconds=self._ttls.get(one))
             for one in self._routes.all
@@ -123,8 +118,11 @@ class Fleet:
         ]
 
     def shared(self) -> list[Registration]:
-        """Returns the engines that runners on other machines may call: checked ones whose version
-        is known. An address of this machine in the settings would be another engine there."""
+        """Returns the engines that runners on other machines may call: checked, with a known
+        version.
+
+        An address of this machine in the settings would be another engine there.
+        """
         return [
             _registration(one)
             for one in self._routes.all
@@ -139,7 +137,7 @@ class Fleet:
         return any(not one.is_sure for one in self._routes.all if one.origin == "server")
 
     def restore(self, stored: Iterable[Registration]) -> None:
-        """Registers again what the store has, after a start of the server."""
+        """Registers the store's engines again after a start of the server."""
         for one in stored:
             known = self.at(one.url)
             is_over = one.expires_at is not None and one.expires_at <= time.time()
@@ -162,11 +160,8 @@ class Fleet:
         version: int | None = None,
         ttl_seconds: float | None = None,
     ) -> tuple[Replica, bool]:
-        """Registers the engine at `url`, or takes this as its heartbeat.
-
-        Returns:
-            The replica, and whether it is new.
-        """
+        """Registers the engine at `url`, or takes this as its heartbeat; returns whether it is
+        new."""
         replica = self.at(url)
         is_new = replica is None
         if replica is None:
@@ -185,15 +180,15 @@ class Fleet:
         return replica, is_new
 
     def tell_version(self, replica: Replica, version: int) -> None:
-        """Notes the policy version that `replica` serves from now on; it may be lower than before,
-        as after a restart."""
+        """Sets the policy version that `replica` serves; it may be lower than before, as after a
+        restart."""
         if (replica.version, replica.is_sure) != (version, True):
             _log.info("engine_version", base_url=replica.url, version=version)
         replica.version, replica.is_sure = version, True
         self._told()
 
     def drain(self, replica: Replica) -> None:
-        """Gives `replica` no new rollouts; those that are there stay until they end."""
+        """Gives `replica` no new rollouts; current ones stay until they end."""
         replica.draining = True
         self._told()
 
@@ -221,12 +216,12 @@ class Fleet:
         return not replica.slots.used
 
     def resume(self, replica: Replica) -> None:
-        """Ends a pause, and a drain."""
+        """Ends a pause or a drain."""
         replica.paused = replica.draining = False
         self._told()
 
     def remove(self, replica: Replica) -> None:
-        """Removes a registered engine. Raises ConflictError: the settings name it."""
+        """Removes a registered engine."""
         if replica.origin == "setting":
             raise ConflictError(
                 "openai.base_url names this engine, so it stays.",
@@ -261,7 +256,7 @@ class Fleet:
         self._routes.changed()
 
     async def checked(self, replica: Replica, seconds: float) -> None:
-        """Waits until `replica` is admitted or refused, or has failed its check once; at most
+        """Waits until `replica` is admitted, refused, or has failed one check; at most
         `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -269,8 +264,9 @@ class Fleet:
                     await self._routes.wait_for_change()
 
     async def confirm(self, replica: Replica) -> None:
-        """Checks whether an engine that was admitted is still the same; all callers wait for one
-        check. One that is not gets no calls until it is the same again.
+        """Checks whether an admitted engine is still the same; callers share one check.
+
+        One that is not gets no calls until it is the same again.
         """
         if replica not in self._confirming:
             # Not in the context of a call, where what samples is noted.
@@ -292,7 +288,6 @@ class Fleet:
             task.exception()  # retrieved here because all callers may have been cancelled
 
     async def confirm_home(self, rollout_id: str) -> None:
-        """Confirms the engine that the calls of a rollout go to; see `confirm`."""
         if (replica := self._routes.home(rollout_id)) is not None:
             await self.confirm(replica)
 
@@ -315,7 +310,7 @@ class Fleet:
         self.changed()
 
     def _lost(self, replica: Replica) -> None:
-        """Checks an engine again that went away: another may come back at its address."""
+        """Checks an engine that went away: another may come back at its address."""
         if replica.admitted and replica.origin != "setting":
             replica.admitted, replica.refusal = False, ""
             self.changed()
@@ -327,7 +322,6 @@ class Fleet:
             self._checks[replica] = asyncio.create_task(work, name=f"check {replica.url}")
 
     async def _admit(self, replica: Replica) -> None:
-        """Checks `replica` until it is admitted."""
         tried = 0
         while not replica.admitted:
             losses = replica.losses
@@ -383,8 +377,7 @@ def _registration(replica: Replica) -> Registration:
     )
 
 
-def _ignore() -> None:
-    """Does nothing: nobody else needs to know."""
+def _ignore() -> None: ...
 
 
 Listed = list[Registration]
@@ -404,8 +397,10 @@ _LINE: Final = msgspec.json.Decoder(_Line)
 
 @contextlib.asynccontextmanager
 async def discovering(fleet: Fleet, config: EnginesConfig) -> AsyncIterator[None]:
-    """Reads `engines.file` again and again while the block runs; once before it begins. A file that
-    cannot be read, or is being written, changes nothing, and is warned of once."""
+    """Reads `engines.file` before the block begins, and repeatedly while it runs.
+
+    A file that cannot be read, or is being written, changes nothing and is logged once.
+    """
     if (file := config.file) is None:
         yield
         return
@@ -419,8 +414,6 @@ async def discovering(fleet: Fleet, config: EnginesConfig) -> AsyncIterator[None
 
 
 class _Source:
-    """A list of engines that is looked at again and again."""
-
     def __init__(self, fleet: Fleet, file: Path) -> None:
         self._fleet = fleet
         self._file = file
@@ -432,7 +425,7 @@ class _Source:
             await self.look()
 
     async def look(self) -> None:
-        """Reads the list once, and makes the fleet as it says."""
+        """Reads the list once and updates the fleet."""
         try:
             listed = await _whole_list(self._file)
         except InputError as error:

@@ -1,9 +1,8 @@
-"""An HTTP/1.1 client for engines: a request out, an answer in, connections kept between them.
+"""An HTTP/1.1 client for engines, with connections that are kept between requests.
 
-llhttp (by httptools) reads the answers; nothing else stands between it and the caller, which takes
-a third of aiohttp's CPU. What always holds: an answer that ended normally was complete; a
-connection whose answer was not read to its end is closed; only `HttpError` and its kinds are raised
-for what a peer does.
+llhttp (by httptools) reads the answers, for a third of aiohttp's CPU. What always holds: an answer
+that ended normally was complete; a connection whose answer was not read to its end is closed; only
+`HttpError` and its kinds are raised for what a peer does.
 """
 
 from __future__ import annotations
@@ -43,23 +42,19 @@ _GZIP_OR_ZLIB = 47
 
 
 class HttpError(Exception):
-    """The exchange failed; the text is a reason in a few words."""
+    """The exchange failed; the text is a short reason."""
 
 
-class NoConnection(HttpError):
-    """The peer accepts no connection."""
+class NoConnection(HttpError): ...
 
 
-class NotTrusted(NoConnection):
-    """The certificate of the peer is not trusted."""
+class NotTrusted(NoConnection): ...
 
 
-class BrokenOff(HttpError):
-    """The connection ended before the answer did."""
+class BrokenOff(HttpError): ...
 
 
-class NotHttp(HttpError):
-    """The peer does not speak HTTP."""
+class NotHttp(HttpError): ...
 
 
 class Origin(NamedTuple):
@@ -117,7 +112,7 @@ class Response:
         self._inflater: Any = None
 
     async def begun(self) -> Response:
-        """Waits for the head. Raises HttpError: it does not come."""
+        """Waits for the head."""
         while not self.has_head:
             if self._error is not None:
                 raise self._error
@@ -125,9 +120,7 @@ class Response:
         return self
 
     async def read(self) -> bytes:
-        """Returns the bytes that have arrived since the last time; b"" at the end of the body.
-        Raises HttpError: the body breaks off. Else what `fail` was given.
-        """
+        """Returns the bytes that have arrived since the last time; b"" at the end of the body."""
         while True:
             tail = b"" if self._inflater is None else self._inflater.unconsumed_tail
             if data := tail or self._taken():
@@ -151,7 +144,7 @@ class Response:
         self.wake()
 
     def release(self) -> None:
-        """Gives the connection to the next request, or closes it if the answer is not complete."""
+        """Gives the connection to the next request, or closes it if the answer is incomplete."""
         self.connection.release(self)
 
     # From the connection
@@ -167,7 +160,6 @@ class Response:
 
     @property
     def lasts_until_close(self) -> bool:
-        """Whether the end of the connection is the end of the body."""
         return "content-length" not in self.headers and "transfer-encoding" not in self.headers
 
     def part_came(self, data: bytes) -> None:
@@ -179,7 +171,7 @@ class Response:
             self.connection.pause()
 
     def ended(self, error: Exception | None) -> None:
-        """Ends it; None: it is complete, and nothing that comes later can change that."""
+        """Ends it; None: it is complete, and nothing later can change that."""
         if error is None:
             self.complete = True
         elif not self.complete:
@@ -237,7 +229,6 @@ class _Connection(asyncio.Protocol):
         self._is_reusable = False
 
     def send(self, request: list[bytes]) -> Response:
-        """Sends a request, given in pieces."""
         self._parser = httptools.HttpResponseParser(self)
         self._response = response = Response(self)
         self._bytes_without_body = 0
@@ -264,8 +255,10 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_silent(self) -> bool:
-        """Whether it is open and nothing has come that nobody has read yet: neither its end nor
-        bytes after an answer, which would be taken for the answer to the next request."""
+        """Whether it is open and nothing unread has come.
+
+        Bytes after an answer would be taken for the answer to the next request.
+        """
         if self._transport.is_closing():
             return False
         arrived = select.poll()
@@ -273,7 +266,7 @@ class _Connection(asyncio.Protocol):
         return not arrived.poll(0)
 
     def close(self) -> None:
-        """Ends it now; what was not sent yet is dropped."""
+        """Closes it now and drops unsent bytes."""
         self._is_reusable = False
         self._transport.abort()
 
@@ -357,9 +350,11 @@ class _Connection(asyncio.Protocol):
 
 @contextmanager
 def _closed_on_failure(connected: socket.socket) -> Iterator[None]:
-    """Closes the socket if a loop fails to make a connection of it, and never closes its number
-    twice: uvloop may close the number and leave the socket open, which would later close whatever
-    has got the number then."""
+    """Closes the socket if the loop fails to make a connection of it, and never twice.
+
+    uvloop may close the number and leave the socket open, which would later close whatever has got
+    the number then.
+    """
     number = connected.fileno()
     inode = os.fstat(number).st_ino
     try:
@@ -381,7 +376,7 @@ class HttpPool:
 
     Args:
         resolve: returns the entries of getaddrinfo for a host and a port.
-        socket_factory: makes a socket for one of them.
+        socket_factory: makes a socket for one entry.
     """
 
     def __init__(self, resolve: Resolve, socket_factory: SocketFactory) -> None:
@@ -397,7 +392,7 @@ class HttpPool:
         self._is_closed = False
 
     def close(self) -> None:
-        """Closes all connections, also those that are still being made when they are there."""
+        """Closes all connections, also those that are still being made."""
         self._is_closed = True
         for connection in [*self._open]:
             connection.close()
@@ -407,12 +402,9 @@ class HttpPool:
     async def send(
         self, origin: Origin, method: str, path: str, headers: bytes, payload: bytes | None
     ) -> Response:
-        """Sends a request and returns its answer when the head is there; `release` it.
+        """Sends a request and returns its answer when the head has come; `release` it.
 
-        A GET is sent again where a kept connection proves to be closed.
-
-        Args:
-            headers: whole lines.
+        A GET is sent again if a kept connection proves to be closed. `headers` are whole lines.
         """
         first = b"%b %b%b" % (method.encode(), origin.prefix, path.encode())
         length = b"\r\n" if payload is None else b"content-length: %d\r\n\r\n" % len(payload)
@@ -486,7 +478,7 @@ class HttpPool:
             self._clean()
 
     def _kept(self, origin: Origin) -> _Connection | None:
-        """Returns the connection that was used last among those that can be used."""
+        """Returns the most recently used connection that is usable."""
         before = asyncio.get_running_loop().time() - _IDLE_CONNECTION_SECONDS
         idle = self._idle.get(origin)
         while idle:
@@ -497,7 +489,6 @@ class HttpPool:
         return None
 
     def _clean(self) -> None:
-        """Closes connections that were idle for too long, now and until none is left."""
         loop = asyncio.get_running_loop()
         before = loop.time() - _IDLE_CONNECTION_SECONDS
         for origin, idle in [*self._idle.items()]:

@@ -1,12 +1,12 @@
-"""A small parent process of an engine: when we or the engine end, it stops all of the engine.
+"""The parent process of an engine: ends all of the engine when we or the engine end.
 
     python -I -S keeper.py GRACE_SECONDS COMMAND ...
 
 Imports the standard library only. The engine runs in a session of its own, so that all its
-processes can be ended together: when our end of this process's standard input closes (we ended, by
-whatever signal), when this is told to end, or when the engine's first process is gone. The first
-line on standard output is that process's id; the exit status is the engine's, 128 + n where signal
-n ended it. If this process itself is killed, the engine's first process is killed with it (Linux).
+processes can be ended together: when our end of standard input closes (we ended, by whatever
+signal), at SIGTERM, or when the engine's first process is gone. The first line on standard output
+is that process's id; the exit status is the engine's, or 128 + n if signal n ended it. If the
+keeper itself is killed, the engine's first process is killed with it (Linux).
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.2
 
 
-class _StopRequested(Exception):
-    """A signal asks this process to end."""
+class _StopRequested(Exception): ...
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns the exit status."""
     grace_seconds, command = float(argv[0]), argv[1:]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _tell)
@@ -59,7 +57,6 @@ def _die_with_us() -> None:
 
 
 def _end(engine: subprocess.Popen[bytes], grace_seconds: float) -> None:
-    """Ends the engine's whole process group."""
     _signal(engine, signal.SIGTERM)
     end = time.monotonic() + grace_seconds
     while engine.poll() is None and time.monotonic() < end:

@@ -1,8 +1,11 @@
-"""Runs one engine: starts it, waits for it, restarts it when it dies, and stops it with us.
+"""Starts vLLM or the local engine, restarts it when it dies, and stops it with us.
 
-In: an `EngineSpec`. Out: an address that stays the same. Always: what was started is ended on the
-way out, and by the keeper (`keeper.py`) where we are killed. An engine that dies is started again
-after 1, 2, 4 ... seconds, a bounded number of times in a row; it then has the weights of its files.
+    async with running_engine(spec, tell=print) as engine:
+        engine.base_url, engine.model, engine.backend
+
+The address stays the same. What was started is ended on the way out, and by the keeper
+(`keeper.py`) if we are killed. An engine that dies is started again after 1, 2, 4 ... seconds, a
+bounded number of times in a row; it then has the weights of its files.
 """
 
 from __future__ import annotations
@@ -100,19 +103,13 @@ _SCALE_OUT_SINCE = (0, 32)
 
 
 class Launch(NamedTuple):
-    """The command that starts an engine, and additional environment variables."""
-
     kind: Kind
     command: list[str]
     environ: Mapping[str, str]
 
 
 class Vllm(NamedTuple):
-    """An installed vLLM.
-
-    Args:
-        cpu: whether it is the build for machines without an accelerator.
-    """
+    """An installed vLLM; `cpu`: the build for machines without an accelerator."""
 
     python: str
     version: str
@@ -120,7 +117,7 @@ class Vllm(NamedTuple):
 
 
 def find_vllm(python: Path | None) -> Vllm | str:
-    """Finds vLLM in `python` (None: this one) by running it; returns a reason if there is none."""
+    """Finds vLLM by running `python` (None: this one); returns a reason if there is none."""
     program = os.fspath(python) if python else sys.executable
     try:
         done = subprocess.run(
@@ -139,9 +136,7 @@ def find_vllm(python: Path | None) -> Vllm | str:
 
 
 def launches(spec: EngineSpec, vllm: Vllm | str, port: int) -> list[Launch]:
-    """Returns the engines to try, in order; never empty.
-    Raises ConfigError: the requested backend is not installed.
-    """
+    """Returns the engines to try, in order; never empty."""
     local = Launch("local", _local(spec, port), {})
     if spec.backend == "local":
         return [local]
@@ -236,11 +231,10 @@ class RunningEngine:
         self._lost: asyncio.Future[EngineUnavailable] = asyncio.get_running_loop().create_future()
 
     async def until_lost(self) -> None:
-        """Waits until it is given up. Raises EngineUnavailable: it is."""
+        """Waits until the engine is given up, and raises EngineUnavailable."""
         raise await asyncio.shield(self._lost)
 
     def give_up(self, error: EngineUnavailable) -> None:
-        """Marks the engine as lost: it died too often."""
         if not self._lost.done():
             self._lost.set_result(error)
 
@@ -276,7 +270,6 @@ _NAMES: dict[Kind, str] = {"vllm": "vLLM", "local": "The local engine"}
 
 
 async def _first(starter: _Starter, possible: list[Launch], tell: Tell) -> tuple[_Child, Launch]:
-    """The first that comes up."""
     *others, last = possible
     for launch in others:
         try:
@@ -323,18 +316,13 @@ async def _kept(
 
 
 class _Child:
-    """A keeper process and its engine.
-
-    Args:
-        engine_pid: of the engine's first process, which leads its group.
-    """
+    """A keeper process and its engine, whose first process is `engine_pid`."""
 
     def __init__(self, process: asyncio.subprocess.Process, engine_pid: int) -> None:
         self.process = process
         self.engine_pid = engine_pid
 
     async def end(self) -> None:
-        """Tells the keeper to stop everything, and waits for it."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -352,15 +340,12 @@ class _Child:
 
 
 class _Starter:
-    """Starts engines of one spec and waits until they answer."""
-
     def __init__(self, spec: EngineSpec, url: str, tell: Tell) -> None:
         self.url = url
         self.tell = tell
         self._spec = spec
 
     async def up(self, launch: Launch) -> _Child:
-        """A process that answers."""
         log = self._spec.log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as words:
@@ -419,7 +404,6 @@ async def _spawned(launch: Launch, words: IO[bytes]) -> _Child:
 
 
 def _free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -433,7 +417,6 @@ def _free_port(host: str, port: int) -> int:
 
 
 def _last_words(log: Path, begins: int) -> str:
-    """The end of what it wrote since `begins`."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(begins, size - _LAST_WORDS_BYTES))
@@ -446,7 +429,7 @@ def _last_line(log: Path, begins: int) -> str:
 
 
 def _why(log: Path, begins: int) -> str:
-    """The line that most likely says why it ended: the last that names an error."""
+    """Returns the last line that names an error, or else the last line."""
     lines = [line.strip() for line in _last_words(log, begins).splitlines() if line.strip()]
     named = [line for line in lines if "error" in line.lower()]
     return (named or lines or ["it wrote nothing"])[-1][:300]

@@ -93,14 +93,12 @@ class ReplicaMonitor:
         return self
 
     def watch(self, replica: Replica) -> None:
-        """Begins the checks of one replica."""
         self._tasks[replica] = [
             asyncio.create_task(work, name=f"watch {replica.url}")
             for work in (self._check(replica), self._measure(replica))
         ]
 
     def unwatch(self, replica: Replica) -> None:
-        """Ends the checks of one replica."""
         for task in self._tasks.pop(replica, ()):
             task.cancel()
 
@@ -262,15 +260,12 @@ class OpenAIEngine:
             await self._connections.__aexit__(*exc)
 
     async def model_name(self) -> str:
-        """See Engine."""
         async with self._name_lock:
             if self._name is None:
                 self._name = first_model(await self.get("/v1/models"))
         return self._name
 
     async def get(self, path: str) -> Json:
-        """See Engine."""
-
         async def once(request: ReplicaRequest) -> Json:
             return await self._get(request.replica, path)
 
@@ -285,7 +280,6 @@ class OpenAIEngine:
         timeout_seconds: float,
         form: type | None = None,
     ) -> Json:
-        """See Engine."""
         payload = orjson.dumps(body)
 
         async def once(request: ReplicaRequest) -> Json:
@@ -312,7 +306,6 @@ class OpenAIEngine:
         timeout_seconds: float,
         form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[Json]]:
-        """See Engine."""
         payload = orjson.dumps(body)
         deadline = self._deadline(timeout_seconds)
 
@@ -341,11 +334,10 @@ class OpenAIEngine:
             await stack.aclose()
 
     async def health(self) -> list[ReplicaHealth]:
-        """See Engine. Asks every replica for its models; `check_seconds` at most."""
+        """Asks every replica for its models, for at most `check_seconds`."""
         return await asyncio.gather(*(self._health_of(replica) for replica in self._replicas.all))
 
     def replicas(self) -> list[ReplicaHealth]:
-        """See Engine."""
         return [self._known(replica) for replica in self._replicas.all]
 
     def _known(self, replica: Replica) -> ReplicaHealth:
@@ -380,18 +372,14 @@ class OpenAIEngine:
         return self._replicas
 
     def add(self, url: str, origin: Origin, *, gets_key: bool) -> Replica:
-        """Adds a replica, which gets no calls before it is admitted; the engine must be open.
-
-        Args:
-            gets_key: whether it may have the engines' key.
-        """
+        """Adds a replica, which gets no calls before it is admitted; the engine must be open."""
         replica = self._replicas.add(root_of(url), origin)
         replica.gets_key = gets_key
         self._monitor.watch(replica)
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Removes a replica; the calls that are there end there."""
+        """Removes a replica; its current calls end there."""
         self._replicas.remove(replica)
         self._monitor.unwatch(replica)
 
@@ -451,8 +439,11 @@ class OpenAIEngine:
             raise RetryableError(redirect) from None
 
     async def _answer(self, response: Response, form: type | None = None) -> Json:
-        """Reads a whole answer. What is not an object at all comes from something else in the
-        engine's place, such as a load balancer: a retry may succeed."""
+        """Reads a whole answer.
+
+        What is not an object comes from something else, such as a load balancer: a retry may
+        succeed.
+        """
         data = await whole(response)
         try:
             return self._decoder.decode(data, form)
@@ -464,8 +455,8 @@ class OpenAIEngine:
     async def _confirmed(
         self, replica: Replica, response: Response, body: Json, told: Json
     ) -> None:
-        """Holds an answer back until its engine is known to be the same as before, if the
-        connections were interrupted or it answers as another model or with another fingerprint.
+        """Holds an answer back until its engine is known to be the same as before, if connections
+        were interrupted or the model's name or fingerprint changed.
         """
         generation = response.connection.generation
         served = f"{told.get('model')} {told.get('system_fingerprint')}"
@@ -490,8 +481,10 @@ class OpenAIEngine:
             raise RetryableError(error) from None
 
     async def _refused(self, replica: Replica, body: Json, error: EngineRefused) -> None:
-        """Adds the names of the engine's models to its HTTP 404 for the model of `body`. Looks at
-        an engine that had that model before: it may be another one now."""
+        """Adds the names of the engine's models to its HTTP 404 for the model of `body`.
+
+        An engine that had that model before is checked: it may be another one now.
+        """
         if error.detail.get("status") != HTTPStatus.NOT_FOUND:
             return
         error.hint = await self._models_hint(replica, body) or error.hint
@@ -499,7 +492,6 @@ class OpenAIEngine:
             await self._confirm(replica)
 
     async def _models_hint(self, replica: Replica, body: Json) -> str:
-        """Returns what `replica` serves instead of the model of `body`; "" if it does not say."""
         try:
             answer = await in_time(
                 self._deadline(self._check_seconds), self._get(replica, "/v1/models")
@@ -520,7 +512,6 @@ class OpenAIEngine:
     async def _chunks(
         self, replica: Replica, response: Response, deadline: float, form: type | None
     ) -> AsyncGenerator[Json]:
-        """Reads the chunks of a stream to its end."""
         parser = SseParser()
         ended = False
         with read_by(deadline, response), typed(replica):
@@ -539,8 +530,8 @@ class OpenAIEngine:
     async def _handed_out(
         self, request: ReplicaRequest, first: Json | None, rest: AsyncGenerator[Json]
     ) -> AsyncGenerator[Json]:
-        """Yields the chunks of a stream that can no longer be retried, since its consumer has
-        seen some."""
+        """Yields the chunks of a stream that can no longer be retried: its consumer has seen
+        some."""
         replica = request.replica
         error: EngineError
         async with aclosing(rest):
@@ -565,8 +556,8 @@ class OpenAIEngine:
 
 
 def _restarted(replica: Replica) -> EngineUnavailable:
-    """Returns the error for an answer of a replica that went away during the call: nobody knows
-    which weights sampled it."""
+    """Returns the error for a replica that went away during the call: which weights sampled is
+    unknown."""
     message = f"The engine at {replica.url} was restarted during the call."
     return EngineUnavailable(message, base_url=replica.url)
 
@@ -579,9 +570,7 @@ async def _drain(response: Response) -> None:
 
 
 def root_of(address: str) -> str:
-    """Returns `address` without `/v1` and without a trailing slash.
-    Raises ConfigError: it is not an address, or holds credentials.
-    """
+    """Returns `address` without `/v1` and without a trailing slash."""
     try:
         url = URL(address)
     except ValueError as error:

@@ -71,7 +71,7 @@ class TopToken(msgspec.Struct, frozen=True):
 
 
 class ScoredToken(msgspec.Struct, frozen=True):
-    """A sampled token's logprob, and those of the likeliest ones in its place."""
+    """A sampled token's logprob, and the likeliest tokens at its place."""
 
     logprob: float
     top_logprobs: list[TopToken] | None = None
@@ -100,11 +100,9 @@ class ProbeMessage(msgspec.Struct, frozen=True):
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the engine separated reasoning from content."""
         return bool(self.reasoning or self.reasoning_content)
 
     def same(self, other: ProbeMessage) -> bool:
-        """Returns whether both say the same."""
         ours = (self.content or "", self.reasoning or self.reasoning_content or "")
         theirs = (other.content or "", other.reasoning or other.reasoning_content or "")
         return ours == theirs and len(self.tool_calls or ()) == len(other.tool_calls or ())
@@ -132,7 +130,7 @@ class ProbeChoice(msgspec.Struct, frozen=True):
         return [] if len(self.scores()) == len(self.token_ids) else ["a logprob for each token"]
 
     def first_place(self) -> dict[Token, float]:
-        """Returns the logprobs of the likeliest first tokens, by their text.
+        """Returns the logprobs of the likeliest first tokens, by text.
 
         Texts that occur twice are left out: parts of a character may all decode to nothing.
         """
@@ -150,19 +148,13 @@ class ProbeChoice(msgspec.Struct, frozen=True):
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True):
-    """The answer of a sampling endpoint."""
-
     choices: list[ProbeChoice]
     prompt_token_ids: list[int] | None = None
     model: Any = None
 
 
 class ProbeClient:
-    """Sends one probe's requests, all to one replica.
-
-    Args:
-        model: the name that the engine serves.
-    """
+    """Sends one probe's requests, all to one replica."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
@@ -171,7 +163,6 @@ class ProbeClient:
         self._tries = _SIMULATED_TRIES if engine.kind == "sim" else 1
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one request. Raises EngineError: any subclass."""
         for left in reversed(range(self._tries)):
             try:
                 with _told_if_slow(path):
@@ -195,9 +186,7 @@ class ProbeClient:
             raise NotSupported(f"{path} {refusal(error)}") from None
 
     async def get(self, path: str) -> dict[str, Any] | None:
-        """Returns the answer to a GET, or None if the engine has none.
-        Raises EngineUnavailable, EngineTimeout: it does not answer.
-        """
+        """Returns the answer to a GET, or None if the engine has none."""
         try:
             return await self._engine.get(path)
         except EngineError as error:
@@ -205,9 +194,6 @@ class ProbeClient:
             return None
 
     async def has_metrics(self) -> bool:
-        """Returns whether /metrics serves Prometheus text.
-        Raises EngineUnavailable, EngineTimeout: it does not answer.
-        """
         try:
             await self._engine.get("/metrics")
         except EngineGarbage as error:
@@ -235,15 +221,13 @@ def refusal(error: EngineError) -> str:
 
 
 def sentence(words: str) -> str:
-    """Returns `words` with a full stop."""
     words = words.strip()
     return words if words.endswith((".", "!", "?", "…")) else f"{words}."
 
 
 def read(answer: dict[str, Any], path: str) -> ProbeAnswer:
-    """Reads the parts of an answer that the probe needs.
-    Raises NotSupported: a field has another type than vLLM's, or there is no choice.
-    """
+    """Reads the parts of an answer that the probe needs; NotSupported unless they have vLLM's
+    form."""
     found = convert(answer, ProbeAnswer, path)
     if not found.choices:
         raise NotSupported(f"{path} answers without a choice.")
@@ -251,7 +235,6 @@ def read(answer: dict[str, Any], path: str) -> ProbeAnswer:
 
 
 def convert(value: Any, kind: type[T], path: str) -> T:
-    """Converts `value` to `kind`. Raises NotSupported: it is something else."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -259,11 +242,8 @@ def convert(value: Any, kind: type[T], path: str) -> T:
 
 
 def same_tokens(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
-    """Returns whether two greedy answers to one prompt agree, up to a tie of two tokens.
-
-    Args:
-        ours, theirs: choices that lack nothing.
-    """
+    """Returns whether two complete greedy answers to one prompt agree, up to a tie of two
+    tokens."""
     pairs = zip(ours.token_ids or (), theirs.token_ids or (), strict=False)
     for (our, their), one, other in zip(pairs, ours.scores(), theirs.scores(), strict=False):
         if our != their:
@@ -272,8 +252,9 @@ def same_tokens(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
 
 
 def same_scores(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
-    """Returns whether one model can have given two greedy answers to one prompt: the same tokens,
-    up to a tie, with logprobs that differ by rounding only."""
+    """Returns whether one model can have given two greedy answers: the same tokens, up to a tie,
+    with logprobs that differ by rounding only.
+    """
     pairs = zip(ours.scores(), theirs.scores(), strict=False)
     away = [abs(one - other) for one, other in pairs]
     return same_tokens(ours, theirs) and sum(away) <= _ROUNDING * len(away)
@@ -281,7 +262,7 @@ def same_scores(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
 
 @contextmanager
 def _told_if_slow(path: str) -> Iterator[None]:
-    """Logs once that an engine is waited for, as one that compiles or loads weights now."""
+    """Logs once that an engine is slow to answer, as one that compiles or loads weights."""
     told = {"path": path, "seconds": _TELL_SECONDS, "at_most": _SECONDS}
     timer = asyncio.get_running_loop().call_later(
         _TELL_SECONDS, lambda: _log.warning("engine_is_waited_for", **told)
@@ -331,12 +312,7 @@ noise."""
 
 
 class ChatProbe(msgspec.Struct, frozen=True):
-    """The result of a plain chat call.
-
-    Args:
-        body: of the request.
-        inexact: why its tokens cannot be recorded, or "".
-    """
+    """The result of a plain chat call. `inexact`: why its tokens cannot be recorded, or ""."""
 
     body: dict[str, Any]
     answer: ProbeAnswer
@@ -347,7 +323,6 @@ class ChatProbe(msgspec.Struct, frozen=True):
         return self.answer.choices[0]
 
     def prompt_ids(self) -> list[int]:
-        """Returns the prompt's ids. Raises NotSupported: tokens cannot be recorded."""
         if self.inexact:
             raise NotSupported(self.inexact)
         return self.answer.prompt_token_ids or []
@@ -408,7 +383,6 @@ async def try_tokens(ask: ProbeClient, chat: ChatProbe) -> TokensMode:
 
 
 async def try_completions(ask: ProbeClient, chat: ChatProbe) -> None:
-    """Continues the prompt's ids."""
     body = {
         "prompt": chat.prompt_ids(),
         "temperature": 0,
@@ -440,7 +414,7 @@ async def _scale_out(ask: ProbeClient, path: str, body: dict[str, Any]) -> dict[
 
 
 def _advised(no: NotSupported, flags: str) -> str:
-    """Adds to the sentence the flags that vLLM needs, unless it names them."""
+    """Appends the flags that vLLM needs, unless the sentence names them."""
     named = all(word in str(no) for word in flags.split() if word.startswith("--"))
     return str(no) if named else f"{no} Start vLLM with {flags}."
 
@@ -476,7 +450,6 @@ async def _finds_reasoning(ask: ProbeClient, chat: ChatProbe) -> bool:
 async def _derender(
     ask: ProbeClient, answers: list[list[int]], request: dict[str, Any] | None
 ) -> list[ProbeMessage]:
-    """Returns the engine's messages for the ids of several answers."""
     choices = [
         {"index": index, "finish_reason": "stop", "token_ids": ids}
         for index, ids in enumerate(answers)
@@ -502,9 +475,7 @@ async def try_tools(ask: ProbeClient, chat: ChatProbe) -> ProbeAnswer:
 
 
 async def logprobs_kind(ask: ProbeClient, chat: ChatProbe) -> LogprobsKind:
-    """Returns whether logprobs are the model's own or change with the temperature.
-    Raises EngineUnavailable, EngineTimeout: it does not answer.
-    """
+    """Returns whether logprobs are the model's own or change with the temperature."""
     if chat.inexact or chat.body is not _EXACT_WITH_TOP:
         return "unknown"
     try:
@@ -586,9 +557,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeResult:
     """Probes an engine with a dozen tiny requests, each of at most 300 s and `--openai.timeout`.
 
-    Args:
-        wanted: the mode to use; auto: the best possible.
-        model: the name that the engine serves.
+    `wanted`: the mode to use; auto: the best possible.
     """
     ask = ProbeClient(engine, model)
     card = await _card(ask)
@@ -630,7 +599,7 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeRe
 async def _best(
     ask: ProbeClient, chat: ChatProbe, wanted: Mode
 ) -> tuple[EngineMode, TokensMode, dict[str, str]]:
-    """Returns the mode, what trying it showed, and why better ones are not possible."""
+    """Returns the mode, the result of trying it, and why better ones are not possible."""
     reasons: dict[str, str] = {}
     for mode in _BETTER:
         if wanted not in ("auto", mode):
@@ -649,7 +618,6 @@ async def _best(
 
 
 async def _tried(ask: ProbeClient, chat: ChatProbe, mode: EngineMode) -> TokensMode:
-    """Tries one mode."""
     if mode == "tokens":
         return await try_tokens(ask, chat)
     if mode == "completions":
@@ -665,8 +633,6 @@ def _echo(answer: ProbeAnswer, tools: list[dict[str, Any]]) -> list[Echo]:
 
 
 class _Card(msgspec.Struct):
-    """A model in the engine's list."""
-
     id: str
     root: str | None = None
     parent: str | None = None
@@ -679,7 +645,7 @@ class _Cards(msgspec.Struct):
 
 
 async def _card(ask: ProbeClient) -> _Card:
-    """Returns the engine's entry for the model; for an adapter with its base model's root."""
+    """Returns the engine's entry for the model, with its base model's root for an adapter."""
     try:
         cards = convert(await ask.get("/v1/models") or {}, _Cards, "/v1/models").data
     except NotSupported:

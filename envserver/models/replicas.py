@@ -1,8 +1,8 @@
-"""A replica of an engine, and what requests show about it; `routing` chooses among several.
+"""A replica of an engine: its health, its load and its calls. `routing` chooses among several.
 
-Results of calls and health checks decide through its breaker whether it is used; each change is
-logged once. An engine that was registered while the server runs has more to say: whether it was
-checked, which policy version it serves, and whether it is paused or drained.
+Its breaker decides by calls and health checks whether it is used; each change is logged once. An
+engine that was registered while the server runs also has a check, a policy version, and may be
+paused or drained.
 """
 
 from __future__ import annotations
@@ -31,15 +31,12 @@ _ASIDE = Backoff(first_seconds=0.5, max_seconds=30.0)
 
 
 class Breaker:
-    """The breaker of one replica. Times are those of `clock`, in seconds.
+    """The circuit breaker of one replica. Times are those of `clock`, in seconds.
 
     Closed: calls go there. Open: none do, because it refused a connection, missed a health check,
     or failed half of its recent calls. Half-open: one call at a time tests it; a success closes the
     breaker, a failure opens it for twice as long. Results of calls that began before it opened are
     ignored. A request that is itself at fault (HTTP 4xx) counts as a success: the replica answered.
-
-    Args:
-        reason: why it opened last.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -61,13 +58,11 @@ class Breaker:
 
     @property
     def allows(self) -> bool:
-        """Whether a call may begin now."""
         state = self.state
         return state == "closed" or (state == "half_open" and not self._trying)
 
     @property
     def until(self) -> float:
-        """The time at which it becomes half-open."""
         return self._until
 
     def begin(self) -> bool:
@@ -77,18 +72,15 @@ class Breaker:
         return tries
 
     def end(self, tries: bool) -> None:
-        """Registers the end of a call, whether or not it reported a result."""
         self._trying -= tries
 
     def succeeded(self, begun_at: float) -> None:
-        """A call that began at `begun_at` was answered."""
         if self._opened_at is None:
             self._failed_at.append(None)
         elif begun_at >= self._opened_at:
             self._close()
 
     def failed(self, begun_at: float, reason: str) -> None:
-        """A call that began at `begun_at` failed or was not answered."""
         if self._opened_at is None:
             self._failed_at.append(self._clock())
             if self._recent_failures() >= _FAILURES:
@@ -97,7 +89,6 @@ class Breaker:
             self._open(reason, by_calls=True)
 
     def refused(self, reason: str) -> None:
-        """Registers a refused connection."""
         if self.state != "open":
             self._open(reason, by_calls=False)
 
@@ -131,8 +122,7 @@ class Breaker:
 class Slots:
     """`limit` slots, taken with `async with`, first come, first served.
 
-    Args:
-        used: slots that are taken; over `limit` for a time after it was lowered.
+    After a lower limit was set, `used` may exceed it for a time.
     """
 
     def __init__(self, limit: int) -> None:
@@ -142,7 +132,6 @@ class Slots:
 
     @property
     def waiting(self) -> int:
-        """Number of calls that have no slot yet."""
         return len(self._waiting)
 
     @property
@@ -279,7 +268,7 @@ class AdaptiveLimit:
         return self.limit
 
     def forget(self) -> int:
-        """Resets the limit to its maximum, for an engine that reports no load."""
+        """Resets the limit, for an engine that reports no load."""
         self.limit, self._queued_polls, self._preempted = self._most, 0, None
         return self.limit
 
@@ -295,13 +284,12 @@ _log = structlog.get_logger("envserver.engine")
 
 
 class Registration(msgspec.Struct, kw_only=True):
-    """Facts about an engine besides its address; the store keeps it for registered ones.
+    """An engine's address and what the store keeps with it.
 
     Args:
-        version: see `Replica.version`.
         ttl_seconds: seconds after a heartbeat at which it ends; None: never.
         expires_at: in seconds since 1970.
-        follows, draining, paused: see `Replica`.
+        version, follows, draining, paused: see `Replica`.
     """
 
     url: str
@@ -318,25 +306,24 @@ class Replica:
     """One address of an engine.
 
     Args:
-        url: with neither `/v1` nor a slash at its end, and without credentials.
-        slots: bounds the calls in flight.
+        url: without `/v1`, a slash at its end, or credentials.
         heard_at: when it last answered a call or sent a part of a stream.
-        suspected: set when its health should be asked for now.
+        suspected: set when its health should be checked now.
         seconds: of answered calls, to the first part of a stream.
-        errors: number of calls that failed here.
+        errors: number of failed calls.
         admitted: whether it was found to be the same engine as the others; `refusal` says why not.
         is_refused: whether it is another engine; else it is not checked yet, or did not answer.
-        version: the policy version that was told for this replica; None: none was.
+        version: the policy version reported for this replica, if any.
         follows: whether it has each version that is published for all engines.
         is_sure: whether `version` is still true: not after its process has gone away.
-        tells: whether its heartbeats tell its version, so that a doubt does not last.
-        paused: whether it gets no calls; draining: whether it gets no new rollouts.
+        tells: whether its heartbeats report its version, so that a doubt does not last.
+        paused: it gets no calls; draining: it gets no new rollouts.
         rollouts: number of rollouts whose calls go here.
         expires_at: when its registration ends, in seconds since 1970; None: never.
         gets_key: whether it gets the engines' key.
         on_lost: called when it accepts no connection.
         generation: of the connections over which its engine was last confirmed to be the same.
-        served: the models and fingerprints that it answers with, by the requested model.
+        served: the models and fingerprints of its answers, by the requested model.
     """
 
     def __init__(
@@ -380,7 +367,6 @@ class Replica:
 
     @property
     def usable(self) -> bool:
-        """Whether calls may be sent to this replica now."""
         return self._breaker.allows and self.clock() >= self._busy_until
 
     @property
@@ -389,7 +375,6 @@ class Replica:
 
     @property
     def reason(self) -> str:
-        """Why it is set aside, "" if it is not."""
         return "" if self.state == "closed" else self._breaker.reason
 
     def request(self) -> ReplicaRequest:
@@ -397,12 +382,11 @@ class Replica:
         return ReplicaRequest(self)
 
     def begin(self, request: ReplicaRequest) -> bool:
-        """A request begins. Returns whether it tries out a replica that was set aside."""
+        """Registers a request; returns whether it tests a replica that was set aside."""
         self._requests.add(request)
         return self._breaker.begin()
 
     def end(self, request: ReplicaRequest, *, tries: bool) -> None:
-        """A request ends; `tries`: what `begin` returned."""
         self._requests.discard(request)
         self._breaker.end(tries)
 
@@ -419,7 +403,7 @@ class Replica:
             self.slots.resize(self._limit.observe(load, self.slots.used))
 
     def give_up_requests(self, *, sent: bool = True) -> None:
-        """Stops unanswered requests, to be sent elsewhere; `sent`: those at the engine, too."""
+        """Stops unanswered requests, to be sent elsewhere; `sent`: also those at the engine."""
         for request in self._requests:
             if sent or request.sent_at is None:
                 request.give_up()
@@ -445,7 +429,7 @@ class Replica:
         self.lost()
 
     def lost(self) -> None:
-        """Registers that it accepts no connection: when it is back, it may have other weights."""
+        """Registers a refused connection: when it is back, it may have other weights."""
         if self.version is not None:
             self.losses += 1
             self.is_sure = False
@@ -453,7 +437,6 @@ class Replica:
             self.on_lost()
 
     def busy(self, seconds: float) -> None:
-        """Registers the engine's request to wait."""
         self._busy_until = max(self._busy_until, self.clock() + seconds)
 
     @contextmanager
@@ -475,7 +458,7 @@ class ReplicaRequest:
     Args:
         sent_at: when it got a slot and was sent; None before.
         given_up: it was stopped because its replica no longer responds.
-        scope: what `give_up` ends with a TimeoutError, while it is entered.
+        scope: `give_up` ends it with a TimeoutError.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -505,17 +488,15 @@ class ReplicaRequest:
         return self.replica.losses != self._losses
 
     def sent(self) -> None:
-        """It has its slot, and goes out now."""
         self.sent_at = self.replica.clock()
 
     def answered(self) -> None:
-        """It was answered, be it by a refusal of the request."""
+        """Registers an answer, which may be a refusal of the request."""
         if self.sent_at is not None:
             self.replica.seconds.add(self.replica.clock() - self.sent_at)
             self.replica.answered(self.begun_at)
 
     def failed(self, reason: str) -> None:
-        """It was answered badly, or the connection broke."""
         if self.sent_at is not None:
             self.replica.errors += 1
             self.replica.failed(self.begun_at, reason)
@@ -523,15 +504,11 @@ class ReplicaRequest:
                 self.replica.lost()
 
     def refused(self, reason: str) -> None:
-        """The replica took no connection."""
         self.replica.refused(reason)
 
     def timed_out(self) -> None:
-        """Registers a timeout.
-
-        It counts as a failure only if the replica has shown no sign of life since the request was
-        sent;
-        otherwise the replica is merely slow."""
+        """Registers a timeout: a failure only if the replica showed no sign of life since it was
+        sent."""
         if self.sent_at is None:
             return
         waited = self.replica.clock() - self.sent_at
@@ -540,5 +517,5 @@ class ReplicaRequest:
 
 
 def replica_id(url: str) -> str:
-    """Returns the id of the replica at `url`: the same in every process."""
+    """Returns the id of the replica at `url`, the same in every process."""
     return f"e-{hashlib.blake2b(url.encode(), digest_size=6).hexdigest()}"

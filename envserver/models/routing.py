@@ -1,10 +1,9 @@
-"""Which replica of an engine serves a call, and how often a call is tried again.
+"""Chooses the replica that serves a call, and sends failed calls again.
 
-A rollout has a home: the replica that its first call went to, so that the engine's prefix cache
-serves its later turns. It leaves its home only for as long as that is unhealthy or full, and for
-good if it is removed, paused or has old weights. A new rollout's home is chosen by a rendezvous
-hash of its id (with one replica more, 1/N of the new rollouts go there), or is the replica with the
-least load.
+A rollout has a home: the replica of its first call, so that the engine's prefix cache serves its
+later turns. It leaves its home while that is unhealthy or full, and for good if it is removed,
+paused or has old weights. A new rollout's home is chosen by a rendezvous hash of its id (with one
+replica more, 1/N of the new rollouts go there), or is the replica with the least load.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _SAMPLING_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/inference
 class SampledVersions:
     """The policy versions that the sampling replica had at the start and at the end of a call.
 
-    A context manager: they are noted of the replica that samples within the block. Both None: it
+    A context manager: they are those of the replica that samples within the block. Both None: it
     has the versions that are published for all engines.
     """
 
@@ -58,8 +57,8 @@ _noted: ContextVar[SampledVersions | None] = ContextVar("envserver_sampled_versi
 
 
 def versions_noted(path: str) -> SampledVersions | None:
-    """Returns where to note the versions of the replica that a call to `path` is sent to; None:
-    nobody asks, or that path does not sample."""
+    """Returns where to note the versions of the replica that a call to `path` is sent to, if
+    anywhere."""
     return _noted.get() if path in _SAMPLING_PATHS else None
 
 
@@ -91,19 +90,18 @@ class Replicas:
         self._change = asyncio.Event()
 
     def add(self, url: str, origin: Origin) -> Replica:
-        """Adds a replica; it gets no calls before it is admitted."""
         replica = Replica(url, self._max_in_flight, self._clock, origin)
         self.all.append(replica)
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Removes a replica: it gets no calls any more; those that were sent end there."""
+        """Removes a replica: it gets no new calls; current ones end there."""
         self.all.remove(replica)
         replica.give_up_requests(sent=False)
         self.changed()
 
     def changed(self) -> None:
-        """Lets waiting calls look again after a replica has changed."""
+        """Wakes waiting calls after a replica has changed."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -112,7 +110,7 @@ class Replicas:
         await self._change.wait()
 
     def version_of(self, replica: Replica) -> int | None:
-        """Returns the policy version that `replica` serves; None: it is not known."""
+        """Returns the policy version that `replica` serves, if known."""
         if replica.version is not None:
             return replica.version if replica.is_sure else None
         return self.version() if replica.follows else None
@@ -150,11 +148,8 @@ class Replicas:
     async def next(
         self, rollout_id: str, avoid: Collection[Replica], patience_until: float
     ) -> Replica:
-        """Picks the replica for `rollout_id`, and waits for one as long as there is none.
-
-        Args:
-            patience_until: in the time of the loop.
-        """
+        """Picks the replica for `rollout_id`; waits for one until the loop's time
+        `patience_until`."""
         if (found := self.pick(rollout_id, avoid)) is not None:
             return found
         try:
@@ -179,7 +174,6 @@ class Replicas:
         return bool(changed) and all(changed)
 
     def missing(self) -> str:
-        """Says why no replica can be used."""
         if not self.all:
             return "No engine is known."
         standings = Counter(self.standing(replica)[0] for replica in self.all)
@@ -209,12 +203,10 @@ class Replicas:
         return min(usable, key=lambda one: (one in avoid, one.slots.rounds))
 
     def begun(self, rollout_id: str) -> None:
-        """Notes a rollout, which will have a home until it ends. Other calls have none: a hash
-        routes them."""
+        """Registers a rollout, which has a home until it ends. Other calls are routed by a hash."""
         self._homes.setdefault(rollout_id, None)
 
     def ended(self, rollout_id: str) -> None:
-        """Forgets the home of a rollout that has ended."""
         home = self._homes.pop(rollout_id, None)
         if home is not None:
             home.rollouts -= 1
@@ -222,11 +214,9 @@ class Replicas:
                 self.changed()
 
     def home(self, rollout_id: str) -> Replica | None:
-        """Returns the replica that the calls of a rollout go to, if it has one."""
         return self._homes.get(rollout_id)
 
     def other_usable(self, avoid: Collection[Replica]) -> bool:
-        """Returns whether some usable replica is not among `avoid`."""
         return any(
             one.usable and self._takes(one, is_home=False) and one not in avoid for one in self.all
         )
@@ -240,7 +230,6 @@ class Replicas:
         )
 
     def _settle(self, rollout_id: str, takers: list[Replica]) -> Replica:
-        """Chooses a home for `rollout_id`, and remembers it until that ends."""
         ranked = _ranked(rollout_id, takers)
         if self._routing == "prefix":
             home = min(ranked, key=lambda one: not one.usable)
@@ -295,11 +284,10 @@ class Retrying:
     async def until_answered(
         self, once: Callable[[ReplicaRequest], Awaitable[T]], rollout_id: str, deadline: float
     ) -> T:
-        """Runs `once` on one replica after another until it succeeds.
+        """Runs `once` on one replica after another until it succeeds or the loop's time is
+        `deadline`.
 
-        Args:
-            once: raises RetryableError or an EngineError; only EngineRefused is final.
-            deadline: in the time of the loop.
+        `once` raises RetryableError or an EngineError; only EngineRefused is final.
         """
         now = asyncio.get_running_loop().time
         patience_until = now() + _PATIENCE * (deadline - now())
@@ -332,7 +320,7 @@ class Retrying:
 async def _try(
     once: Callable[[ReplicaRequest], Awaitable[T]], request: ReplicaRequest, deadline: float
 ) -> T:
-    """Runs `once` until `deadline` and tells the replica how it went."""
+    """Runs `once` until `deadline` and reports the result to the replica."""
     try:
         async with asyncio.timeout_at(deadline) as request.scope:
             try:
@@ -371,6 +359,5 @@ def _overdue(request: ReplicaRequest) -> Exception:
 
 
 def late(replica: Replica, seconds: float) -> EngineTimeout:
-    """Returns the timeout error of `replica`, which was waited for so many seconds."""
     message = f"The engine at {replica.url} did not answer within {round(seconds, 1):g} s."
     return EngineTimeout(message, base_url=replica.url)

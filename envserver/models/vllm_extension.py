@@ -1,8 +1,7 @@
 """Starts vLLM with our worker extension, `vllm_worker/envserver_reload.py`, which reloads weights,
 and our plugin, `vllm_worker/envserver_gloo.py`, which receives them.
 
-In flow the environment variables for vLLM, out flow those with which it finds the extension. vLLM
-itself is not imported here.
+vLLM itself is not imported here.
 """
 
 from __future__ import annotations

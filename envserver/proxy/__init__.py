@@ -1,26 +1,12 @@
 """The endpoint that agents talk to.
 
-In flow requests under the secret key of one attempt. Out flow answers in the agent's dialect and
-recorded Calls, the only source of training tokens. What always holds: a call is recorded before the
-last byte of its answer is sent; an attempt never gets more turns, tokens or time than its limits;
+In: requests under the secret key of one attempt. Out: answers in the agent's dialect and recorded
+Calls, the only source of training tokens. What always holds: a call is recorded before the last
+byte of its answer is sent; an attempt never gets more turns, tokens or time than its limits;
 nothing is recorded after an attempt is sealed; no answer holds the engine's key, the hidden part of
 a task, or a field that only the proxy asked the engine for.
 
-README.md draws the path of one call. The files in that order:
-
-    server           keys and routes
-    attempts         one attempt: its limits and its calls
-    bounds           how much one attempt may ask for at once
-    request_handler  one request, from its body to the last byte; retries: join a running call
-    dialects/        the agent's API <-> ModelRequest
-    call_task        one exchange with the engine; gate: pauses calls during weight updates
-    endpoint         the engine and its capabilities; plans the prompt
-    body             ModelRequest -> the body that the engine is sent
-    engine_client/   sends it, by token ids or by messages
-    engine_answer    what the engine answered, checked; its chunks
-    recording        EngineAnswer -> Calls
-    services, worker    requests of workers that are not model calls
-    guest            model calls of foreign environments, unrecorded
+README.md draws the path of one call and lists the files in that order.
 """
 
 from __future__ import annotations

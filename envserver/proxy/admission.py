@@ -28,8 +28,8 @@ _EMPTY: tuple[Any, ...] = ("", [], {})
 
 
 class _Fields(NamedTuple):
-    """A request's fields: those for the dialect, those for the engine as they are, and the names of
-    those that are ignored."""
+    """A request's fields for the dialect and for the engine as they are, and the names of ignored
+    ones."""
 
     known: dict[str, Any]
     passed: dict[str, Any]
@@ -42,11 +42,7 @@ def read_request(
     memory: Memory,
     tokens: TokensConfig = _DEFAULT,
 ) -> ModelRequest:
-    """Reads a decoded request body.
-
-    Args:
-        tokens: what the run allows.
-    """
+    """Reads a decoded request body within what the run allows (`tokens`)."""
     fields = _Fields({}, {}, [])
     for name, value in body.items():
         if value is not None:
@@ -64,7 +60,7 @@ def read_request(
 
 
 async def admit_images(messages: list[Message], tokens: TokensConfig, in_flight: InFlight) -> None:
-    """Checks the images of a request, all of their bytes. Raises InputError: see `check_images`."""
+    """Checks the images of a request, all of their bytes."""
     check_images(await facts_of_all(urls_of(messages), in_flight.reading), tokens)
 
 
@@ -111,5 +107,4 @@ _NAMES = ("claude-cli/", "codex", "opencode/", "qwencode/")
 
 
 def is_program(scope: Scope) -> bool:
-    """Returns whether a coding program sends this request."""
     return header(scope, b"user-agent").lower().startswith(_NAMES)

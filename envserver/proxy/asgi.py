@@ -50,11 +50,11 @@ _KNOWN = "This model's maximum context length is"
 
 
 def context_limit(message: str) -> LimitReached | None:
-    """Returns the limit that `message`, of an engine that refused a call, is about; None: another
-    reason.
+    """Returns the limit that an engine's refusal `message` is about; None: another reason.
 
-    `detail`: `limit` ("context") and, where the message says them, `prompt_tokens`, `answer_tokens`
-    and `context_tokens`.
+    The engine may be vLLM, SGLang, llama.cpp, TGI, OpenAI or another provider; agents' clients
+    recognise the result and shorten their conversation. `detail`: `limit` ("context") and, if the
+    message says them, `prompt_tokens`, `answer_tokens` and `context_tokens`.
     """
     if not _FULL.search(message):
         return None
@@ -72,7 +72,6 @@ def context_limit(message: str) -> LimitReached | None:
 
 
 def is_context_limit(error: EnvserverError) -> bool:
-    """Returns whether `error` says that the model's context is full."""
     return isinstance(error, LimitReached) and error.detail.get("limit") == "context"
 
 
@@ -122,7 +121,6 @@ _HEADERS = "envserver.headers"
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """Returns the header `name` (lower case), or ""."""
     headers: dict[bytes, bytes] | None = scope.get(_HEADERS)
     if headers is None:
         headers = scope[_HEADERS] = dict(reversed(scope["headers"]))
@@ -130,7 +128,7 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def header_number(text: str) -> int:
-    """Returns the whole number in a header, 0 if it is none; of a huge one, one that is too large.
+    """Returns the whole number in a header, 0 if it is none; a huge one becomes too large a number.
 
     Python refuses to read thousands of digits, and llhttp lets as many zeros through.
     """
@@ -196,7 +194,6 @@ def inflate(body: bytes, max_bytes: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parses `body` as a JSON object."""
     check_values(body)
     try:
         parsed = orjson.loads(body)
@@ -222,7 +219,6 @@ def _too_large(max_bytes: int) -> TooLargeError:
 async def send_json(
     send: Send, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    """Sends a whole JSON answer."""
     await send_bytes(send, status, orjson.dumps(body), b"application/json", headers)
 
 
@@ -233,14 +229,12 @@ async def send_bytes(
     content_type: bytes,
     headers: Iterable[tuple[bytes, bytes]] = (),
 ) -> None:
-    """Sends a whole answer."""
     head = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body})
 
 
 async def send_nothing(send: Send) -> None:
-    """Sends status 204."""
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
@@ -260,7 +254,6 @@ async def end_events(send: Send, events: bytes = b"") -> None:
 
 
 def event(data: Any) -> bytes:
-    """Formats `data` as one server-sent event."""
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
@@ -296,7 +289,7 @@ HANGUPS = "envserver.hangups"
 
 
 class Hangups:
-    """Says when the client of one connection hangs up, without a task that waits for it."""
+    """Reports when the client of one connection hangs up, without a task that waits for it."""
 
     def __init__(self) -> None:
         self._watching: set[Callable[[], None]] = set()
@@ -313,7 +306,6 @@ class Hangups:
         self._watching.discard(on_gone)
 
     def gone(self) -> None:
-        """The client has hung up."""
         self._gone = True
         watching, self._watching = self._watching, set()
         for on_gone in watching:
@@ -327,7 +319,7 @@ class Interrupts:
     called. The block then raises `Interrupted`.
 
     Args:
-        hangups: those of the connection; None: `receive` tells of them.
+        hangups: those of the connection; None: `receive` reports them.
     """
 
     def __init__(
@@ -366,7 +358,7 @@ class Interrupts:
     def stop_watching(self) -> None:
         """Stops watching for hang-ups.
 
-        Call it before the end of the answer: servers report that end as one.
+        Call it before the end of the answer, which servers report as a hang-up.
         """
         if self._hangups is not None:
             self._hangups.forget(self._gone)

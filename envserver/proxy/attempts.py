@@ -64,8 +64,7 @@ _MOST_SECONDS = 1e9
 class Timeline:
     """The times of one attempt, which begins now.
 
-    Args:
-        timings: of tools and programs, in order of their ends.
+    `timings`: of tools and programs, in order of their ends.
     """
 
     def __init__(self) -> None:
@@ -76,7 +75,6 @@ class Timeline:
 
     @contextmanager
     def timed(self, kind: TimingKind, name: str) -> Iterator[None]:
-        """Notes how long the block takes, however it ends."""
         began = time.time()
         try:
             yield
@@ -84,7 +82,7 @@ class Timeline:
             self.note(kind, name, began, time.time() - began)
 
     def note(self, kind: TimingKind, name: str, began: float, seconds: float) -> None:
-        """Notes what began at `time.time()` = `began`."""
+        """Records what began at `time.time()` = `began`."""
         if len(self.timings) < MOST_TIMINGS or kind == "scoring":
             name = printable(name[:_LONGEST_NAME])
             started = self.since_start(began)
@@ -97,7 +95,7 @@ class Timeline:
         return _rounded(at - self.started_at)
 
     def printed(self, at: float, stream: Stream, text: str) -> None:
-        """Keeps a line without secrets and control characters; the oldest make room for it."""
+        """Keeps a line without secrets and control characters; drops the oldest for it."""
         shown = redacted(printable(text[-MOST_PRINTED:], keep="\t"))[-MOST_PRINTED:]
         self._printed.append(Printed(self.since_start(at), stream, shown))
         self._characters += len(shown)
@@ -145,7 +143,7 @@ class ReachedLimits:
         return next((limit for limit, _ in reversed(self._refused)), None)
 
     def watch(self, ends: asyncio.Timeout | None) -> None:
-        """From now on an agent that keeps asking lets `ends` expire; None: nothing any more.
+        """From now on an agent that keeps asking lets `ends` expire; None: stops watching.
 
         A timeout holds its task, and that the rollout's record when it has ended: one that stayed
         here would keep it until the next collection of old cycles, some 30,000 rollouts later.
@@ -153,7 +151,6 @@ class ReachedLimits:
         self._ends = ends
 
     def refused(self, limit: str, agent: str | None) -> None:
-        """Notes that a request of `agent` was refused because of `limit`."""
         now = time.monotonic()
         before = self._refused.pop((limit, agent), None) or _Refused(0, now - AT_ONCE_SECONDS)
         self._refused[limit, agent] = before
@@ -164,8 +161,11 @@ class ReachedLimits:
             self._ends.reschedule(asyncio.get_running_loop().time() + GRACE_SECONDS)
 
     def answered(self, agent: str | None) -> None:
-        """Notes that a call of `agent` was answered: it has shortened its conversation since it
-        met the context limit, or asked for what a hook lets through."""
+        """Registers an answered call of `agent`.
+
+        It has shortened its conversation since it met the context limit, or asked for what a hook
+        lets through.
+        """
         forgotten = [self._refused.pop((limit, agent), None) for limit in ("context", "refused")]
         ending = any(one is not None and one.times >= MOST_REFUSALS for one in forgotten)
         if not ending or self._ends is None:
@@ -240,9 +240,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     harness: HarnessSpec | None = None
 
     def agent(self, name: str | None) -> str | None:
-        """Returns the agent for a request that names `name`; without a name, the main agent.
-        Raises InputError: `name` is not an agent that the environment declares.
-        """
+        """Returns the agent for a request that names `name`; without a name, the main agent."""
         if name in self.agents:
             return name
         if name is None:
@@ -254,7 +252,6 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def route(self, agent: str | None) -> AgentRoute:
-        """Returns the route of `agent`."""
         known = self.agents.get(agent or "")
         return known or AgentRoute(model=self.model, sampling=self.sampling, endpoint=self.endpoint)
 
@@ -279,7 +276,6 @@ class PostedReward(msgspec.Struct, frozen=True):
 
 
 def routing_key(rollout_id: str, agent: str | None) -> str:
-    """Returns the key for a declared agent, or for None; see `AttemptSpec.routing_key`."""
     return rollout_id if agent is None else f"{rollout_id}/{agent}"
 
 
@@ -289,28 +285,23 @@ class ProxyAttempt:
 
     Args:
         calls: in order of commit; committed_at: when, by `time.monotonic()`.
-        turn_rewards: what the rollout gave with `run.reward`.
-        limits: the limits that were reached.
-        engine_failures: how many calls the engine failed.
-        sandbox_failure: how a sandbox failed or could not be opened; None if all is well.
-        service_failure: how a service of the environment failed, or None.
-        service_calls: number of calls to services.
-        asked_services: those calls, if they are kept.
-        refused_requests: what hooks of the environment refused before the engine got it.
+        turn_rewards: given by the rollout with `run.reward`.
+        engine_failures: number of calls that the engine failed.
+        sandbox_failure, service_failure: how a sandbox or a service failed, if one did.
+        asked_services: the calls to services, if they are kept.
+        refused_requests: those that hooks refused before the engine got them.
         flags: flags that services put on the trajectory.
-        output, metrics, steps, posted, failure: what the worker posted.
+        output, metrics, steps, posted, failure: posted by the worker.
         late_calls: model calls that came after the end.
         log_budget: what the attempt may still write to the server's log.
         log_lines_dropped: its log lines beyond that.
         memory: state of each dialect for this attempt.
-        retries: the latest requests.
         histories: the conversations that can be continued, by engine.
         span: trace span of the agent's run, the parent of its model calls.
         in_flight: its connections, bytes and requests.
         egress: its requests to hosts outside.
         recorded: the requests that its record holds.
         planning: held while one of its long prompts is planned, or waits for that.
-        timeline: when it began, when its tools and programs ran, what it printed.
     """
 
     key: str
@@ -365,8 +356,7 @@ class ProxyAttempt:
 
     @property
     def limit(self) -> str | None:
-        """The limit that holds an agent back: "turns", "tokens", "time", "context" or
-        "record"."""
+        """The limit that holds an agent back: "turns", "tokens", "time", "context" or "record"."""
         return self.limits.latest
 
     @property
@@ -376,8 +366,7 @@ class ProxyAttempt:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest policy version among trained tokens, calls in flight included; -1 if
-        unknown."""
+        """The lowest policy version of trained tokens, calls in flight included; -1 if unknown."""
         recorded = (span.version for call in self.calls if call.trained for span in call.versions)
         known = [version for version in (*recorded, *self._sampling.values()) if version >= 0]
         return min(known, default=-1)
@@ -402,11 +391,11 @@ class ProxyAttempt:
             raise
 
     def asked(self, agent: str | None, request: ModelRequest) -> None:
-        """Notes that `agent` sent `request`: with tools it shows what was a side call."""
+        """Registers a request of `agent`: one with tools shows which calls were side calls."""
         self._untrain(self._side.asked(agent, request))
 
     def take_turn(self, agent: str | None = None, *, side: bool = False) -> None:
-        """Counts one turn of `agent`; what may be a side call does not count for it."""
+        """Counts one turn of `agent`; a possible side call does not count for it."""
         if self.sealed:
             raise ended()
         self.check_time()
@@ -418,18 +407,15 @@ class ProxyAttempt:
         self._turns[agent] += 1
 
     def check_time(self) -> None:
-        """Raises LimitReached: time is used up."""
         if self.seconds_left <= 0:
             raise self.reached("time", "The time of this rollout is used up.")
 
     async def reserve(
         self, wanted: int | None, choices: int, agent: str | None = None
     ) -> TokenReservation:
-        """Reserves completion tokens for a request with `choices` answers of up to `wanted` tokens
-        each.
+        """Reserves tokens for a request with `choices` answers of up to `wanted` tokens each.
 
         Tokens of untrained agents are not counted.
-        Raises LimitReached: none are left.
         """
         route = self.spec.route(agent)
         cap = route.sampling.get("max_tokens")
@@ -452,16 +438,14 @@ class ProxyAttempt:
         return TokenReservation(self, each, each * choices)
 
     def settle(self, reserved: int, spent: int) -> None:
-        """Releases a reservation; `spent` tokens of it were used."""
+        """Releases a reservation, of which `spent` tokens were used."""
         self._reserved_tokens -= reserved
         if reserved:
             self._spent_tokens += spent
         self._returned.set()
 
     def commit(self, calls: list[Call], *, side: bool = False) -> None:
-        """Records `calls` and numbers them; `side`: they may be side calls.
-        Raises ConflictError: the attempt is sealed; nothing was recorded.
-        """
+        """Records `calls` and numbers them; `side`: they may be side calls."""
         if self.sealed:
             raise ended()
         for call in calls:
@@ -475,8 +459,7 @@ class ProxyAttempt:
         self._spent_tokens -= sum(len(call.completion_ids) for call in side_calls)
 
     def engine_answered(self, agent: str | None = None) -> None:
-        """A call of `agent` was answered: its earlier failures no longer count, nor does a context
-        that was full."""
+        """Registers an answered call: the agent's earlier failures no longer count."""
         self._unanswered.pop(agent, None)
         self.limits.answered(agent)
 
@@ -509,7 +492,7 @@ class ProxyAttempt:
             self.sandbox_failure = error.failure()
 
     def sandbox_opened(self) -> None:
-        """A sandbox was opened: an earlier failure to open one no longer counts."""
+        """Forgets an earlier failure to open a sandbox."""
         if self.sandbox_failure and self.sandbox_failure.kind == SandboxUnavailable.kind:
             self.sandbox_failure = None
 
@@ -530,7 +513,7 @@ class ProxyAttempt:
         self._in_flight.discard(interrupts)
 
     def hold(self, task: asyncio.Task[Any]) -> None:
-        """Keeps `task` alive until it ends or the attempt is sealed, whoever waits for it."""
+        """Keeps `task` alive until it ends or the attempt is sealed."""
         self._held.add(task)
         task.add_done_callback(self._let_go)
 
@@ -542,8 +525,7 @@ class ProxyAttempt:
     def seal(self) -> None:
         """Ends the attempt: nothing more is recorded, requests and tasks in flight are stopped.
 
-        State that only further requests would need is freed; the record itself may be kept for
-        long.
+        State that only further requests need is freed; the record may be kept for long.
         """
         self.sealed = True
         for task in self._held:
@@ -562,10 +544,8 @@ class ProxyAttempt:
 
 
 class TokenReservation:
-    """Completion tokens reserved for one request; a context manager that releases unused ones.
-
-    Args:
-        max_tokens: limit per choice, or None.
+    """Completion tokens of one request, `max_tokens` per choice; a context manager that releases
+    unused ones.
     """
 
     def __init__(self, attempt: ProxyAttempt, max_tokens: int | None, reserved: int) -> None:
@@ -582,5 +562,4 @@ class TokenReservation:
 
 
 def ended() -> ConflictError:
-    """Returns the error for requests after the end of their attempt."""
     return ConflictError("This attempt has ended.")

@@ -83,7 +83,7 @@ RAW: dict[str, Check] = {
 
 
 def constraints_of(fields: dict[str, Any], tools: list[dict[str, Any]]) -> list[str]:
-    """Returns the places in a chat request that mask the distribution which is sampled."""
+    """Returns the places in a chat request that constrain sampling."""
     places = [name for name in RAW if fields.get(name)]
     places += [f"tools[{n}].function.strict" for n, tool in enumerate(tools) if is_strict(tool)]
     choice = fields.get("tool_choice")
@@ -157,7 +157,6 @@ def check_constraints(
 
 
 def not_allowed(place: str, needed: str) -> InputError:
-    """Returns the error about a constraint that needs `tokens.constraints` to be `needed`."""
     return InputError(
         f"{place} is not allowed: it would constrain what is sampled. Leave it out; if this run's"
         f" agents need it, run with --tokens.constraints {needed}.",
@@ -190,8 +189,10 @@ def _patterns(schema: Any, place: str) -> Iterator[tuple[str, str]]:
 
 
 def _repeats(pattern: str) -> float:
-    """Returns the sum of the counts in `pattern`, which engines write out one by one; infinity if
-    a group that repeats something is repeated."""
+    """Returns the sum of the counts in `pattern`, which engines write out one by one.
+
+    Infinity if a group that repeats something is repeated.
+    """
     total = 0.0
     repeats = [False]
     """For each open group, outermost first: whether it contains a repetition."""
@@ -215,8 +216,10 @@ def _repeats(pattern: str) -> float:
 
 
 def _times(word: str) -> tuple[float, float]:
-    """Returns how often `word` repeats what is before it, at least and at most; (1, 1) if it is
-    not a quantifier."""
+    """Returns how often `word` repeats what is before it, at least and at most.
+
+    (1, 1) if it is not a quantifier.
+    """
     if word in ("*", "+"):
         return 0, math.inf
     if not word.startswith("{") or word == "{":
@@ -268,7 +271,6 @@ class EngineBody(msgspec.Struct, kw_only=True):
     flags: list[str]
 
     def with_max_tokens(self, max_tokens: int | None) -> None:
-        """Sets the granted limit per choice."""
         if max_tokens is None:
             return
         self.body[self.tokens_field] = max_tokens
@@ -277,7 +279,6 @@ class EngineBody(msgspec.Struct, kw_only=True):
             self.body["min_tokens"] = max_tokens
 
     def sampling(self) -> dict[str, Any]:
-        """Returns the sampling fields of the body."""
         return {name: self.body[name] for name in _SAMPLING if name in self.body}
 
 

@@ -1,9 +1,9 @@
-"""How much one attempt may ask of the proxy at once: connections, bytes, requests a second.
+"""Bounds what one attempt may ask of the proxy at once: connections, bytes, requests a second.
 
 An agent may run code of a model, which has the attempt's key: without bounds, one rollout takes the
-descriptors, the memory or the time that all share. What is over a bound is refused to that attempt,
-counted, and told to the agent (status 429). While all attempts together are near a bound of the
-server, each may still have the small part that is always kept for it.
+descriptors, memory or time that all share. What exceeds a bound is refused to that attempt (status
+429) and counted. While all attempts together are near a bound of the server, each may still have a
+small reserve.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Connection(Protocol):
         """Whether the server is answering a complete request of this connection."""
 
     def drop(self, error: OverBound) -> None:
-        """Closes it; `error` says why."""
+        """Closes it because of `error`."""
 
 
 class Connections:
     """Open connections that share a bound.
 
-    If there are too many, those go that have waited for their clients for longest: a client that
-    holds connections without using them only loses these.
+    If there are too many, those that have waited for their clients longest are closed: a client
+    that holds connections without using them only loses these.
     """
 
     def __init__(self) -> None:
@@ -94,11 +94,8 @@ class Connections:
         return len(self._open)
 
     def add(self, connection: Connection, most: int) -> int:
-        """Adds `connection`, or makes it the latest.
-
-        Returns:
-            How many were closed to keep within `most`.
-        """
+        """Adds `connection`, or makes it the latest; returns how many were closed to keep within
+        `most`."""
         self._open.pop(connection, None)
         self._open[connection] = None
         if (over := len(self._open) - most) <= 0:
@@ -136,7 +133,7 @@ class InFlight:
 
     Args:
         totals: those of all attempts; default: its own.
-        rollout_id, flags: whose it is; default: of all who have no valid key, together.
+        rollout_id, flags: of the attempt; default: of all clients without a valid key.
     """
 
     def __init__(
@@ -164,7 +161,7 @@ class InFlight:
         self._reading = Bucket(READING_SHARE, READING_BURST_SECONDS, now)
 
     def refused(self, bound: Bound, times: int = 1) -> None:
-        """Counts refusals, and flags the attempt; its first one is logged."""
+        """Counts refusals, and flags the attempt; the first one is logged."""
         if not times:
             return
         self._totals.refused[bound] += times
@@ -173,20 +170,14 @@ class InFlight:
             _log.warning("rollout_over_bound", rollout_id=self._rollout_id, bound=bound)
 
     def claim(self, connection: Connection, *, is_short: bool) -> None:
-        """Counts `connection` as this attempt's.
-
-        Args:
-            is_short: whether the server has few descriptors left.
-        """
+        """Counts `connection` for this attempt; `is_short`: the server has few descriptors left."""
         most = self.bounds.max_connections
         if is_short:
             most = min(most, KEPT_CONNECTIONS)
         self.refused("connections", self.connections.add(connection, most))
 
     async def admit(self) -> None:
-        """Waits until one more request is within `max_requests_per_second`.
-        Raises OverBound: too many wait already.
-        """
+        """Waits until one more request is within `max_requests_per_second`."""
         now = time.monotonic()
         wait = self._requests.wait_seconds(1, now)
         if wait > _PATIENCE_SECONDS:
@@ -208,14 +199,11 @@ class InFlight:
         return _Reading(self)
 
     def has_read(self, seconds: float) -> None:
-        """Counts CPU time that reading a request took."""
         self.reading_seconds += seconds
         self._reading.take(seconds, time.monotonic())
 
     def take(self, size: int) -> None:
-        """Takes bytes (gives them back, if `size` is negative).
-        Raises OverBound: there are not so many left; none is taken.
-        """
+        """Takes bytes, all or none (gives them back, if `size` is negative)."""
         mine, all_bytes = self.bytes + size, self._totals.bytes + size
         is_full = all_bytes > self._totals.max_bytes and mine > _KEPT_BYTES
         if size > 0 and (mine > self.bounds.max_bytes or is_full):
@@ -243,8 +231,6 @@ class InFlight:
 
 
 class _Reading:
-    """See `InFlight.reading`."""
-
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight
         self._began = 0.0
@@ -259,8 +245,7 @@ class _Reading:
 class Hold:
     """Bytes of one request; a context manager that gives them back.
 
-    Args:
-        in_flight: whose they are; None: nobody's, without a bound.
+    `in_flight`: the attempt's; None: without a bound.
     """
 
     def __init__(self, in_flight: InFlight | None = None) -> None:
@@ -274,27 +259,23 @@ class Hold:
         self.shrink(0)
 
     async def may_read(self) -> None:
-        """See `InFlight.may_read`."""
         if self._in_flight is not None:
             await self._in_flight.may_read()
 
     def cover(self, size: int) -> None:
-        """Takes what is missing to `size` bytes.
-        Raises OverBound: the attempt may not have so many.
-        """
+        """Takes what is missing to `size` bytes."""
         if self._in_flight is not None and size > self._bytes:
             self._in_flight.take(size - self._bytes)
             self._bytes = size
 
     def shrink(self, size: int) -> None:
-        """Gives back what is over `size` bytes."""
+        """Gives back what exceeds `size` bytes."""
         if self._in_flight is not None and size < self._bytes:
             self._in_flight.take(size - self._bytes)
             self._bytes = size
 
 
 def over_bound(bound: Bound, message: str) -> OverBound:
-    """Returns the error for an attempt that is over `bound`."""
     hint = (
         "--workers.max_connections, max_request_mb, max_requests_per_second and max_recorded_mb are"
         " the bounds."

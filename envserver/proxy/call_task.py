@@ -74,6 +74,8 @@ def model_call(
 ) -> AbstractContextManager[Span]:
     """Opens a span for a model call; requests to the engine carry its `traceparent`.
 
+    Texts are in spans only if the tracer wants them (`Span.texts`).
+
     Args:
         body: the request as the engine gets it.
         request: the same as the agent sent it.
@@ -89,7 +91,6 @@ def model_call(
 
 
 def note_answer(span: Span, engine_answer: EngineAnswer) -> None:
-    """Adds the answer's token counts to the span."""
     if not span.traceparent:
         return
     choices = engine_answer.choices
@@ -108,10 +109,10 @@ def note_answer(span: Span, engine_answer: EngineAnswer) -> None:
 
 
 def note_tools(attempt: ProxyAttempt, agent: str | None, request: ModelRequest) -> None:
-    """Adds a span for each tool whose result comes with `request`.
+    """Adds a span for each tool whose result comes with `request` for the first time.
 
-    It lasts from the answer that asked for the tool until now; the tools of one answer are not told
-    apart. Results that a request brings again have no second span.
+    It lasts from the answer that asked for the tool until now; the tools of one answer are not
+    distinguished.
     """
     if not attempt.span.traceparent:
         return
@@ -142,10 +143,8 @@ class CallTask:
     """The engine call for one request and for the retries that join it.
 
     Args:
-        endpoint: that of `agent`.
         agent: the agent of the attempt, None for the only one.
         digest: of the request.
-        hooks: those of the environment, if it has any.
     """
 
     def __init__(
@@ -190,9 +189,7 @@ class CallTask:
 
     async def begin(self) -> None:
         """Waits for the engine's capabilities, plans the prompt, and starts `task` unless it
-        streams.
-        Raises EngineError: the engine does not answer.
-        """
+        streams."""
         try:
             await self._prepare()
             if not self._can_stream():
@@ -237,8 +234,9 @@ class CallTask:
     def _can_stream(self) -> bool:
         """Returns whether the answer can be a true stream.
 
-        It cannot with tools: what is parsed from a stream may differ from the whole answer. Nor if
-        the environment looks at answers, nor with routed experts, which vLLM's chunks lack."""
+        Not with tools: what is parsed from a stream may differ from the whole answer. Nor if the
+        environment looks at answers, nor with routed experts, which vLLM's chunks lack.
+        """
         request = self._sent
         return (
             request.stream
@@ -251,11 +249,9 @@ class CallTask:
     # Requests that wait
 
     def join(self) -> None:
-        """Adds a request that waits for the answer."""
         self._waiting += 1
 
     def leave(self) -> None:
-        """Removes a request that no longer waits."""
         self._waiting -= 1
 
     def delivered(self, *, again: bool) -> None:
@@ -268,24 +264,21 @@ class CallTask:
 
     @property
     def is_lost(self) -> bool:
-        """Whether no request received the answer and none waits for it."""
         return not (self._waiting or self._delivered)
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a request waits for the answer."""
         return self._waiting > 0
 
     @property
     def is_usable(self) -> bool:
-        """Whether the answer has text or calls, all of them, which a client can read."""
         return any(map(_is_usable, self.calls))
 
     # Whole answers
 
     @property
     def task(self) -> asyncio.Task[dict[str, Any]] | None:
-        """Returns the chat answer as the agent may see it; None for a stream."""
+        """The task of a whole answer, as the agent may see it; None for a stream."""
         return self._task
 
     def cancel(self) -> None:
@@ -354,7 +347,6 @@ class CallTask:
     async def _wait_for_version(
         self, missing_version: MissingVersion, error: EngineRefused
     ) -> None:
-        """Waits until a call that was refused for its version may be sent again."""
         if VERSION_PLACEHOLDER not in self._route.model or self._first_at is not None:
             raise error
         asked = self._body.body["model"]
@@ -363,9 +355,7 @@ class CallTask:
     # True streams
 
     async def stream(self, emit: Emit) -> None:
-        """Passes cleaned chunks to `emit`; the ends of the choices only after recording.
-        Raises EngineError: the stream broke off; what had arrived was recorded.
-        """
+        """Passes cleaned chunks to `emit`; the ends of the choices only after recording."""
         with await self._reserved() as reservation:
             self._body.with_max_tokens(reservation.max_tokens)
             try:
@@ -382,7 +372,7 @@ class CallTask:
             await emit(chunk)
 
     async def _relay(self, emit: Emit) -> list[dict[str, Any]]:
-        """Emits the chunks, except for the last ones, which it returns."""
+        """Emits all chunks but the last ones, which it returns."""
         missing_version = MissingVersion()
         while True:
             self._collector = Collector(self.request)
@@ -428,11 +418,8 @@ class CallTask:
     # Recording
 
     def failed(self, error: EngineError) -> EnvserverError:
-        """Records the engine's failure, once, and what had arrived of a stream.
-
-        Returns:
-            The error for the agent.
-        """
+        """Records the engine's failure, once, and what had arrived; returns the error for the
+        agent."""
         if self._failure is None:
             if self._first_at is not None:
                 self.break_off("error")
@@ -534,8 +521,11 @@ class CallTask:
         return await self._attempt.reserve(request.wanted_tokens, request.choices, self._agent)
 
     def _versions(self) -> tuple[int, int]:
-        """Returns the policy versions at the start and at the end of the call: those of the replica
-        that sampled, if it has its own. A version in the model's name is the policy's."""
+        """Returns the policy versions at the start and at the end of the call.
+
+        They are those of the replica that sampled, if it has its own. A version in the model's name
+        is the policy's.
+        """
         first, last = self._first_version, self._version
         if not self._route.follows_policy or VERSION_PLACEHOLDER in self._route.model:
             return first, last

@@ -3,11 +3,11 @@
     GET http://api.example.com/v1 HTTP/1.1      CONNECT api.example.com:443 HTTP/1.1
     Proxy-Authorization: Basic ...              Proxy-Authorization: Basic ...
 
-In: a connection whose first bytes ask for another host (from `http/proxy_server.py`), or one of a
+In: a connection whose first bytes ask for another host (from `api/proxy_server.py`), or one of a
 program in a sandbox (`serve_sandbox`). Out: the host's answer, or an error that says why not.
-What holds: the key of a running attempt is needed, except on the socket of its own sandbox; every
-request is recorded with its bytes, refused ones too; no attempt exceeds its requests and bytes; all
-connections of an attempt end with it.
+What always holds: the key of a running attempt is needed, except on the socket of its own sandbox;
+every request is recorded with its bytes, refused ones too; no attempt exceeds its requests and
+bytes; all connections of an attempt end with it.
 """
 
 from __future__ import annotations
@@ -73,14 +73,12 @@ class _Cursor:
         return int.from_bytes(self.take(size))
 
     def vector(self, size: int) -> _Cursor:
-        """Returns what follows a length of `size` bytes."""
+        """Returns the bytes after their length, which takes `size` bytes."""
         return _Cursor(self.take(self.number(size)))
 
 
 def server_name(first: bytes) -> str | None:
-    """Returns the name in the ClientHello that `first` begins with; None: more bytes are needed.
-    Raises NotTls: it begins with something else, or names no host.
-    """
+    """Returns the name in the ClientHello that `first` begins with; None: more bytes are needed."""
     hello = _hello(first)
     if hello is None:
         return None
@@ -161,10 +159,7 @@ OnConnection = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 
 
 class Closable(Protocol):
-    """A server of connections."""
-
-    def close(self) -> None:
-        """Takes no more connections."""
+    def close(self) -> None: ...
 
 
 class LeadsOut(Protocol):
@@ -175,11 +170,7 @@ class LeadsOut(Protocol):
 
 
 class Egress:
-    """The egress proxy of one environment.
-
-    Args:
-        max_requests, max_bytes: bounds of one attempt.
-    """
+    """The egress proxy of one environment, with the bounds of one attempt."""
 
     def __init__(self, rules: EgressRules, *, max_requests: int, max_bytes: int) -> None:
         self._rules = rules
@@ -273,7 +264,6 @@ class Egress:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Carries out one request; what becomes of it is in the attempt's record."""
         request = EgressRequest(
             method=head.method[:_MOST_METHOD],
             host=head.host,
@@ -301,7 +291,6 @@ class Egress:
             await _tell(writer, _STATUS[request.end], "The host did not answer.")
 
     def _admit(self, use: EgressUse, request: EgressRequest) -> None:
-        """Counts and records a request that may be carried out."""
         try:
             self._rules.check(request.host, request.port)
             if use.made >= self._max_requests:
@@ -319,9 +308,7 @@ class Egress:
         use.requests.append(request)
 
     def take(self, use: EgressUse, size: int) -> None:
-        """Counts bytes before they are passed on.
-        Raises EgressRefused: there are not so many left.
-        """
+        """Counts bytes before they are passed on."""
         if use.bytes + size > self._max_bytes or use.bytes >= self._max_bytes:
             most = self._max_bytes / 1e6
             raise EgressRefused(f"All {most:g} MB to and from hosts outside are used up.", "bytes")
@@ -456,7 +443,6 @@ class _Exchange:
             host_writer.write_eof()
 
     async def _to_agent(self, host_reader: asyncio.StreamReader) -> None:
-        """Passes on what the host sends, to its end."""
         while data := await host_reader.read(_PIECE_BYTES):
             self._received(len(data))
             self._writer.write(data)
@@ -487,7 +473,6 @@ async def _connected(
 
 
 async def _tell(writer: asyncio.StreamWriter, status: int, message: str) -> None:
-    """Answers with an error; the connection ends after it."""
     body = orjson.dumps({"error": {"message": message, "code": EGRESS_REFUSED}})
     phrase = HTTPStatus(status).phrase.encode()
     lines = [b"HTTP/1.1 %d %b" % (status, phrase), b"Content-Type: application/json"]

@@ -1,8 +1,7 @@
 """Which hosts agents may reach through the server, to which address a name leads, and HTTP heads.
 
-In: an environment's list (`Environment.egress`). Out: a decision for each host and port, and
-addresses to connect to. What holds: names are resolved here, never by an agent; an address that is
-not public is refused after resolution, and the connection goes to the address that was checked.
+Names are resolved here, never by an agent; an address that is not public is refused after
+resolution, and the connection goes to the address that was checked.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class EgressRules:
         self._resolving = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="egress-dns")
 
     def check(self, host: str, port: int) -> None:
-        """Raises EgressRefused: the host, or the port at it, is not on the list."""
+        """Raises EgressRefused if the host, or the port at it, is not on the list."""
         named = [one for one in self._allowed if _matches(one, host)]
         if not named:
             raise EgressRefused(
@@ -107,7 +106,7 @@ class EgressRules:
             raise EgressRefused(f"Port {port} of {host[:100]!r} may not be reached.", "port")
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """Returns the public addresses of a host. Raises EgressRefused: it has none."""
+        """Returns the public addresses of a host."""
         if host in self._addresses_for_tests:
             return [self._addresses_for_tests[host]]
         loop = asyncio.get_running_loop()
@@ -124,8 +123,8 @@ class EgressRules:
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an address is one of the public network: nothing of this machine, of its
-    neighbours or of its cloud's services."""
+    """Returns whether an address is public: not of this machine, its neighbours or its cloud's
+    services."""
     try:
         known: Address = ipaddress.ip_address(address)
     except ValueError:
@@ -139,9 +138,7 @@ def is_public(address: str) -> bool:
 
 
 def host_and_port(text: str, default: int | None) -> tuple[str, int]:
-    """Reads "host:port", where only `default` may be left out; the host in lower case.
-    Raises ValueError: it is not that.
-    """
+    """Reads "host:port", where only `default` may be left out; the host in lower case."""
     host, colon, port = text.partition(":")
     host = host.lower().removesuffix(".")
     if _NAME.fullmatch(host) is None:
@@ -190,7 +187,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class BadHead(Exception):
-    """It is not the head of a message that can be passed on; the text says why."""
+    """The head of a message cannot be passed on; the text says why."""
 
 
 class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,9 +228,7 @@ def asks_a_proxy(first: bytes) -> bool | None:
 
 
 def read_request(head: bytes) -> RequestHead:
-    """Reads the head of a request to a proxy, up to and with its empty line.
-    Raises BadHead: it cannot be passed on.
-    """
+    """Reads the head of a request to a proxy, up to and with its empty line."""
     first, headers = _lines(head)
     parts = first.split(b" ")
     if len(parts) != 3 or parts[2] not in (b"HTTP/1.1", b"HTTP/1.0"):
@@ -253,9 +248,7 @@ def read_request(head: bytes) -> RequestHead:
 
 def read_answer(head: bytes) -> tuple[int, bytes]:
     """Returns the status of a host's answer, and its head for the agent: the connection ends after
-    it.
-    Raises BadHead: it is not the head of an answer.
-    """
+    it."""
     first, headers = _lines(head)
     found = _STATUS.fullmatch(first)
     if found is None:
@@ -298,7 +291,7 @@ def _lines(head: bytes) -> tuple[bytes, Headers]:
 
 
 def _head(first: bytes, headers: Headers, *, host: bytes = b"") -> bytes:
-    """Returns a head without what is of one connection only."""
+    """Returns a head without the headers that concern one connection only."""
     named = b",".join(value for name, value in headers if name.lower() == b"connection")
     dropped = _OF_THE_CONNECTION | {one.strip().lower() for one in named.split(b",")}
     # Without its length, a body would be read as the next request.

@@ -1,5 +1,4 @@
-"""An engine as the proxy uses it: its capabilities, the policy version it serves, and prompt
-planning.
+"""An engine as the proxy uses it: its capabilities, its policy version, and prompt planning.
 
 The capabilities are probed when the engine first answers; a server may start before its engine.
 """
@@ -47,7 +46,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """The capabilities of an engine.
 
     Args:
-        probe_result: what the probe found.
         format: the model's chat template and tokenizer; None: calls are not continued by ids.
         folder: the folder with its files, or None.
         why_not: a sentence that says why there is no format, or "".
@@ -66,8 +64,7 @@ def capabilities_of(
 ) -> Capabilities:
     """Returns the capabilities of an engine. Reads the model's files; may wait for the network.
 
-    Args:
-        template_kwargs: the engine's default template variables; None: they are found.
+    `template_kwargs`: the engine's default template variables; None: they are found.
     """
     if tokens.experts and not probe_result.routed_experts:
         raise no_experts()
@@ -88,7 +85,6 @@ def capabilities_of(
 
 
 def no_experts() -> ConfigError:
-    """Returns the error for an engine that gives no routed experts."""
     return ConfigError(
         "tokens.experts is on, but this engine gives no routed experts.",
         hint="Start vLLM with --enable-return-routed-experts: for a mixture of experts, on a GPU.",
@@ -131,7 +127,6 @@ class ReadyEngine:
 
     @property
     def server(self) -> str:
-        """Returns the kind of the engine's server, as far as it is known."""
         if self.capabilities is None:
             return self._engine.kind
         return self.capabilities.probe_result.server or self._engine.kind
@@ -179,7 +174,6 @@ class ReadyEngine:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens that must not be sampled."""
         return () if self._format is None else self._format.banned
 
     def folded(self, plan: PromptPlan) -> list[int] | None:
@@ -193,16 +187,14 @@ class ReadyEngine:
 
     @property
     def max_model_len(self) -> int | None:
-        """Maximum tokens of prompt and answer together, if the engine says it."""
+        """Maximum tokens of prompt and answer together, if the engine reports it."""
         found = self.capabilities
         return found.probe_result.max_model_len if found is not None else None
 
     async def count_prompt(
         self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None
     ) -> int | None:
-        """Returns the number of tokens of the prompt of `request`; None if the engine cannot tell.
-        Raises EngineError: the engine failed, or it refuses the conversation.
-        """
+        """Returns the number of tokens of the prompt of `request`, if the engine can tell."""
         plan = await self.plan(attempt, request, body, agent)
         if plan.ids is not None and not plan.images:
             return len(plan.ids)
@@ -277,7 +269,6 @@ class ReadyEngine:
         rollout_id: str,
         timeout_seconds: float,
     ) -> dict[str, Any]:
-        """Returns the whole answer as a chat answer."""
         if request.prompt is not None:
             return await whole_text(
                 self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
@@ -299,7 +290,6 @@ class ReadyEngine:
         rollout_id: str,
         timeout_seconds: float,
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        """Streams the answer as chat chunks."""
         if request.prompt is not None:
             return stream_text(
                 self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
@@ -325,12 +315,10 @@ def _takes_long(messages: list[Message]) -> bool:
     return len(messages) > _MANY_MESSAGES or characters > _LONG_TEXT
 
 
-def _ignore(routing_key: str) -> None:
-    """Does nothing: the engine has no replicas."""
+def _ignore(routing_key: str) -> None: ...
 
 
-async def _accept(routing_key: str) -> None:
-    """Accepts the engine."""
+async def _accept(routing_key: str) -> None: ...
 
 
 class EngineEndpoint:
@@ -366,8 +354,10 @@ class EngineEndpoint:
         self._finding: asyncio.Task[ReadyEngine] | None = None
 
     def pinned(self) -> EngineEndpoint:
-        """Returns an endpoint of the same engine that stays at the current policy version, for
-        model names that hold the version."""
+        """Returns an endpoint of the same engine that stays at the current policy version.
+
+        For model names that hold the version.
+        """
         other = copy.copy(self)
         other._finding = None
         return other
@@ -379,7 +369,6 @@ class EngineEndpoint:
 
     @property
     def engine(self) -> Engine:
-        """The engine behind this endpoint."""
         return self._engine
 
     async def ready(self) -> ReadyEngine:
@@ -403,7 +392,8 @@ class EngineEndpoint:
             finding.exception()  # retrieved here because nothing may be waiting for it
 
     async def max_model_len(self) -> int | None:
-        """Returns the model's context in tokens; None if the engine does not say it or is away."""
+        """Returns the model's context in tokens; None if the engine is away or does not report
+        it."""
         try:
             return (await self.ready()).max_model_len
         except (EngineError, ConfigError):
@@ -411,12 +401,12 @@ class EngineEndpoint:
 
     @property
     def logprobs_kind(self) -> LogprobsKind:
-        """Whether the engine's logprobs are from before the temperature; unknown until it answered
-        once."""
+        """Whether the engine's logprobs are from before the temperature; unknown until it
+        answered."""
         return "unknown" if self._ready is None else self._ready.logprobs_kind
 
     def described(self) -> dict[str, Any]:
-        """Describes for people how the engine is called; empty until it answered once."""
+        """Describes how the engine is called; empty until it answered once."""
         return {} if self._ready is None else self._ready.described()
 
     def identity(self) -> dict[str, Any]:

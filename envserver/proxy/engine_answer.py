@@ -1,4 +1,8 @@
-"""An engine's answer to one request: the same form for whole answers and streams."""
+"""An engine's answer to one request, in the same form for whole answers and streams.
+
+Chunks are collected for the record, cleaned for the agent, or made from a whole answer: with tools
+the engine is asked for a whole one, since an engine may parse a stream differently.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,6 @@ class _ToolCall(msgspec.Struct):
 
 
 class _Words(msgspec.Struct):
-    """A message, or the delta of one."""
-
     role: str | None = None
     content: str | None = None
     refusal: str | None = None
@@ -66,8 +68,6 @@ class Logprobs(msgspec.Struct):
 
 
 class _Ending(msgspec.Struct, kw_only=True):
-    """Fields of choices in both answers and chunks."""
-
     index: _Index = 0
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
@@ -79,8 +79,6 @@ class _Choice(_Ending, kw_only=True):
 
 
 class Part(_Ending, kw_only=True):
-    """A choice of a chunk."""
-
     delta: _Words
     token_ids: Any = None
     prompt_token_ids: Any = None
@@ -111,21 +109,18 @@ class _Answer(_Head, kw_only=True):
 
 
 class Chunk(_Head, kw_only=True):
-    """A chunk, as it is collected for the record."""
-
     choices: list[Part] | None = None
     prompt_token_ids: Any = None
 
 
 def check_answer(answer: dict[str, Any]) -> None:
-    """Raises EngineGarbage: `answer` is not a chat answer; the message says why."""
+    """Raises EngineGarbage if `answer` is not a chat answer."""
     choices = _converted(answer, _Answer, "The engine's answer").choices
     if len({choice.index for choice in choices}) < len(choices):
         raise EngineGarbage("The engine's answer holds two choices with the same index.")
 
 
 def read_chunk(chunk: dict[str, Any]) -> Chunk:
-    """Raises EngineGarbage: `chunk` is not a chunk of a chat answer; the message says why."""
     read: Chunk = _converted(chunk, Chunk, "A chunk of the engine's answer")
     return read
 
@@ -143,7 +138,7 @@ class SampledChoice(msgspec.Struct, kw_only=True):
     Args:
         prompt_ids: of this choice alone, if a request held several prompts.
         weight_versions: vLLM's spans of `ids`, each {"version", "start", "end"}.
-        told_experts: as the engine tells them; `experts`: read (`CallTask`).
+        told_experts: as the engine reports them; `experts`: read (`CallTask`).
         calls_dropped: whether the agent gets the first of its calls only.
         returned: the message that the agent gets instead, if it is another.
         hooked: what a hook did to it.
@@ -168,8 +163,9 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     """The answers to one request.
 
     Args:
-        images: offset, length and grid of each image in the prompt, if the engine says it.
-        prompt_tokens, completion_tokens: the engine's own counts, the latter over all choices."""
+        images: offset, length and grid of each image in the prompt, if the engine reports them.
+        prompt_tokens, completion_tokens: the engine's own counts, the latter over all choices.
+    """
 
     choices: list[SampledChoice]
     prompt_ids: list[Any] | None = None
@@ -179,15 +175,13 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     images: list[Any] | None = None
 
     def tokens(self) -> int:
-        """Returns the number of completion tokens: the engine's count, or else the number of
-        ids."""
+        """Returns the number of completion tokens: the engine's count, or else that of the ids."""
         if self.completion_tokens is not None:
             return self.completion_tokens
         return sum(len(choice.ids or choice.logprobs or ()) for choice in self.choices)
 
 
 def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
-    """Parses a whole chat answer. Raises EngineGarbage: it is not a chat answer."""
     check_answer(answer)
     choices = []
     for choice in answer["choices"]:
@@ -215,7 +209,6 @@ def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[Any] | None:
-    """Returns the sampled tokens' logprobs of a chat or text completion choice."""
     held = choice.get("logprobs")
     if not isinstance(held, dict):
         return None
@@ -226,7 +219,6 @@ def logprobs_of(choice: dict[str, Any]) -> list[Any] | None:
 
 
 def usage_count(answer: dict[str, Any], name: str) -> int | None:
-    """Returns the engine's count of `completion_tokens` or `prompt_tokens`, if it gave one."""
     usage = answer.get("usage")
     count = usage.get(name) if isinstance(usage, dict) else None
     return count if isinstance(count, int) else None
@@ -300,7 +292,6 @@ class Collector:
         self._images: list[Any] | None = None
 
     def add(self, chunk: dict[str, Any]) -> None:
-        """Adds one chunk. Raises EngineGarbage: it is not a chat chunk."""
         read = read_chunk(chunk)
         self._model = read.model or self._model
         if read.usage is not None:
@@ -316,7 +307,6 @@ class Collector:
             self._add_choice(part)
 
     def engine_answer(self) -> EngineAnswer:
-        """Returns the answer assembled so far."""
         for index, choice in self._choices.items():
             if index in self._lack_ids:
                 choice.ids = None
@@ -365,7 +355,6 @@ class Collector:
 
 
 def _numbers(logprobs: Logprobs) -> list[Any] | None:
-    """Returns the sampled tokens' logprobs."""
     if logprobs.content is not None:
         return [entry.logprob for entry in logprobs.content]
     return list_or_none(logprobs.token_logprobs)
@@ -390,8 +379,10 @@ def clean_answer(answer: dict[str, Any], request: ModelRequest) -> None:
 
 
 def leave_one_call(answer: dict[str, Any], engine_answer: EngineAnswer) -> None:
-    """Removes all tool calls but the first from an answer, for an agent that wants one at a time;
-    the record keeps the engine's message."""
+    """Removes all tool calls but the first, for an agent that wants one at a time.
+
+    The record keeps the engine's message.
+    """
     for choice, sampled in zip(answer["choices"], engine_answer.choices, strict=True):
         calls = sampled.message.get("tool_calls") or []
         if len(calls) > 1:
@@ -400,8 +391,7 @@ def leave_one_call(answer: dict[str, Any], engine_answer: EngineAnswer) -> None:
 
 
 def clean_chunk(chunk: dict[str, Any], request: ModelRequest) -> bool:
-    """Removes from a chunk what only the proxy asked for; returns False if nothing is left to
-    send."""
+    """Removes what only the proxy asked for; returns False if nothing is left to send."""
     if not request.wants_token_ids:
         chunk.pop("prompt_token_ids", None)
     if request.wants_usage:

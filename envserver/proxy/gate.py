@@ -22,13 +22,10 @@ from ..models.engine import count_as_waiting
 InFlight = Literal["drain", "keep", "abort"]
 
 
-class Aborted(Exception):
-    """A pause stopped the block within `Gate.passing`."""
+class Aborted(Exception): ...
 
 
 class Gate:
-    """Stands between the agents and the engine; calls pass it while it is open."""
-
     def __init__(self) -> None:
         self._open = asyncio.Event()
         self._open.set()
@@ -44,12 +41,10 @@ class Gate:
 
     @property
     def in_flight(self) -> int:
-        """Number of calls at the engine."""
         return len(self._passing)
 
     @property
     def waiting(self) -> int:
-        """Number of calls that wait for the gate."""
         return self._waiting
 
     async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
@@ -74,22 +69,22 @@ class Gate:
         return True
 
     def resume(self) -> None:
-        """Opens the gate if it is closed."""
         self._open.set()
 
     def passing(self) -> AbstractAsyncContextManager[None]:
         """Waits until the gate is open, then runs the block as a call at the engine.
-        Raises Aborted: a pause stopped the block.
+
+        Raises Aborted if a pause stopped the block.
         """
         return _Passing(self)
 
     def begin(self, timeout: asyncio.Timeout) -> None:
-        """A call passes; a pause that aborts it ends `timeout`."""
+        """Registers a call; a pause that aborts it ends `timeout`."""
         self._passing.add(timeout)
         self._empty.clear()
 
     def end(self, timeout: asyncio.Timeout) -> bool:
-        """The call is over. Returns whether it was aborted."""
+        """Registers the end of a call; returns whether it was aborted."""
         aborted = timeout in self._aborted
         self._passing.discard(timeout)
         self._aborted.discard(timeout)
@@ -98,7 +93,6 @@ class Gate:
         return aborted
 
     async def until_open(self) -> None:
-        """Waits until the gate is open."""
         self._waiting += 1
         try:
             while not self._open.is_set():
@@ -109,8 +103,6 @@ class Gate:
 
 
 class _Passing(AbstractAsyncContextManager[None]):
-    """See `Gate.passing`."""
-
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._timeout = asyncio.timeout(None)

@@ -34,7 +34,6 @@ _TIMEOUT_SECONDS = 3600.0
 async def pass_through(
     engine: Engine, key: str, path: str, body: bytes, receive: Receive, send: Send
 ) -> None:
-    """Passes one request on to the engine's `path` and returns its answer."""
     request = parse_object(body)
     request["model"] = await engine.model_name()
     async with Interrupts(receive, _TIMEOUT_SECONDS) as interrupts:
@@ -70,7 +69,6 @@ async def _relay(
 
 
 async def generate(engine: Engine, key: str, body: bytes, receive: Receive, send: Send) -> None:
-    """Answers one `/generate` request."""
     if not engine.exact:
         raise EngineRefused("This engine returns no token ids.", hint="Use a vLLM server.")
     request = parse_object(body)

@@ -1,9 +1,9 @@
 """Runs the hooks of an environment between an agent and the engine.
 
 In: an agent's request, or the engine's answer to it. Out: the same or another one, with the reason,
-or a refusal. What holds: the record keeps what the engine sampled, and beside it the message that
-the agent got; a later prompt continues recorded tokens only where the agent sends back what the
-engine sampled. A hook that raises is the environment's bug, and a ServiceError is not.
+or a refusal. The record keeps what the engine sampled, and beside it the message that the agent
+got; a later prompt continues recorded tokens only if the agent sends back what the engine sampled.
+A hook that raises is the environment's bug, and a ServiceError is not.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ Hook = Callable[[ModelCall], Awaitable[None] | None]
 
 
 class HookFunctions(msgspec.Struct, frozen=True):
-    """The hooks that an environment has; None: it lets everything through."""
+    """The hooks of an environment; None: it lets everything through."""
 
     on_request: Hook | None
     on_answer: Hook | None
 
 
 def hooks_of(environment: Environment) -> HookFunctions | None:
-    """Returns the hooks of `environment`; None if it has none."""
     kind = type(environment)
     functions = HookFunctions(
         None if kind.on_request is Environment.on_request else environment.on_request,
@@ -60,12 +59,6 @@ def hooks_of(environment: Environment) -> HookFunctions | None:
 
 
 class Hooks:
-    """The hooks of an environment.
-
-    Args:
-        services: opens the state of an attempt.
-    """
-
     def __init__(self, functions: HookFunctions, services: ServiceRouter) -> None:
         self.on_request = functions.on_request
         self.on_answer = functions.on_answer
@@ -78,11 +71,7 @@ class Hooks:
         agent: str | None,
         tokens: TokensConfig,
     ) -> tuple[ModelRequest, HookEvent | None]:
-        """Returns the request for the engine, and what the hook did to it.
-
-        Args:
-            tokens: the limits of images.
-        """
+        """Returns the request for the engine, and what the hook did to it."""
         assert self.on_request is not None
         call = await self._ran(self.on_request, attempt, request, agent)
         if call.refused:
@@ -109,13 +98,9 @@ class Hooks:
         answer: dict[str, Any],
         engine_answer: EngineAnswer,
     ) -> str | None:
-        """Lets the hook look at each choice; changes `answer`, and notes in `engine_answer` how.
+        """Lets the hook look at each choice of `answer`, which the agent is to get.
 
-        Args:
-            answer: as the agent is to get it.
-
-        Returns:
-            Why the answer is refused; None if it is not.
+        Changes it, notes in `engine_answer` how, and returns why the answer is refused, if so.
         """
         assert self.on_answer is not None
         for choice, sampled in zip(answer["choices"], engine_answer.choices, strict=True):
@@ -178,7 +163,6 @@ class Hooks:
             raise _bug(attempt, name, error) from error
 
     async def _caller(self, attempt: ProxyAttempt, stack: AsyncExitStack) -> Caller:
-        """Returns what the hook sees of the attempt, until `stack` is left."""
         try:
             return await stack.enter_async_context(self._services.caller(attempt))
         except (ServiceError, ConflictError):
@@ -241,7 +225,7 @@ def _event(at: Any, call: ModelCall, agent: str | None) -> HookEvent:
 
 
 def _bug(attempt: ProxyAttempt, name: str, error: BaseException) -> HookError:
-    """Records that a hook raised; the agent is told no more than the kind of error."""
+    """Records that a hook raised; the agent learns only the kind of error."""
     if isinstance(error, HookBug):
         kind, what, text = error.kind, str(error), error.text
     else:

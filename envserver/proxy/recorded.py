@@ -1,9 +1,9 @@
 """Counts and bounds the memory that an attempt's requests hold until its rollout ends.
 
-In: each request before the engine is asked. Out: the same request, whose messages, tools and fields
-are those of an earlier recorded request where they are equal: a conversation is held once, not once
-for each of its calls. What is new is counted as Python holds it. Token ids are not counted: turns
-and the model's context bound them.
+Each request, before the engine is asked, shares the messages, tools and fields that equal those of
+an earlier recorded request: a conversation is held once, not once for each of its calls. What is
+new is counted as Python holds it. Token ids are not counted: turns and the model's context bound
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Kept:
         self._size = size
 
     def end(self, *, recorded: bool) -> None:
-        """The request has ended. `recorded`: its calls are in the record."""
+        """Ends the request; unless its calls are `recorded`, the space is given back."""
         if recorded:
             self._record.add(self._request)
         else:
@@ -42,8 +42,7 @@ class Kept:
 class _Request:
     """The parts of a request that later requests may share.
 
-    Args:
-        earlier: the request whose first `shared` messages are its own, too.
+    `earlier`: the request whose first `shared` messages it shares.
     """
 
     def __init__(self, request: ModelRequest, earlier: _Request | None, shared: int) -> None:
@@ -70,12 +69,6 @@ class _Request:
 
 
 class RecordedRequests:
-    """The requests in the record of one attempt.
-
-    Args:
-        in_flight: the attempt's bounds.
-    """
-
     def __init__(self, in_flight: InFlight) -> None:
         self._latest: list[_Request] = []
         self._in_flight = in_flight
@@ -84,8 +77,7 @@ class RecordedRequests:
     def recall(self, body: dict[str, Any]) -> int:
         """Puts the messages of recorded requests in the place of equal ones of the chat API.
 
-        Returns:
-            How many there are at the beginning: they were checked before.
+        Returns how many there are at the beginning: they were checked before.
         """
         messages = body.get("messages")
         if not isinstance(messages, list):
@@ -109,13 +101,11 @@ class RecordedRequests:
         return Kept(self, made, size)
 
     def hold(self, *values: Any) -> None:
-        """Takes the space of JSON values that are in the record, too.
-        Raises LimitReached, OverBound: as in `take`.
-        """
+        """Takes the space of JSON values that are in the record, too."""
         self._in_flight.keep(size_of(*values, most=self._in_flight.bounds.max_recorded_bytes))
 
     def add(self, request: _Request) -> None:
-        """The request is recorded: later ones may share what it has."""
+        """Lets later requests share what this recorded one has."""
         if self._ended:
             return
         latest = [one for one in self._latest if one is not request.goes_on]
@@ -127,7 +117,7 @@ class RecordedRequests:
             self._in_flight.keep(-size)
 
     def clear(self) -> None:
-        """The attempt has ended: its runner holds the record now."""
+        """Ends the attempt: its runner holds the record now."""
         self._ended = True
         self._latest = []
         self._in_flight.keep(-self._in_flight.recorded)
@@ -162,8 +152,8 @@ def _share(request: ModelRequest, earlier: _Request, shared: int) -> None:
 def _is_text(value: Any, levels: int) -> bool:
     """Returns whether `value` is a text, or holds nothing else within so many levels.
 
-    Four levels are those of a message, of a list in it, of an item and of an object in this; the
-    order of their fields says nothing. What is deeper, such as arguments, may have any order.
+    Four levels: a message, a list in it, an item, an object in this; the order of their fields says
+    nothing. What is deeper, such as arguments, may have any order.
     """
     if value is None or type(value) is str:
         return True
@@ -178,8 +168,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Returns whether equal values are written alike in JSON: 1, 1.0 and true are equal in Python
-    only."""
+    """Returns whether equal values are written alike in JSON: in Python 1, 1.0 and true are
+    equal."""
     if type(one) is str:
         return True
     try:

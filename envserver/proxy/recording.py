@@ -37,7 +37,6 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         asked_model: the name that was requested (`model` may hold a placeholder for the version).
         first_version, last_version: the policy version at the start and at the end.
-        prompt: the prompt plan.
         hooked: what a hook did to the request.
         follows_policy: whether the policy samples, so that the engine's version numbers count.
         images: SHA-256 of each image of the request, in order.
@@ -202,7 +201,6 @@ def _images(
 
 
 def _folded(echoed: list[Any], images: list[ImageSpan] | None, context: CallContext) -> list[Any]:
-    """Returns an echoed prompt as it was sent."""
     if not images or context.image_token is None:
         return echoed
     return folded(echoed, [(one.offset, one.length) for one in images], context.image_token)
@@ -214,8 +212,7 @@ def _told_tokens(
     prompt_ids: NDArray[np.int32] | None,
     ids: NDArray[np.int32] | None,
 ) -> tuple[int, int]:
-    """Returns (prompt, completion) counts of the engine where ids are missing, on the first
-    choice."""
+    """Returns the engine's (prompt, completion) counts for missing ids, on the first choice."""
     if choice.index:
         return (0, 0)
     prompt = 0 if prompt_ids is not None else engine_answer.prompt_tokens or 0
@@ -227,16 +224,14 @@ def _sampled(
 ) -> tuple[NDArray[np.int32] | None, NDArray[np.float32] | None]:
     """Returns the sampled ids and logprobs.
 
-    If nothing was sampled, nothing is missing: vLLM sends neither for a call that was aborted
-        before
-    its first token."""
+    vLLM sends neither for a call that was aborted before its first token: nothing is missing then.
+    """
     ids = _ids([] if choice.ids is None and engine_answer.completion_tokens == 0 else choice.ids)
     empty = ids is not None and not ids.size
     return ids, _logprobs([] if choice.logprobs is None and empty else choice.logprobs)
 
 
 def names_version(engine_answer: EngineAnswer) -> bool:
-    """Returns whether the engine reported a version number."""
     return any(
         _number(span.get("version")) >= 0
         for choice in engine_answer.choices
@@ -246,14 +241,12 @@ def names_version(engine_answer: EngineAnswer) -> bool:
 
 
 def mark_delivered(calls: list[Call]) -> None:
-    """Marks `calls` as delivered: the client has the whole answer."""
     for call in calls:
         call.delivered = "full"
         call.flags = [flag for flag in call.flags if flag != "undelivered_completion"]
 
 
 def mark_replayed(calls: list[Call]) -> None:
-    """Marks `calls` as sent again to a retry."""
     for call in calls:
         call.replayed = True
         call.flags = _distinct([*call.flags, "client_retry_replayed"])
@@ -276,9 +269,8 @@ def _told_versions(
 ) -> list[VersionSpan] | None:
     """Returns the engine's spans if they have numbers and cover [0, size), else None.
 
-    Args:
-        begun_before_any: the first version may have been published during the call; tokens
-            sampled before it have version -1.
+    `begun_before_any`: the first version may have been published during the call; tokens sampled
+    before it have version -1.
     """
     told: list[VersionSpan] = []
     at = 0

@@ -53,10 +53,8 @@ class RequestHandler:
     """One request; call `answer`.
 
     Args:
-        dialect: the API that the agent uses.
         agent: the agent of the attempt, None for the only one.
-        hooks: those of the environment, if it has any.
-        hangups: those of the client's connection, if it tells them.
+        hangups: those of the client's connection, if it reports them.
     """
 
     def __init__(
@@ -84,11 +82,10 @@ class RequestHandler:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the agent asked for a stream."""
         return self._writer is not None
 
     async def answer(self, body: bytes, marks: RetryMarks) -> None:
-        """Raises EnvserverError: for the agent; no part of an answer has been sent yet."""
+        """Answers the request; raises EnvserverError for the agent before any part is sent."""
         with self._attempt.in_flight.reading():
             parsed = parse_object(body)
             if self._dialect.name == "chat":
@@ -281,7 +278,7 @@ _MESSAGES = DIALECTS["v1/messages"]
 async def count_tokens(
     endpoint: EngineEndpoint, attempt: ProxyAttempt, agent: str | None, body: bytes
 ) -> dict[str, Any]:
-    """Returns the answer to a request: the tokens that the prompt of this conversation would have.
+    """Returns the number of tokens that the prompt of this conversation would have.
 
     It takes no turn and records nothing.
     """
@@ -325,9 +322,7 @@ def key_and_rest(path: str) -> tuple[str, str]:
 
 
 def check_bearer(scope: Scope, key: str) -> None:
-    """Checks the key in a request's headers, if it has one.
-    Raises WrongKey: the client sends a key that differs from the path's.
-    """
+    """Checks the key in a request's headers, if it has one."""
     scheme, _, token = header(scope, b"authorization").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else scheme
     for sent in (bearer, header(scope, b"x-api-key")):
@@ -336,13 +331,11 @@ def check_bearer(scope: Scope, key: str) -> None:
 
 
 def require(method: str, wanted: str) -> None:
-    """Raises WrongMethod: the method is not `wanted`."""
     if method != wanted:
         raise WrongMethod(f"Use {wanted} here, not {method[:20]}.")
 
 
 async def answer_lifespan(receive: Receive, send: Send) -> None:
-    """Answers the ASGI server's messages of start and end."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

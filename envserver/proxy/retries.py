@@ -53,7 +53,7 @@ def digest_of(path: str, agent: str | None, body: bytes) -> bytes:
 
 
 class RetryMarks:
-    """What says of a request whether it is a retry: its headers and its digest."""
+    """The headers and the digest by which a retry is recognised."""
 
     def __init__(self, scope: Scope, digest: bytes) -> None:
         self.digest = digest
@@ -95,7 +95,6 @@ class Retries(Generic[TaskT]):
         return latest if is_again and latest.is_usable else None
 
     def begin(self, marks: RetryMarks, call_task: TaskT) -> None:
-        """Remembers that `call_task` answers this request."""
         self._latest.append((marks, call_task))
 
     def forget(self, call_task: TaskT) -> None:
@@ -105,7 +104,6 @@ class Retries(Generic[TaskT]):
         )
 
     def clear(self) -> None:
-        """Forgets all requests."""
         self._latest.clear()
 
 
@@ -120,9 +118,8 @@ SIDE = "side"
 def may_be_side(request: ModelRequest, *, of_program: bool) -> bool:
     """Returns whether `request` is a side call if its agent's conversation has tools.
 
-    Args:
-        of_program: whether a coding program sends it. Any other agent may ask without tools on
-            purpose, and only an answer that is a title by its JSON schema is taken for one.
+    `of_program`: a coding program sends it. Any other agent may ask without tools on purpose, and
+    only an answer that is a title by its JSON schema is taken for one.
     """
     return not request.tools and (of_program or _is_title(request.fields.get("response_format")))
 
@@ -134,21 +131,19 @@ def _is_title(form: Any) -> bool:
 
 
 class SideCalls:
-    """The side calls of one attempt."""
-
     def __init__(self) -> None:
         self._with_tools: set[str | None] = set()
         self._undecided: dict[str | None, list[Call]] = {}
 
     def asked(self, agent: str | None, request: ModelRequest) -> list[Call]:
-        """Notes a request of `agent`; returns the recorded calls that it makes side calls."""
+        """Registers a request of `agent`; returns the recorded calls that it makes side calls."""
         if not request.tools:
             return []
         self._with_tools.add(agent)
         return self._decided(agent)
 
     def recorded(self, agent: str | None, calls: list[Call]) -> list[Call]:
-        """Notes calls of `agent` that may be side calls; returns those that are."""
+        """Registers calls of `agent` that may be side calls; returns those that are."""
         self._undecided.setdefault(agent, []).extend(calls)
         return self._decided(agent) if agent in self._with_tools else []
 

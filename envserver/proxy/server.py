@@ -79,9 +79,7 @@ def model_list(name: str, max_model_len: int | None = None) -> dict[str, Any]:
 
 
 def model_at(path: str, name: str, max_model_len: int | None = None) -> dict[str, Any]:
-    """Returns the answer to `GET /v1/models` or `/v1/models/{id}`.
-    Raises NotFoundError: there is no such model.
-    """
+    """Returns the answer to `GET /v1/models` or `/v1/models/{id}`."""
     wanted = path.removeprefix(MODELS).removeprefix("/")
     if not wanted:
         return model_list(name, max_model_len)
@@ -91,9 +89,7 @@ def model_at(path: str, name: str, max_model_len: int | None = None) -> dict[str
 
 
 def response_at(attempt: ProxyAttempt, path: str) -> dict[str, Any]:
-    """Returns the answer to `GET /v1/responses/{id}`.
-    Raises NotFoundError: no such response of this attempt was stored.
-    """
+    """Returns the answer to `GET /v1/responses/{id}`."""
     wanted = path.removeprefix(RESPONSES)
     response = find_response(attempt.memory.get("responses", {}), wanted)
     if response is None:
@@ -136,10 +132,10 @@ class Proxy:
         engine: must be open while the proxy is used; the proxy neither opens nor closes it.
         endpoint: how attempts' calls reach the engine; default: through its chat API only.
         endpoints: those of agents with their own engine or model, by `AgentRoute.endpoint`.
-        played: the one of agents that somebody plays; default: nobody plays here.
+        played: the endpoint of agents that a client acts for; default: none.
         sandboxes: owner of the agents' sandboxes; default: none.
         services: the environment's services by name; default: none.
-        hooks: what the environment does to model calls; default: nothing.
+        hooks: the environment's hooks on model calls; default: none.
         egress: carries agents' requests to hosts outside; default: there are none.
         max_body_bytes: limit of a request, as sent and inflated.
         bounds: what each attempt may ask for at once.
@@ -193,14 +189,15 @@ class Proxy:
         return self._endpoint.policy_version
 
     def publish_version(self, version: int) -> None:
-        """Records that the engine serves policy `version` from now on."""
+        """Sets the policy `version` that the engine serves from now on."""
         for endpoint in self._endpoints.values():
             endpoint.policy_version = version
 
     def engine_described(self) -> dict[str, Any]:
-        """Describes for people how the engine is called; empty until it answered once.
+        """Describes how the engines are called; empty until they answered once.
 
-        `agents` describes the engines of agents that have their own."""
+        `agents` describes the engines of agents that have their own.
+        """
         others = {name: one.described() for name, one in self._own.items()}
         return {**self._endpoint.described(), **({"agents": others} if others else {})}
 
@@ -216,7 +213,6 @@ class Proxy:
 
     @property
     def services(self) -> ServiceRouter:
-        """The environment's services."""
         return self._services
 
     @property
@@ -226,11 +222,9 @@ class Proxy:
 
     @property
     def gate(self) -> Gate:
-        """Pauses calls during weight updates."""
         return self._endpoint.gate
 
     def open(self, spec: AttemptSpec) -> ProxyAttempt:
-        """Opens an attempt under a new secret key."""
         attempt = ProxyAttempt(secrets.token_urlsafe(24), spec)
         if spec.harness is not None:
             attempt.flags.add(FOREIGN_AGENT)
@@ -268,9 +262,7 @@ class Proxy:
         self._forget()
 
     async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
-        """Waits until nothing of a sealed attempt runs; returns its sandbox usage, None without
-        any.
-        """
+        """Waits until nothing of a sealed attempt runs; returns its sandbox usage, if any."""
         await self._services.settle(attempt)
         if self.egress is not None:
             await self.egress.settle(attempt)
@@ -283,13 +275,10 @@ class Proxy:
         return key
 
     def running(self) -> dict[str, ProxyAttempt]:
-        """Returns the running attempts by rollout."""
         return {one.spec.rollout_id: one for one in self._attempts.values()}
 
     async def attempt_of(self, key: str) -> ProxyAttempt | None:
-        """Returns the running attempt of `key`, None for an unknown key.
-        Raises OverBound: too many requests with unknown keys.
-        """
+        """Returns the running attempt of `key`, if there is one."""
         attempt = self._attempts.get(key)
         if attempt is None:
             await self._strangers.admit()
@@ -304,8 +293,6 @@ class Proxy:
         return attempt.in_flight if attempt is not None else None
 
     def asgi(self) -> AsgiApp:
-        """Returns the ASGI application for `/r/`."""
-
         # A plain function: uvicorn mistakes a bound method for an ASGI 2 application.
         async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
             await self._app(scope, receive, send)
@@ -459,8 +446,7 @@ class Proxy:
             self.added_seconds.add(max(0.0, time.perf_counter() - began - watch.seconds))
 
     def _late(self, attempt: ProxyAttempt | None, path: str) -> None:
-        """Counts a model call that came after the end of its attempt, if the record still
-        exists."""
+        """Counts a model call after the end of its attempt, if the record still exists."""
         if attempt is not None and path.rpartition("v1/")[2] in _ASKING:
             attempt.late_calls += 1
             if attempt.late_calls == 1:
@@ -497,7 +483,6 @@ class Proxy:
         await send_json(send, 200 if healthy else 503, {"healthy": healthy})
 
     def _forget(self) -> None:
-        """Forgets keys that were sealed over a minute ago."""
         oldest = self._clock() - _REMEMBER_SEALED_SECONDS
         while self._sealed_at and self._sealed_at[0][0] <= oldest:
             self._sealed.pop(self._sealed_at.popleft()[1], None)
@@ -506,7 +491,6 @@ class Proxy:
 def error_answer(
     path: str, error: EnvserverError
 ) -> tuple[int, dict[str, Any], tuple[tuple[bytes, bytes], ...]]:
-    """Returns status, body and further headers of the answer to a request that failed."""
     headers = _RETRY_SOON if isinstance(error, OverBound) else _NO_RETRY
     return _status(error), _api_of(path).error(error), headers
 
@@ -520,7 +504,6 @@ def _status(error: EnvserverError) -> int:
 
 
 def _api_of(path: str) -> DialectAdapter:
-    """Returns the dialect in which the client at `path`, or below it, expects errors."""
     asked = f"v1/{path.rpartition('/v1/')[2]}/"
     return next(
         (dialect for known, dialect in DIALECTS.items() if asked.startswith(f"{known}/")), _CHAT

@@ -1,9 +1,9 @@
-"""Handles an attempt's calls to its environment's services: limited, stopped with the attempt.
+"""Handles an attempt's calls to its environment's services and its requests for sandboxes.
 
-`POST tools/{name}` takes and returns a JSON object; errors look as everywhere. Only the environment
-knows what a service does (`Environment.services`). A failure that is not the agent's fault is
-recorded before the agent sees it, since the agent may hide it. `AttemptState` is what a service
-keeps for one attempt.
+Both are limited and stopped with the attempt. `POST tools/{name}` takes and returns a JSON object;
+only the environment knows what a service does (`Environment.services`). `POST sandbox/...` takes
+and returns MessagePack; only the `SandboxHost` knows sandboxes. Errors are JSON. A failure that is
+not the agent's fault is recorded before the agent sees it, since the agent may hide it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ SETTLE_SECONDS = 10.0
 
 
 class AttemptState:
-    """The state of one attempt, made at once.
+    """The state that a service keeps for one attempt, made at once.
 
-    Args:
-        make: returns the state, or an async context manager of it.
-        rollout_id: for log lines.
+    `make` returns the state, or an async context manager of it.
     """
 
     def __init__(self, make: Callable[[], Any], rollout_id: str) -> None:
@@ -112,8 +110,6 @@ _log = structlog.get_logger("envserver.services")
 
 
 class ServiceRouter:
-    """Routes agents' calls to `services` by name."""
-
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services
         self._known = services if isinstance(services, Services) else Services(services)
@@ -121,7 +117,6 @@ class ServiceRouter:
         self._states: WeakKeyDictionary[ProxyAttempt, AttemptState] = WeakKeyDictionary()
 
     def counts(self) -> Mapping[str, float]:
-        """Returns what the services counted since the start, by name."""
         return self._known.counts()
 
     async def shown(self, group_id: str) -> dict[str, Any]:
@@ -130,12 +125,11 @@ class ServiceRouter:
         return await shown if inspect.isawaitable(shown) else shown
 
     def seal(self, attempt: ProxyAttempt) -> None:
-        """Lets the attempt's state go: its requests are stopped, or are about to be."""
+        """Leaves the attempt's state when its requests have stopped."""
         if (state := self._states.get(attempt)) is not None:
             state.seal()
 
     async def settle(self, attempt: ProxyAttempt) -> None:
-        """Waits until the state of a sealed attempt is left."""
         if (state := self._states.get(attempt)) is not None:
             await state.settle()
 
@@ -149,7 +143,6 @@ class ServiceRouter:
     async def answer(
         self, attempt: ProxyAttempt, name: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Answers one call."""
         service = self._services.get(name)
         if service is None:
             known = ", ".join(self._services) or "none"
@@ -215,7 +208,6 @@ class ServiceRouter:
             )
 
     def _state(self, attempt: ProxyAttempt) -> AbstractAsyncContextManager[Any]:
-        """Returns a block in which the attempt's state is open."""
         make = self._known.state
         if make is None:
             return nullcontext()
@@ -257,7 +249,6 @@ def _keep(
     body: bytes = b"null",
     refused: str = "",
 ) -> None:
-    """Records the call, if that is wanted."""
     if attempt.spec.keep_services and not attempt.sealed:
         answer = orjson.loads(body)
         with attempt.recording():
@@ -309,12 +300,7 @@ async def answer_about_sandboxes(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Answers one request.
-
-    Args:
-        host: None if the environment declares no sandbox.
-        path: the part after PREFIX.
-    """
+    """Answers one request; `path`: the part after the prefix."""
     if host is None:
         raise SandboxUnavailable(
             "This environment declares no sandbox.", hint="Set Environment.sandbox."

@@ -87,9 +87,7 @@ _UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
 def job_of(attempt: ProxyAttempt) -> bytes:
-    """Returns what a worker needs to run the attempt, as JSON: never a hidden part or a key.
-    Raises AgentError: the public part of the task is not JSON.
-    """
+    """Returns what a worker needs to run the attempt, as JSON: never a hidden part or a key."""
     spec = attempt.spec
     job = {
         "rollout_id": spec.rollout_id,
@@ -111,7 +109,7 @@ def job_of(attempt: ProxyAttempt) -> bytes:
 
 
 def record_body(attempt: ProxyAttempt) -> dict[str, Any]:
-    """Returns the answer to `GET record`: what a program that plays the agent has done so far."""
+    """Returns the answer to `GET record`: what an external agent has done so far."""
     answered = [call for call in attempt.calls if call.delivered != "none" and call.choice == 0]
     trained = [call for call in answered if call.trained] or answered
     last = trained[-1].message if trained else {}
@@ -152,8 +150,9 @@ def refuse_result(attempt: ProxyAttempt) -> None:
 
 
 def take_log(attempt: ProxyAttempt, body: bytes) -> None:
-    """Handles `POST log`: writes a line with the attempt's ids to the server's log, if the attempt
-    may still write one; others are counted.
+    """Handles `POST log`: writes a line with the attempt's ids to the server's log.
+
+    Lines beyond the attempt's budget are counted.
     """
     if attempt.sealed:
         raise ended()
@@ -200,8 +199,7 @@ def take_rewards(attempt: ProxyAttempt, body: bytes) -> None:
 
 
 def _without_key(attempt: ProxyAttempt, body: bytes) -> bytes:
-    """Removes the key, which is part of the attempt's address: errors of HTTP libraries quote
-    it."""
+    """Removes the key, which errors of HTTP libraries quote with the attempt's address."""
     return body.replace(attempt.key.encode(), b"***")
 
 

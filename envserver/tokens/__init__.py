@@ -7,15 +7,14 @@ Before a call: messages -> prompt ids, so that a conversation continues from its
                  model has in its context
     suffix       what a chat template writes after an answer
     chat_format, prepare, vocabulary      a model's chat template and tokenizer
-
     images       images in prompts, and where the engine put their tokens
 
-After a rollout: recorded calls -> training rows. No messages, tokenizer or text: only recorded ids
-can get into a row, whatever the first part did.
+After a rollout: recorded calls -> training rows. Only recorded ids can get into a row, whatever the
+first part did.
 
     builder      builds the forest of calls and its rows
     invariants   what always holds of a trajectory
-    flags        what may be unusual, and what is done about it; the policy version of each token
+    flags        flags for the unusual, with their actions; the policy version of each token
     trace        stores all calls compactly
 """
 

@@ -32,8 +32,10 @@ _MOST_PER_TOKEN = 2**16
 
 
 def first_unknown(call: Call) -> int:
-    """Returns the position from which on a call that continues `call` has to tell the experts:
-    `call` lacks those of its last token, which the engine never computed."""
+    """Returns the position from which a call that continues `call` must report its experts.
+
+    `call` lacks those of its last token, which the engine never computed.
+    """
     if call.experts is None:
         return 0
     return len(call.prompt_ids) + len(call.completion_ids) - 1
@@ -44,7 +46,7 @@ def read_experts(text: str, size: int, start: int) -> RoutedExperts:
 
     Args:
         size: number of tokens of prompt and answer.
-        start: position of the first token that was asked for; engines may tell all.
+        start: position of the first token that was asked for; engines may report all.
     """
     try:
         table = table_from_text(text)
@@ -64,10 +66,8 @@ def read_experts(text: str, size: int, start: int) -> RoutedExperts:
 def joined(path: list[Call], mask: Mask) -> RoutedExperts | None:
     """Returns the experts of a row of these calls, root first.
 
-    Where two calls computed a token, those of the earlier one count: it sampled with them.
-
-    Returns:
-        None: those of some token before the last trained one are unknown.
+    For a token that two calls computed the earlier call's count: it sampled with them. None: those
+    of some token before the last trained one are unknown.
     """
     parts, at = list[Table](), 0
     for call in path:
@@ -135,7 +135,6 @@ def trained_ids(rows: Iterable[TrainedRow]) -> list[int] | None:
 
 
 def all_flags(calls: list[Call], sequences: list[Sequence]) -> list[str]:
-    """Returns the flags of all calls and sequences of a trajectory."""
     return _union([*map(flags_of, calls), *(sequence.flags for sequence in sequences)])
 
 
@@ -177,8 +176,10 @@ def find_parents(calls: list[Call]) -> list[int]:
 
 
 def _is_one_conversation(calls: list[Call]) -> bool:
-    """Returns whether each call continues the one before it, which is then also its longest prefix:
-    it holds all earlier ones."""
+    """Returns whether each call continues the one before it.
+
+    That is then also its longest prefix: it holds all earlier ones.
+    """
     return all(
         earlier.completion_ids.size > 0
         and (earlier.agent, earlier.model) == (later.agent, later.model)
@@ -192,8 +193,8 @@ def _end(call: Call) -> int:
 
 
 def _continues(later: Call, call: Call) -> bool:
-    """Returns whether the prompt of `later` begins with what `call` saw and sampled: the same ids,
-    and the same images behind them."""
+    """Returns whether the prompt of `later` begins with what `call` saw and sampled, images
+    included."""
     size, end = len(call.prompt_ids), _end(call)
     prompt = later.prompt_ids[:end]
     return (

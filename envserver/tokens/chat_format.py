@@ -1,7 +1,8 @@
 """A model's chat format: its chat template and its vocabulary, messages <-> ids.
 
-Everything here is pure: the same conversation gives the same text, unless the template uses the
-time.
+Pure: the same conversation gives the same text, unless the template uses the time. An engine may
+give variables to every template without saying which; `agreeing` finds them by comparing our
+rendering of small conversations with the engine's.
 """
 
 from __future__ import annotations
@@ -43,11 +44,9 @@ _TO_JSON = json.JSONEncoder(ensure_ascii=False)
 
 
 class ChatTemplate:
-    """Compiled once.
+    """A compiled template.
 
-    Args:
-        source: the template's text.
-        variables: what it may name besides the conversation: `bos_token`, `eos_token`, ...
+    `variables`: what it may name besides the conversation: `bos_token`, `eos_token`, ...
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
@@ -67,7 +66,7 @@ class ChatTemplate:
         generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> str:
-        """The text of a conversation.
+        """Renders a conversation to text.
 
         Args:
             messages, tools: as `prepare` and `prepare_tools` return them.
@@ -87,8 +86,8 @@ class ChatTemplate:
 
 @lru_cache(maxsize=16)
 def _compile(source: str) -> tuple[jinja2.Template, bool, frozenset[str]]:
-    """The compiled template, which models of a family share; whether it reads parts; the variables
-    that it reads."""
+    """Returns the template, shared by a family's models, whether it reads parts, and its
+    variables."""
     environment = _Environment()
     try:
         tree = environment.parse(source)
@@ -148,7 +147,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes what HTML would misread; a model is not a browser."""
+    """Unlike Jinja's own filter, does not escape what HTML would misread."""
     if not (ensure_ascii or indent or separators or sort_keys):
         return _TO_JSON.encode(value)
     return json.dumps(
@@ -199,7 +198,7 @@ def _loops_over_content(tree: nodes.Template) -> Iterator[nodes.For]:
 
 
 def _content_parameters(tree: nodes.Template, messages: list[str]) -> dict[int, set[str]]:
-    """The macro's parameters that get a content, for each loop inside a macro (by `id`)."""
+    """Returns the macro's parameters that get a content, for each loop in a macro (by `id`)."""
     found: dict[int, set[str]] = {}
     calls = [call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]
     for macro in tree.find_all(nodes.Macro):
@@ -221,7 +220,7 @@ def _content_parameters(tree: nodes.Template, messages: list[str]) -> dict[int, 
 
 
 def _names_for(tree: nodes.Template, name: str) -> list[str]:
-    """`name` and every variable that is set to it or to a slice or filtering of it."""
+    """Returns `name` and every variable that is set to it or to a slice or filtering of it."""
     names = [name]
     for known in names:  # grows while it is walked
         for assignment in tree.find_all(nodes.Assign):
@@ -239,7 +238,8 @@ def _name(target: nodes.Node) -> str:
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Whether `node` is the variable `name` (its item `key`), perhaps sliced or filtered."""
+    """Returns whether `node` is the variable `name` (its item `key`), perhaps sliced or
+    filtered."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
@@ -303,7 +303,6 @@ class ChatFormat:
 
     @classmethod
     def load(cls, folder: Path) -> ChatFormat:
-        """Loads the format of the model in `folder`."""
         vocabulary = Vocabulary.load(folder)
         config = read_json(folder / "config.json")
         return cls(
@@ -316,7 +315,6 @@ class ChatFormat:
         )
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ChatFormat:
-        """Returns this format with other default variables."""
         return ChatFormat(
             self.vocabulary,
             self._sources,
@@ -342,16 +340,13 @@ class ChatFormat:
 
     @property
     def template_digest(self) -> str:
-        """Hex digest of the chat templates."""
         return "+".join(self._templates[name].digest for name in sorted(self._templates))
 
     @property
     def tokenizer_digest(self) -> str:
-        """Hex digest of the tokenizer's files."""
         return self.vocabulary.digest
 
     def template(self, with_tools: bool) -> ChatTemplate:
-        """Returns the template for conversations with or without tools."""
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         return self._templates[name]
 
@@ -393,7 +388,6 @@ class ChatFormat:
         kwargs: Mapping[str, Any],
         kept: KeptMessages | None = None,
     ) -> str:
-        """Returns the prompt text of a chat request. Arguments and errors as of `render`."""
         own = {name: value for name, value in kwargs.items() if name != "add_generation_prompt"}
         asked = bool(kwargs.get("add_generation_prompt", True))
         return self.render(messages, tools, own, generation_prompt=asked, kept=kept)
@@ -404,28 +398,22 @@ class ChatFormat:
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any],
     ) -> list[int]:
-        """Returns the prompt's ids. Raises as `render`, and Refused for invalid Unicode."""
         ids: list[int] = self.tokens(self.prompt_text(messages, tools, kwargs)).tolist()
         return ids
 
     def tokens(self, text: str) -> Tokens:
-        """Returns the ids of a whole prompt, which others may get, too: never change them.
-        Raises Refused: invalid Unicode.
-        """
+        """Returns the ids of a whole prompt; callers share them, so never change them."""
         return (self._tokens if len(text) <= _LONGEST_KEPT else self.vocabulary.tokens)(text)
 
     def encode(self, text: str) -> list[int]:
-        """See `Vocabulary.encode`."""
         return self.vocabulary.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """See `Vocabulary.decode`."""
         return self.vocabulary.decode(ids)
 
 
 def _read_templates(folder: Path) -> dict[str, str]:
-    """Reads the templates by name; separate files take precedence over the tokenizer's
-    configuration."""
+    """Reads the templates by name; separate files override the tokenizer's configuration."""
     found: Any = None
     alone, several = folder / "chat_template.jinja", folder / "additional_chat_templates"
     if alone.is_file():
@@ -521,8 +509,7 @@ def _hint(chat_format: ChatFormat) -> str:
 
 
 def _disagreement(chat_format: ChatFormat, echoes: Sequence[Echo]) -> str | None:
-    """Returns a sentence that says how our prompts differ from the engine's, None if they are
-    equal."""
+    """Returns a sentence that says how our prompts differ from the engine's, if they do."""
     for echo in echoes:
         kind = "with tools" if echo.tools else "without tools"
         try:

@@ -69,7 +69,6 @@ _EDITED = Replay("edited")
 
 
 def answer_of(message: Message) -> AnswerContent:
-    """Returns the comparable part of `message`."""
     calls = message.get("tool_calls")
     return AnswerContent(
         text_of(message.get("content")),
@@ -86,8 +85,8 @@ def content_key(answer: AnswerContent) -> Hashable:
 def text_of(content: Any) -> str:
     """Returns the text of a message's content.
 
-    None is empty, text parts are joined by newlines as engines do, and other parts appear as
-    JSON."""
+    None is empty, text parts are joined by newlines as engines do, and other parts appear as JSON.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -129,8 +128,7 @@ def _call_of(call: Any) -> tuple[str, str, str]:
 
 
 def compact_arguments(arguments: Any) -> str:
-    """Returns a tool call's arguments as compact JSON; text that is not JSON is returned
-    unchanged."""
+    """Returns a tool call's arguments as compact JSON; text that is not JSON stays unchanged."""
     if not isinstance(arguments, str):
         return canonical(arguments or {})
     try:
@@ -156,7 +154,7 @@ def _same_words(one: str, other: str) -> bool:
 
 
 def _appended(was: str, now: str, tail: str) -> Replay:
-    """Finds text after the content and tail; an agent may also have put back only the stop
+    """Returns the text after the content and tail; an agent may also have put back only the stop
     string."""
     end = _words_end(was, now)
     if end is None:
@@ -306,8 +304,9 @@ def _pressed(text: str) -> str:
 
 
 def _same_sayable(sampled: str, shown: str, segment: Segment) -> bool:
-    """Whether the texts differ only in parts that the answer could not contain: broken UTF-8,
-    special tokens, and tokens sampled after the content."""
+    """Returns whether the texts differ only in parts that the answer could not contain: broken
+    UTF-8, special tokens, and tokens sampled after the content.
+    """
     for piece in (*segment.specials, UNREADABLE):
         sampled, shown = sampled.replace(piece, ""), shown.replace(piece, "")
     sampled, shown, tail = _pressed(sampled), _pressed(shown), _pressed(segment.tail)
@@ -315,7 +314,6 @@ def _same_sayable(sampled: str, shown: str, segment: Segment) -> bool:
 
 
 def _thinks_otherwise(shown: str, block: _Block | None, empty: _Block | None) -> bool:
-    """Returns whether only one of the two has reasoning or its tags."""
     if block is None or not block.inner:
         return (block is None) != (empty is None)
     return _pressed(block.inner) not in _pressed(shown)
@@ -347,7 +345,6 @@ def _think_block(text: str, reasoning: str, begin: int) -> _Block | None:
 
 
 def _empty_block(text: str) -> _Block | None:
-    """Finds reasoning tags with nothing between them."""
     for opening, closing in THINK_TAGS:
         start = text.find(opening)
         end = text.find(closing, start)

@@ -19,8 +19,6 @@ Action = Literal["train", "mask", "drop"]
 
 
 class Flag(NamedTuple):
-    """The default action, and what the flag says."""
-
     action: Action
     meaning: str
 
@@ -96,11 +94,7 @@ FLAGS: dict[str, Flag] = {
 
 
 class Actions:
-    """The action for each flag: the table, with a run's overrides.
-
-    Args:
-        overrides: action by flag.
-    """
+    """The action for each flag: the table, with a run's `overrides`."""
 
     def __init__(self, overrides: Mapping[str, Action] | None = None) -> None:
         self._overrides = dict(overrides or {})
@@ -128,9 +122,7 @@ DEFAULT = Actions()
 def chosen(
     train: Iterable[str] = (), mask: Iterable[str] = (), drop: Iterable[str] = ()
 ) -> Actions:
-    """Returns the actions for a run's lists of flags; the strictest wins.
-    Raises ConfigError: a flag is not in the table.
-    """
+    """Returns the actions for a run's lists of flags; the strictest wins."""
     overrides: dict[str, Action] = {}
     overrides.update(dict.fromkeys(train, "train"))
     overrides.update(dict.fromkeys(mask, "mask"))
@@ -143,7 +135,7 @@ UNKNOWN = -1
 
 
 def token_versions(call: Call) -> Tokens:
-    """int32[C]: the policy version that sampled each token of the call's completion."""
+    """Returns int32[C]: the policy version that sampled each token of the call's completion."""
     versions = np.full(len(call.completion_ids), UNKNOWN, np.int32)
     for span in call.versions:
         versions[span.start : span.end] = span.version
@@ -151,7 +143,7 @@ def token_versions(call: Call) -> Tokens:
 
 
 def flags_of(call: Call) -> list[str]:
-    """The flags that were recorded with `call`, and those that its version spans add."""
+    """Returns the flags that were recorded with `call`, and those that its version spans add."""
     sampled = {span.version for span in call.versions if span.end > span.start}
     mixed = len(sampled) > 1 and "mixed_versions" not in call.flags
     return sorted([*call.flags, "mixed_versions"]) if mixed else call.flags

@@ -59,7 +59,6 @@ class Parent(msgspec.Struct, kw_only=True, eq=False):
     head: str | None = None
 
     def path(self) -> list[Parent]:
-        """Returns the calls of its conversation, first to last, itself included."""
         path = [self]
         while path[-1].before is not None:
             path.append(path[-1].before)
@@ -94,7 +93,6 @@ class Parents:
         self._answers.add(content_key(parent.segment.answer))
 
     def by_index(self, index: int) -> Parent | None:
-        """Returns the attempt's call `index`."""
         return self._by_index.get(index)
 
     def matches(self, request: bytes, replayed: Message) -> list[Match]:
@@ -155,7 +153,6 @@ _ENDED = ("stop", "tool_calls")
 
 
 def reasoning_of(message: Message) -> str:
-    """Returns a message's reasoning field, or ""."""
     for name in ("reasoning", "reasoning_content"):
         if isinstance(message.get(name), str) and message[name]:
             return str(message[name])
@@ -207,12 +204,7 @@ class RequestHashes:
         model: str,
         agent: str | None,
     ) -> list[bytes]:
-        """Returns the BLAKE2b-128 hash before the first message and after each message.
-
-        Args:
-            messages, tools: not changed later.
-            kwargs: of the chat template.
-        """
+        """Returns the BLAKE2b-128 hash before the first message and after each message."""
         before, about = self._before, (model, agent)
         # Variables that are equal may be written differently: 1 and true.
         if before and before.about == about and before.tools is tools and not kwargs:
@@ -244,7 +236,6 @@ def hashes(
     model: str,
     agent: str | None,
 ) -> list[bytes]:
-    """Returns the hashes of one request, see `RequestHashes.of`."""
     return RequestHashes().of(messages, tools, kwargs=kwargs, model=model, agent=agent)
 
 
@@ -353,15 +344,12 @@ class History:
         return _Search(self._format, self._parents, self._edits, self._think, request).plan()
 
     def add(self, call: Call, plan: PromptPlan, *, same: bool | None = None) -> None:
-        """Adds a committed call, so that later calls may continue it.
+        """Adds a committed call, so that later calls may continue it, and may add flags to it.
 
         A call whose prompt differs from the plan is flagged and never continued. If the engine
         rendered that prompt, no call of this attempt is continued any more.
 
-        Args:
-            call: as committed; flags are added to it.
-            plan: the plan of its prompt.
-            same: the result of `same_prompt`; None: computed here.
+        `same`: the result of `same_prompt`; None: computed here.
         """
         if not call.exact or not call.completion_ids.size or plan.text is None or not plan.key:
             return
@@ -453,7 +441,7 @@ def same_prompt(
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """`text` is the whole prompt as the template renders it now; `images`: the SHA-256 of each."""
+    """`text`: the whole prompt as the template renders it now; `images`: the SHA-256 of each."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -516,8 +504,8 @@ class _Search:
         )
 
     def _accepted(self, at: int) -> list[Match]:
-        """Returns the calls that produced the answer at `at`, up to allowed edits; flags if
-        there is none."""
+        """Returns the calls that produced the answer at `at`, up to allowed edits; flags if there
+        is none."""
         message = self._request.messages[at]
         matches = self._parents.matches(self._request.chain[at], message)
         accepted = [match for match in matches if match.replay.change in self._edits]
@@ -528,7 +516,6 @@ class _Search:
         return accepted
 
     def _continue(self, at: int, match: Match) -> PromptPlan:
-        """Continues the request's prompt from the answer at `at`."""
         request, path = self._request, match.parent.path()
         if _lost_its_answer(match.parent.call.engine_message, request.messages[at]):
             self._flag("reasoning_dropped_answer_lost")
@@ -638,7 +625,7 @@ def _edge(match: Match, differences: list[set[Difference]]) -> Edge:
 
 
 def _lost_its_answer(recorded: Message, replayed: Message) -> bool:
-    """Whether the engine parsed the answer as reasoning only and the agent dropped it."""
+    """Returns whether the engine parsed the answer as reasoning only and the agent dropped it."""
     return bool(
         reasoning_of(recorded)
         and not (recorded.get("content") or recorded.get("tool_calls"))

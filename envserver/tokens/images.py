@@ -83,7 +83,7 @@ def _of_jpeg(read: Read) -> Size | None:
 
 
 def _of_gif(read: Read, head: bytes) -> Size | None:
-    """The larger of the screen and the first frame: a frame may be larger than its screen."""
+    """Returns the larger of the screen and the first frame, which may be larger than its screen."""
     width, height, flags = struct.unpack("<HHB", head[6:11])
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     for _ in range(_MOST_STEPS):
@@ -137,7 +137,7 @@ def _of_tiff(read: Read, order: str) -> Size | None:
 
 
 def _of_boxes(read: Read) -> Size | None:
-    """The largest that a box `ispe` names: an image may be put together from parts."""
+    """Returns the largest size in a box `ispe`: an image may be put together from parts."""
     sizes: list[Size] = []
     at = 0
     while len(window := read(at, _WINDOW + 16)) > 16 and len(sizes) < _MOST_STEPS:
@@ -164,7 +164,7 @@ _BANNED_FIELDS = (*_TOKEN_FIELDS, "video_token_id", "video_token_index", "audio_
 
 
 def image_token_of(config: Mapping[str, Any]) -> int | None:
-    """Returns the token that stands for an image, by a model's config.json; None: it has none."""
+    """Returns the token that stands for an image, by a model's config.json, if it has one."""
     found = [config[name] for name in _TOKEN_FIELDS if isinstance(config.get(name), int)]
     return found[0] if found else None
 
@@ -177,19 +177,17 @@ def banned_tokens_of(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a message's content is an image."""
     return isinstance(part, dict) and part.get("type") in _IMAGE_PARTS
 
 
 def url_of(part: Mapping[str, Any]) -> str | None:
-    """Returns the `data:` address of an image part; None if it has none."""
+    """Returns the `data:` address of an image part, if it has one."""
     held = part.get("image_url")
     url = held.get("url") if isinstance(held, dict) else held
     return url if isinstance(url, str) and url[:5].lower() == "data:" else None
 
 
 def urls_of(messages: Iterable[Message]) -> list[str]:
-    """Returns the addresses of all images of a conversation, in order."""
     contents = [held for message in messages if isinstance(held := message.get("content"), list)]
     if not contents:
         return []
@@ -198,12 +196,11 @@ def urls_of(messages: Iterable[Message]) -> list[str]:
 
 
 class ImageFacts(NamedTuple):
-    """Facts that are read from the bytes of a `data:` address.
+    """Facts from the bytes of a `data:` address.
 
     Args:
-        sha256: of the bytes, in hex.
+        sha256: of the bytes, in hex; of the address itself if it is not base64.
         size: width and height, as the file declares them; None: unknown.
-        is_base64: whether the address holds base64; `sha256` is of the address itself if not.
     """
 
     sha256: str
@@ -212,8 +209,6 @@ class ImageFacts(NamedTuple):
 
 
 class _Remembered:
-    """The facts of the addresses that were looked at last."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._facts: OrderedDict[str, ImageFacts] = OrderedDict()
@@ -237,8 +232,10 @@ _remembered = _Remembered()
 
 
 def bytes_of(url: str) -> bytes:
-    """Returns the bytes that a `data:` address holds; its own if it is not base64, so that
-    different images never have one name."""
+    """Returns the bytes that a `data:` address holds; those of the address if it is not base64.
+
+    So different images never have one name.
+    """
     try:
         return base64.b64decode(_base64_of(url), validate=True)
     except (binascii.Error, ValueError):
@@ -253,8 +250,7 @@ def url_from(data: bytes) -> str:
 def facts_of(url: str) -> ImageFacts:
     """Returns the facts of a `data:` address; some milliseconds for each megabyte the first time.
 
-    They are remembered, 64 MB of addresses in all: a conversation sends its images again with each
-    turn.
+    They are remembered for 64 MB of addresses: a conversation sends its images with each turn.
     """
     facts = _remembered.get(url)
     if facts is None:
@@ -266,11 +262,8 @@ def facts_of(url: str) -> ImageFacts:
 async def facts_of_all(
     urls: Sequence[str], reading: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> list[ImageFacts]:
-    """Returns the facts of addresses: what is large and new is read in a thread.
-
-    Args:
-        reading: context of the work.
-    """
+    """Returns the facts of addresses, in a thread if they are large and new; `reading`: its
+    context."""
     if not urls:
         return []
 
@@ -343,7 +336,8 @@ def folded(ids: Sequence[int], ranges: Iterable[Range], token: int) -> list[int]
 
 
 def folds_to(ids: Sequence[int], ranges: Sequence[Range], token: int) -> bool:
-    """Whether every `token` of expanded `ids` is in one of `ranges`, and each range has one."""
+    """Returns whether every `token` of expanded `ids` is in one of `ranges`, and each range has
+    one."""
     at = 0
     for offset, length in ranges:
         if length < 1 or offset < at or offset + length > len(ids) or token in ids[at:offset]:

@@ -38,7 +38,8 @@ Positions = NDArray[np.int64]
 
 def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAULT) -> None:
     """Checks that `sequences` hold exactly what `calls` recorded, in linear time.
-    Raises TokensError: one does not; `detail` holds the invariant's number and the call or row.
+
+    The `detail` of a TokensError holds the invariant's number and the call or row.
     """
     check_calls(calls)
     recorded = _Recorded([call for call in calls if call.exact])
@@ -66,9 +67,7 @@ def check(calls: list[Call], sequences: list[Sequence], actions: Actions = DEFAU
 
 
 def check_calls(calls: list[Call]) -> None:
-    """Checks each exact call of `calls` by itself (2, 6, 7, 11), and their order (10).
-    Raises TokensError: as in `check`.
-    """
+    """Checks each exact call of `calls` by itself (2, 6, 7, 11), and their order (10)."""
     last = -1
     for call in calls:
         if call.index <= last:
@@ -106,11 +105,7 @@ def _check_sizes(call: Call) -> None:
 
 
 class _Recorded:
-    """The completions of all calls, concatenated into columns.
-
-    Args:
-        calls: exact ones, in order of commit.
-    """
+    """The completions of all exact `calls`, in order of commit, concatenated into columns."""
 
     def __init__(self, calls: list[Call]) -> None:
         self.calls = calls
@@ -190,7 +185,7 @@ def _check_versions(
     trained: NDArray[np.bool_],
     masks_old: bool,
 ) -> int:
-    """The newest version that the row trains; `places` are of its sampled tokens."""
+    """Returns the newest version that the row trains; `places` are of its sampled tokens."""
     versions = recorded.versions[places]
     if not np.array_equal(sequence.versions[sequence.calls >= 0], versions):
         raise _broken(7, "versions are not those recorded", row=row)
@@ -208,10 +203,10 @@ def _check_versions(
 def _check_prefixes(
     row: int, sequence: Sequence, recorded: _Recorded, before: dict[int, int]
 ) -> None:
-    """The row begins with prompt and completion of each call of its path.
+    """Checks that the row begins with prompt and completion of each call of its path.
 
-    A call that an earlier row holds was compared there, with all that precede it: of those, the
-    last one alone is compared again. `before` maps each call to the one before it, over all rows.
+    A call that an earlier row holds was compared there, with all that precede it: of those, only
+    the last one is compared again. `before` maps each call to the one before it, over all rows.
     """
     compared: list[int] = []
     shared, previous = None, -1
@@ -267,7 +262,7 @@ def _check_trained_once(
 
 
 def _call_at(calls: list[Call], place: int) -> int:
-    """Index of the call that sampled token `place` of all completions, one after the other."""
+    """Returns the index of the call that sampled token `place` of all completions."""
     ends = np.cumsum([len(call.completion_ids) for call in calls])
     return calls[int(np.searchsorted(ends, place, side="right"))].index
 

@@ -17,7 +17,7 @@ from .images import digest_of, is_image, url_of
 
 
 class Refused(Exception):
-    """A prompt cannot be made exactly.
+    """The prompt cannot be made exactly; the engine renders it, and a new sequence begins.
 
     Expected, not a failure; `reason` is a counted snake_case word.
     """
@@ -52,10 +52,9 @@ RESERVED = (
 
 
 def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The further variables that a chat request gives to the template.
+    """Returns the further variables that a chat request gives to the template.
 
-    `add_generation_prompt` is among them where the request turns it off.
-    Raises Refused: template_kwargs, continue_final_message: only the engine can render this.
+    `add_generation_prompt` is among them if the request turns it off.
     """
     if body.get("continue_final_message"):
         raise Refused("continue_final_message")
@@ -76,16 +75,16 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(defaults: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `defaults` with a request's variables over them, merged as vLLM does: a null and
-    "auto" count as not sent."""
+    """Returns `defaults` with a request's variables over them, merged as vLLM does.
+
+    A null and "auto" count as not sent.
+    """
     own = {name: value for name, value in kwargs.items() if value is not None and value != "auto"}
     return {**defaults, **own}
 
 
 def prepare_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Tools with the fields and the order in which templates get them.
-    Raises Refused: unusual_tool: one is not a function in OpenAI's form.
-    """
+    """Returns tools with the fields and the order in which templates get them."""
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -120,7 +119,7 @@ def prepare(
     images: Images = "refused",
     kept: KeptMessages | None = None,
 ) -> list[Message]:
-    """Messages as the template gets them; the given ones are left as they are.
+    """Returns messages as the template gets them; the given ones are left as they are.
 
     Args:
         messages: in OpenAI's chat shape.
@@ -137,15 +136,17 @@ def prepare(
 
 
 class KeptMessages:
-    """The prepared messages of one request; the next one's are not prepared again as far as they
-    are the same objects. Threads may use it at the same time."""
+    """The prepared messages of one request; the next one's are prepared only where they differ.
+
+    Messages are compared by identity. Threads may use it at the same time.
+    """
 
     def __init__(self) -> None:
         self._kept: tuple[Sequence[Message], list[Message], object] = ((), [], None)
         """As given, as prepared, and how: always of one request."""
 
     def prepare(self, messages: list[Message], parts: bool, images: Images) -> list[Message]:
-        """See `prepare`; the result is not changed by anybody."""
+        """See `prepare`; the result must not be changed."""
         how = (parts, images)
         given, prepared, before = self._kept
         same = same_objects(given, messages) if before == how else 0
@@ -213,7 +214,7 @@ def _content(
 
 
 def _part(part: Any, role: str, images: Images) -> dict[str, Any] | None:
-    """A part of a content as a text part or an image; None where it says nothing."""
+    """Returns a part of a content as a text part or an image; None if it says nothing."""
     if not isinstance(part, dict):
         raise Refused("unusual_message")
     kind = part.get("type")
@@ -237,7 +238,7 @@ def _part(part: Any, role: str, images: Images) -> dict[str, Any] | None:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object; what is none becomes an empty one."""
+    """Returns a tool call with its arguments as an object; anything else becomes an empty one."""
     function = call.get("function") if isinstance(call, dict) else None
     if (
         not isinstance(function, dict)
@@ -311,5 +312,5 @@ def _without(value: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _first(value: dict[str, Any], *names: str) -> dict[str, Any]:
-    """`value` with the items of `names` in front, in their order."""
+    """Returns `value` with the items of `names` in front, in their order."""
     return {name: value[name] for name in names if name in value} | _without(value, *names)

@@ -40,7 +40,7 @@ _PUNCTUATION = " \t\r\n\"'`,:>)]}"
 
 
 class Turn(NamedTuple):
-    """An answer in its conversation: the messages before it and those that the agent added after
+    """An answer in its conversation: the messages before it, and those that the agent added after
     it."""
 
     history: list[Message]
@@ -51,7 +51,6 @@ class Turn(NamedTuple):
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """The answer's tool calls."""
         calls = self.assistant.get("tool_calls") or []
         if not isinstance(calls, list):
             raise Refused("unusual_message")
@@ -59,9 +58,9 @@ class Turn(NamedTuple):
 
 
 def tail(format: ChatFormat, turn: Turn) -> str:
-    """Returns what the template writes after the answer's content, or, if it has calls, after the
-    value of an argument of the last call.
-    Raises Refused: answer_not_rendered, calls_not_rendered, answer_repeated; and as `render`.
+    """Returns what the template writes after the answer's content.
+
+    If the answer has calls: after the value of an argument of the last call.
     """
     messages = [*turn.history, _stand_in(turn), *turn.new]
     return _behind(_render(format, turn, messages, generation_prompt=True), bool(turn.calls))
@@ -88,8 +87,8 @@ def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str:
 
 
 def known_end(format: ChatFormat, turn: Turn, stop: str) -> tuple[str, str] | None:
-    """Returns what the template writes between an answer and `stop`, and the result of `check`,
-    if a conversation of this shape was checked; else None."""
+    """Returns the text between an answer and `stop`, and the result of `check`, for a checked
+    shape."""
     known = format.shapes.get(_key(turn, _ENDS + stop))
     if known is None:
         return None
@@ -211,13 +210,11 @@ def _find_opener(format: ChatFormat, turn: Turn) -> str:
 
 
 def _shared(one: str, other: str) -> str:
-    """Returns the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
 
 def without_space(text: str) -> str:
-    """Returns `text` without whitespace."""
     return "".join(text.split())
 
 
@@ -281,10 +278,8 @@ class Suffix(NamedTuple):
     """The tokens after the completion; all of them are context.
 
     `text` and `ids` hold all of it. `closing` is the part at the beginning of `text` that belongs
-    to the
-    answer although the model did not sample it: what the agent appended and, if the answer was cut
-        off,
-    the template's end of the turn.
+    to the answer although the model did not sample it: what the agent appended and, if the answer
+    was cut off, the template's end of the turn.
     """
 
     text: str
@@ -307,7 +302,6 @@ def suffix(
     """Returns the suffix: parent.prompt + completion + suffix is the prompt of the next call.
 
     Args:
-        format: the model's.
         history: the messages of the call that sampled the completion.
         assistant: the message that it gave.
         new: the messages that the agent added after it; not empty, without assistant messages.
@@ -407,14 +401,12 @@ def _after_cut(format: ChatFormat, turn: Turn, ids: list[int], extra: str) -> Su
 
 
 def _in_call(format: ChatFormat, turn: Turn, ids: list[int]) -> bool:
-    """Returns whether the model had begun a tool call."""
     opener = call_opener(format, turn) if turn.tools else ""
     return bool(opener) and opener in without_space(format.decode(ids))
 
 
 def _continue(format: ChatFormat, ids: list[int], text: str) -> list[int]:
-    """Returns ids that append `text` to `ids`, whose own tokens were sampled and stay as they
-    are."""
+    """Returns ids that append `text` to `ids`, which were sampled and stay as they are."""
     near = ids[-16:]
     said = format.decode(near)
     for stem in ("", "x", "."):  # SentencePiece puts a space before what begins a text

@@ -58,7 +58,6 @@ def pack_calls(calls: list[Call], parents: list[int]) -> list[TracedCall]:
 
 
 def unpack_calls(traced: list[TracedCall]) -> list[Call]:
-    """Returns the calls of a trace. Raises TokensError: the trace contradicts itself."""
     calls: list[Call] = []
     for k, each in enumerate(traced):
         if not all(-1 <= j < k for j in (each.tokens_of, each.messages_of, each.tools_of)):
@@ -81,7 +80,6 @@ def _kept_tokens(call: Call, calls: list[Call], candidates: list[int]) -> tuple[
 
 
 def _shared_tokens(prompt: Tokens, earlier: Call) -> int:
-    """Counts the first tokens of `prompt` shared with `earlier`'s prompt and completion."""
     size = _common(prompt, earlier.prompt_ids)
     if size < len(earlier.prompt_ids):
         return size
@@ -95,11 +93,10 @@ def _common(some: Tokens, others: Tokens) -> int:
 
 
 def _kept_messages(call: Call, said: dict[bytes, int], k: int) -> tuple[int, int]:
-    """The call that has most of the messages of `call` (-1: none), and how many.
+    """Returns the call that has most of the messages of `call` (-1: none), and how many.
 
-    Args:
-        said: by each beginning of what was said up to a call's answer the first call that has it;
-            `call` is added, at position `k`.
+    `said`: the first call by each beginning of a conversation up to an answer; `call` is added, at
+    position `k`.
     """
     beginnings = _beginnings([*call.messages, call.message])
     count = len(call.messages)

@@ -1,7 +1,7 @@
 """A model's tokenizer by the `tokenizers` library, without transformers.
 
-What it encodes is what an engine puts before the model for a rendered chat: the special tokens that
-are in the text are recognised, none is added.
+It encodes what an engine puts before the model for a rendered chat: special tokens in the text are
+recognised, none is added.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Vocabulary:
     """Text <-> ids.
 
     Args:
-        tokenizer: its special tokens among its added tokens.
         variables: what a chat template may name: `bos_token`, `eos_token`, ...
         digest: of the files it was made from.
     """
@@ -58,9 +57,6 @@ class Vocabulary:
 
     @classmethod
     def load(cls, folder: Path) -> Vocabulary:
-        """The tokenizer of a model's folder.
-        Raises ConfigError: `folder` has no usable tokenizer.json.
-        """
         path = folder / TOKENIZER
         if not path.is_file():
             raise ConfigError(
@@ -78,13 +74,10 @@ class Vocabulary:
 
     @cached_property
     def size(self) -> int:
-        """Number of ids, those of added tokens among them."""
+        """Number of ids, including those of added tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, special tokens in it recognised, none added.
-        Raises Refused: not_unicode: the text holds half of a surrogate pair.
-        """
         try:
             # A batch takes a fifth less than `encode`, and lets other threads run.
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -93,19 +86,17 @@ class Vocabulary:
             raise Refused("not_unicode") from None
 
     def tokens(self, text: str) -> Tokens:
-        """The ids of `text` as an array. Raises as `encode`."""
         return np.asarray(self.encode(text), np.int32)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`, special tokens kept, spaces left as they are."""
+        """Returns the text of `ids`, with special tokens and spaces as they are."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def special_id(self, text: str) -> int | None:
-        """The id of the added token that reads `text`."""
         return self._ids.get(text)
 
     def is_special(self, id: int) -> bool:
-        """Returns whether `id` steers the conversation rather than being part of what is said."""
+        """Returns whether `id` steers the conversation instead of being part of the text."""
         return id in self.special_ids
 
     def added_text(self, id: int) -> str | None:
@@ -114,7 +105,6 @@ class Vocabulary:
         return None if token is None else token.content
 
     def find_added(self, text: str) -> re.Match[str] | None:
-        """The first added token in `text`."""
         return self._any_added.search(text)
 
     @cached_property
@@ -123,10 +113,11 @@ class Vocabulary:
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def stands_alone(self, id: int) -> bool:
-        """Whether text may be encoded in two pieces, the second beginning with added token `id`.
+        """Returns whether text may be encoded in two pieces, the second beginning with added token
+        `id`.
 
         Tried, not derived: normalizers, tokens that swallow the spaces around them and prefixes
-        that are put before a text's beginning all show in what is encoded.
+        before a text's beginning all show in the ids.
         """
         return self._stands_alone(id)
 
@@ -144,9 +135,7 @@ class Vocabulary:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, empty where there is no such file.
-    Raises ConfigError: it is not a JSON object.
-    """
+    """Returns the object in `path`, {} without such a file."""
     if not path.is_file():
         return {}
     try:
@@ -159,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like; a token is a string or an object with its `content`."""
+    """Returns `bos_token` and its like; a token is a string or an object with its `content`."""
     named = {}
     for name, value in config.items():
         if isinstance(value, dict):
@@ -170,7 +159,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _add_missing(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Makes added tokens of all that the configuration calls so, as transformers does."""
+    """Adds all tokens that the configuration calls added, as transformers does."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
     tokens = [_added_token(listed[id]) for id in sorted(listed, key=int)]

@@ -1,4 +1,4 @@
-"""Request bodies of the endpoints, beyond those shared with the simulated engine.
+"""Request bodies and parts of responses, with each field where vLLM 0.32 puts it.
 
 A field of a wrong type is refused with its place. An unsupported field that would change the answer
 is refused by name. Any other unknown field is ignored, as in vLLM.
@@ -59,8 +59,6 @@ class Sampled(conversation.Sampled, kw_only=True):
 
 
 class Body(Sampled, kw_only=True):
-    """Fields shared by chat and completions."""
-
     model: str | None = None
     stream: bool | None = False
     stream_options: conversation.StreamOptions | None = None
@@ -75,8 +73,6 @@ class Body(Sampled, kw_only=True):
 
 
 class ChatBody(Body, kw_only=True):
-    """See vLLM's chat completions."""
-
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -91,8 +87,6 @@ class ChatBody(Body, kw_only=True):
 
 
 class CompletionBody(Body, kw_only=True):
-    """See vLLM's completions."""
-
     prompt: Any
     max_tokens: conversation.Length | None = 16
     logprobs: conversation.Top | bool | None = None
@@ -107,8 +101,6 @@ class SamplingParams(Sampled, kw_only=True):
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
-    """Body of /inference/v1/generate: ids in, ids out."""
-
     token_ids: list[int]
     sampling_params: SamplingParams
     model: str | None = None
@@ -166,7 +158,6 @@ class TokenizeBody(conversation.TokenizeBody, kw_only=True):
 
 
 def check(body: Body) -> None:
-    """Checks rules between fields. Raises EngineRefused: a rule is broken."""
     if body.stream_options is not None and not body.stream:
         raise _refused("Stream options need `stream`.", "stream_options")
     if body.temperature == 0 and (body.n or 1) > 1:
@@ -187,9 +178,7 @@ def check(body: Body) -> None:
 
 
 def refuse_foreign(body: Any) -> None:
-    """Refuses features that this engine does not support.
-    Raises EngineRefused: the body uses one.
-    """
+    """Refuses features that this engine does not support."""
     if not isinstance(body, dict):
         raise EngineRefused("The body must be a JSON object.", status=400)
     for name in _FOREIGN:
@@ -213,9 +202,8 @@ def _refused(words: str, param: str) -> EngineRefused:
 class CallReader:
     """Reads tool calls from text.
 
-    Attributes:
-        known: whether the model writes calls in a known format; if not, all of its answer is text,
-            as from an engine without a parser.
+    `known`: the model writes calls in a known format; if not, all of its answer is text, as from an
+    engine without a parser.
     """
 
     def __init__(self, text: Text) -> None:
@@ -248,7 +236,6 @@ Json = dict[str, Any]
 
 
 def head(prefix: str, kind: str, model: str) -> Json:
-    """Returns the first fields of every response."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -258,7 +245,6 @@ def head(prefix: str, kind: str, model: str) -> Json:
 
 
 def usage(prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> Json:
-    """Counts the tokens of all prompts and all answers."""
     asked, said = sum(map(len, prompts)), sum(len(row.ids) for row in rows)
     return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
 
@@ -299,8 +285,7 @@ def chat_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -
 
 
 def token_logprobs(row: Row, start: int, end: int) -> Json:
-    """Returns logprobs in the format of responses with ids only: sampled token, then most likely
-    ones."""
+    """Returns logprobs in the format of responses with ids only: the sampled token first."""
 
     def entry(index: int, logprob: float) -> Json:
         return {"token_id": index, "logprob": logprob, "rank": None}
@@ -314,7 +299,6 @@ def token_logprobs(row: Row, start: int, end: int) -> Json:
 
 
 def completion_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -> Json:
-    """Returns logprobs in the format of completions."""
     name = _named(text, as_ids)
     return _columns(
         [name(index) for index in row.ids[start:end]],

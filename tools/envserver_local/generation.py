@@ -3,6 +3,11 @@
 All tokens of a joining row but the last are written to the cache (rows that join together share
 passes); its last token then takes part in the next step with the others. So there is one kind of
 step, and no prefix is computed twice.
+
+A row's choice depends only on its own logits, settings, seed and position: the uniform number for a
+position is a hash of seed and position, and the sampled token is where the cumulative probability
+exceeds it. So a request with a seed gives the same answer in any batch, up to the rounding of the
+logits themselves.
 """
 
 from __future__ import annotations
@@ -207,8 +212,7 @@ class Generator:
     def leave(self, row: Row, *, keep: bool = True) -> None:
         """Removes a row; the last slot's row takes its place.
 
-        Args:
-            keep: keep its tokens in the prefix cache for later prompts.
+        `keep`: keep its tokens in the prefix cache for later prompts.
         """
         slot, last = self.rows.index(row), len(self.rows) - 1
         if keep:

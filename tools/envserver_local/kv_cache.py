@@ -139,7 +139,6 @@ class SlotCache:
                 self._blocks[layer] = self._grown(keys), self._grown(values)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` places of one slot to another."""
         for block in self._blocks:
             for part in block or ():
                 part[target, :, :length] = part[source, :, :length]
@@ -180,7 +179,7 @@ class SlotCache:
         return keys[place.slots, :, : place.length], values[place.slots, :, : place.length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """See transformers' Cache; unused, since positions are always passed."""
+        """Required by transformers; unused, since positions are always passed."""
         return 0 if self.place is None else self.place.length
 
     def _block(
@@ -258,7 +257,6 @@ class Prefixes:
         return self._kept[key].taken, length
 
     def clear(self) -> None:
-        """Drops all entries."""
         self._kept.clear()
         self._by_block.clear()
         self.bytes = 0

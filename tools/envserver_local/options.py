@@ -12,8 +12,6 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """See the command line's help."""
-
     model: str
     host: str = "127.0.0.1"
     port: int = 8000
@@ -32,12 +30,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name under which the model is served."""
         return self.served_model_name or self.model
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m envserver_local", description=__doc__, allow_abbrev=False
     )

@@ -1,7 +1,9 @@
-"""/v1/chat/completions and /v1/completions: samples rows for a conversation, or for texts or ids.
+"""Chat, completions and vLLM's token endpoints (render, generate, derender, tokenize, detokenize).
 
 A stream of a chat sends text as it is sampled, unless it may contain calls: then the text is parsed
-once at the end, while ids and logprobs are still sent token by token.
+once at the end, while ids and logprobs are still sent token by token. Rendering returns the whole
+request for generating, with every setting; generating reports which version of the weights sampled
+which tokens.
 """
 
 from __future__ import annotations
@@ -26,25 +28,17 @@ Json = dict[str, Any]
 
 
 class Chat:
-    """Answers chat requests."""
-
     def __init__(self, asking: Asking, calls: CallReader) -> None:
         self._asking = asking
         self._text = asking.text
         self._calls = calls
 
     def prompt_ids(self, body: ChatBody) -> list[int]:
-        """Returns the ids of the rendered conversation.
-        Raises EngineRefused: the template does not accept it.
-        """
         return self._text.encode(
             self._text.prompt_text(body.messages, body.tools, msgspec.structs.asdict(body))
         )
 
     def rows(self, body: ChatBody) -> list[Row]:
-        """Returns one row for each requested choice.
-        Raises EngineRefused: the request cannot be answered.
-        """
         check_body(body)
         adapter = self._asking.adapter(body.model)
         prompt = self.prompt_ids(body)
@@ -62,7 +56,6 @@ class Chat:
         ]
 
     async def whole(self, body: ChatBody) -> Json:
-        """Returns the complete answer."""
         rows = self.rows(body)
         await self._asking.whole(rows)
         prompt = rows[0].prompt
@@ -75,7 +68,6 @@ class Chat:
         }
 
     async def chunks(self, body: ChatBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
-        """Yields the answer in chunks."""
         head = bodies.head("chatcmpl", "chat.completion.chunk", body.model or self._asking.model)
         for index in range(len(rows)):
             role = {"role": "assistant", "content": ""}
@@ -95,7 +87,6 @@ class Chat:
             yield {**head, "choices": [], "usage": bodies.usage([rows[0].prompt], rows)}
 
     def message(self, body: ChatBody, text: str) -> Json:
-        """Returns the assistant's message for a text."""
         message: Json = {"role": "assistant", "content": text}
         if self._calls.free(body):
             content, calls = self._calls.read(text, body)
@@ -167,16 +158,12 @@ class _Stream:
 
 
 class Completions:
-    """Answers requests for completions."""
-
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
         self._text = asking.text
 
     def rows(self, body: CompletionBody) -> list[Row]:
-        """Returns the rows of all prompts, in order, `n` for each.
-        Raises EngineRefused: the request cannot be answered.
-        """
+        """Returns the rows of all prompts, in order, `n` for each."""
         check_body(body)
         adapter = self._asking.adapter(body.model)
         rows = []
@@ -191,7 +178,6 @@ class Completions:
         return rows
 
     async def whole(self, body: CompletionBody) -> Json:
-        """Returns the complete answer."""
         rows = self.rows(body)
         await self._asking.whole(rows)
         return {
@@ -201,7 +187,6 @@ class Completions:
         }
 
     async def chunks(self, body: CompletionBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
-        """Yields the answer in chunks."""
         head = bodies.head("cmpl", "text_completion", body.model or self._asking.model)
         growing = [Growing(self._text, row) for row in rows]
         told = [0] * len(rows)
@@ -334,7 +319,6 @@ class Tokens:
         }
 
     def rows(self, body: GenerateBody) -> list[Row]:
-        """Returns one row for each answer. Raises EngineRefused: the request cannot be answered."""
         if body.output_mode not in ("tokens", "text"):
             raise EngineRefused("`output_mode` is tokens or text.", status=400, param="output_mode")
         adapter = self._asking.adapter(body.model)
@@ -350,7 +334,6 @@ class Tokens:
         ]
 
     async def whole(self, body: GenerateBody) -> Json:
-        """Returns the complete answer."""
         rows = self.rows(body)
         await self._asking.whole(rows)
         found = []
@@ -397,9 +380,7 @@ class Tokens:
             yield {**head, "choices": [], "usage": bodies.usage([body.token_ids], rows)}
 
     def derender(self, body: Any) -> Json:
-        """Returns the messages in generated ids; the token that ended an answer becomes text.
-        Raises EngineRefused: there are no ids, or the request that they answer is missing.
-        """
+        """Returns the messages in generated ids; the token that ended an answer becomes text."""
         asked = body.get("chat_request")
         if asked is None and self._calls.known:
             raise EngineRefused(
@@ -420,7 +401,6 @@ class Tokens:
         }
 
     def tokenize(self, body: TokenizeBody) -> Json:
-        """Returns the ids of a text or of a conversation."""
         if body.messages is not None:
             fields = msgspec.structs.asdict(body)
             text = self._text.prompt_text(body.messages, body.tools, fields)
@@ -438,7 +418,6 @@ class Tokens:
         }
 
     def detokenize(self, body: DetokenizeBody) -> Json:
-        """Returns the text of ids."""
         if any(not 0 <= index < self._asking.vocabulary for index in body.tokens):
             raise EngineRefused("An id is outside of the vocabulary.", status=400, param="tokens")
         return {"prompt": self._text.decode(body.tokens)}

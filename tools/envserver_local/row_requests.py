@@ -54,9 +54,7 @@ class Asking:
         self._defaults = defaults
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """Returns the adapter that a model name refers to; None for the model itself.
-        Raises EngineRefused: nothing is served under this name.
-        """
+        """Returns the adapter that a model name refers to; None for the model itself."""
         if name in (None, "", self.model):
             return None
         found = self.adapters.find(str(name))
@@ -65,9 +63,6 @@ class Asking:
         return found
 
     def check_prompt(self, ids: Sequence[int]) -> None:
-        """Checks the ids of a prompt.
-        Raises EngineRefused: the prompt is empty, too long, or has ids outside the vocabulary.
-        """
         if not ids:
             raise EngineRefused("The prompt is empty.", status=400, param="prompt")
         if min(ids) < 0 or max(ids) >= self.vocabulary:
@@ -129,9 +124,7 @@ class Asking:
 
     @asynccontextmanager
     async def running(self, rows: Sequence[Row]) -> AsyncIterator[Callable[[], Any]]:
-        """Runs rows inside the block; yields a function that waits until one has progressed.
-        Raises EngineRefused: the engine's thread has ended (HTTP 503).
-        """
+        """Runs rows inside the block; yields a function that waits until one has progressed."""
         if not self.runner.alive:
             raise EngineRefused("The engine has ended.", status=503)
         news = asyncio.Event()
@@ -150,7 +143,7 @@ class Asking:
                 self.runner.abort(rows)
 
     async def whole(self, rows: Sequence[Row]) -> None:
-        """Runs rows until all have ended. Raises EngineRefused: the engine failed (HTTP 500)."""
+        """Runs rows until all have ended."""
         async with self.running(rows) as wait:
             while any(row.finish is None for row in rows):
                 await wait()
@@ -173,9 +166,7 @@ class Asking:
 
 
 def check(rows: Sequence[Row]) -> None:
-    """Checks that no row failed.
-    Raises EngineRefused: the engine failed while it sampled one of the rows (HTTP 500).
-    """
+    """Checks that no row failed."""
     for row in rows:
         if row.finish == "error":
             raise EngineRefused(f"The engine failed: {row.error}", status=500)

@@ -122,11 +122,9 @@ class Row:
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt and the sampled tokens."""
         return self.prompt + self.ids
 
     def spans(self) -> list[dict[str, int | str]]:
-        """The spans of tokens by version, in vLLM's format."""
         ends = [start for _, start in self.starts[1:]] + [len(self.ids)]
         return [
             {"version": version, "start": start, "end": end}
@@ -134,7 +132,6 @@ class Row:
         ]
 
     def mark(self, version: str) -> None:
-        """Sets the version of the tokens sampled from now on."""
         if self.starts and self.starts[-1][1] == len(self.ids):
             self.starts.pop()
         if not self.starts or self.starts[-1][0] != version:
@@ -161,7 +158,6 @@ class Scheduler:
 
     @property
     def steps(self) -> bool:
-        """Whether there is something to do now."""
         if self.paused == "keep":
             return False
         return bool(self.running) or self._next() is not None
@@ -173,7 +169,6 @@ class Scheduler:
         return self._places(running) / self._most_tokens if running else 0.0
 
     def submit(self, row: Row) -> None:
-        """Adds a row to the end of the queue."""
         self.waiting.append(row)
 
     def admitted(self) -> list[Row]:

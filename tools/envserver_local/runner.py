@@ -26,11 +26,7 @@ _log = structlog.get_logger("envserver_local")
 
 
 class Runner:
-    """Runs the engine's thread.
-
-    Args:
-        version: version of the weights, with which tokens are marked.
-    """
+    """Runs the engine's thread; `version`: of the weights, with which tokens are marked."""
 
     def __init__(
         self, generator: Generator, scheduler: Scheduler, text: Text, version: str
@@ -66,7 +62,6 @@ class Runner:
         self._commands.put(self._end)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Queues rows."""
         self._commands.put(lambda: self._submit(rows))
 
     def abort(self, rows: Sequence[Row]) -> None:
@@ -74,9 +69,7 @@ class Runner:
         self._commands.put(lambda: self._abort(rows))
 
     async def run(self, command: Callable[[], T]) -> T:
-        """Runs `command` between two steps and returns its result.
-        Raises Exception: whatever `command` raises.
-        """
+        """Runs `command` between two steps and returns its result."""
         future: Future[T] = Future()
 
         def obey() -> None:

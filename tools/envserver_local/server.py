@@ -1,7 +1,9 @@
 """The engine over HTTP, with vLLM's paths and response formats.
 
 What always holds: a wrong request gets an OpenAI-style error with HTTP 4xx, and a client that hangs
-up frees its place in the batch.
+up frees its place in the batch. The routes that pause and change weights are those of vLLM's
+development mode: any client of this engine can use them, so by default it listens on this machine
+only.
 """
 
 from __future__ import annotations
@@ -65,11 +67,9 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def text(self) -> str:
-        """All metrics as text."""
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
         runner, scheduler = self._runner, self._runner.scheduler
         prefixes = runner.generator.prefixes
         gauges = {
@@ -96,11 +96,7 @@ class Metrics(Collector):
 
 
 class Control:
-    """Answers requests about the engine itself.
-
-    Args:
-        lora: whether adapters may be loaded.
-    """
+    """Answers requests about the engine itself."""
 
     def __init__(self, asking: Asking, *, lora: bool) -> None:
         self._asking = asking
@@ -111,7 +107,6 @@ class Control:
         self._receiver = Receiver(asking.runner.generator.model)
 
     def routes(self) -> list[Route]:
-        """All routes."""
         gets: dict[str, Callable[[Request], Any]] = {
             "/health": self._health,
             "/ping": self._health,
@@ -304,11 +299,7 @@ _STATUS_NAMES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalSer
 
 
 def local_app(asking: Asking, *, lora: bool) -> Starlette:
-    """Makes the ASGI application.
-
-    Args:
-        lora: whether adapters may be loaded at run time.
-    """
+    """Makes the ASGI application; `lora`: adapters may be loaded at run time."""
     calls = CallReader(asking.text)
     chat = Chat(asking, calls)
     completions = Completions(asking)

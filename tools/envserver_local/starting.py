@@ -56,7 +56,6 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 def load(options: Options) -> Loaded:
-    """Loads the model that `options` name."""
     device = _device(options)
     try:
         trust = options.trust_remote_code
@@ -199,7 +198,6 @@ default it would wait 5 ms for it whenever the event loop is busy.
 
 
 def run(options: Options) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit status."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     if options.threads:
         torch.set_num_threads(options.threads)

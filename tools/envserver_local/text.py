@@ -1,7 +1,4 @@
-"""The model's tokenizer and chat template: converts messages and texts to ids and back.
-
-It also finds where an answer's text ends.
-"""
+"""The model's tokenizer and chat template, and where an answer's text ends."""
 
 from __future__ import annotations
 
@@ -54,11 +51,7 @@ class Text:
         tools: list[dict[str, Any]] | None,
         fields: Mapping[str, Any],
     ) -> str:
-        """Renders a conversation with the model's template, prepared as in vLLM.
-
-        Args:
-            fields: of the chat request.
-        """
+        """Renders a conversation with the model's template, prepared as in vLLM."""
         try:
             template = ChatTemplate(self._tokenizer.get_chat_template(tools=tools or None), {})
             text = self._tokenizer.apply_chat_template(
@@ -90,7 +83,6 @@ class Text:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Returns the text of ids."""
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )

@@ -1,9 +1,13 @@
-"""Loads new weights into a running model: from a folder, or from a trainer over gloo.
+"""Loads new weights into a running model: from a folder, or from a trainer over gloo; and adapters.
 
 Everything is checked before anything changes: a folder of safetensors must hold every parameter in
 its shape and nothing else. Tied weights are one tensor and may be given under either name or both.
 Over gloo, by the routes of vLLM's weight-transfer API, only a paused model receives, and
 `must_be_whole` refuses to sample until a whole version was received or loaded.
+
+An adapter in PEFT's format (adapter_config.json, adapter_model.safetensors) adds scale * B A x to
+the output of the layers it names. A hook on the layer does this for the rows that use the adapter;
+the weights are never changed, so any number of adapters can be loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +32,6 @@ _PATTERN = "*.safetensors"
 
 
 def reload(model: PreTrainedModel, folder: Path) -> None:
-    """Loads the weights in `folder` into `model`."""
     if getattr(model, "is_quantized", False):
         raise InputError(
             "The weights of a model in 4 bits cannot be replaced.",
@@ -96,8 +99,7 @@ def _some(names: list[str]) -> str:
 class Receiver:
     """Changes the weights of `model`; used by the engine's thread only.
 
-    Args:
-        incomplete: whether the weights are of more than one version.
+    `incomplete`: the weights are of more than one version.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -108,9 +110,7 @@ class Receiver:
         """Addresses of the tensors that were not received yet; None: no update is open."""
 
     def join(self, info: dict[str, Any]) -> None:
-        """Connects to a trainer, instead of the one before.
-        Raises EngineRefused: the trainer did not answer, or the model cannot be changed.
-        """
+        """Connects to a trainer, instead of the one before."""
         if getattr(self._model, "is_quantized", False):
             raise _refused("The weights of a model in 4 bits cannot be replaced.")
         self._group = None
@@ -126,11 +126,7 @@ class Receiver:
         self._missing = {value.data_ptr() for value in self._targets().values()}
 
     def receive(self, info: dict[str, Any], *, paused: bool) -> None:
-        """Receives the next bucket.
-
-        Args:
-            paused: whether the engine does not sample.
-        """
+        """Receives the next bucket; `paused`: the engine does not sample."""
         missing, self._missing = self._missing, None
         if not paused:
             raise _refused("The engine samples: pause it before its weights change.", 409)
@@ -154,8 +150,7 @@ class Receiver:
     def finish(self, *, named: bool) -> None:
         """Closes the update. One in which nothing was received changes nothing.
 
-        Args:
-            named: whether the weights get a new name, so that they must be whole and new.
+        `named`: the weights get a new name, so that they must be whole and new.
         """
         missing, self._missing = self._missing, None
         if missing is None:
@@ -169,12 +164,11 @@ class Receiver:
             self.incomplete = False
 
     def must_be_whole(self) -> None:
-        """Checks that all weights are of one version. Raises EngineRefused: they are not."""
+        """Checks that all weights are of one version."""
         if self.incomplete:
             raise _refused("An update of the weights failed: send all of them again.", 409)
 
     def checksums(self) -> dict[str, str]:
-        """Returns the SHA-256 of each tensor."""
         return {
             name: hashlib.sha256(
                 value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -213,8 +207,6 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters of a model by name."""
-
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._loaded: dict[str, Adapter] = {}
@@ -223,7 +215,6 @@ class Adapters:
 
     @property
     def loaded(self) -> list[Adapter]:
-        """All loaded adapters, the oldest first."""
         return list(self._loaded.values())
 
     def find(self, name: str) -> Adapter | None:
@@ -231,7 +222,6 @@ class Adapters:
         return self._loaded.get(name)
 
     def load(self, name: str, folder: Path, *, replace: bool = False) -> Adapter:
-        """Loads the adapter in `folder` under `name`."""
         if name in self._loaded and not replace:
             raise InputError(
                 f"The lora adapter {name!r} has already been loaded.",
@@ -244,9 +234,7 @@ class Adapters:
         return adapter
 
     def unload(self, name: str) -> None:
-        """Unloads an adapter; rows that use it keep it until they end.
-        Raises NotFoundError: no adapter has this name.
-        """
+        """Unloads an adapter; rows that use it keep it until they end."""
         if self._loaded.pop(name, None) is None:
             raise NotFoundError(f"The lora adapter {name!r} cannot be found.")
 

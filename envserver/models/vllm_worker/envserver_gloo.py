@@ -51,9 +51,7 @@ class BucketInfo:
 
 
 def join(info: JoinInfo, rank: int) -> Any:
-    """Joins the trainer's group as the engine's rank `rank`.
-    Raises RuntimeError: the trainer did not answer in time.
-    """
+    """Joins the trainer's group as the engine's rank `rank`."""
     limit = timedelta(seconds=info.timeout_seconds)
     address, port = info.master_address, info.master_port
     store = dist.TCPStore(address, port, info.world_size, is_master=False, timeout=limit)

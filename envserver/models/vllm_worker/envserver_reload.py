@@ -20,7 +20,6 @@ class ReloadWeights:
     """Becomes a base of vLLM's worker class, so that `self` is the worker."""
 
     def envserver_can_reload(self) -> bool:
-        """Returns True: this extension is installed."""
         return True
 
     def envserver_reload(self, weights_path: str) -> dict[str, Any]:

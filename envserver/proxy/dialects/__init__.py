@@ -1,8 +1,7 @@
-"""The APIs that agents use: each reads requests into a ModelRequest and writes answers in its
-format.
+"""The APIs that agents use: each reads requests into a ModelRequest and writes answers.
 
-Pure. Answers arrive in OpenAI's chat format, whole or as chunks, cleaned of everything that the
-agent did not ask for.
+Pure. Answers arrive in OpenAI's chat format, whole or as chunks, without what the agent did not ask
+for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""The interface of a dialect. To add one, implement DialectAdapter and list it in `DIALECTS`."""
+"""The interface of a dialect, and the checks and fields that dialects share. Pure.
+
+To add a dialect, implement DialectAdapter and list it in `DIALECTS`. A table per API has the fields
+that an agent may send, with type and bounds, and what becomes of each. Others are treated alike in
+all APIs (`is_ignored`): ignored, and the calls say so, or refused by name unless the run passes
+them on (`tokens.extra_fields`). A null counts as not sent. Objects for the engine are built anew
+from known fields.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +27,6 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     """One request of an agent.
 
     Args:
-        dialect: the API that the agent used.
         body: the fields of the request body that the dialect knows, as received.
         messages, tools: in OpenAI's chat format; no messages for a text completion.
         prompt: for a text completion its text, its token ids, or a list of either; else None.
@@ -30,11 +36,11 @@ class ModelRequest(msgspec.Struct, kw_only=True):
         wanted_tokens: the agent's own limit per choice, or None.
         tokens_field: the name of that limit in the engine's request.
         stream: whether the agent wants a stream.
-        unchecked: whether `fields` hold some that the run passes on unchecked.
+        unchecked: whether `fields` holds some that the run passes on unchecked.
         ignored: names of the agent's fields that have no effect here.
         strict_dropped: whether `tools` were strict (see `body.without_strict`).
         may_be_side: see `retries.SideCalls`.
-        wants_*: the agent's options on what its answer shows.
+        wants_*: what the agent wants its answer to show.
     """
 
     dialect: Dialect
@@ -58,9 +64,8 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 
 
 def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[dict[str, Any]]:
-    """Returns the list of objects in field `name`, or [].
-    Raises InputError: it is not such a list, or is empty though `needed`.
-    """
+    """Returns the list of objects in field `name`, or [], which is refused if the field is
+    `needed`."""
     values = body.get(name)
     if not needed and not values:
         return []
@@ -72,9 +77,7 @@ def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[di
 
 
 def count(body: dict[str, Any], name: str) -> int | None:
-    """Returns the positive integer in field `name`, or None.
-    Raises InputError: it is something else.
-    """
+    """Returns the positive integer in field `name`, or None."""
     value = body.get(name)
     if value is None:
         return None
@@ -84,14 +87,11 @@ def count(body: dict[str, Any], name: str) -> int | None:
 
 
 def bad(name: str, what: str) -> InputError:
-    """Returns the error about field `name`."""
     return InputError(f"{name} {what}.", place=name)
 
 
 def string(holder: dict[str, Any], name: str, place: str = "") -> str:
-    """Returns the string in field `name` of `holder`, which is at `place` in the request.
-    Raises InputError: it is not a string.
-    """
+    """Returns the string in field `name` of `holder`, which is at `place` in the request."""
     value = holder.get(name)
     if not isinstance(value, str):
         raise bad(_path(place, name), "must be a text")
@@ -99,9 +99,7 @@ def string(holder: dict[str, Any], name: str, place: str = "") -> str:
 
 
 def mapping(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:
-    """Returns the object in field `name` of `holder`, which is at `place`, or {}.
-    Raises InputError: it is something else.
-    """
+    """Returns the object in field `name` of `holder`, which is at `place`, or {}."""
     value = holder.get(name)
     if value is None:
         return {}
@@ -111,9 +109,7 @@ def mapping(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any
 
 
 def boolean(holder: dict[str, Any], name: str, place: str = "") -> bool | None:
-    """Returns the boolean in field `name` of `holder`, which is at `place`, or None.
-    Raises InputError: it is something else.
-    """
+    """Returns the boolean in field `name` of `holder`, which is at `place`, or None."""
     value = holder.get(name)
     if value is not None and not isinstance(value, bool):
         raise bad(_path(place, name), "must be true or false")
@@ -159,14 +155,11 @@ def number(least: float, most: float) -> Check:
 
 
 def flag(value: Any, place: str) -> None:
-    """Checks that `value` is true or false."""
     if not isinstance(value, bool):
         raise bad(place, "must be true or false")
 
 
 def text(longest: int) -> Check:
-    """Returns the check for a string of at most `longest` characters."""
-
     def check(value: Any, place: str) -> None:
         if not isinstance(value, str):
             raise bad(place, "must be a text")
@@ -177,8 +170,6 @@ def text(longest: int) -> Check:
 
 
 def items(most: int, each: Check | None = None) -> Check:
-    """Returns the check for a list of at most `most` items that pass `each`."""
-
     def check(value: Any, place: str) -> None:
         if not isinstance(value, list):
             raise bad(place, "must be a list")
@@ -207,7 +198,6 @@ def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> 
     """Returns the fields of `holder` that `checks` names, checked, and leaves out all others.
 
     A field that is null stays null.
-    Raises InputError: a field fails its check.
     """
     fields = {}
     for name, value in holder.items():
@@ -220,7 +210,7 @@ def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> 
 
 
 def refuse_others(holder: Mapping[str, Any], known: Collection[str], place: str) -> None:
-    """Raises InputError: `holder` has a field that is not in `known`."""
+    """Raises InputError if `holder` has a field that is not in `known`."""
     for name in holder:
         if name not in known:
             raise bad(f"{place}.{name[:80]}", "is not supported")
@@ -505,15 +495,16 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 
 def is_ignored(name: str) -> bool:
-    """Returns whether a field that is in no table of its API is ignored: it steers no engine, and
-    nothing would be lost that it says in another API."""
+    """Returns whether a field that is in no table of its API is ignored.
+
+    It steers no engine and means nothing in another API.
+    """
     tables = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
     known = (name in (*one.engine, *one.read, *one.refused) for one in tables)
     return name in _MEANINGLESS or not (name in _STEERING or any(known))
 
 
 def is_off(name: str, value: Any) -> bool:
-    """Returns whether a field switches nothing on."""
     return value in _OFF[name] if name in _OFF else not value
 
 
@@ -586,14 +577,11 @@ _TAG = ("type", "format", "structures", "triggers")
 
 
 def engine_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields that are passed on unchanged."""
     return {name: body[name] for name in _PASSED if body.get(name) is not None}
 
 
 def effort_fields(effort: Any, place: str) -> dict[str, Any]:
-    """Returns the field for the reasoning effort, if the agent sets one.
-    Raises InputError: `effort`, found at `place`, is not a short string.
-    """
+    """Returns the field for the reasoning effort, if the agent sets one."""
     if effort is None:
         return {}
     EFFORT(effort, place)
@@ -601,8 +589,9 @@ def effort_fields(effort: Any, place: str) -> dict[str, Any]:
 
 
 def own_tools(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields the tools in field `tools` with their places, without a provider's own web search,
-    which clients offer by default: nothing here could run it.
+    """Yields the tools in field `tools` with their places.
+
+    A provider's own web search is left out: clients offer it by default, and nothing could run it.
     """
     for index, tool in enumerate(objects(body, "tools")):
         if not str(tool.get("type")).startswith("web_search"):
@@ -610,23 +599,19 @@ def own_tools(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def function_tool(function: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a tool of the chat API from the fields of `function`, which is found at `place`."""
+    """Returns a tool of the chat API from the fields of `function`, which is at `place`."""
     string(function, "name", place)
     return {"type": "function", "function": kept(function, _FUNCTION, place)}
 
 
 def schema_format(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns the form of an answer that follows `schema`, which is found at `place`.
-    Raises InputError: a field is unknown or has another type.
-    """
+    """Returns the format of an answer that follows `schema`, which is at `place`."""
     refuse_others(schema, _SCHEMA_FIELDS, place)
     return {"type": "json_schema", "json_schema": kept(schema, _SCHEMA_FIELDS, place)}
 
 
 def response_format(form: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns the form of an answer as the chat API writes it.
-    Raises InputError: its type is unknown, or a field is unknown or has another type.
-    """
+    """Returns the format of an answer as the chat API writes it."""
     match form.get("type"):
         case "text" | "json_object" as kind:
             refuse_others(form, ("type",), place)

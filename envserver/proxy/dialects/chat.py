@@ -1,4 +1,6 @@
-"""OpenAI's chat completions, which is also the common form, so there is little to translate."""
+"""OpenAI's chat completions, which is also the common form, and its text completions, for agents
+that render or even tokenise their own prompts.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +64,8 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def chat_messages(body: dict[str, Any], checked: int = 0) -> list[Message]:
-    """Returns the messages in field `messages`.
-
-    Args:
-        checked: how many of them, at the beginning, this function has returned before.
-    """
+    """Returns the messages in field `messages`, of which the first `checked` were returned
+    before."""
     given = objects(body, "messages", needed=True)
     return given[:checked] + [
         message if _is_plain(message) else _message(message, f"messages[{index}]")
@@ -75,16 +74,11 @@ def chat_messages(body: dict[str, Any], checked: int = 0) -> list[Message]:
 
 
 def chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tools in field `tools`.
-    Raises InputError: a tool is not one of the agent's own functions.
-    """
     return [_tool(tool, place) for tool, place in own_tools(body)]
 
 
 def chat_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
-    """Returns the value of field `tool_choice`, and the tools that it leaves.
-    Raises InputError: it chooses something other than functions among `tools`.
-    """
+    """Returns the value of field `tool_choice`, and the tools that it leaves."""
     if isinstance(choice, str):
         return choice, tools
     match choice.get("type"):
@@ -147,7 +141,7 @@ def _message(message: Message, place: str) -> Message:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns what is known of a tool call; its arguments may be text that is not JSON."""
+    """Returns the known fields of a tool call; its arguments may be text that is not JSON."""
     known = kept(call, _CALL, place)
     if known.get("function") is not None:
         known["function"] = kept(known["function"], _CALLED, f"{place}.function")
@@ -181,8 +175,6 @@ CHECKED = "checked"
 
 
 class ChatDialect:
-    """See DialectAdapter."""
-
     name: Dialect = "chat"
     table = CHAT
 
@@ -235,8 +227,6 @@ def _fields_and_tools(body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[s
 
 
 class ChatWriter:
-    """See EventWriter."""
-
     def begin(self) -> bytes:
         return b""
 
@@ -255,8 +245,6 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionsDialect:
-    """See DialectAdapter."""
-
     name: Dialect = "completions"
     table = COMPLETIONS
 
@@ -303,13 +291,11 @@ class CompletionsDialect:
 
 
 class CompletionsWriter:
-    """See EventWriter."""
-
     def begin(self) -> bytes:
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
-        """See EventWriter. The chunk with the role exists only in chats and is skipped."""
+        """Skips the chunk with the role, which exists only in chats."""
         parts = [part for part in chunk["choices"] if not _is_role(part)]
         if chunk["choices"] and not parts:
             return b""
@@ -325,7 +311,6 @@ class CompletionsWriter:
 
 
 def _prompts(prompt: Any) -> list[Any]:
-    """Returns the prompts in field `prompt`: texts or lists of ids."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:

@@ -1,7 +1,9 @@
 """Builds chat messages from the items of other dialects; takes answers apart. Pure.
 
 What always holds: the results of tool calls follow each other, and one answer of the model is one
-message, so a history reads as the chat that it was.
+message. Images, audio and video come only as `data:` addresses, within limits: an engine fetches
+another address from its own place in the network or from its disk, which an agent behind a wall
+must not reach.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class AnswerEnd(msgspec.Struct):
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer, or None."""
+        """The stop string that ended the answer, if one did."""
         return self.stop_reason if isinstance(self.stop_reason, str) else None
 
     def tokens(self, name: str) -> int:
@@ -74,7 +76,6 @@ class AnswerEnd(msgspec.Struct):
 
 
 def ending_of(answer: dict[str, Any]) -> AnswerEnd:
-    """Returns how a whole answer ended."""
     ending = AnswerEnd()
     ending.take(answer)
     return ending
@@ -106,7 +107,6 @@ def parts_of(message: dict[str, Any]) -> Iterator[TextPart | ToolCall]:
 
 
 def new_id(prefix: str) -> str:
-    """Returns a unique id."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -127,7 +127,6 @@ class Conversation:
         self._images: list[Part] = []
 
     def system(self, parts: list[Part]) -> None:
-        """Adds a system message."""
         self._show_images()
         self._messages.append({"role": "system", "content": content_of(parts)})
 
@@ -138,10 +137,8 @@ class Conversation:
         self._messages.append({"role": "user", "content": content_of(parts)})
 
     def tool(self, call_id: str, parts: list[Part]) -> None:
-        """Adds a tool's result.
-
-        It can only hold text in chats: its images follow in a user message.
-        """
+        """Adds a tool's result, which can only be text in chats: its images follow in a user
+        message."""
         texts = [part for part in parts if part["type"] == "text"]
         self._images.extend(part for part in parts if part["type"] != "text")
         content = "\n".join(part["text"] for part in texts)
@@ -150,12 +147,10 @@ class Conversation:
     def assistant(
         self, *, reasoning: str = "", text: str = "", calls: Iterable[ToolCall] = ()
     ) -> None:
-        """Adds one answer of the model."""
         self._show_images()
         self._messages.append(answer_message(reasoning, text, calls))
 
     def messages(self) -> list[Message]:
-        """Returns all messages."""
         self._show_images()
         return self._messages
 
@@ -165,7 +160,6 @@ class Conversation:
 
 
 def answer_message(reasoning: str, text: str, calls: Iterable[ToolCall]) -> Message:
-    """Returns an assistant's chat message."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning"] = reasoning
@@ -194,12 +188,10 @@ def content_of(parts: list[Part]) -> str | list[Part]:
 
 
 def text_part(text: str) -> Part:
-    """Returns a text part."""
     return {"type": "text", "text": text}
 
 
 def image_part(url: str, detail: str | None = None) -> Part:
-    """Returns an image part; `url` may be a data URL."""
     image = {"url": url} if detail is None else {"url": url, "detail": detail}
     return {"type": "image_url", "image_url": image}
 
@@ -230,10 +222,7 @@ _FORMAT = re.compile(r"[a-z0-9]{1,16}")
 
 
 def media_part(part: dict[str, Any], place: str) -> dict[str, Any] | None:
-    """Returns the media part of a chat message with nothing in it that was not checked; None if
-    `part` is not one.
-    Raises InputError: its address is not a `data:` address; see `data_url`.
-    """
+    """Returns the checked fields of a media part of a chat message; None if `part` is not one."""
     kind = part.get("type")
     if kind == "input_audio":
         return {"type": kind, "input_audio": _audio(part.get(kind), f"{place}.{kind}")}
@@ -249,7 +238,6 @@ def media_part(part: dict[str, Any], place: str) -> dict[str, Any] | None:
 
 
 def detail(given: Any, place: str) -> str:
-    """Returns an image's detail. Raises InputError: it is not one of OpenAI's."""
     if given not in ("auto", "low", "high", "original"):
         raise bad(place, "must be auto, low, high or original")
     return str(given)
@@ -275,7 +263,6 @@ def data_url(url: Any, kind: str, place: str) -> str:
 
 
 def _audio(given: Any, place: str) -> dict[str, str]:
-    """Returns the content of field `input_audio`."""
     if not isinstance(given, dict) or not isinstance(given.get("data"), str):
         raise bad(place, "must hold data: the bytes in base64")
     form = given.get("format")
@@ -286,9 +273,7 @@ def _audio(given: Any, place: str) -> dict[str, str]:
 
 
 def check_media(messages: list[Message], limits: TokensConfig) -> None:
-    """Checks the number and the bytes of all media of a request; each was checked before.
-    Raises InputError: they are too many or too large.
-    """
+    """Checks the number and the bytes of all media of a request; each was checked before."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     sizes = [_size(part) for part in parts if part["type"].endswith(("_url", "_audio"))]
@@ -304,9 +289,7 @@ def check_media(messages: list[Message], limits: TokensConfig) -> None:
 
 
 def check_images(images: list[ImageFacts], limits: TokensConfig) -> None:
-    """Checks what the images of a request hold.
-    Raises InputError: one is broken, or has too many pixels, or all of them have.
-    """
+    """Checks that the images of a request are intact and within the limits of pixels."""
     pixels = 0.0
     for number, facts in enumerate(images, 1):
         if not facts.is_base64:
@@ -328,7 +311,6 @@ def check_images(images: list[ImageFacts], limits: TokensConfig) -> None:
 
 
 def _over(about: str, most: object, setting: str) -> InputError:
-    """Returns the error about media that are over a limit of the run."""
     return bad("messages", f"hold {about}: {most} at most (--tokens.{setting})")
 
 

@@ -1,5 +1,4 @@
-"""Anthropic's messages API: its requests as fields of the chat API, chat answers as its messages
-and events.
+"""Anthropic's messages API.
 
 Reasoning is shown to agents that ask for it, without a signature.
 """
@@ -59,7 +58,6 @@ class Arguments:
         self._texts: dict[str, str] = memory.setdefault("arguments", {})
 
     def keep(self, call_id: str, arguments: str) -> None:
-        """Keeps the text of a call that is sent to an agent."""
         self._texts[call_id] = arguments
 
     def given(self, call_id: str, value: dict[str, Any]) -> str:
@@ -72,8 +70,7 @@ class Arguments:
 
 
 def as_object(arguments: str) -> dict[str, Any]:
-    """Returns arguments as an object; anything else is wrapped in one, so that nothing is
-    hidden."""
+    """Returns arguments as an object; anything else is wrapped in one, so nothing is hidden."""
     try:
         value = orjson.loads(arguments) if arguments.strip() else {}
     except orjson.JSONDecodeError:
@@ -82,15 +79,14 @@ def as_object(arguments: str) -> dict[str, Any]:
 
 
 def as_json(arguments: str) -> str:
-    """Returns `as_object` as text, which is the model's own if that is an object."""
+    """Returns `as_object` as text: the model's own if that is an object."""
     if arguments.strip() and is_object(arguments):
         return arguments
     return orjson.dumps(as_object(arguments)).decode()
 
 
 def is_object(arguments: str) -> bool:
-    """Returns whether arguments are an object as JSON, or nothing, which stands for an empty
-    one."""
+    """Returns whether arguments are an object as JSON, or empty, which counts as {}."""
     return as_object(arguments) != {_NOT_AN_OBJECT: arguments}
 
 
@@ -115,7 +111,6 @@ _WHOLE = ("stop", "tool_calls", "function_call")
 def message_of(
     request: ModelRequest, answer: dict[str, Any], arguments: Arguments
 ) -> dict[str, Any]:
-    """Returns the message object of a whole answer."""
     content = []
     called = False
     for part in parts_of(choice_of(answer)["message"]):
@@ -133,11 +128,8 @@ def message_of(
 
 
 def head_of(request: ModelRequest, answer: dict[str, Any]) -> dict[str, Any]:
-    """Returns an empty message that answers `request`.
-
-    Args:
-        answer: the answer or its first chunk; empty if the engine gave none.
-    """
+    """Returns an empty message that answers `request`; `answer`: the engine's, or its first
+    chunk."""
     return {
         "id": new_id("msg"),
         "type": "message",
@@ -152,17 +144,14 @@ def head_of(request: ModelRequest, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_block(text: str) -> Block:
-    """Returns a text block."""
     return {"type": "text", "text": text, "citations": None}
 
 
 def thinking_block(text: str) -> Block:
-    """Returns a block of reasoning, unsigned."""
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def call_block(call: ToolCall) -> Block:
-    """Returns a tool call block."""
     value = as_object(call.arguments)
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": value}
 
@@ -172,9 +161,6 @@ def stop_of(ending: AnswerEnd, *, called: bool) -> dict[str, Any]:
 
     Any other interruption (such as a halted engine) is reported as `max_tokens`: the agent then
     knows that the answer may be incomplete.
-
-    Args:
-        called: whether the model called a tool.
     """
     reason, sequence = _STOPS.get(ending.finish_reason or "", "max_tokens"), None
     if ending.finish_reason in _WHOLE:
@@ -235,7 +221,7 @@ def _message(error: EnvserverError) -> str:
 
 
 class MessagesWriter:
-    """See EventWriter. At most one content block is open at a time."""
+    """Has at most one content block open at a time."""
 
     def __init__(self, request: ModelRequest, arguments: Arguments) -> None:
         self._request = request
@@ -247,7 +233,7 @@ class MessagesWriter:
         self._ending = AnswerEnd()
 
     def begin(self) -> bytes:
-        """See EventWriter. The first event needs the first chunk."""
+        """Returns nothing: the first event needs the first chunk."""
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
@@ -300,7 +286,6 @@ class MessagesWriter:
         return named_event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
 
     def _close(self) -> bytes:
-        """Returns the last events of the open block, if any."""
         if not self._open:
             return b""
         events = b""
@@ -321,7 +306,6 @@ _BILLING = "x-anthropic-billing-header"
 
 def messages_of(body: dict[str, Any], arguments: Arguments) -> list[Message]:
     """Returns the messages in fields `system` and `messages`, without an empty turn at the end.
-    Raises InputError: a block is not supported; `place` names it.
 
     A user's turn with tool results becomes their messages, in order, followed by the rest of the
     turn. An assistant's turn becomes one message. What chats have no place for (signatures,
@@ -455,7 +439,6 @@ def _image_url(source: dict[str, Any], place: str) -> str:
 
 
 def _document(block: dict[str, Any], place: str) -> str:
-    """Returns a document's title, context and text, line by line."""
     source, at = mapping(block, "source", place), f"{place}.source"
     match source.get("type"):
         case "text":
@@ -479,7 +462,6 @@ _THINKING = ("enabled", "adaptive", "between_tools")
 
 
 def refuse_impossible(body: dict[str, Any]) -> None:
-    """Raises InputError: the request asks for something unsupported."""
     if body.get("thread"):
         raise InputError(
             "thread is not supported: send the whole conversation.",
@@ -491,16 +473,10 @@ def refuse_impossible(body: dict[str, Any]) -> None:
 
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tools in the chat API's format.
-    Raises InputError: a tool is not one that the agent itself describes and runs.
-    """
     return [_tool(tool, place) for tool, place in own_tools(body)]
 
 
 def wants_thinking(body: dict[str, Any]) -> bool:
-    """Returns whether the agent asked to see the reasoning.
-    Raises InputError: `thinking` is malformed.
-    """
     thinking = mapping(body, "thinking")
     kind = thinking.get("type", "disabled")
     if kind not in (*_THINKING, "disabled"):
@@ -511,9 +487,7 @@ def wants_thinking(body: dict[str, Any]) -> bool:
 def fields_of(
     body: dict[str, Any], tools: list[dict[str, Any]], messages: list[Message]
 ) -> dict[str, Any]:
-    """Returns the engine's fields other than messages and tools.
-    Raises InputError: a field is malformed or not supported.
-    """
+    """Returns the engine's fields other than messages and tools."""
     fields = engine_fields(body)
     stop = body.get("stop_sequences")
     if stop:
@@ -594,8 +568,6 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
 
 
 class MessagesDialect:
-    """See DialectAdapter."""
-
     name: Dialect = "messages"
     table = MESSAGES
 

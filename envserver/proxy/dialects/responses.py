@@ -1,4 +1,4 @@
-"""OpenAI's responses API: streams, and what later requests of the attempt can refer to.
+"""OpenAI's responses API: answers, streams, and what later requests of the attempt can refer to.
 
 `responses_input` reads requests. Reasoning is shown unchanged as the content of a reasoning item;
 nothing is summarised or encrypted.
@@ -58,13 +58,12 @@ _WHOLE = ("stop", "tool_calls", "function_call")
 
 
 class Head:
-    """The fields shared by all states of one response; `response` builds one state."""
+    """The fields shared by all states of one response; `response` builds one state.
+
+    `answer`: the engine's, or its first chunk; empty if it gave none.
+    """
 
     def __init__(self, request: ModelRequest, answer: dict[str, Any]) -> None:
-        """
-        Args:
-            answer: the answer or its first chunk; empty if the engine gave none.
-        """
         self._request = request
         self.id = new_id("resp")
         self._model = answer.get("model") or str(request.body.get("model") or "")
@@ -104,12 +103,11 @@ class Head:
 
 
 def status_of(ending: AnswerEnd) -> Literal["completed", "incomplete"]:
-    """Returns "completed" if the model ended its answer, else "incomplete"."""
     return "completed" if ending.finish_reason in _WHOLE else "incomplete"
 
 
 def output_of(request: ModelRequest, answer: dict[str, Any]) -> list[Item]:
-    """Returns the items of a whole answer; if the answer is incomplete, so is the last item."""
+    """Returns the items of a whole answer; if it is incomplete, so is the last item."""
     choice = choice_of(answer)
     logprobs = logprobs_of(choice)
     items = []
@@ -127,7 +125,6 @@ def output_of(request: ModelRequest, answer: dict[str, Any]) -> list[Item]:
 
 
 def reasoning_item(item_id: str, text: str) -> Item:
-    """Returns a reasoning item."""
     return {
         "id": item_id,
         "type": "reasoning",
@@ -139,12 +136,10 @@ def reasoning_item(item_id: str, text: str) -> Item:
 
 
 def reasoning_part(text: str) -> dict[str, Any]:
-    """Returns the content part of a reasoning item."""
     return {"type": "reasoning_text", "text": text}
 
 
 def text_item(item_id: str, text: str, logprobs: list[Any]) -> Item:
-    """Returns a message item."""
     return {
         "id": item_id,
         "type": "message",
@@ -155,12 +150,10 @@ def text_item(item_id: str, text: str, logprobs: list[Any]) -> Item:
 
 
 def text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
-    """Returns the content part of a message item."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def call_item(item_id: str, call: ToolCall, request: ModelRequest) -> Item:
-    """Returns a function call item of the answer to `request`."""
     return {
         "id": item_id,
         "type": "function_call",
@@ -174,8 +167,8 @@ def call_item(item_id: str, call: ToolCall, request: ModelRequest) -> Item:
 def logprobs_of(choice: dict[str, Any]) -> list[Any]:
     """Returns the logprobs of an answer's or chunk's choice.
 
-    They cover all sampled tokens, not just the text's, since an engine does not say which tokens
-    became what."""
+    They cover all sampled tokens: an engine does not say which tokens became what.
+    """
     entries = (choice.get("logprobs") or {}).get("content") or []
     return [
         _logprob(entry)
@@ -214,11 +207,7 @@ Event = dict[str, Any]
 
 
 class OpenText:
-    """A message item that grows.
-
-    Args:
-        logprobs: those that have arrived and are not sent yet.
-    """
+    """A message item that grows; `logprobs`: those that have arrived and are not sent yet."""
 
     def __init__(self, logprobs: list[Any]) -> None:
         self._id = new_id("msg")
@@ -227,17 +216,15 @@ class OpenText:
         self._logprobs: list[Any] = []
 
     def begin(self) -> Iterator[Event]:
-        """Returns its first events."""
         yield _added(text_item(self._id, "", []) | {"content": []})
         yield self._event("content_part.added", part=text_part("", []))
 
     def grow(self, text: str) -> Event:
-        """The event for some more text."""
         self._texts.append(text)
         return self._event("output_text.delta", delta=text, logprobs=self._taken())
 
     def end(self, status: Status) -> Iterator[Event]:
-        """Returns its last events; the very last holds the item."""
+        """Yields its last events; the very last holds the item."""
         self._taken()
         text = "".join(self._texts)
         item = text_item(self._id, text, self._logprobs) | {"status": status}
@@ -256,24 +243,19 @@ class OpenText:
 
 
 class OpenReasoning:
-    """A reasoning item that grows."""
-
     def __init__(self) -> None:
         self._id = new_id("rs")
         self._texts: list[str] = []
 
     def begin(self) -> Iterator[Event]:
-        """Returns its first events."""
         yield _added(reasoning_item(self._id, "") | {"content": []})
         yield self._event("content_part.added", part=reasoning_part(""))
 
     def grow(self, text: str) -> Event:
-        """The event for some more text."""
         self._texts.append(text)
         return self._event("reasoning_text.delta", delta=text)
 
     def end(self, status: Status) -> Iterator[Event]:
-        """Returns its last events; the very last holds the item."""
         text = "".join(self._texts)
         yield self._event("reasoning_text.done", text=text)
         yield self._event("content_part.done", part=reasoning_part(text))
@@ -284,18 +266,16 @@ class OpenReasoning:
 
 
 class OpenCall:
-    """A function call; it comes whole."""
+    """A function call, which comes whole."""
 
     def __init__(self, call: ToolCall, request: ModelRequest) -> None:
         self._item = call_item(new_id("fc"), call, request)
 
     def begin(self) -> Iterator[Event]:
-        """Returns its first events."""
         yield _added(self._item | {"arguments": ""})
         yield self._event("delta", delta=self._item["arguments"])
 
     def end(self, status: Status) -> Iterator[Event]:
-        """Returns its last events; the very last holds the item."""
         yield self._event("done", arguments=self._item["arguments"])
         yield _done(self._item | {"status": status})
 
@@ -325,9 +305,7 @@ _STORED = "whole"
 
 
 def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
-    """Returns the conversation that `previous_response_id` names, or [].
-    Raises InputError: no such response was stored.
-    """
+    """Returns the conversation that `previous_response_id` names, or []."""
     if body.get("previous_response_id") is None:
         return []
     previous = string(body, "previous_response_id")
@@ -341,13 +319,11 @@ def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
 
 
 def find_item(memory: Memory, item_id: str) -> dict[str, Any] | None:
-    """Returns the output item with this id, or None."""
     item: dict[str, Any] | None = memory.get(_ITEMS, {}).get(item_id)
     return item
 
 
 def find_response(memory: Memory, response_id: str) -> dict[str, Any] | None:
-    """Returns the response with this id, or None."""
     response: dict[str, Any] | None = memory.get(_STORED, {}).get(response_id)
     return response
 
@@ -378,7 +354,7 @@ def _message(said: list[TextPart | ToolCall]) -> Message:
 
 
 class ResponsesWriter:
-    """See EventWriter. At most one item is open at a time; the last stays open until the end."""
+    """Has at most one item open at a time; the last stays open until the end."""
 
     def __init__(self, request: ModelRequest, memory: Memory) -> None:
         self._request = request
@@ -392,7 +368,7 @@ class ResponsesWriter:
         self._ending = AnswerEnd()
 
     def begin(self) -> bytes:
-        """See EventWriter. The first events need the first chunk."""
+        """Returns nothing: the first events need the first chunk."""
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
@@ -460,7 +436,6 @@ class ResponsesWriter:
         return events
 
     def _tell_of_item(self, *events: Event) -> bytes:
-        """Numbers events of the item that comes after those in `_items`."""
         index = len(self._items)
         return self._tell(*(event | {"output_index": index} for event in events))
 
@@ -472,8 +447,6 @@ class ResponsesWriter:
 
 
 class ResponsesDialect:
-    """See DialectAdapter."""
-
     name: Dialect = "responses"
     table = RESPONSES
 

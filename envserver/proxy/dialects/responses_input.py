@@ -33,9 +33,8 @@ _JOINT = "__"
 
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tools in the chat API's format; only the allowed ones if the agent limits them.
-    Raises InputError: a tool is not one of the agent's own functions.
-    """
+    """Returns the tools in the chat API's format; only the allowed ones if the agent limits
+    them."""
     tools = [function_tool(tool, place) for tool, place in _functions(body)]
     choice = body.get("tool_choice")
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
@@ -49,9 +48,7 @@ def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def flat_name(holder: dict[str, Any], place: str) -> str:
-    """Returns the engine's name for the function that `name` and `namespace` of `holder` name.
-    Raises InputError: one of them is not a text.
-    """
+    """Returns the engine's name for the function that `name` and `namespace` of `holder` name."""
     name = string(holder, "name", place)
     if holder.get("namespace") is None:
         return name
@@ -61,8 +58,7 @@ def flat_name(holder: dict[str, Any], place: str) -> str:
 def names_of(body: dict[str, Any], flat: str) -> dict[str, str]:
     """Returns the fields that name the function in an answer to `body`.
 
-    Args:
-        flat: the engine's name for it; one that the agent did not offer stays as it is.
+    `flat`: the engine's name for it; one that the agent did not offer stays as it is.
     """
     for space in _spaces(body):
         prefix = space["name"] + _JOINT
@@ -73,7 +69,6 @@ def names_of(body: dict[str, Any], flat: str) -> dict[str, str]:
 
 
 def _functions(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields the fields of each function, with its place."""
     taken: set[str] = set()
     for tool, place in own_tools(body):
         match tool.get("type"):
@@ -116,9 +111,6 @@ Find = Callable[[str], dict[str, Any] | None]
 
 
 def messages_of(given: Any, find: Find) -> list[Message]:
-    """Returns the messages in field `input`.
-    Raises InputError: an item is not supported; `place` names it.
-    """
     reading = _Reading()
     if isinstance(given, str):
         reading.message({"role": "user", "content": given}, "input")
@@ -218,7 +210,7 @@ class _Answer:
         return self.reasoning is not None or self.text is not None or bool(self.calls)
 
     def goes_on_with(self, more: _Answer) -> bool:
-        """Whether `more` can be added: no part that must come after it is present yet."""
+        """Returns whether `more` can be added: no part that must come after it is present yet."""
         if more.reasoning is not None:
             return not self.begun
         return bool(more.calls) or (self.text is None and not self.calls)
@@ -247,7 +239,6 @@ def _texts(parts: list[Part], place: str) -> str:
 
 
 def _parts(item: dict[str, Any], name: str, place: str) -> list[Part]:
-    """Returns the content of `item` in field `name`: a string or a list of parts."""
     given = item.get(name)
     if isinstance(given, str):
         return [text_part(given)]
@@ -275,8 +266,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def refuse_impossible(body: dict[str, Any]) -> None:
-    """Raises InputError: the request asks for something unsupported, or that would make the record
-    inexact."""
+    """Raises InputError if the request asks for something unsupported or inexact."""
     if body.get("truncation") not in (None, "disabled"):
         raise bad("truncation", "must be disabled: it would cut the prompt silently")
     if body.get("n") not in (None, 1):
@@ -284,15 +274,12 @@ def refuse_impossible(body: dict[str, Any]) -> None:
 
 
 def wants_logprobs(body: dict[str, Any]) -> bool:
-    """Returns whether the agent asked for logprobs."""
     included = body.get("include") or []
     return _LOGPROBS in included or bool(_top_logprobs(body))
 
 
 def fields_of(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the engine's fields other than messages and tools.
-    Raises InputError: a field is malformed or not supported.
-    """
+    """Returns the engine's fields other than messages and tools."""
     fields = engine_fields(body)
     if wants_logprobs(body):
         fields["top_logprobs"] = _top_logprobs(body)

@@ -30,10 +30,8 @@ def client_for(
 ) -> EngineClient:
     """Returns the client for the engine's mode.
 
-    Args:
-        probe_result: what the probe found.
-        format: the model's template and tokenizer. Without it sampled text cannot be parsed, so an
-            engine that only continues ids is used through its chat API.
+    `format`: the model's template and tokenizer. Without it sampled text cannot be parsed, so an
+    engine that only continues ids is used through its chat API.
     """
     if probe_result.mode == "tokens":
         return TokensClient(engine, probe_result, None if format is None else format.image_token)

@@ -1,4 +1,8 @@
-"""Parses an answer's text into a message, as the engine parses its own answers."""
+"""Parses an answer's text into a message, as the engine parses its own answers.
+
+Used for engines that take a prompt of ids but do not parse the answer. Answers that the engine
+parsed itself are compared with this parser's result.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,11 @@ CLOSE = "</think>"
 
 
 def parse_reasoning(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
-    """Returns (reasoning, the rest) of `text`, which was sampled after `prompt_tail`."""
+    """Returns the text between `<think>` and `</think>`, and the rest.
+
+    If the template opened the tag at the end of the prompt, a text without tags is unfinished
+    reasoning; if it closed it there, nothing is reasoning.
+    """
     if prompt_tail.rstrip().endswith(CLOSE):
         return None, text
     before, opened, behind = text.partition(OPEN)
@@ -36,8 +44,7 @@ _TAIL_TOKENS = 16
 class AnswerParser:
     """Parses answers of one model.
 
-    Args:
-        reasons: whether the engine separates reasoning from content, so that this parser does.
+    `reasons`: whether the engine separates reasoning from content, so that this parser does.
     """
 
     def __init__(self, format: ChatFormat, *, reasons: bool) -> None:
@@ -47,13 +54,12 @@ class AnswerParser:
         self._differs: str | None = None
 
     def trouble(self, body: ChatBody) -> str | None:
-        """Returns why answers to `body` cannot be parsed, or None if they can."""
+        """Returns why answers to `body` cannot be parsed, if so."""
         if has_tools(body) and self._calls is None:
             return "tool_format_unknown"
         return self._differs if has_tools(body) or self._reasons else None
 
     def message(self, text: str, body: ChatBody, prompt_ids: list[int]) -> Message:
-        """Returns the assistant's message in `text`, which was sampled after `prompt_ids`."""
         content: str | None = text
         message: Message = {"role": "assistant"}
         if self._reasons:
@@ -106,7 +112,7 @@ class AnswerParser:
 
 
 def format_of_calls(format: ChatFormat) -> str | None:
-    """Returns the name of the format in which `format` writes calls, or None if it is unknown."""
+    """Returns the name of the format in which `format` writes calls, if it is known."""
 
     def written(messages: list[Message], tools: Tools) -> str | None:
         try:

@@ -61,8 +61,7 @@ class EngineClient(Protocol):
     ) -> ChatAnswer:
         """Returns the whole answer.
 
-        Args:
-            bare: tokens' texts and alternatives may be left out: only their logprobs are read.
+        `bare`: tokens' texts and alternatives may be left out: only their logprobs are read.
         """
 
     def stream(
@@ -74,19 +73,11 @@ class EngineClient(Protocol):
         timeout_seconds: float,
         bare: bool = False,
     ) -> AbstractAsyncContextManager[AsyncIterator[ChatAnswer]]:
-        """Streams the answer as chunks. A stream that ends normally was complete.
-
-        Args:
-            bare: see `whole`.
-        """
+        """Streams the answer as chunks. A stream that ends normally was complete."""
 
 
 class EngineSession:
-    """The requests of one call: to one replica, with one timeout.
-
-    Args:
-        timeout_seconds: for all of them together, from now on.
-    """
+    """The requests of one call: to one replica, within `timeout_seconds` from now on."""
 
     def __init__(self, engine: Engine, rollout_id: str, timeout_seconds: float) -> None:
         self._engine = engine
@@ -95,9 +86,6 @@ class EngineSession:
         self._deadline = self._now() + timeout_seconds
 
     async def post(self, path: str, body: ChatBody, form: type | None = None) -> ChatAnswer:
-        """Sends one request and returns its answer; `form`: see the engine's `post`.
-        Raises EngineError: as the engine's `post`.
-        """
         return await self._engine.post(
             path,
             body,
@@ -109,9 +97,6 @@ class EngineSession:
     def stream(
         self, path: str, body: ChatBody, form: type | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        """Sends one request and streams its answer; `form`: see the engine's `stream`.
-        Raises EngineError: as the engine's `stream`.
-        """
         return self._engine.stream(
             path,
             body,
@@ -128,7 +113,6 @@ class EngineSession:
 
 
 def has_tools(body: ChatBody) -> bool:
-    """Returns whether the answer may hold tool calls."""
     return bool(body.get("tools") or body.get("functions"))
 
 
@@ -145,7 +129,6 @@ def top_logprobs(body: ChatBody) -> int:
 
 
 def max_tokens(body: ChatBody) -> int | None:
-    """Returns the limit per choice, or None for the engine's own."""
     newer = body.get("max_completion_tokens")
     limit: int | None = body.get("max_tokens") if newer is None else newer
     return limit
@@ -172,9 +155,7 @@ def _is_media(part: Any) -> bool:
 
 
 def require(holder: Any, name: str, kind: type, where: str) -> Any:
-    """Returns `holder[name]`, which must be a `kind`.
-    Raises EngineGarbage: it is not; `where` names the holder in the message.
-    """
+    """Returns `holder[name]`, which must be a `kind`; `where` names the holder in the error."""
     value = holder.get(name) if isinstance(holder, dict) else None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise EngineGarbage(f"{where} holds no {name}.")
@@ -182,9 +163,7 @@ def require(holder: Any, name: str, kind: type, where: str) -> Any:
 
 
 def require_ids(holder: Any, name: str, where: str) -> list[int]:
-    """Returns `holder[name]`, which must be a list of token ids: the engine gets them again.
-    Raises EngineGarbage: it is not.
-    """
+    """Returns `holder[name]`, which must be a list of token ids: the engine gets them again."""
     ids: list[int] = require(holder, name, list, where)
     if (
         not set(map(type, ids)) <= {int}
@@ -195,9 +174,7 @@ def require_ids(holder: Any, name: str, where: str) -> list[int]:
 
 
 def choices_of(answer: ChatAnswer, count: int, where: str) -> list[dict[str, Any]]:
-    """Returns the choices of a whole answer, ordered by index.
-    Raises EngineGarbage: the indices are not 0 to `count` - 1.
-    """
+    """Returns the choices of a whole answer, ordered by index."""
     choices = require(answer, "choices", list, where)
     indices = [require(choice, "index", int, f"A choice in {where.lower()}") for choice in choices]
     if sorted(indices) != list(range(count)):
@@ -206,9 +183,6 @@ def choices_of(answer: ChatAnswer, count: int, where: str) -> list[dict[str, Any
 
 
 def index_of(choice: Any, count: int, where: str) -> int:
-    """Returns the index of a chunk's choice.
-    Raises EngineGarbage: it is not one of 0 to `count` - 1.
-    """
     index: int = require(choice, "index", int, where)
     if not 0 <= index < count:
         raise EngineGarbage(f"{where} holds choice {index}, not one of {count} from 0 on.")
@@ -221,17 +195,15 @@ def _index(choice: dict[str, Any]) -> int:
 
 
 def check_prompt(answer: ChatAnswer, sent: list[int], where: str) -> None:
-    """Checks that the engine saw the prompt that it was sent; puts `sent` itself in its place,
-    which is known to be well-formed.
-    Raises EngineGarbage: it echoes no prompt or another one.
-    """
+    """Checks that the engine saw the prompt that it was sent, and puts `sent` itself in its
+    place."""
     if require(answer, "prompt_token_ids", list, where) != sent:
         raise EngineGarbage(f"{where} echoes another prompt than was sent.")
     answer["prompt_token_ids"] = sent
 
 
 def check_ended(unfinished: set[int]) -> None:
-    """Raises EngineGarbage: a stream ended before all its choices did."""
+    """Raises EngineGarbage if a stream ended before all its choices did."""
     if unfinished:
         raise EngineGarbage(f"The engine's stream ended before its choices {sorted(unfinished)}.")
 
@@ -242,20 +214,17 @@ def chat_id(answer: ChatAnswer, field: str, prefix: str) -> str:
 
 
 def role_chunk(head: dict[str, Any], index: int) -> ChatAnswer:
-    """Returns the first chunk of choice `index`, which names the role."""
     delta = {"role": "assistant", "content": ""}
     return {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
 
 
 def chunk_head(id: str, created: int, model: Any) -> dict[str, Any]:
-    """Returns the fields that all chunks of a chat answer share."""
     return {"id": id, "object": "chat.completion.chunk", "created": created, "model": model}
 
 
 def answer_fields(
     choice: dict[str, Any], ids: list[Any], logprobs: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns the fields of a choice besides its message or delta."""
     return {
         "finish_reason": choice.get("finish_reason"),
         "stop_reason": choice.get("stop_reason"),
@@ -269,8 +238,11 @@ PATH = "/v1/chat/completions"
 
 
 class ChatClient:
-    """Client for chat completions: for engines that offer nothing better, and calls that only the
-    engine can render. Calls cannot be continued by ids, so `prompt.ids` must be None."""
+    """Client for chat completions, for engines without a better mode and calls that only they can
+    render.
+
+    Calls cannot be continued by ids, so `prompt.ids` must be None.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -279,7 +251,7 @@ class ChatClient:
         return "engine_renders"
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
-        """See EngineClient. With tools, a parsed stream may differ from the whole answer."""
+        """With tools, a parsed stream may differ from the whole answer."""
         return not has_tools(body)
 
     async def whole(
@@ -310,10 +282,8 @@ class ChatClient:
 
 
 def not_streamed(body: ChatBody) -> ChatBody:
-    """Returns `body` for a whole answer."""
     return {name: body[name] for name in body if name not in ("stream", "stream_options")}
 
 
 def streamed(body: ChatBody) -> ChatBody:
-    """Returns `body` for a stream that ends with the usage."""
     return {**body, "stream": True, "stream_options": {"include_usage": True}}

@@ -113,8 +113,6 @@ class _Logprobs(msgspec.Struct):
 
 
 class CompletionsClient:
-    """See EngineClient."""
-
     def __init__(self, engine: Engine, probe_result: ProbeResult, format: ChatFormat) -> None:
         self._engine = engine
         self._reasons = probe_result.reasoning_parser
@@ -268,7 +266,7 @@ def _request(body: ChatBody, ids: list[int]) -> ChatBody:
 
 
 def _foreign_field(body: ChatBody) -> str | None:
-    """Returns why `body` cannot be expressed as a completion request, or None if it can."""
+    """Returns why `body` cannot be expressed as a completion request, if so."""
     if has_tools(body) and not calls_are_free(body) and body.get("tool_choice") != "none":
         return "forced_tool"
     if any(map(is_strict, body.get("tools") or [])):
@@ -304,9 +302,7 @@ _KEPT = (
 async def whole_text(
     engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
 ) -> ChatAnswer:
-    """Returns the answer to `body`, a complete request for /v1/completions.
-    Raises EngineError: as the engine's `post`; EngineGarbage where a choice has no text.
-    """
+    """Returns the answer to `body`, a complete request for /v1/completions."""
     session = EngineSession(engine, rollout_id, timeout_seconds)
     answer = await session.post(PATH, not_streamed(body))
     choices = []
@@ -320,7 +316,6 @@ async def whole_text(
 async def stream_text(
     engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
 ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-    """Streams the answer to `body` as chunks."""
     session = EngineSession(engine, rollout_id, timeout_seconds)
     async with session.stream(PATH, streamed(body)) as chunks:
         yield _chunks(chunks)

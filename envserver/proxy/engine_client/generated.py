@@ -47,11 +47,10 @@ class Grids:
         self._grids: OrderedDict[str, Grid] = OrderedDict()
 
     def lack(self, digests: Sequence[str]) -> bool:
-        """Whether the grid of any of these images is unknown."""
         return any(digest not in self._grids for digest in digests)
 
     def learn(self, digests: Sequence[str], rendered: ChatAnswer) -> None:
-        """Remembers the grids in a rendered request of these images; () where it says none."""
+        """Remembers the grids in a rendered request of these images."""
         told = _items(rendered.get("features"), len(digests))
         for digest, item in zip(digests, told, strict=True):
             self._grids[digest] = _grid(item)
@@ -121,8 +120,10 @@ class _Choice(TypedDict, total=False):
 
 
 class BareGenerated(TypedDict, total=False):
-    """A whole answer without texts and alternatives of tokens, for agents that do not ask for them;
-    its prompt is kept as JSON, and mostly compared as such."""
+    """A whole answer without texts and alternatives of tokens, for agents that do not ask for them.
+
+    Its prompt is kept as JSON, and mostly compared as such.
+    """
 
     request_id: str | None
     created: _Number
@@ -149,8 +150,10 @@ class BareGeneratedChunk(TypedDict, total=False):
 
 
 class SentPrompt(NamedTuple):
-    """The ids of a prompt as they were sent, with one `image_token` for each image; `grids`: of
-    its images; `json`: the ids as they were written."""
+    """The ids of a prompt as they were sent, with one `image_token` for each image.
+
+    `grids`: of its images; `json`: the ids as they were written.
+    """
 
     ids: list[int]
     image_token: int | None = None
@@ -158,9 +161,7 @@ class SentPrompt(NamedTuple):
     json: bytes = b""
 
     def check(self, answer: ChatAnswer, where: str) -> list[Range]:
-        """Returns where the images are in the prompt that `answer` echoes.
-        Raises EngineGarbage: the engine saw another prompt, or other images, than it was sent.
-        """
+        """Returns where the images are in the prompt that `answer` echoes."""
         echo = answer.get("prompt_token_ids")
         if isinstance(echo, msgspec.Raw):
             written = bytes(echo)
@@ -191,9 +192,7 @@ class SentPrompt(NamedTuple):
 
 
 def image_ranges(holder: ChatAnswer, where: str) -> list[Range]:
-    """Returns vLLM's `mm_placeholders` of the images of a prompt.
-    Raises EngineGarbage: they are missing or malformed.
-    """
+    """Returns vLLM's `mm_placeholders` of the images of a prompt."""
     told = require(require(holder, "mm_placeholders", dict, where), "image", list, where)
     return [
         (require(one, "offset", int, where), require(one, "length", int, where)) for one in told
@@ -201,7 +200,6 @@ def image_ranges(holder: ChatAnswer, where: str) -> list[Range]:
 
 
 def count_of(body: ChatBody) -> int:
-    """Returns the number of choices that `body` asks for."""
     count = body.get("n")
     return count if isinstance(count, int) else 1
 
@@ -212,7 +210,6 @@ class GeneratedAnswer:
     Args:
         answer: to a request for text that echoes its prompt.
         body: the chat body of the request.
-        sent: the prompt.
         is_bare: it was asked for as `BareGenerated`.
     """
 
@@ -263,11 +260,7 @@ async def chunks_of(
     *,
     is_bare: bool = False,
 ) -> AsyncIterator[ChatAnswer]:
-    """Converts a generated stream to the chunks of a chat answer.
-
-    Args:
-        is_bare: it was asked for as `BareGeneratedChunk`.
-    """
+    """Converts a generated stream to the chunks of a chat answer."""
     count = count_of(body)
     head: dict[str, Any] = {}
     unfinished = set(range(count))

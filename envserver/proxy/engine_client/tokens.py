@@ -4,6 +4,9 @@ A call whose prompt the engine renders is rendered first; a continued call bring
 Generating returns ids, logprobs, text, and which weights sampled which tokens. If the text may hold
 tool calls or reasoning, derendering returns what the engine's own parsers find in it.
 
+Renderings are cached: calls that differ only in messages, seed and limit share everything but the
+prompt, and the first calls of a group's rollouts mostly differ in nothing but the seed.
+
 Images go along with each request, with one placeholder token for each in the prompt. (vLLM 0.32
 expands expanded prompts a second time without an error, and /v1/completions ignores images.)
 """
@@ -90,8 +93,7 @@ class RenderCache:
             self._cache.popitem(last=False)
 
     def request(self, body: ChatBody, ids: list[int]) -> ChatBody | None:
-        """Returns the request for `body` with the prompt `ids`, or None if no such body is
-        cached."""
+        """Returns the request for `body` with the prompt `ids`, if such a body is cached."""
         key = _key(body, _OF_ONE_CALL)
         frame = self._cache.get(key)
         if frame is None:
@@ -111,7 +113,6 @@ class RenderedPrompts:
         """Returns the checked rendering of `body`: the cached one, else what `render` returns.
 
         Bodies may differ in their seeds only.
-        Raises Exception: what this call's own `render` raises.
         """
         key = _key(body, _OF_ONE_SAMPLE)
         rendering = self._rendering(key)
@@ -153,7 +154,7 @@ class RenderedPrompts:
 
 
 class _Rendering:
-    """An answer of /render, once there is one; `turn`: who asks for it."""
+    """An answer of /render, once there is one; `turn`: held by the call that asks for it."""
 
     def __init__(self, since: float) -> None:
         self.since = since
@@ -183,7 +184,6 @@ def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: list[int]) -> ChatBod
 
 
 def check_rendered(rendered: ChatAnswer) -> None:
-    """Raises EngineGarbage: `rendered` is not a request with a prompt."""
     require_ids(rendered, "token_ids", _RENDERED)
     require(rendered, "sampling_params", dict, _RENDERED)
 
@@ -252,7 +252,6 @@ async def derendered(
 
 
 async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, Any]) -> list[int]:
-    """Returns ids that decode to the text of `choice`."""
     ids = require_ids(choice, "token_ids", _GENERATED)
     if choice.get("finish_reason") != "stop":
         return ids
@@ -297,11 +296,7 @@ _CHAT_ONLY = (
 
 
 class TokensClient:
-    """See EngineClient.
-
-    Args:
-        image_token: the placeholder of an image; None: images go through chat.
-    """
+    """`image_token`: the placeholder of an image; None: images go through chat."""
 
     def __init__(
         self, engine: Engine, probe_result: ProbeResult, image_token: int | None = None
@@ -318,7 +313,7 @@ class TokensClient:
         return self._chat_only(body)
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
-        """See EngineClient. Derendering a stream would take quadratic time."""
+        """Derendering a stream would take quadratic time."""
         if self._chat_only(body):
             return self._chat.streams(body, prompt)
         return not self._is_parsed(body)
@@ -379,7 +374,6 @@ class TokensClient:
     async def _request(
         self, session: EngineSession, body: ChatBody, prompt: Prompt
     ) -> tuple[ChatBody, SentPrompt]:
-        """Returns the request to generate, for text and with the prompt echoed, and its prompt."""
         urls = urls_of(body.get("messages") or [])
         digests = [one.sha256 for one in await facts_of_all(urls)]
         request = None
@@ -414,7 +408,6 @@ class TokensClient:
         return await (render() if digests else self._prompts.get(body, render))
 
     def _folded(self, rendered: ChatAnswer) -> list[int]:
-        """Returns the rendered prompt with one token for each image."""
         ids: list[int] = rendered["token_ids"]
         features = rendered.get("features")
         if self._image_token is None or not isinstance(features, dict):
@@ -425,7 +418,7 @@ class TokensClient:
         return folded(ids, ranges, self._image_token)
 
     def _chat_only(self, body: ChatBody) -> str | None:
-        """Returns why `body` needs the chat endpoint, or None if it does not."""
+        """Returns why `body` needs the chat endpoint, if so."""
         if has_media(body) and (self._image_token is None or not has_only_images(body)):
             return "multimodal"
         return next((f"field_{name}" for name in _CHAT_ONLY if body.get(name)), None)
@@ -443,9 +436,8 @@ _UNKNOWN = (
 async def tokenized(
     engine: Engine, body: ChatBody, rollout_id: str, timeout_seconds: float
 ) -> int | None:
-    """Returns the number of tokens of the prompt of `body`; None: the engine has no such endpoint.
-    Raises EngineError: the engine failed, or refuses the conversation.
-    """
+    """Returns the number of tokens of the prompt of `body`; None: the engine has no such
+    endpoint."""
     session = EngineSession(engine, rollout_id, timeout_seconds)
     request = {name: body[name] for name in _FIELDS if name in body}
     try:

@@ -1,8 +1,12 @@
-"""The answers of the endpoints, field by field where vLLM 0.32 puts them.
+"""Computes the answer to a request body: all that the simulated engine does except waiting.
 
-Token ids: `prompt_token_ids` is at the top of a chat answer and of its first chunk, but inside the
-choice in completions; `token_ids` is always in the choice. The end-of-turn token is among
-the ids and logprobs and has no text.
+What always holds: the same seed and the same requests in the same order give the same answers;
+`/v1/chat/completions`, `/v1/completions` and `/generate` give the same tokens for the same prompt
+and the same `seed`; a token's logprob is the same wherever it is reported.
+
+Fields are where vLLM 0.32 puts them: `prompt_token_ids` at the top of a chat answer and of its
+first chunk, but inside the choice in completions; `token_ids` always in the choice. The end-of-turn
+token is among the ids and logprobs and has no text.
 """
 
 from __future__ import annotations
@@ -46,7 +50,6 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         max_tokens: at least 1.
         stops: stop strings, none empty.
-        stop_token_ids: ids that end the answer.
         keep_stop: whether the text keeps the stop string or the stop token.
     """
 
@@ -120,7 +123,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a chat request. `choice` is how tools may be used (see requests.check_chat)."""
+    """The answer to a chat request; `choice`: how tools may be used (see `check_chat`)."""
 
     tokenizer: SimTokenizer
     body: ChatBody
@@ -129,7 +132,6 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     created: int
 
     def whole(self) -> Json:
-        """Returns the complete answer."""
         prompt = self.sampled.prompt
         scored = _prompt_logprobs(self.tokenizer, prompt, self.body.prompt_logprobs)
         return {
@@ -243,14 +245,12 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     created: int
 
     def whole(self) -> Json:
-        """Returns the complete answer."""
         choices = [self._choice(prompt, completion) for prompt, completion in self._pairs()]
         for index, choice in enumerate(choices):
             choice["index"] = index
         return {**self._head(), "choices": choices, "usage": usage(self.sampled)}
 
     def chunks(self) -> Iterator[Json]:
-        """Yields the answer token by token, one token of each choice in turn."""
         head = self._head()
         steps = [self._steps(index, *pair) for index, pair in enumerate(self._pairs())]
         for choices in zip_longest(*steps):
@@ -326,8 +326,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     sampled: Sampled
 
     def whole(self) -> Json:
-        """Returns the complete answer; each position of `logprobs` is a list of one `{id:
-        logprob}`."""
+        """Returns the answer; each position of `logprobs` is a list of one `{id: logprob}`."""
         completions = self.sampled.completions
         answer: Json = {
             "text": [completion.text for completion in completions],
@@ -350,7 +349,6 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage(sampled: list[Sampled]) -> Json:
-    """Counts the tokens of all prompts and all answers."""
     asked = sum(len(one.prompt.ids) for one in sampled)
     said = sum(len(completion.ids) for one in sampled for completion in one.completions)
     return {"prompt_tokens": asked, "total_tokens": asked + said, "completion_tokens": said}
@@ -455,9 +453,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
 
     def chunks(self) -> Iterator[Json | None]:
-        """Yields the chunks of the answer; a last None means that the connection breaks.
-        Raises EngineRefused: this endpoint does not stream.
-        """
+        """Yields the chunks of the answer; a last None means that the connection breaks."""
         if not isinstance(self.answer, ChatAnswer | CompletionAnswer):
             raise refusal("This endpoint does not stream.", param="stream")
         if self.fault != "disconnect":
@@ -471,17 +467,11 @@ class Fixed(msgspec.Struct, frozen=True):
     body: Json
 
     def whole(self) -> Json:
-        """Returns the answer."""
         return self.body
 
 
 class Planner:
-    """Answers requests with `plan`; its only state is how often each prompt was requested.
-
-    Args:
-        config: seed and probabilities; times are not used here.
-        speaker: says the answers.
-    """
+    """Answers requests with `plan`; its only state is how often each prompt was requested."""
 
     def __init__(self, config: SimConfig, speaker: Speaker, tokenizer: SimTokenizer) -> None:
         self._config = config
@@ -491,7 +481,8 @@ class Planner:
 
     def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
         """Returns the answer to a POST at once, without waiting.
-        Raises EngineRefused: the request is wrong; `detail` holds `status` and `param`.
+
+        The `detail` of an EngineRefused holds `status` and `param`.
         """
         if not isinstance(body, dict):
             raise refusal("The body must be a JSON object.")

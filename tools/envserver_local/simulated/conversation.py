@@ -24,12 +24,10 @@ class Conversation(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]]
 
     def turn(self) -> int:
-        """Number of turns that the assistant has had."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
 
 def refusal(message: str, *, param: str | None = None, status: int = 400) -> EngineRefused:
-    """Returns the error of an HTTP 4xx response, as the engine's client reports it."""
     return EngineRefused(message, status=status, param=param)
 
 
@@ -41,9 +39,6 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[Message]:
 
 
 def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Checks and returns the tools of a request.
-    Raises EngineRefused: the list is empty, or a tool is not a function with a name.
-    """
     if tools is not None and not tools:
         raise refusal("`tools` must not be empty; leave it out instead.", param="tools")
     for index, tool in enumerate(tools or []):
@@ -164,8 +159,6 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class Sampled(msgspec.Struct, kw_only=True):
-    """Fields of all sampling endpoints."""
-
     n: Count | None = 1
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -175,14 +168,11 @@ class Sampled(msgspec.Struct, kw_only=True):
     prompt_logprobs: Top | None = None
 
     def stops(self) -> list[str]:
-        """The stop strings, without empty ones."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [text for text in stop if text]
 
 
 class Body(Sampled, kw_only=True):
-    """Fields of the endpoints for texts."""
-
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -230,9 +220,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 def read(body: Any, kind: type[T]) -> T:
-    """Converts `body` to `kind`.
-    Raises EngineRefused: something is missing or of a wrong type; `param` is its place.
-    """
+    """Converts `body` to `kind`; the `param` of an EngineRefused is the wrong field's place."""
     try:
         return msgspec.convert(body, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
@@ -242,7 +230,6 @@ def read(body: Any, kind: type[T]) -> T:
 
 
 def check_sampling(body: Body) -> None:
-    """Checks rules between fields. Raises EngineRefused: a rule is broken."""
     if body.stream_options is not None and not body.stream:
         raise refusal("Stream options need `stream`.", param="stream_options")
     if body.temperature == 0 and (body.n or 1) > 1:
@@ -254,9 +241,7 @@ def check_sampling(body: Body) -> None:
 
 
 def check_chat(body: ChatBody, names: set[str]) -> str:
-    """Returns how tools may be used: "none", "auto", "required" or the name of a required tool.
-    Raises EngineRefused: the request contradicts itself or names a tool that it does not have.
-    """
+    """Returns how tools may be used: "none", "auto", "required" or the name of a required tool."""
     check_sampling(body)
     if body.top_logprobs and not body.logprobs:
         raise refusal("`top_logprobs` needs `logprobs`.", param="top_logprobs")

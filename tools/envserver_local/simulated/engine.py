@@ -48,12 +48,7 @@ Opening = tuple[tuple[str, str], ...]
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """The answers of one conversation.
-
-    Args:
-        rollout: the recorded rollout that it belongs to, with those of the other agents.
-        answers: the texts of the assistant's turns.
-    """
+    """The `answers` of one conversation; `rollout`: the recorded rollout that it belongs to."""
 
     rollout: str
     answers: list[str]
@@ -83,7 +78,6 @@ class Transcript:
 
     @classmethod
     def read(cls, path: Path) -> Transcript:
-        """Reads the file. Raises ConfigError: it cannot be read, or holds no answer."""
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -97,9 +91,7 @@ class Transcript:
         return transcript
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
-        """Returns the recorded text of the next assistant turn.
-        Raises EngineRefused: no recording begins so, or it has no further turn.
-        """
+        """Returns the recorded text of the next assistant turn."""
         keys = _keys(conversation.messages)
         opening = next((one for one in keys if one in self._recordings), None)
         if opening is None:
@@ -127,7 +119,7 @@ class Transcript:
         return chosen[opening]
 
     def _of_nobody(self, opening: Opening, conversation: Conversation, turn: int) -> Recording:
-        """Returns a recording that has said what this conversation has."""
+        """Returns a recording that begins as this conversation does."""
         if not turn:
             return self._taken(opening)
         so_far = _answers(conversation.messages)
@@ -185,8 +177,10 @@ def _documents(text: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _messages_in(document: Any) -> Iterator[tuple[str, list[Message]]]:
-    """Yields the conversations of a group, of a unified trajectory or of a plain row, each with the
-    rollout that it belongs to ("" if there is none)."""
+    """Yields the conversations of a group, of a unified trajectory or of a plain row.
+
+    Each with the rollout that it belongs to ("" if there is none).
+    """
     if not isinstance(document, dict):
         return
     held = document.get("messages")
@@ -219,9 +213,8 @@ class SimEngine:
     tasks equally often.
 
     Args:
-        config: see SimConfig.
         solver: source of right answers; without one the answers are arbitrary text.
-        speaker: says the answers instead of the script, which then has no part in them.
+        speaker: says the answers instead of the script.
     """
 
     kind = "sim"
@@ -252,7 +245,6 @@ class SimEngine:
         return [ReplicaHealth("sim", healthy=True)]
 
     async def get(self, path: str) -> Json:
-        """See Engine. /v1/models, /version and /health."""
         if path == "/v1/models":
             return {"object": "list", "data": [self._card()]}
         if path == "/version":
@@ -270,7 +262,7 @@ class SimEngine:
         timeout_seconds: float,
         form: type | None = None,
     ) -> Json:
-        """See Engine. `stream` in the body is ignored."""
+        """Ignores `stream` in the body."""
         deadline = _now() + timeout_seconds
         plan = self.plan(path, {**body, "stream": False, "stream_options": None}, rollout_id)
         await self._before(plan, deadline)
@@ -295,18 +287,15 @@ class SimEngine:
         yield self._streamed(plan, deadline)
 
     def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
-        """Returns the answer to a POST at once, without waiting.
-        Raises EngineRefused: the request is wrong; `detail` holds `status` and `param`.
-        """
+        """See `Planner.plan`."""
         return self._planner.plan(path, body, rollout_id)
 
     @property
     def latency_seconds(self) -> float:
-        """Returns the seconds before the first token."""
+        """Seconds before the first token."""
         return self._config.latency_seconds
 
     def token_seconds(self, count: int) -> float:
-        """Returns the seconds for `count` tokens."""
         return count * self._config.seconds_per_token
 
     async def _before(self, plan: Plan, deadline: float) -> None:
@@ -358,7 +347,7 @@ _MESSAGE: Final = "This engine answers programs, not pages in a browser."
 
 
 class ProgramsOnly:
-    """The middleware."""
+    """Middleware that refuses pages in a browser."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

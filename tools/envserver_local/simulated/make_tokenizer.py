@@ -28,7 +28,6 @@ _WORD_WEIGHT = 3
 
 
 def build_tokenizer() -> Tokenizer:
-    """Trains the tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -63,7 +62,6 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def write(folder: Path) -> None:
-    """Writes both files to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     build_tokenizer().save(str(folder / "tokenizer.json"), pretty=False)
     config = json.dumps(tokenizer_config(), indent=2, ensure_ascii=False)

@@ -1,13 +1,12 @@
 """Decides what the simulated model says next: a script with random choices, not a language model.
 
-In flow the conversation and what the request allows, out flows the text of the next assistant turn.
 What always holds: the same seed, key and conversation give the same text; the text holds no special
-token; unless a fault is drawn, calls name a tool of the request and have canonical
-arguments.
+token; unless a fault is drawn, calls name a tool of the request and have canonical arguments.
 
 With a demonstration the policy plays it turn by turn, in words of its own around it, and answers
 right with the configured probability; else the last turn's answer is spoiled. Without one it
-babbles.
+babbles. With a probability of its own, an answer goes wrong as those of real models do: refusals,
+repetition, broken calls and JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class Turn(msgspec.Struct, frozen=True):
     calls: tuple[tuple[str, str], ...] = ()
 
     def text(self) -> str:
-        """Returns the turn as the model's text."""
         calls = [{"function": {"name": name, "arguments": text}} for name, text in self.calls]
         return assistant_text({"role": "assistant", "content": self.content, "tool_calls": calls})
 
@@ -157,11 +155,9 @@ class RolloutSolver:
             self.forget(rollout_id)
 
     def forget(self, rollout_id: str) -> None:
-        """Forgets a rollout that is over; unknown ids are ignored."""
         self._solutions.pop(rollout_id, None)
 
     def solve(self, messages: list[Message], rollout_id: str) -> Solution | None:
-        """See Solver."""
         return self._solutions.get(rollout_id)
 
 
@@ -189,7 +185,6 @@ class TextSolver:
         self._found: OrderedDict[str, Solution | None] = OrderedDict()
 
     def solve(self, messages: list[Message], rollout_id: str) -> Solution | None:
-        """See Solver."""
         for message in reversed(messages):
             if message.get("role") == "user":
                 solution = self._remembered(str(message.get("content") or ""))
@@ -247,16 +242,11 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 class Speaker(Protocol):
     """Says the assistant's turns: the Policy, a transcript, or a person."""
 
-    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
-        """See Policy.say."""
+    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said: ...
 
 
 class Policy:
-    """See the module.
-
-    Args:
-        config: probabilities, and whether words are put before a demonstration's.
-    """
+    """Plays demonstrations and babbles; see the module."""
 
     def __init__(self, config: SimConfig, solver: Solver | None) -> None:
         self._seed = config.seed
@@ -403,7 +393,6 @@ def _callable(turn: Turn, names: set[str]) -> bool:
 
 
 def _callable_tools(conversation: Conversation, wish: Wish) -> dict[str, Any]:
-    """Returns the schemas of the tools that may be called, by name."""
     if wish.choice == "none":
         return {}
     schemas = {

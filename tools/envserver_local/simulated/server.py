@@ -1,6 +1,5 @@
 """The simulated engine over HTTP, with vLLM's paths.
 
-In flow OpenAI-style requests, out flow the answers of SimEngine as JSON or server-sent events.
 What always holds: every answer names its maker (`server: envserver-sim`); a wrong request gets an
 OpenAI-style error with HTTP 4xx. A simulated disconnect closes the connection in the middle of the
 body, as a server that died does.
@@ -39,8 +38,6 @@ _BACKLOG = 1024
 
 
 def sim_app(engine: SimEngine) -> Starlette:
-    """Makes the ASGI application of one engine."""
-
     async def post(request: Request) -> Response:
         try:
             plan = engine.plan(request.url.path, _decoded(await request.body()))
@@ -136,9 +133,7 @@ class _CutOff(StreamingResponse):
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that accepts connections at `host`; port 0 takes a free one.
-    Raises ConfigError: the address cannot be bound.
-    """
+    """Returns a socket that accepts connections at `host`; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio turns Nagle's algorithm off only where it is: without,
     # every answer waits 40 ms for the client's delayed acknowledgement.

@@ -152,9 +152,7 @@ class SimTokenizer:
         self._template = environment.from_string(source)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`; special tokens in the text become special ids.
-        Raises UnicodeEncodeError: `text` holds unpaired surrogates.
-        """
+        """Returns the ids of `text`; special tokens in the text become special ids."""
         text.encode()
         ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
         return ids
@@ -231,9 +229,7 @@ def shared_tokenizer() -> SimTokenizer:
 
 
 def canonical_arguments(arguments: Any) -> str:
-    """Returns arguments of a call, JSON text or an object, as canonical JSON text.
-    Raises ValueError: they are not JSON, or nested too deep.
-    """
+    """Returns arguments of a call, JSON text or an object, as canonical JSON text."""
     try:
         text = arguments if isinstance(arguments, str) else _to_json(arguments)
         return _to_json(_DECODER.decode(text))

@@ -1,7 +1,7 @@
 """Makes the model from nothing: expert trajectories by `envserver process`, then the training.
 
-In: a plan. Out: a folder that appears only when the model is complete. What holds: no process and
-no training thread is left, however it ends.
+The folder appears only when the model is complete. However it ends, no process and no training
+thread is left.
 """
 
 from __future__ import annotations
@@ -84,8 +84,6 @@ class TinyPlan:
 
 
 class TinyView(Protocol):
-    """Shows the progress."""
-
     def experts(self, mode: str, groups: int) -> None:
         """Called with the number of groups that the experts of `mode` have finished."""
 
@@ -94,7 +92,6 @@ class TinyView(Protocol):
 
 
 def check_folder(folder: Path, *, overwrite: bool) -> None:
-    """Checks that a model can be made in `folder` by this Python."""
     missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
     if missing:
         raise ConfigError(
@@ -112,9 +109,7 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
 async def make_from_experts(
     folder: Path, plan: TinyPlan, view: TinyView, *, overwrite: bool
 ) -> None:
-    """Makes the model in `folder`; call `check_folder` first.
-    Raises EnvserverError: the experts failed.
-    """
+    """Makes the model in `folder`; call `check_folder` first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tiny-", dir=folder.parent) as place:
         experts = [
@@ -127,9 +122,7 @@ async def make_from_experts(
 
 
 async def _experts(mode: str, folder: Path, plan: TinyPlan, view: TinyView) -> Path:
-    """Returns the JSONL file of a separate `process` run in which the simulated engine plays the
-    expert.
-    """
+    """Returns the JSONL file of a `process` run in which the simulated engine plays the expert."""
     output, log = folder / f"{mode}.jsonl", folder / f"{mode}.log"
     recipe = RECIPES[plan.tasks]
     view.experts(mode, 0)

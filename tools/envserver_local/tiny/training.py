@@ -1,12 +1,13 @@
 """Makes the model: tokenizer, architecture, supervised start; the same weights for the same seed.
 
+The pieces of an expert's conversation, joined, are the text that its chat template renders, and
+exactly the model's own text is marked as said. The loss covers only the model's own tokens. The
+model first learns right answers from the rewarded conversations, then from all of them how rarely
+the expert gives them: that leaves room for RL to improve.
+
 The tokenizer has byte pairs of what the model reads and says, and a token for each digit. Any text
 can be encoded, and decoding gives it back. Text is split as Qwen2 splits it, since that is what
 transformers makes of any tokenizer of a Qwen2 model, whatever its files say.
-
-The loss covers only the model's own tokens. The model first learns right answers from the rewarded
-conversations, then from all of them how rarely the expert gives them. So it knows the answer and
-gives it about as rarely as the expert, which leaves room for RL to improve.
 """
 
 from __future__ import annotations
@@ -44,11 +45,7 @@ END_OF_TURN = "<|im_end|>"
 
 
 class Piece(NamedTuple):
-    """A part of a conversation's text.
-
-    Args:
-        said: whether the model says it, so that it is trained on.
-    """
+    """A part of a conversation's text; `said`: the model says it, so that it is trained on."""
 
     text: str
     said: bool
@@ -70,7 +67,6 @@ class Conversation:
     tools: list[dict[str, Any]]
 
     def pieces(self) -> list[Piece]:
-        """Returns its text in parts."""
         pieces, before = [], ""
         for place, message in enumerate(self.messages):
             if message["role"] != "assistant":
@@ -83,14 +79,11 @@ class Conversation:
         return pieces
 
     def text(self) -> str:
-        """Returns its text up to the model's last word."""
         return "".join(piece.text for piece in self.pieces())
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Reads all rollouts with a reward from a file of groups, sorted by id.
-    Raises InputError: a line is not a group of `envserver process`, or there is no conversation.
-    """
+    """Reads all rollouts with a reward from a file of groups, sorted by id."""
     found: list[Conversation] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -104,7 +97,6 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def texts(conversations: Iterable[Conversation]) -> list[str]:
-    """Returns the distinct texts of conversations, in order."""
     return sorted({conversation.text() for conversation in conversations})
 
 
@@ -126,7 +118,6 @@ def _render(
 
 
 def _compiled() -> jinja2.Template:
-    """Returns the template compiled as transformers and engines compile it."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string(TEMPLATE)
@@ -175,12 +166,10 @@ def trained_tokenizer(texts: Sequence[str]) -> Tokenizer:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """Returns the id of a token that exists."""
     return int(tokenizer.encode(token, add_special_tokens=False).ids[0])
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the tokenizer and the chat template in transformers' format."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(
