@@ -11,7 +11,7 @@ changed. A foreign group in Atropos's form has a rollout for each of its rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,7 +159,7 @@ class StoredGroup:
 
 
 def read_groups(
-    sources: Sequence[str],
+    sources: Iterable[str],
     on_bad: OnBad | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[StoredGroup]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from envserver_records.errors import ConfigError
 from envserver_records.extras import install_command
 
 from ..settings.server import TelemetryConfig
 from ..telemetry.tracing import NO_TRACER, Tracer
-
-if TYPE_CHECKING:
-    pass
 
 
 @asynccontextmanager
