@@ -14,7 +14,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "Environment": "envserver.environment",
     "AgentRole": "envserver.environment",
-    "EnvironmentConfig": "envserver.settings.environment",
+    "EnvironmentConfig": "envserver.settings.section",
     "Hidden": "envserver.rows.typed_tasks",
     "Reply": "envserver.rollout_interface",
     "Rollout": "envserver.rollout_interface",
@@ -109,7 +109,7 @@ _HOMES = {
     "ServerConfig": "envserver.settings.server",
     "Settings": "envserver.settings.config",
     "SimConfig": "envserver.settings.config",
-    "TokensConfig": "envserver.settings.engines",
+    "TokensConfig": "envserver.settings.config",
     "WorkersConfig": "envserver.settings.config",
     "ScoreResult": "envserver.running.python_api",
     "ray_server": "envserver.running.ray_trainer",
@@ -211,11 +211,11 @@ if TYPE_CHECKING:
         SandboxConfig,
         Settings,
         SimConfig,
+        TokensConfig,
         WorkersConfig,
     )
-    from .settings.engines import TokensConfig
-    from .settings.environment import EnvironmentConfig
     from .settings.runs import CurriculumConfig
+    from .settings.section import EnvironmentConfig
     from .settings.server import ServerConfig
     from .tools.calling import LoopEnd, Tool, ToolError
     from .tools.mcp_client import McpServer

@@ -48,8 +48,7 @@ from .rollout_interface import HarnessTask, ModelCall, Rollout
 from .rollout_interface import Service as Service
 from .rollout_interface import Services as Services
 from .sandbox_interface import Sandboxes
-from .settings.environment import EnvironmentConfig
-from .settings.section import Section
+from .settings.section import EnvironmentConfig, Section
 from .tools.sources import ToolSource
 from .tools.typed import TypedTool
 

@@ -58,8 +58,7 @@ def run(argv: list[str]) -> int:
     with lean_imports():
         from ..running.checking import check_environment
         from .console import Console, show_json
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     line = read_run_spec(COMMAND, argv)
     show_logs(line.settings)

@@ -26,8 +26,7 @@ from envserver_records.errors import UsageError
 
 from ..running.options import ANY_NAME, Option, options_of, sections_of, with_environment
 from ..settings.config import EnvironmentSettings, Settings
-from ..settings.environment import EnvironmentConfig
-from ..settings.section import Section
+from ..settings.section import EnvironmentConfig, Section
 from .settings import export_dotenv, load_settings, named_environment, to_stderr
 from .sources import ALIASES, Given, argument_name, path_of, read_flags
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..settings.config import LogFormat, LogLevel, SandboxConfig, Section
+from ..settings.config import LogFormat, LogLevel, SandboxConfig
+from ..settings.section import Section
 from . import lean_imports
 from .command_line import CommandSpec
 
@@ -58,8 +59,7 @@ class Fact(msgspec.Struct, frozen=True):
 def run(argv: list[str]) -> int:
     with lean_imports():
         from .console import Console, show_json
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     settings = COMMAND.read(argv)
     show_logs(settings)

@@ -18,7 +18,7 @@ from envserver_records.errors import ConfigError, ConflictError, EnvserverError,
 from envserver_records.files import storing
 from pydantic import Field
 
-from ..settings.config import Section
+from ..settings.section import Section
 from . import lean_imports
 from .command_line import CommandSpec, program
 

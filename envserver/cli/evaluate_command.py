@@ -13,9 +13,9 @@ import msgspec
 from pydantic import Field
 
 from ..running.run_settings import EvaluateSettings
-from ..settings.config import Section
-from ..settings.engines import PricesConfig
+from ..settings.config import PricesConfig
 from ..settings.runs import Failures, Truncated
+from ..settings.section import Section
 from . import lean_imports
 from .command_line import FREQUENT, CommandSpec
 
@@ -52,8 +52,7 @@ def run(argv: list[str]) -> int:
         from ..running.python_api import choice_of
         from .console import Console
         from .evaluating import Shown, read_members
-        from .logs import show_logs
-        from .loop import SignalStop, run_loop
+        from .loop import SignalStop, run_loop, show_logs
 
     members = read_members(COMMAND, argv)
     settings = members[0].settings

@@ -21,8 +21,7 @@ from envserver_records.errors import ConfigError, InputError, UsageError
 from rich.table import Table
 from rich.text import Text
 
-from ..evaluation.report import Report
-from ..evaluation.suite import Suite
+from ..evaluation.report import Report, Suite
 from ..evaluation.tables import TextTable, notes_of, summary_of, tables_of, warnings_of
 from ..folders import is_environment_folder
 from ..registry import (

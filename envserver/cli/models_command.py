@@ -19,10 +19,10 @@ from ..settings.config import (
     LogLevel,
     OpenAIConfig,
     SandboxConfig,
-    Section,
     SimConfig,
+    TokensConfig,
 )
-from ..settings.engines import TokensConfig
+from ..settings.section import Section
 from ..settings.server import LoopbackHost
 from ..telemetry.redaction import printable
 from . import lean_imports
@@ -132,8 +132,7 @@ PORT = 9001
 def run_start(argv: list[str]) -> int:
     """Runs the command until a signal, or until the engine has died too often."""
     with lean_imports():
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     settings = START.read(argv, defaults={"engine": {"port": PORT}})
     if not settings.name:
@@ -294,8 +293,7 @@ SIM = CommandSpec(
 def run_simulated(argv: list[str]) -> int:
     with lean_imports():
         from ..running.simulated_server import run_sim
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     settings = SIM.read(argv)
     show_logs(settings)
@@ -370,8 +368,7 @@ _TRIES = 2
 def run_probe(argv: list[str]) -> int:
     """Runs the command; returns 1 if an engine does not answer."""
     with lean_imports():
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     settings = PROBE.read(argv)
     show_logs(settings)

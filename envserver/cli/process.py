@@ -20,7 +20,7 @@ from pydantic_core import to_jsonable_python
 
 from ..running.run_settings import ProcessSettings
 from ..settings.config import OpenAIConfig, Settings
-from ..settings.environment import EnvironmentConfig
+from ..settings.section import EnvironmentConfig
 from . import lean_imports
 from .command_line import FREQUENT, CommandSpec, program, read_run_spec
 
@@ -65,8 +65,7 @@ def run(argv: list[str]) -> int:
         from ..running.mix import alone
         from .console import Console
         from .conversation import Samples
-        from .logs import show_logs
-        from .loop import SignalStop, run_loop
+        from .loop import SignalStop, run_loop, show_logs
         from .mixing import read_mix
         from .progress import ProgressView, show_result
 

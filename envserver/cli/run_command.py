@@ -91,12 +91,10 @@ def run(argv: list[str]) -> int:
     with lean_imports():
         from ..export.unified import write_json
         from ..registry.interpreters import become, interpreter_of
-        from ..running.asking import ask, asking
-        from ..running.debugging import EnvironmentRaised
+        from ..running.asking import EnvironmentRaised, ask, asking
         from .console import Console
         from .conversation import Person, show_rollout
-        from .logs import configure_logs
-        from .loop import run_loop
+        from .loop import configure_logs, run_loop
 
     line = read_run_spec(COMMAND, argv)
     settings = line.settings
@@ -283,11 +281,10 @@ _SHOWN = 70
 def run_replay(argv: list[str]) -> int:
     with lean_imports():
         from ..registry import find
-        from ..running.debugging import debuggable
+        from ..running.asking import debuggable
         from ..running.replaying import recorded_environment, recorded_settings, replay
         from .console import Console
-        from .logs import configure_logs
-        from .loop import run_loop
+        from .loop import configure_logs, run_loop
 
     record = _named_record(REPLAY.flags(argv))
     name = REPLAY.named_environment(argv) or recorded_environment(record)

@@ -47,8 +47,7 @@ def run_score(argv: list[str]) -> int:
     with lean_imports():
         from ..running import scoring
         from .console import Console
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     line = read_run_spec(SCORE, argv)
     settings = line.settings
@@ -124,7 +123,7 @@ RESCORE = CommandSpec(
 def run_rescore(argv: list[str]) -> int:
     with lean_imports():
         from .console import Console
-        from .logs import show_logs
+        from .loop import show_logs
 
     line = read_run_spec(RESCORE, argv)
     settings = line.settings
@@ -242,8 +241,7 @@ def run_verify(argv: list[str]) -> int:
     with lean_imports():
         from ..running.verifying import verify_source
         from .console import Console, show_json
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     settings = VERIFY.read(argv)
     show_logs(settings)

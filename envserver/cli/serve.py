@@ -64,8 +64,7 @@ def run(argv: list[str]) -> int:
         from ..running.mix import alone
         from ..running.serving import serving
         from .console import Console
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
         from .mixing import read_mix
 
     members = read_mix(COMMAND, argv) or [alone(read_run_spec(COMMAND, argv))]
@@ -151,8 +150,7 @@ RUN_API = CommandSpec(
 def run_api(argv: list[str]) -> int:
     with lean_imports():
         from ..running.api_serving import api_serving
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     settings = RUN_API.read(argv)
     show_logs(settings)
@@ -193,8 +191,7 @@ SANDBOXES = CommandSpec(
 def run_sandboxes(argv: list[str]) -> int:
     with lean_imports():
         from ..running.sandbox_serving import sandbox_serving
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     settings = SANDBOXES.read(argv)
     show_logs(settings)
@@ -259,8 +256,7 @@ JOIN = CommandSpec(
 def run_join(argv: list[str]) -> int:
     with lean_imports():
         from .console import Console
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     line = read_run_spec(JOIN, argv)
     if not line.settings.url:

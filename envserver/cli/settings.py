@@ -34,8 +34,8 @@ from ..running.options import (
     validated,
     with_environment,
 )
-from ..settings.config import NO_ENGINE, Section, Settings
-from ..settings.environment import EnvironmentConfig
+from ..settings.config import NO_ENGINE, Settings
+from ..settings.section import EnvironmentConfig, Section
 from ..telemetry.redaction import redacted
 from .sources import (
     VARIABLE_PREFIX,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import AfterValidator
 
-from ..settings.config import Section
+from ..settings.section import Section
 from ..settings.server import Role
 from . import lean_imports
 from .command_line import CommandSpec

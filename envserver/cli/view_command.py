@@ -13,7 +13,8 @@ from envserver_records.errors import UsageError
 from envserver_records.urls import authorization
 from pydantic import Field
 
-from ..settings.config import LogFormat, LogLevel, Section
+from ..settings.config import LogFormat, LogLevel
+from ..settings.section import Section
 from . import lean_imports
 from .command_line import CommandSpec
 
@@ -54,8 +55,7 @@ def run(argv: list[str]) -> int:
     """Serves the page until Ctrl-C or SIGTERM."""
     with lean_imports():
         from ..running.viewing import viewing
-        from .logs import show_logs
-        from .loop import run_loop
+        from .loop import run_loop, show_logs
 
     settings = COMMAND.read(argv)
     if not settings.source:

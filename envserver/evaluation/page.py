@@ -18,8 +18,7 @@ import msgspec
 from ..formats.shown_text import seen
 from .comparison import Comparison, Paired
 from .estimators import Estimate
-from .report import Measures, Report, Rules, TaskRow, passes
-from .suite import Suite
+from .report import Measures, Report, Rules, Suite, TaskRow, passes
 from .tables import (
     comparison_notes,
     comparison_tables,

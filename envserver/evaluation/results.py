@@ -18,7 +18,7 @@ from envserver_records.errors import InputError
 from envserver_records.records import Task
 
 from ..actions import CUT
-from ..export.stored_files import opened
+from ..export.stored_sources import opened
 from .estimators import Estimate, estimate
 
 # A step is an action that the agent logged (`run.log_action`), without `finalize` and what the

@@ -11,8 +11,7 @@ import msgspec
 
 from .comparison import Comparison, Fourfold, Paired, PartComparison
 from .estimators import Estimate
-from .report import CORRECT, Costs, Measures, Report, Rules, RunReport
-from .suite import Suite
+from .report import CORRECT, Costs, Measures, Report, Rules, RunReport, Suite
 
 _FAILURES = {"drop": "are left out", "zero": "count as 0"}
 _TRUNCATED = {"score": "count what they scored", "drop": "are left out", "zero": "count as 0"}

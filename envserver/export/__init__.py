@@ -9,8 +9,7 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .jsonl import group_line
     from .stored import StoredRollout, group_of, read_groups
-    from .traces import problems_of_trace
-    from .unified import problems_of
+    from .unified import problems_of, problems_of_trace
 
 __all__ = [
     "StoredRollout",
@@ -28,7 +27,7 @@ __getattr__ = lazy_names(
         "group_line": "jsonl",
         "group_of": "stored",
         "problems_of": "unified",
-        "problems_of_trace": "traces",
+        "problems_of_trace": "unified",
         "read_groups": "stored",
     },
 )

@@ -17,7 +17,8 @@ import orjson
 from envserver_records.errors import ConfigError, NotFoundError
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ..settings.config import Backend, Section
+from ..settings.config import Backend
+from ..settings.section import Section
 from ..shipped import shipped
 from .probe import ProbeResult, sentence
 

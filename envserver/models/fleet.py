@@ -34,8 +34,8 @@ from envserver_records.errors import (
     StoreFull,
 )
 
-from ..settings.engines import EnginesConfig
-from ..settings.environment import check_url
+from ..settings.config import EnginesConfig
+from ..settings.section import check_url
 from ..settings.server import is_loopback
 from .openai import OpenAIEngine, root_of
 from .replicas import Origin, Registration, Replica, replica_id

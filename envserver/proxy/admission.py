@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from envserver_records.errors import InputError
 from envserver_records.records import Message
 
-from ..settings.engines import TokensConfig
+from ..settings.config import TokensConfig
 from ..tokens.images import facts_of_all, urls_of
 from .asgi import Scope, header
 from .body import RAW, check_constraints, check_references, not_allowed

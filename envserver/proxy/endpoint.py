@@ -26,7 +26,7 @@ from envserver_records.sampling import LogprobsKind
 from ..models.catalogue import find_model_files, model_source, without_folders
 from ..models.engine import Engine, count_as_waiting
 from ..models.probe import ProbeResult
-from ..settings.engines import TokensConfig
+from ..settings.config import TokensConfig
 from ..tokens.chat_format import ChatFormat, agreeing
 from ..tokens.history import History, PromptPlan, same_prompt
 from ..tokens.prepare import Refused, template_kwargs

@@ -24,7 +24,7 @@ from envserver_records.records import Message
 
 from ..environment import Environment
 from ..rollout_interface import Caller, HookBug, ModelCall
-from ..settings.engines import TokensConfig
+from ..settings.config import TokensConfig
 from .admission import admit_images
 from .attempts import ProxyAttempt
 from .dialects.base import ModelRequest

@@ -26,7 +26,7 @@ from ..environment import Environment, Isolation
 from ..folders import import_path, is_environment_folder, same_folder
 from ..rows.sources import is_data
 from ..rows.typed_tasks import plain
-from ..settings.environment import EnvironmentConfig
+from ..settings.section import EnvironmentConfig
 from . import installed
 from .installed import with_own_interpreter
 

@@ -21,8 +21,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from ..environment import Environment
-from ..settings.environment import EnvironmentConfig
-from ..settings.section import descriptions
+from ..settings.section import EnvironmentConfig, descriptions
 from ..tools.mcp_client import McpServer
 from ..tools.typed import TypedTool
 

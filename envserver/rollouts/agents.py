@@ -15,7 +15,7 @@ from ..environment import AgentRole, Environment
 from ..proxy.attempts import AgentRoute
 from ..proxy.endpoint import VERSION_PLACEHOLDER
 from ..settings.config import SamplingConfig
-from ..settings.environment import AgentConfig
+from ..settings.section import AgentConfig
 from .roles import roles_of
 
 _ENGINES_OWN = ("default", None)

@@ -27,9 +27,8 @@ from ..proxy.attempts import AgentRoute
 from ..proxy.server import Proxy
 from ..registry.hosted import HostedEnvironment
 from ..rollout_interface import HarnessSpec
-from ..settings.config import SamplingConfig
-from ..settings.engines import TokensConfig
-from ..settings.environment import EnvironmentConfig
+from ..settings.config import SamplingConfig, TokensConfig
+from ..settings.section import EnvironmentConfig
 
 _SOURCES: Final = frozenset(
     {".py", ".jinja", ".j2", ".json", ".md", ".toml", ".txt", ".yaml", ".yml"}

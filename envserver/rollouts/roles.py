@@ -11,7 +11,7 @@ import re
 from envserver_records.errors import ConfigError
 
 from ..environment import AgentRole, Environment
-from ..settings.environment import AgentConfig
+from ..settings.section import AgentConfig
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 

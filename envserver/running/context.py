@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,7 @@ import msgspec
 import structlog
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EngineError
+from envserver_records.extras import install_command
 
 from ..environment import AgentRole, Environment, Isolation
 from ..harnesses import harness_of
@@ -47,7 +49,8 @@ from ..sandbox.source import SandboxSource
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from ..settings.config import RolloutsConfig, Settings, WorkersConfig
 from ..settings.runs import HarnessConfig
-from ..telemetry.tracing import Tracer
+from ..settings.server import TelemetryConfig
+from ..telemetry.tracing import NO_TRACER, Tracer
 from ..tokens.flags import chosen
 from ..tools.serving import services_of
 from ..workers.local import LocalPool
@@ -56,10 +59,33 @@ from .engines import OwnEndpoint, look_at, make_endpoint, make_engine, own_endpo
 from .judging import folder_of, judge_of, scorer_processes
 from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
-from .tracing import tracer_of
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet
+
+
+@asynccontextmanager
+async def tracer_of(config: TelemetryConfig) -> AsyncIterator[Tracer]:
+    """Yields a tracer for `config`; without an endpoint it traces nothing and imports nothing.
+    Raises ConfigError: the library is not installed.
+    """
+    if config.otlp_endpoint is None:
+        yield NO_TRACER
+        return
+    try:
+        from ..telemetry.otel import otlp_tracer
+    except ImportError as error:
+        raise ConfigError(
+            f"telemetry.otlp_endpoint needs OpenTelemetry: {error}.",
+            hint=install_command("otel"),
+        ) from error
+    async with otlp_tracer(
+        config.otlp_endpoint,
+        service_name=config.service_name,
+        sample_ratio=config.sample_ratio,
+        texts=config.otlp_texts,
+    ) as tracer:
+        yield tracer
 
 
 _RESERVED_MB: Final = 1 << 20

@@ -26,7 +26,7 @@ from ..proxy.gate import Gate
 from ..rollouts.agents import has_own_source
 from ..rollouts.demonstrating import Demonstrator
 from ..settings.config import EngineConfig, OpenAIConfig, Settings
-from ..settings.environment import AgentConfig
+from ..settings.section import AgentConfig
 
 SIMULATED = "sim"
 

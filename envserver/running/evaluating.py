@@ -30,9 +30,8 @@ from pydantic import ValidationError
 from ..environment import Environment
 from ..evaluation.folders import Evaluated, RunFile, View, groups_path, read_folder, tasks_path
 from ..evaluation.perturbations import Asking, settings_of
-from ..evaluation.report import Counted, Report
+from ..evaluation.report import Counted, Report, Suite, summary_scalars
 from ..evaluation.results import TaskFacts, facts_of, read_tasks
-from ..evaluation.suite import Suite, summary_scalars
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed
 from ..rollouts.mixing import Share
 from ..rollouts.rewards import range_of
@@ -48,7 +47,7 @@ from .stopping import Stop
 from .tracking import Tracking, tracking
 
 if TYPE_CHECKING:
-    from .ray_making import RayMakers
+    from .ray_serving import RayMakers
 
 M = TypeVar("M", bound=MixSettings)
 

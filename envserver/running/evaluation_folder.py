@@ -29,9 +29,8 @@ from ..evaluation.folders import (
     whole,
 )
 from ..evaluation.page import report_page
-from ..evaluation.report import Report
+from ..evaluation.report import Report, Suite
 from ..evaluation.results import TaskFacts, read_facts, read_tasks
-from ..evaluation.suite import Suite
 from ..evaluation.tables import csv_of, markdown_of
 from ..export.unified import write_json
 

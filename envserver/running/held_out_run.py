@@ -17,8 +17,8 @@ from envserver_records.errors import ConfigError
 from envserver_records.packing import ready
 
 from ..evaluation.folders import Pricing, View, groups_path
-from ..evaluation.suite import summary_scalars
-from ..export.stored_files import opened
+from ..evaluation.report import summary_scalars
+from ..export.stored_sources import opened
 from ..settings.config import MixSettings
 from ..settings.runs import HeldOutConfig
 from .context import SharedEngine

@@ -25,9 +25,8 @@ from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError, create_
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from ..settings.config import EngineConfig, Section
-from ..settings.environment import EnvironmentConfig
-from ..settings.section import descriptions
+from ..settings.config import EngineConfig
+from ..settings.section import EnvironmentConfig, Section, descriptions
 
 _LISTS = (list, tuple, set, frozenset)
 ANY_NAME = "*"

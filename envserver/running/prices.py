@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from envserver_records.costs import Prices
-from envserver_records.errors import ConfigError
+from envserver_records.errors import ConfigError, InputError
 
 from ..models.catalogue import read_catalogue
 from ..rollouts.costs import RolloutPrices
-from ..settings.config import Settings
-from ..settings.engines import PricesConfig
+from ..settings.config import PricesConfig, Settings
 from ..settings.runs import JudgeConfig
 from .engines import SIMULATED
 from .judging import judge_prices
@@ -39,9 +39,7 @@ def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pr
                 source="as given",
             )
         if config.file is not None:
-            from ..evaluation.prices import read_prices
-
-            return read_prices(config.file, served, currency=config.currency)
+            return _read_prices(config.file, served, config.currency)
         return _of_catalogue(model, served, models_file, config.currency)
 
     return pricing
@@ -91,4 +89,35 @@ def _of_catalogue(model: str | None, served: str, place: Path, currency: str) ->
         completion=entry.completion_price,
         currency=currency,
         source=str(place),
+    )
+
+
+def _read_prices(path: Path, model: str, currency: str) -> Prices:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{path} is not a mapping of models to prices.", place=str(path))
+    if model not in tree:
+        near = difflib.get_close_matches(model, map(str, tree), n=1, cutoff=0.5)
+        raise ConfigError(
+            f"{path} has no prices of {model!r}.",
+            hint=f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(map(str, tree))}.",
+        )
+    prices: Any = tree[model]
+    is_valid = isinstance(prices, dict) and set(prices) == {"prompt", "completion"}
+    if not is_valid or not all(isinstance(price, (int, float)) for price in prices.values()):
+        place = f"{path}, {model}"
+        raise InputError(
+            f"{place}: prices are written {{prompt: 0.15, completion: 0.6}}, per million tokens.",
+            place=place,
+        )
+    return Prices(
+        prompt=prices["prompt"],
+        completion=prices["completion"],
+        currency=currency,
+        source=str(path),
     )

@@ -44,7 +44,8 @@ from ..registry import entry_point_names, find
 from ..registry.hosted import HostedEnvironment
 from ..rollouts.mixing import Share, targets
 from ..sandbox.places import temporary_folder
-from ..settings.config import EnvironmentSettings, MixSettings, Section
+from ..settings.config import EnvironmentSettings, MixSettings
+from ..settings.section import Section
 from ..telemetry.log_lines import text_processors
 from ..workers.linux import killing_programs
 from . import replaying, rescoring, scoring, verifying

@@ -41,7 +41,7 @@ from ..rollouts.replaying import (
 from ..rollouts.score_once import score_once
 from ..rollouts.stream import GroupRequest
 from ..settings.config import Settings
-from ..settings.environment import EnvironmentConfig
+from ..settings.section import EnvironmentConfig
 from ..telemetry.tracing import NO_TRACER
 from ..tokens.builder import trained_ids
 from ..workers.debugging import DebugPool

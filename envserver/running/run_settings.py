@@ -23,12 +23,12 @@ from ..settings.config import (
     OpenAIConfig,
     SandboxConfig,
     SandboxMachineConfig,
-    Section,
     Settings,
     StorePlace,
     WorkersConfig,
 )
 from ..settings.runs import Failures, HeldOutConfig, JudgeConfig, Truncated
+from ..settings.section import Section
 from ..settings.server import (
     AlarmsConfig,
     DeliveryConfig,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from envserver_records.errors import ConflictError, InputError, NotFoundError, UsageError
 
-from ..viewing.index_file import index_path
+from ..viewing.index import index_path
 from ..viewing.indexing_process import Indexing, indexing
 from ..viewing.scanning import Documents, FileScan
 from ..viewing.sources import Viewed, store_at, viewed
@@ -82,9 +82,9 @@ async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     from ..trainers.live_events import Feed
     from ..viewing.app import create_viewer
     from ..viewing.evaluations import Evaluations
-    from ..viewing.failure_files import FailureFiles
-    from ..viewing.index_reader import open_index
+    from ..viewing.index import open_index
     from ..viewing.indexing_process import follow_index
+    from ..viewing.sources import FailureFiles
     from .bootstrap import beside
 
     await found.first()

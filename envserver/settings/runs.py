@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 from envserver_records.tasks import Split
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from .environment import ApiKey
-from .section import Section
+from .section import ApiKey, Section
 
 Failures = Literal["drop", "zero"]
 """Attempts lost by the server's or the engine's fault are left out, or count as 0."""

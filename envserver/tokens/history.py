@@ -20,7 +20,7 @@ from envserver_records.errors import TemplateRefused
 from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Edge, Message, Tokens
 
-from ..settings.engines import Edit
+from ..settings.config import Edit
 from .chat_format import ChatFormat
 from .comparison import (
     UNREADABLE,

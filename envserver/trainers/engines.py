@@ -24,8 +24,7 @@ from ..http.requests import read_body, request_body
 from ..models.replicas import Registration, Replica
 from ..proxy.gate import InFlight
 from ..runners.messages import EngineList, ToldEngine
-from ..settings.environment import check_url
-from ..settings.section import Described
+from ..settings.section import Described, check_url
 from ..store import GroupStore
 from .bodies import VERSION_LIMIT
 

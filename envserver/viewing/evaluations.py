@@ -17,10 +17,9 @@ from envserver_records.errors import InputError, NotFoundError
 
 from ..evaluation.comparison import Comparison, compare, task_pairs
 from ..evaluation.folders import RUN_FILE, View, called_alike, read_run
-from ..evaluation.report import Report, Rules, RunReport, TaskRow, counted_rewards
-from ..evaluation.suite import suite_of
+from ..evaluation.report import Report, Rules, RunReport, TaskRow, counted_rewards, suite_of
 from ..evaluation.tables import comparison_notes, notes_of, verdicts_of
-from .index_reader import IndexReader
+from .index import IndexReader
 from .sources import Viewed
 
 TaskOrder = Literal["worst", "best", "task"]

@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 from envserver_records.errors import EnvserverError, InputError, NotFoundError, StoreError
 
-from .index_file import VERSION, FileState, Index, may_continue, state_of
+from .index import VERSION, FileState, Index, may_continue, state_of
 from .indexing_process import Progress, Request
 from .scanning import Documents, FileScan
 from .sources import Viewed, ViewedFile

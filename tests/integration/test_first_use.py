@@ -192,7 +192,7 @@ def test_serve_tells_what_fails_and_what_it_leaves(tmp_path: Path) -> None:
 def test_log_lines_go_where_a_progress_bar_puts_stderr() -> None:
     code = """
 import io, sys, logging, structlog
-from envserver.cli.logs import configure_logs
+from envserver.cli.loop import configure_logs
 
 configure_logs("info")
 sys.stderr = bar = io.StringIO()

@@ -25,7 +25,7 @@ from envserver import Group, OpenAIConfig, pack
 from envserver.models import OpenAIEngine
 from envserver.models.probe import probe
 from envserver.proxy.endpoint import Capabilities, capabilities_of
-from envserver.settings.engines import TokensConfig
+from envserver.settings.config import TokensConfig
 from envserver.tokens import build
 
 TABLES = cases_of(__file__)

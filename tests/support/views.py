@@ -18,7 +18,7 @@ from envserver.running.evaluation_folder import write_run_file, write_tasks
 from envserver.trainers.live_events import Feed
 from envserver.viewing.app import create_viewer
 from envserver.viewing.evaluations import Evaluations
-from envserver.viewing.index_reader import IndexReader, open_index
+from envserver.viewing.index import IndexReader, open_index
 from envserver.viewing.indexing import Indexer
 from envserver.viewing.indexing_process import Progress
 from envserver.viewing.sources import viewed

@@ -26,10 +26,16 @@ from envserver_records.errors import ConfigError, InputError, UsageError
 from envserver_records.extras import install_command
 from envserver_records.files import replacing_path, storing
 
-from envserver.evaluation.folders import RunFile, View, read_run_file
-from envserver.evaluation.harness import SAMPLES_FILE, HarnessRun, Harvest, harvest
-from envserver.evaluation.report import Counted, Report
-from envserver.evaluation.suite import Suite
+from envserver.evaluation.folders import (
+    SAMPLES_FILE,
+    HarnessRun,
+    Harvest,
+    RunFile,
+    View,
+    harvest,
+    read_run_file,
+)
+from envserver.evaluation.report import Counted, Report, Suite
 from envserver.export.unified import write_json
 from envserver.http.proxy_server import serve_proxy
 from envserver.models.engine import Engine, Json, MeasuredEngine

@@ -12,11 +12,11 @@ from envserver.settings.config import (
     LogFormat,
     LogLevel,
     OpenAIConfig,
-    Section,
+    PricesConfig,
     Settings,
     SimConfig,
 )
-from envserver.settings.engines import PricesConfig
+from envserver.settings.section import Section
 
 
 class SftSettings(Settings):

@@ -18,8 +18,7 @@ from envserver_records.errors import ConfigError, ConflictError, Failure, Rollou
 from envserver_records.records import Task
 
 from envserver.environment import Environment
-from envserver.export.traces import problems_of_trace
-from envserver.export.unified import write_json
+from envserver.export.unified import problems_of_trace, write_json
 from envserver.models.catalogue import find_model, read_catalogue
 from envserver.rollouts.group import RolloutContext
 from envserver.rollouts.single import run_single

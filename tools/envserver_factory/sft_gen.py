@@ -21,7 +21,7 @@ from envserver_records.errors import ConfigError, StoreError
 from envserver_records.records import Group, Trajectory
 
 from envserver.environment import Environment
-from envserver.export.output_file import append_durably, cut_torn_line
+from envserver.export.jsonl import append_durably, cut_torn_line
 from envserver.models.catalogue import find_tokenizer
 from envserver.rollouts.events import Event, Observer
 from envserver.rollouts.scheduler import Scheduler

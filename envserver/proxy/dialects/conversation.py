@@ -20,7 +20,7 @@ import orjson
 from envserver_records.errors import InputError
 from envserver_records.records import Message
 
-from ...settings.engines import TokensConfig
+from ...settings.config import TokensConfig
 from ...tokens.images import ImageFacts
 from .base import bad
 

@@ -18,7 +18,7 @@ from envserver.cli import all_commands
 from envserver.cli.command_line import CommandSpec
 from envserver.cli.completion import FILES as PATHS
 from envserver.cli.completion import SCRIPTS, candidates
-from envserver.settings.config import Section
+from envserver.settings.section import Section
 
 CASES = cases_of(__file__)
 

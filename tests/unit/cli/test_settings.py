@@ -18,7 +18,7 @@ from support.extent import examples
 from envserver import EnvironmentConfig, SamplingConfig, ServerConfig, Settings
 from envserver.cli import settings as cli_settings
 from envserver.cli.settings import export_dotenv, load_settings
-from envserver.settings.config import Section
+from envserver.settings.section import Section
 
 MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text())
 TOO_DEEP = "env: " + "[" * 5000

@@ -27,12 +27,11 @@ from support.models_on_disk import floats, read_model, write_model
 from envserver import main
 from envserver.evaluation import AttemptResult, Rules, TaskResult, report_run
 from envserver.evaluation.comparison import Comparison, compare, sign_flip_test
-from envserver.evaluation.harness import HarnessRun, harvest, report_harness
+from envserver.evaluation.folders import HarnessRun, harvest, report_harness
 from envserver.evaluation.page import comparison_page, report_page
 from envserver.evaluation.perturbations import KINDS, perturbed
-from envserver.evaluation.report import Asked, Counted, Report, robustness
+from envserver.evaluation.report import Asked, Counted, Report, robustness, suite_of
 from envserver.evaluation.results import Action, Steps, steps_of
-from envserver.evaluation.suite import suite_of
 from envserver.evaluation.tables import comparison_markdown, comparison_notes, markdown_of
 from envserver.running import evaluating
 from envserver.running.evaluating import Evaluation, Member

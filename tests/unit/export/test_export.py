@@ -32,10 +32,9 @@ from support.in_process import Run
 from support.waiting import PATIENCE
 
 from envserver.export import group_line, problems_of, problems_of_trace, read_groups
-from envserver.export.output_file import OutputFile, lock, open_appending
-from envserver.export.stored import group_of
-from envserver.export.stored_group import group_record
-from envserver.export.traces import unified_of_trace
+from envserver.export.jsonl import OutputFile, lock, open_appending
+from envserver.export.stored import group_of, group_record
+from envserver.export.unified import unified_of_trace
 from envserver.store import GroupPut, open_store
 
 CASES = cases_of(__file__)

@@ -19,8 +19,7 @@ from support.extent import examples
 
 import envserver
 from envserver.export.jsonl import group_line
-from envserver.export.stored import group_of
-from envserver.export.stored_group import group_record
+from envserver.export.stored import group_of, group_record
 from envserver.export.unified import problems_of, unified_of
 from envserver.proxy.attempts import Timeline
 from envserver.rollouts.attempt import timings_of

@@ -50,7 +50,7 @@ from envserver.proxy import ProxyAttempt
 from envserver.registry import find
 from envserver.rollouts.provenance import made_with
 from envserver.running.delivered import Delivery, LineChain, read_body
-from envserver.settings.engines import TokensConfig
+from envserver.settings.config import TokensConfig
 
 SIM: dict[str, Any] = {"model": "sim", "env": {"total_steps": 2, "group_size": 2}}
 

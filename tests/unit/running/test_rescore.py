@@ -27,9 +27,9 @@ from support.views import looking_at
 
 from envserver import EngineError, Group, InputError, Score, ServiceError, Trajectory, main
 from envserver.export import group_line, group_of
-from envserver.export.rescored import rescored_line
 from envserver.rollouts.replaying import Player, RecordedServices, recorded_calls, told_calls
 from envserver.running.replaying import read_record
+from envserver.running.rescoring import rescored_line
 
 CASES = cases_of(__file__)
 

@@ -33,8 +33,7 @@ from support.waiting import PATIENCE
 import envserver
 from envserver import Environment, Score, Settings, SimConfig, Task, TokensConfig
 from envserver.export import group_line
-from envserver.export.stored import group_of
-from envserver.export.stored_group import group_record
+from envserver.export.stored import group_of, group_record
 from envserver.models.sim import SimEngine, TextSolver
 from envserver.running.delivered import read_line
 from envserver.running.engines import make_endpoint

@@ -41,9 +41,8 @@ from envserver.rollouts.events import GroupDropped, RolloutFailed
 from envserver.running.viewing import viewing
 from envserver.store import open_store
 from envserver.store.listing import GroupQuery, ListedGroup
-from envserver.viewing.failure_files import FailureFiles
-from envserver.viewing.index_file import index_path
-from envserver.viewing.sources import viewed
+from envserver.viewing.index import index_path
+from envserver.viewing.sources import FailureFiles, viewed
 
 
 def client(url: str) -> httpx.AsyncClient:

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from envserver.cli import lean_imports
 from envserver.cli.command_line import CommandSpec
-from envserver.settings.config import LogFormat, LogLevel, Section
+from envserver.settings.config import LogFormat, LogLevel
+from envserver.settings.section import Section
 from envserver.telemetry.redaction import counted
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ COMMAND = CommandSpec(
 def run(argv: list[str]) -> int:
     with lean_imports():
         from envserver.cli.console import Console
-        from envserver.cli.logs import show_logs
+        from envserver.cli.loop import show_logs
 
     settings = COMMAND.read(argv)
     show_logs(settings)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from envserver.cli.command_line import CommandSpec, program
-from envserver.settings.config import Section
+from envserver.settings.section import Section
 
 _SUMMARY = """Makes the package of a new environment, which works at once: the environment, a few
 rows, a test, a README with its card, and pyproject.toml with the entry point. NAME is the folder

@@ -43,8 +43,7 @@ def run(argv: list[str]) -> int:
     with lean_imports():
         from envserver.cli.console import Console
         from envserver.cli.evaluating import show_report
-        from envserver.cli.logs import show_logs
-        from envserver.cli.loop import run_loop
+        from envserver.cli.loop import run_loop, show_logs
 
         from ..lm_eval import lm_eval
 

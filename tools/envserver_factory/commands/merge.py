@@ -29,7 +29,7 @@ from pydantic import Field
 from envserver.cli import lean_imports
 from envserver.cli.command_line import FREQUENT, CommandSpec
 from envserver.running.run_settings import EvaluateSettings
-from envserver.settings.config import Section
+from envserver.settings.section import Section
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -247,7 +247,7 @@ def run_sweep(argv: list[str]) -> int:
     with lean_imports():
         from envserver.cli.console import Console
         from envserver.cli.evaluating import read_members, show_tables
-        from envserver.cli.logs import show_logs
+        from envserver.cli.loop import show_logs
 
         from ..sweep import table_of
 

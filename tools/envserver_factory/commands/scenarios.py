@@ -71,8 +71,7 @@ COMMAND = CommandSpec(
 def run(argv: list[str]) -> int:
     with lean_imports():
         from envserver.cli.console import Console
-        from envserver.cli.logs import configure_logs
-        from envserver.cli.loop import run_loop
+        from envserver.cli.loop import configure_logs, run_loop
 
         from .. import scenarios
 

@@ -20,7 +20,8 @@ from pydantic import Field
 
 from envserver.cli import lean_imports
 from envserver.cli.command_line import CommandSpec
-from envserver.settings.config import SandboxConfig, Section
+from envserver.settings.config import SandboxConfig
+from envserver.settings.section import Section
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -390,7 +391,7 @@ def run_code(argv: list[str]) -> int:
 def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]) -> int:
     """Prepares a data set; `example_of` returns the function that converts a row."""
     from envserver.cli.console import Console, reading_bar
-    from envserver.cli.logs import configure_logs
+    from envserver.cli.loop import configure_logs
 
     from ..sft_building.examples import rows_of, template_of
     from ..sft_building.prepare import Plan, prepare

@@ -31,8 +31,7 @@ def run(argv: list[str]) -> int:
     """Returns 130 if it was stopped early, else 0."""
     with lean_imports():
         from envserver.cli.console import Console
-        from envserver.cli.logs import show_logs
-        from envserver.cli.loop import SignalStop, run_loop
+        from envserver.cli.loop import SignalStop, run_loop, show_logs
         from envserver.cli.progress import ProgressView
 
         from ..sft_gen import generate

@@ -19,7 +19,7 @@ from pydantic import Field
 from envserver.cli import lean_imports
 from envserver.cli.command_line import ENGINE, SAMPLING, CommandSpec
 from envserver.settings.config import Settings
-from envserver.settings.environment import AgentConfig
+from envserver.settings.section import AgentConfig
 
 if TYPE_CHECKING:
     from envserver.running.group_run import GroupRun
@@ -179,7 +179,7 @@ def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, An
 
     A teacher called "sim" is the simulated engine, as everywhere.
     """
-    from envserver.cli.logs import show_logs
+    from envserver.cli.loop import show_logs
     from envserver.running.engines import SIMULATED
 
     defaults = {"env": environment, "sampling": _LONG_ANSWERS}

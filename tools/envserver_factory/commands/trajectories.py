@@ -10,7 +10,7 @@ from pydantic import Field
 
 from envserver.cli import lean_imports
 from envserver.cli.command_line import CommandSpec
-from envserver.settings.config import Section
+from envserver.settings.section import Section
 
 _CONVERT = """Converts files to unified trajectories: trajectories of other agents (JSON with
 steps or messages), traces of the text protocol, groups of `process`, logs of Inspect (.eval or

@@ -27,7 +27,7 @@ from envserver_records.records import Message, text_of
 from numpy.typing import NDArray
 
 from envserver.export.stored import StoredRollout
-from envserver.export.stored_files import decoded, opened
+from envserver.export.stored_sources import decoded, opened
 
 Choice = Literal["all", "best", "shortest"]
 

@@ -23,8 +23,7 @@ from envserver_records.files import replacing, storing
 from numpy.typing import NDArray
 
 from envserver.export.stored import StoredGroup, StoredRollout
-from envserver.export.traces import file_name, label_of, trace_of
-from envserver.export.unified import problems_of, unified_of
+from envserver.export.unified import file_name, label_of, problems_of, trace_of, unified_of
 
 from .formats import NamedFile, Options, Row
 

@@ -39,8 +39,15 @@ from envserver_records.files import replacing, storing
 from envserver_records.records import text_of
 
 from envserver.export.stored import group_of
-from envserver.export.traces import problems_of_trace, unified_of_trace
-from envserver.export.unified import DOMAINS, SCHEMA_VERSION, actions_of, problems_of, write_json
+from envserver.export.unified import (
+    DOMAINS,
+    SCHEMA_VERSION,
+    actions_of,
+    problems_of,
+    problems_of_trace,
+    unified_of_trace,
+    write_json,
+)
 
 from ..exporting.formats import Options
 from ..exporting.readable import Unified

@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn
 
 from envserver_records.errors import EnvserverError, InputError, NotFoundError
 
-from envserver.export.stored_files import opened
+from envserver.export.stored_sources import opened
 
 from ..exporting.inspect import LOST, REWARD, STORE, message_of, require_inspect
 
