@@ -340,7 +340,6 @@ def lean_imports() -> Iterator[None]:
 
 
 def _is_callers(error: BaseException) -> bool:
-    """Returns whether the caller made a mistake, of which a traceback says nothing."""
     from envserver_records.errors import UsageError
 
     return isinstance(error, UsageError)
@@ -380,7 +379,6 @@ def _open_closed_streams() -> None:
 
 
 def _program(environment: str | None) -> str:
-    """Returns the program name as typed: a script, or `python -m MODULE`."""
     spec = sys.modules["__main__"].__spec__
     module = spec.name.removesuffix(".__main__") if spec is not None else ""
     if environment is None:

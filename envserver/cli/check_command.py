@@ -237,7 +237,6 @@ def _tokenizer_line(data: DataReport) -> str:
 
 
 def _wrong(one: Kind | Played) -> Iterator[str]:
-    """The first results with an unexpected reward."""
     from ..rollouts.check_report import Kind
     from ..running.checking import DEMONSTRATION
 
@@ -308,7 +307,6 @@ def _distribution(one: Played) -> str:
 
 
 def _judged(one: Played) -> int:
-    """Counts the wrong plays that have a reward, and so are among the rewards."""
     return sum(wrong.reward is not None for wrong in one.wrong)
 
 

@@ -67,10 +67,6 @@ class CommandSpec(Generic[C]):
     """Declares a command for help, settings and completion.
 
     Args:
-        name: name as typed: `sft build`.
-        summary: what it does, in a sentence or two.
-        settings_class: its settings.
-        usage: text after the name in the usage line.
         arguments: dotted paths of the settings that are given by position, in order; the last one
             takes all remaining arguments if it is a list.
         aliases: short flags -> dotted paths, in addition to `flags.ALIASES`.
@@ -102,12 +98,7 @@ class CommandSpec(Generic[C]):
         over_file: tuple[str, Mapping[str, Any]] = ("", {}),
         warn: Callable[[str], None] = to_stderr,
     ) -> C:
-        """Reads the settings.
-
-        Args:
-            argv: the arguments after the command.
-            defaults, environment, over_file, warn: as for `load_settings`.
-        """
+        """Reads the settings."""
         export_dotenv(Path(), os.environ, warn)
         return load_settings(
             argv,
@@ -195,11 +186,7 @@ def read_run_spec(
     defaults: Mapping[str, Any] | None = None,
     environment: str | None = None,
 ) -> RunSpec[S]:
-    """Reads the settings of a command that needs an environment.
-
-    Args:
-        defaults, environment: as for `load_settings`.
-    """
+    """Reads the settings of a command that needs an environment."""
     from ..registry import find
     from ..running.mix import RunSpec
 
@@ -222,7 +209,6 @@ def program() -> str:
 
 
 def _typed(path: str) -> str:
-    """Returns the bare program name if the shell would find it, else its path."""
     found = shutil.which(Path(path).name)
     known = found is not None and Path(found).absolute() == Path(path).absolute()
     return quote(Path(path).name if known else path)
@@ -261,10 +247,6 @@ def show_help(
 
     Args:
         topic: "" for the frequent settings, "all", or a section.
-        usage: `envserver process --env NAME`, for example.
-        summary: what the command does, in one or two sentences.
-        settings_class: as for `load_settings`.
-        reference: the given environment.
         names: dotted path -> the displayed name: `--port` or `SOURCE`.
         frequent: dotted paths of the settings to show first; empty: all of them.
     """

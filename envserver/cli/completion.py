@@ -113,7 +113,6 @@ def candidates(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _possible(before: Sequence[str], current: str) -> Iterator[tuple[str, str]]:
-    """Yields candidates, including those that do not begin with `current`."""
     if not before:
         yield from ((name, command.summary) for name, command in all_commands().items())
         return

@@ -79,11 +79,6 @@ def facts_bar(console: Console, total: float | None) -> Iterator[Callable[..., N
 
 @contextlib.contextmanager
 def reading_bar(noun: str, total_bytes: int | None) -> Iterator[OnProgress]:
-    """Shows how many documents were read, and their share of all.
-
-    Args:
-        noun: the counted items, in the plural.
-        total_bytes: size of all files; None: unknown.
-    """
+    """Shows how many documents were read, and their share of all."""
     with facts_bar(Console(stderr=True), total_bytes) as update:
         yield lambda count, size: update(completed=size, facts=f"{count:,} {noun}")

@@ -57,7 +57,6 @@ def show_sample(console: Console, group: Group) -> None:
 
 
 def _sample(rollouts: list[Trajectory]) -> list[tuple[Trajectory, str]]:
-    """Returns the rollouts to show, and what each is of its group."""
     rated = [one for one in rollouts if one.score.reward is not None]
     if len(rollouts) <= 2 or not rated:
         return [(one, "") for one in rollouts[:2]]
@@ -84,7 +83,6 @@ def _show_shortened(console: Console, messages: list[Message]) -> None:
 
 
 def _shortened(text: str) -> str:
-    """Returns a text without its middle, if it is long."""
     lines = text.splitlines()
     if len(lines) > 2 * _LINES + 1:
         left_out = len(lines) - 2 * _LINES
@@ -125,11 +123,7 @@ _LOOK_SECONDS: Final = 0.5
 
 
 class Samples:
-    """Shows a group now and then; may be given every group.
-
-    Args:
-        clock: seconds.
-    """
+    """Shows a group now and then; may be given every group."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -224,7 +218,6 @@ class Person:
     def _called(
         self, line: str, tools: Sequence[dict[str, Any]], calls: list[dict[str, Any]]
     ) -> str:
-        """Adds the call of `line` to `calls`, or returns what is wrong with it."""
         name, _, text = line[1:].strip().partition(" ")
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
         if name not in schemas:

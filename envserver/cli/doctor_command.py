@@ -88,7 +88,6 @@ async def _probe(config: SandboxConfig) -> list[ProbeReport]:
 
 
 def _taken(reports: Sequence[ProbeReport], wanted: str) -> str | None:
-    """Returns the backend that a server would choose on this machine."""
     from ..sandbox.service import ORDER
 
     allowed = ORDER if wanted == "auto" else (wanted,)
@@ -227,9 +226,7 @@ class MachineFact(msgspec.Struct, frozen=True):
 
 
 async def look_at_machines(config: SandboxConfig) -> list[MachineFact]:
-    """Asks the machines in the settings for their load.
-    Raises ConfigError: a file for their token or certificates cannot be read.
-    """
+    """Asks the machines in the settings for their load."""
     from ..sandbox.machines import Machines
     from ..sandbox.source import address_of
 

@@ -81,7 +81,6 @@ def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]
 
 
 def _named_apart(members: Sequence[Member[M]]) -> list[Member[M]]:
-    """Makes names unique: the second `math` becomes `math-2`."""
     seen: Counter[str] = Counter()
     found = []
     for member in members:
@@ -144,7 +143,6 @@ def _of_path(path: Path) -> list[_Wanted]:
 
 
 def _is_builtin(folder: Path) -> bool:
-    """Returns whether `folder` is the package of a built-in environment."""
     if folder.name not in builtin_names():
         return False
     return Path(inspect.getfile(find(folder.name))).parent == folder.resolve()

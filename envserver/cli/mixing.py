@@ -29,7 +29,6 @@ M = TypeVar("M", bound=MixSettings)
 def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | None:
     """Returns the environments given on the command line, with their settings; None if only one is
     given.
-    Raises ConfigError, NotFoundError: as for `load_settings`; or they cannot be mixed.
     """
     entries, place = entries_of(command, argv)
     if entries is None:
@@ -63,9 +62,7 @@ def _has_own_steps(entry: MixEntry, settings: MixSettings) -> bool:
 
 
 def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEntry] | None, str]:
-    """Returns the entries of a mix (None: no mix) and their origin.
-    Raises ConfigError: the mix is given in two places, or cannot be read.
-    """
+    """Returns the entries of a mix (None: no mix) and their origin."""
     flags = command.flags(argv)
     path = next((one.value for one in flags if one.path == "config"), None)
     file = config_file(Path(path) if path else None)
@@ -91,7 +88,6 @@ def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEn
 
 
 def _entry(text: str) -> MixEntry:
-    """Parses `math=2`: a name and a weight."""
     name, equals, weight = text.strip().partition("=")
     try:
         value = float(weight) if equals else 1.0

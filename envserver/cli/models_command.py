@@ -305,7 +305,6 @@ def run_simulated(argv: list[str]) -> int:
 
 
 def _solver(settings: SimSettings) -> Solver | None:
-    """Returns the solver of the given environment, if any."""
     from ..registry import find
     from ..running.mix import RunSpec
     from ..running.simulated_server import demonstration_solver
@@ -321,7 +320,6 @@ def _solver(settings: SimSettings) -> Solver | None:
 
 
 async def _with_sandboxes(environment: Environment, settings: SimSettings) -> Solver:
-    """Returns the solver of an environment whose tasks need a sandbox to be read."""
     import asyncio
 
     from ..running.sandboxes import sandboxes_of
@@ -441,7 +439,6 @@ class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """The probe result of one address.
 
     Args:
-        tokenizer: the folder of the model's tokenizer and chat template.
         template_kwargs: variables that the engine gives to every chat template, configured or
             detected.
         not_stitched: why conversations cannot be continued from recorded tokens.
@@ -571,7 +568,6 @@ def _stitching(probed: ProbedEngine) -> str:
 
 
 def _better(probed: ProbedEngine) -> Iterator[str]:
-    """Returns what the engine lacks, why, and how to fix it, grouped by reason."""
     reasons = probed.probe_result.reasons
     for reason in dict.fromkeys(reasons.values()):
         names = [_BETTER[name] for name, why in reasons.items() if why == reason]

@@ -116,7 +116,6 @@ class Overview:
         return table
 
     def _standing(self, replica: str) -> str:
-        """Returns how a replica is used, if it is not as others are, with the version it has."""
         standings = self._values("envserver_replica_standing", "standing", replica=replica)
         standing = next((name for name, value in standings if value and name != "used"), "")
         version = self._sum("envserver_replica_version", replica=replica)
@@ -143,7 +142,6 @@ class Overview:
             yield "model calls are paused"
 
     def _agents(self) -> list[tuple[str, str]]:
-        """The environments with their agents ("" where there is one)."""
         environments = dict.fromkeys(
             labels["environment"]
             for name in ("envserver_rollouts_running", "envserver_rollouts_total")
@@ -191,7 +189,6 @@ def _growth(before: float, now: float) -> float:
 
 
 def _plain(text: str) -> str:
-    """Returns a name without what would move a terminal's cursor, or worse."""
     return "".join(one if one.isprintable() else "?" for one in text)
 
 

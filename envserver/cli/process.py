@@ -96,11 +96,7 @@ def run(argv: list[str]) -> int:
 
 
 def _suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) -> Iterator[str]:
-    """Yields commands to try next, as they can be typed.
-
-    Args:
-        exact: the engine returned token ids.
-    """
+    """Yields commands to try next, as they can be typed."""
     from ..running.engines import SIMULATED
 
     envserver = program()
@@ -121,7 +117,6 @@ def _suggestions(reference: str, settings: Settings, path: Path, *, exact: bool)
 
 
 def _as_set(settings: Settings) -> Iterator[str]:
-    """Yields flags for the given settings of the environment and of the agent, without secrets."""
     for section, model in (("env", settings.env), ("agent", settings.agent)):
         own = model.model_fields_set - EnvironmentConfig.model_fields.keys()
         for name in type(model).model_fields:

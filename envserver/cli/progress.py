@@ -130,7 +130,6 @@ def _shortened(task_id: str) -> str:
 
 
 def _cost(group: Group) -> Iterator[str]:
-    """Yields the cost of the tokens of a group, if it is known."""
     cost = added(trajectory.usage.cost for trajectory in group.trajectories)
     yield "-" if cost is None else f"{sum(cost.models.values()):.4f}"
 
@@ -158,7 +157,6 @@ def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
 
 
 def _shares_table(run: GroupRun) -> Table:
-    """Builds a table of groups and rewards of each environment of a mix."""
     table = Table()
     for name in ("environment", "groups", "share", "wanted", "mean"):
         table.add_column(name, justify="left" if name == "environment" else "right")
@@ -176,11 +174,7 @@ def show_notes(
     settings: Settings,
     actions: Actions,
 ) -> None:
-    """Shows notes about a run, for every command.
-
-    Args:
-        files: paths of the group files, and the number of groups in each.
-    """
+    """Shows notes about a run, for every command."""
     if settings.model == SIMULATED:
         console.print("The model was simulated: these rewards do not measure a real model.")
     if tally.rollouts:

@@ -47,7 +47,6 @@ answer is known. To find a mistake: --debug, --watch, --interactive."""
 def settings_for(environment: type[Environment]) -> type[RunSettings]:
     """Returns the settings of `run` with the fields of the environment's question, none of them
     required: there may be a task instead.
-    Raises ConfigError: a field has the name of a setting.
     """
     question = environment.Question
     if taken := set(question.model_fields) & set(RunSettings.model_fields):
@@ -63,7 +62,6 @@ def settings_for(environment: type[Environment]) -> type[RunSettings]:
 
 
 def _optional(field: FieldInfo, description: str | None) -> Any:
-    """Returns the definition of a field as one that may be left out."""
     annotation: Any = field.annotation
     optional = copy(field)
     optional.description = description
@@ -124,7 +122,6 @@ def run(argv: list[str]) -> int:
 
 
 def _once(argv: list[str]) -> list[str]:
-    """Returns the arguments without `--watch`."""
     kept: list[str] = []
     skips_value = False
     for word in argv:
@@ -138,7 +135,6 @@ def _once(argv: list[str]) -> list[str]:
 
 
 def _show(answered: Answered, path: Path, console: Console) -> None:
-    """Prints the answer on stdout and everything else on stderr."""
     answer, trajectory = answered.document["final_answer"], answered.trajectory
     shown = printable(answer or "", keep="\n\t") if sys.stdout.isatty() else answer
     sys.stdout.write(f"{shown}\n" if shown else "")
@@ -155,7 +151,6 @@ def _show(answered: Answered, path: Path, console: Console) -> None:
 
 
 def _free_path(environment: str, task_id: str) -> Path:
-    """Returns a file name that does not exist yet."""
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in task_id)[:80]
     stem = f"{environment}_{name.removeprefix(f'{environment}-')}"
     folder = Path("runs")
@@ -215,7 +210,6 @@ def modified(spec: RunSpec[RunSettings]) -> Times:
 
 
 def _named(value: Any) -> Iterator[Path]:
-    """Yields the files that settings name, `file.py:function` included."""
     if isinstance(value, str | Path):
         path = Path(str(value).partition(":")[0])
         if path.suffix in _SUFFIXES and path.is_file():
@@ -309,7 +303,6 @@ def run_replay(argv: list[str]) -> int:
 
 
 def _named_record(flags: Sequence[Given]) -> Record:
-    """Reads the rollout before the environment and its settings are known."""
     from ..running.replaying import read_record
 
     sources = [str(item) for one in flags if one.path == "source" for item in as_list(one.value)]

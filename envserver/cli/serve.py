@@ -79,7 +79,6 @@ def run(argv: list[str]) -> int:
 async def _serve(
     serving: AbstractAsyncContextManager[Serving], members: Members, console: Console
 ) -> int:
-    """Serves until stopped, or until the wanted number of groups is made and delivered."""
     from .conversation import sampled
     from .overview import shown
 
@@ -266,9 +265,7 @@ def run_join(argv: list[str]) -> int:
 
 
 async def _join(line: RunSpec[JoinSettings], console: Console) -> int:
-    """Makes groups for the server until it ends; returns 1 if open groups were cancelled, else 0.
-    Raises EnvserverError: see `joined` and `Runner.run`.
-    """
+    """Makes groups until the server ends; returns 1 if open groups were cancelled, else 0."""
     from ..running.joining import identity, joined
     from .loop import SignalStop
 

@@ -87,16 +87,11 @@ def load_settings(
     """Reads the settings of one command from all sources.
 
     Args:
-        command_line: the arguments after the command.
         settings_class: `Settings`, or a subclass with the command's own flags as further fields, or
             any Section with fewer of them (then other settings in files and variables are ignored).
         config_class: the environment's Config; unset: the Config of the given environment.
         environment: the environment, which overrides the sources.
         defaults: a tree of values that every source overrides.
-        aliases: short flags -> dotted paths, such as `{"port": "engine.port"}`.
-        arguments: dotted paths of the settings that are given by position.
-        environ: environment variables; unset: those of this process.
-        folder: folder of `.env`; unset: the working directory.
         over_file: a place in a file and its tree of values, which override the rest of the file.
         openai_variables: whether OPENAI_API_KEY and its like name the engine where nothing else
             does; "openai": OpenAI itself is used if only a key is set.
@@ -148,17 +143,12 @@ def load_settings(
 
 
 def named_environment(flags: Sequence[Given]) -> str | None:
-    """Returns the environment given in the sources, without checking anything else.
-
-    Args:
-        flags: the command line, as `read_flags` reads it.
-    """
+    """Returns the environment given in the sources, without checking anything else."""
     flags, file, variables = _sources(flags, None, Path())
     return _environment([*file.read(options_of(Settings)), *variables, *flags])
 
 
 def _basic_options(settings_class: type[BaseModel]) -> dict[str, Option]:
-    """Returns the settings that are known before the environment is."""
     return options_of(Settings) | options_of(settings_class)
 
 
@@ -180,7 +170,6 @@ class _Problems:
 def _sources(
     flags: Sequence[Given], environ: Mapping[str, str] | None, folder: Path
 ) -> tuple[list[Given], ConfigFile, list[Given]]:
-    """Returns flags (without --config), the file given by --config, and variables."""
     named = [given for given in flags if given.path == "config"]
     if len(named) > 1:
         raise ConfigError("--config is given twice.", hint="Put everything into one file.")
@@ -243,7 +232,6 @@ def _choose(
 
 
 def _is_for_another(path: str, settings_class: type[BaseModel]) -> bool:
-    """Returns whether a path in a shared file or variable is another command's setting."""
     from ..running.run_settings import JoinSettings
 
     if path.startswith("env.") and "env" not in settings_class.model_fields:
@@ -266,7 +254,6 @@ def _unknown(
 
 
 def _spelled(path: str, like: Given) -> str:
-    """Returns `path` in the notation of the source that `like` comes from."""
     path = path.replace(f".{ANY_NAME}", ".NAME")
     if like.kind == "flag":
         return f"--{'env' if path == 'environment' else path}"
@@ -336,8 +323,6 @@ def engine_variables(
 
     Args:
         stronger: what all other sources give.
-        environ: environment variables, which override those of `.env`.
-        folder: folder of `.env`.
         alone: whether a key alone names OpenAI's address.
     """
     given = {current_path(one.path, OPENAI_PATHS.values()): one.value for one in stronger}
@@ -400,12 +385,7 @@ RENAMED: dict[str, str] = {
 
 
 def current_path(path: str, known: Collection[str]) -> str:
-    """Returns the current name of `path`; `path` itself if it was not renamed.
-
-    Args:
-        path: dotted path of a setting.
-        known: the existing paths; an existing name is never treated as an old name.
-    """
+    """Returns the current name of `path`; `path` itself if it was not renamed."""
     if path in known:
         return path
     for old, new in RENAMED.items():

@@ -37,7 +37,6 @@ class Given:
     """A value given in a source.
 
     Args:
-        path: dotted name.
         value: text, or the parsed value of a YAML file; None also for a flag without a value.
         origin: the flag, the variable (after `.env:line` if it comes from there) or `file:line`.
         kind: flag, variable or file.
@@ -66,9 +65,7 @@ def read_variables(environ: Mapping[str, str]) -> list[Given]:
 
 
 def read_dotenv(path: Path) -> list[Given]:
-    """Reads variables from a `.env` file; a missing file has no settings.
-    Raises ConfigError: a line with one of our variables cannot be read.
-    """
+    """Reads variables from a `.env` file; a missing file has no settings."""
     if not path.is_file():
         return []
     from dotenv.parser import parse_stream
@@ -174,11 +171,7 @@ def read_flags(
     """Reads flags and positional arguments.
 
     Args:
-        command_line: the arguments after the command.
         options: the known settings; a flag that is not among them takes a value if one follows.
-        aliases: short names of this command's flags -> dotted paths; they override `ALIASES`.
-        arguments: dotted paths of the settings given by position, in order; a list takes all
-            remaining arguments.
     """
     names = {**ALIASES, **(aliases or {})}
     places = deque(arguments)
@@ -251,7 +244,6 @@ def path_of(name: str, options: Mapping[str, Option], names: Mapping[str, str]) 
 
 
 def _is_value(word: str, option: Option | None, has_arguments: bool) -> bool:
-    """Returns whether `word`, which follows a flag, is the flag's value."""
     if word.startswith("--"):
         return False
     if option is None or not option.is_switch or not has_arguments:

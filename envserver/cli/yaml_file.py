@@ -70,7 +70,6 @@ class YamlFile(ConfigFile):
         return given
 
     def _replicas(self, node: yaml.SequenceNode, options: Collection[str]) -> list[Given]:
-        """Reads an Atropos list of engines as one engine with several addresses."""
         merged: dict[str, Given] = {}
         for child in node.value:
             for given in self._walk(child, "openai.", options):

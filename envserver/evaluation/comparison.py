@@ -47,9 +47,6 @@ def sign_flip_test(differences: Sequence[float], *, seed: int = 0) -> SignTest:
     Without a difference between two runs, each pair's difference could as well have the other
     sign. The p-value is the share of all 2**n choices of signs whose sum is at least as far from 0
     as the observed one. For differences of 1 and -1 that is McNemar's exact test.
-
-    Args:
-        seed: of the random signs, where there are too many choices to take them all.
     """
     counted = [difference for difference in differences if abs(difference) > _ROUNDING]
     if not counted:
@@ -200,12 +197,7 @@ Sides = tuple[TaskRow, TaskRow]
 def compare(
     a: Mapping[str, Report], b: Mapping[str, Report], rules: Rules, *, names: tuple[str, str]
 ) -> Comparison:
-    """Compares two runs.
-
-    Args:
-        a, b: reports by the name of their part.
-        names: names of the two runs.
-    """
+    """Compares two runs."""
     common = [name for name in a if name in b]
     pairs = task_pairs(a, b, rules)
     parts = []
@@ -315,7 +307,6 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _changed(one: TaskRow, other: TaskRow) -> bool:
-    """Returns whether two tasks of the same id ask something else."""
     return bool(one.digest and other.digest and one.digest != other.digest)
 
 

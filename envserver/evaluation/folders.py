@@ -94,9 +94,6 @@ def harvest(folder: Path, *, metric: str | None, requests: int) -> list[Harvest]
             for each task the first metric that is a mean of per-document values from 0 to 1 where
             higher is better.
         requests: see `HarnessFacts`.
-
-    Raises:
-        InputError: the folder holds no results, or no task in it has such a metric.
     """
     path = _latest(folder, "results_*.json")
     if path is None:
@@ -174,7 +171,6 @@ def _is_mean(value: float, measure: str, lines: Sequence[Json]) -> bool:
 
 
 def _value(line: Json, measure: str) -> list[float]:
-    """Returns the value of one document, [] where it has none from 0 to 1."""
     value = line.get(measure)
     return [float(value)] if isinstance(value, (int, float)) and 0 <= value <= 1 else []
 
@@ -192,9 +188,7 @@ def _lines(path: Path) -> Iterator[Json]:
 
 
 def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -> Report:
-    """Returns the report of one task, from the samples in its folder.
-    Raises InputError: the samples cannot be read.
-    """
+    """Returns the report of one task, from the samples in its folder."""
     path = folder / SAMPLES_FILE
     if not path.exists():
         raise InputError(f"{path} is missing.", place=str(path))
@@ -315,13 +309,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFile(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The contents of `run.json`: what was run in this folder, and which folders belong to it.
-
-    Args:
-        name: name of this part among others.
-        counted: how attempts are counted by default.
-        parts: names of the folders below that are parts of this evaluation.
-    """
+    """The contents of `run.json`: what was run in this folder, and which folders belong to it."""
 
     name: str = ""
     evaluated: Evaluated | None = None
@@ -341,9 +329,7 @@ def tasks_path(folder: Path, baseline: str = "") -> Path:
 
 
 def read_run_file(folder: Path) -> RunFile | None:
-    """Reads what was run in a folder; None where nothing was.
-    Raises InputError: the file cannot be read.
-    """
+    """Reads what was run in a folder; None where nothing was."""
     path = folder / RUN_FILE
     if not path.exists():
         return None
@@ -359,9 +345,7 @@ def read_run_file(folder: Path) -> RunFile | None:
 
 
 def read_folder(folder: Path, view: View) -> list[Report]:
-    """Reads the reports of all parts of the evaluation in a folder, at least one.
-    Raises InputError: the folder holds no evaluation, or one of its files cannot be read.
-    """
+    """Reads the reports of all parts of the evaluation in a folder, at least one."""
     found = list(_parts(folder, view))
     if not found:
         raise InputError(
@@ -447,10 +431,6 @@ def report_of_files(place: Path, view: View) -> list[Report]:
     """Returns a report for each environment in a JSONL file of groups, or in a folder of them.
 
     A task that came several times is one task with the attempts of all its groups.
-
-    Raises:
-        InputError: a line is not a group, or there is none.
-        NotFoundError: there is no file.
     """
     by_env: dict[str, list[GroupFacts]] = {}
     for path in files_of(str(place)):
@@ -491,9 +471,7 @@ def _report_of_groups(path: Path, env: str, groups: list[GroupFacts], view: View
 
 
 def read_run(path: Path, view: View) -> dict[str, Report]:
-    """Returns the reports of a run by the names of its parts.
-    Raises InputError: there is no such run, or its files cannot be read.
-    """
+    """Returns the reports of a run by the names of its parts."""
     if path.is_dir() and (read_run_file(path) is not None or not any(path.rglob("*.jsonl*"))):
         return {one.name or one.env: one for one in read_folder(path, view)}
     if not path.exists():
@@ -502,9 +480,7 @@ def read_run(path: Path, view: View) -> dict[str, Report]:
 
 
 def called_alike(a: Mapping[str, Report], b: Mapping[str, Report]) -> dict[str, Report]:
-    """Returns the reports of `b`, named as those of `a` where both have the same one environment.
-    Raises UsageError: they have no environment in common.
-    """
+    """Returns the reports of `b`; a single one gets the name of the single one of `a`."""
     if len(a) == len(b) == 1:  # one environment each: whatever they are called
         (name, one), (_, other) = *a.items(), *b.items()
         b = {name: other} if one.env == other.env else b

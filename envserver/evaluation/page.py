@@ -158,7 +158,6 @@ def _estimates(report: Report) -> Iterator[tuple[str, Estimate]]:
 
 
 def _ends(estimates: Sequence[Estimate], rules: Rules) -> tuple[float, float]:
-    """Returns the lowest and the highest reward of the environment, or of the data."""
     found = [value for one in estimates for value in _interval(one)]
     return min([rules.worst, *found]), max([rules.best, *found])
 
@@ -188,7 +187,6 @@ def _span(pairs: Sequence[Paired], rules: Rules) -> float:
 
 
 def _differences(pairs: Sequence[tuple[str, Paired]], rules: Rules) -> list[Bar]:
-    """Returns bars on a line with 0 in its middle."""
     span = _span([pair for _, pair in pairs], rules)
     bars = []
     for name, pair in pairs:

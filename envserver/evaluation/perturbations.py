@@ -90,9 +90,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     paraphrases: Mapping[str, str] = {}
 
     def asked(self, task: Task) -> Task | None:
-        """Returns the task so asked; None if there is no paraphrase of it.
-        Raises ConfigError: the task has no question in words.
-        """
+        """Returns the task so asked; None if there is no paraphrase of it."""
         name = next((one for one in QUESTIONS if task.public.get(one)), None)
         question = task.public.get(name) if name else None
         if name is None or not isinstance(question, str):
@@ -115,10 +113,6 @@ def askings(kinds: list[str], paraphrases: Path | None) -> dict[str, Asking]:
     Args:
         paraphrases: JSONL of {"task_id", "question"}; the n-th one of each task is
             `paraphrase_n`.
-
-    Raises:
-        ConfigError: there is no such perturbation.
-        InputError: the file cannot be read, or a line is not a paraphrase.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -137,7 +131,6 @@ class _Line(msgspec.Struct):
 
 
 def _read(path: Path) -> list[dict[str, str]]:
-    """Returns the first paraphrases by task id, then the second ones, and so on."""
     found: list[dict[str, str]] = []
     counts: dict[str, int] = {}
     try:

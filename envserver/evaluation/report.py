@@ -284,11 +284,7 @@ def report_run(
     prices: Prices | None = None,
     best: Mapping[str, int] | None = None,
 ) -> RunReport:
-    """Makes the report of one run from the results of its tasks.
-
-    Args:
-        best: fewest steps of a success, by task; unset: in this run.
-    """
+    """Makes the report of one run from the results of its tasks."""
     stepped = stepped_of(results, rules)
     attempts = [attempt for result in results for attempt in result.attempts]
     return RunReport(
@@ -441,12 +437,10 @@ def _of_label(
 
 
 def _of_agent(results: Sequence[TaskResult], name: str, rules: Rules) -> Measures | None:
-    """Measures the tasks by the rewards of one agent."""
     return _of_named(results, name, lambda attempt: attempt.rewards, rules)
 
 
 def _of_metric(results: Sequence[TaskResult], name: str, rules: Rules) -> Measures | None:
-    """Measures the tasks that have an attempt with this metric."""
     return _of_named(results, name, lambda attempt: attempt.metrics, rules)
 
 

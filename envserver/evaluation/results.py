@@ -87,11 +87,7 @@ def shortest(runs: Iterable[Mapping[str, Sequence[Stepped]]]) -> dict[str, int]:
 def step_measures(
     run: Mapping[str, Sequence[Stepped]], best: Mapping[str, int], *, seed: int
 ) -> dict[str, Estimate]:
-    """Returns the measures by name, each a mean over tasks of the mean over their attempts.
-
-    Args:
-        best: fewest steps of a success, by task.
-    """
+    """Returns the measures by name, each a mean over tasks of the mean over their attempts."""
     values: dict[str, list[float]] = {}
     for task_id, attempts in run.items():
         passed = [one.steps.steps for one in attempts if one.passed]
@@ -221,14 +217,7 @@ class Results(msgspec.Struct):
 
 
 def read_results(path: Path, *, group_size: int) -> Results:
-    """Reads the results from a file that `envserver evaluate` or `process` wrote.
-
-    Args:
-        group_size: attempts planned for each group; missing ones are lost.
-
-    Raises:
-        InputError: a line is not a group.
-    """
+    """Reads the results from a file that `envserver evaluate` or `process` wrote."""
     results = Results({})
     for facts in read_facts(path):
         results.model = facts.model
@@ -242,9 +231,7 @@ def read_results(path: Path, *, group_size: int) -> Results:
 
 
 def read_facts(path: Path) -> Iterator[GroupFacts]:
-    """Yields the groups of a file, compressed or not, without an unfinished last line.
-    Raises InputError: the file cannot be read, or a line is not a group.
-    """
+    """Yields the groups of a file, compressed or not, without an unfinished last line."""
     decoder = msgspec.json.Decoder(_Line)
     with opened(path) as lines:
         for number, line in enumerate(lines, 1):
@@ -292,9 +279,7 @@ def digest_of(asked: object) -> str:
 
 
 def read_tasks(path: Path) -> list[TaskFacts]:
-    """Reads the tasks of an evaluation, in their order.
-    Raises InputError: there is no such file, or a line is not a task.
-    """
+    """Reads the tasks of an evaluation, in their order."""
     decoder = msgspec.json.Decoder(TaskFacts)
     found = []
     try:

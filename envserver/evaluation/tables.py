@@ -193,7 +193,6 @@ def _runs(report: Report) -> dict[str, RunReport]:
 
 
 def _beside(report: Report, name: str) -> str:
-    """Returns how a baseline, or a run with other words, is called."""
     variants = report.robustness.variants if report.robustness else []
     return f"asked as {name}" if name in variants else f"baseline {name}"
 

@@ -50,9 +50,7 @@ class OutputFile:
         self._opened = contextlib.ExitStack()
 
     def append(self, line: bytes) -> None:
-        """Appends `line`, chained to the line before it (see `seals`), and syncs it to disk.
-        Raises StoreError: it cannot be written; the file is unchanged.
-        """
+        """Appends `line`, chained to the line before it (see `seals`), and syncs it to disk."""
         line = chained(line, self._previous)
         self._append(line)
         self._previous = digest_after(line)
@@ -266,7 +264,6 @@ def _rollouts(
 
 
 def _has_row_of_main_agent(trajectory: Trajectory) -> bool:
-    """Returns whether a row has the main agent's conversation as its `messages`."""
     others = {other.agent for other in trajectory.others}
     agents = {row.agent for row in trajectory.sequences} or {None}
     return not agents <= others
@@ -326,9 +323,7 @@ class JsonlSink:
         return sum(group_id.startswith(prefix) for group_id in self._at_first)
 
     def expect(self, model: str) -> None:
-        """Makes sure that one file has groups of one model only.
-        Raises ConfigError: the file holds groups of another model.
-        """
+        """Makes sure that one file has groups of one model only."""
         if others := self._models - {model}:
             raise ConfigError(
                 f"{self.path} holds groups of the model {', '.join(sorted(others))}; "
@@ -376,14 +371,7 @@ async def open_sink(
     beside: Sequence[Mapping[str, Any]] = (),
     tell: Callable[[Scored], None] | None = None,
 ) -> AsyncIterator[JsonlSink]:
-    """Opens the file at `path`, new or to be resumed.
-
-    Args:
-        overwrite: the first group replaces the file.
-        beside: `env`, `split` and `seed` of other groups in the same file.
-        tell: called for each group already in the file and, as far as the failures file has them,
-            for each group that was scored and dropped.
-    """
+    """Opens the file at `path`, new or to be resumed."""
     with await asyncio.to_thread(open_appending, path) as file:
         lock(file, path)
         if file.seek(0, os.SEEK_END) and not (resume or overwrite):
@@ -506,7 +494,6 @@ def _read_dropped(path: Path, tell: Callable[[Scored], None]) -> None:
 
 
 def _check_torn(line: bytes, path: Path, number: int) -> None:
-    """Checks that a line without its end was begun by us before it is cut off."""
     if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
         raise _not_ours(path, number, "it has no end and does not begin like a group")
 

@@ -318,7 +318,6 @@ def _group(line: Json, columns: _Line, facts: _Facts, place: str) -> StoredGroup
 
 
 def _check_columns(columns: _Line, facts: _Facts) -> None:
-    """Checks that rows and rollouts belong together."""
     number = len(columns.tokens)
     lists = (columns.masks, columns.scores, columns.inference_logprobs, columns.messages)
     if any(one is not None and len(one) != number for one in lists):
@@ -329,7 +328,6 @@ def _check_columns(columns: _Line, facts: _Facts) -> None:
 
 
 def _conversation(columns: _Line, told: _Rollout) -> list[Message]:
-    """Returns the conversation of the main agent: that of a row of an agent that `others` lacks."""
     if told.messages is not None:
         return told.messages
     if not columns.messages or not told.rows:
@@ -395,7 +393,6 @@ def _images(columns: _Line, facts: _Facts, row: int) -> list[RowImage]:
 
 
 def _row(columns: _Line, facts: _Facts, row: int, told: _Rollout, number: int) -> StoredRow:
-    """Returns one row."""
     tokens = _integers(columns.tokens[row], row, "tokens")
     masks = _integers(columns.masks[row], row, "masks")
     if len(masks) != len(tokens):
@@ -447,9 +444,7 @@ _LEFT_OUT: Final = {"trajectories", "failures", "reward_range", "digest"}
 
 
 def group_record(stored: StoredGroup) -> Group:
-    """Returns a stored group as a record.
-    Raises InputError: a value of its line has another form than in records.
-    """
+    """Returns a stored group as a record."""
     told = stored.line["envserver"]
     facts = {key: told[key] for key in Group.__struct_fields__ if key in told}
     try:
@@ -473,11 +468,7 @@ def group_record(stored: StoredGroup) -> Group:
 
 
 def trajectory_of(rollout: StoredRollout, told: Mapping[str, Any] | None = None) -> Trajectory:
-    """Returns a stored rollout as a record.
-
-    Args:
-        told: its part of the line, for facts that `StoredRollout` lacks.
-    """
+    """Returns a stored rollout as a record."""
     known = {
         "rollout_id": rollout.rollout_id,
         "attempt": rollout.attempt,
@@ -519,7 +510,6 @@ def trajectory_of(rollout: StoredRollout, told: Mapping[str, Any] | None = None)
 def _converted(
     record: type[msgspec.Struct], values: Mapping[str, Any], but: set[str]
 ) -> dict[str, Any]:
-    """Returns the fields of a record among `values`, without those in `but`."""
     hints = get_type_hints(record)
     return {
         key: msgspec.convert(value, hints[key], strict=False)

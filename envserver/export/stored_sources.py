@@ -57,7 +57,6 @@ _BUFFER = 1 << 20
 def files_of(source: str) -> list[Path]:
     """Returns the JSONL files that a path, a folder or a glob names, sorted, without
     `.failures.jsonl` and, in the folder of an evaluation, without what describes its tasks.
-    Raises NotFoundError: there are none.
     """
     path = Path(source)
     if path.is_file() or path.is_fifo():
@@ -75,18 +74,13 @@ def files_of(source: str) -> list[Path]:
 
 
 def _about_tasks(path: Path) -> bool:
-    """Whether it is the `tasks.jsonl` of an evaluation, beside its `groups.jsonl`."""
     name = path.name
     return name.startswith("tasks") and path.with_name(f"groups{name[5:]}").exists()
 
 
 @contextlib.contextmanager
 def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
-    """Opens a file for reading, decompressed as its name says.
-
-    Args:
-        on_bytes: called with the number of bytes read, as they are on disk.
-    """
+    """Opens a file for reading, decompressed as its name says."""
     try:
         file: Any = path.open("rb") if on_bytes is None else _Counted(path, on_bytes)
     except OSError as error:
@@ -160,11 +154,7 @@ _SQLITE = b"SQLite format 3\0"
 
 
 def open_source(source: str, on_bytes: OnBytes | None = None) -> Iterator[RawGroup]:
-    """Yields the groups of one source.
-
-    Args:
-        on_bytes: called now and then with the number of further bytes read.
-    """
+    """Yields the groups of one source."""
     if source.startswith(SERVERS):
         return of_server(source)
     if source.startswith(DATABASES) or is_sqlite(Path(source)):
@@ -195,11 +185,7 @@ def is_sqlite(path: Path) -> bool:
 
 
 def line_of(body: bytes, format: str, env: str, group_id: str, place: str) -> dict[str, Any]:
-    """Returns the JSON of a group.
-
-    Args:
-        format: "group" (ours) or "atropos" (posted by another program).
-    """
+    """Returns the JSON of a group."""
     try:
         if format == "group":
             group = unpack(body, Group)

@@ -131,7 +131,6 @@ def _trajectory(rollout: StoredRollout) -> Trajectory:
 
 
 def _present(**values: Any) -> Json:
-    """Returns those values that say something, as JSON."""
     return {name: msgspec.to_builtins(value) for name, value in values.items() if value}
 
 
@@ -158,11 +157,7 @@ def actions_of(messages: list[Message]) -> list[Json]:
 
 
 def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[str]:
-    """Returns the problems of `document`, one line each; empty for a unified trajectory.
-
-    Args:
-        domains: the known domains.
-    """
+    """Returns the problems of `document`, one line each; empty for a unified trajectory."""
     problems = [
         f"{error.json_path}: {error.message[:200]}" for error in _validator().iter_errors(document)
     ]
@@ -176,9 +171,7 @@ def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[st
 
 
 def write_json(path: Path, document: Json) -> None:
-    """Writes `document` atomically; parent folders are made.
-    Raises StoreError: it cannot be written.
-    """
+    """Writes `document` atomically; parent folders are made."""
     data = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -285,10 +278,6 @@ _TRACE_SCHEMA = Path(__file__).with_name("trace.schema.json")
 def trace_of(rollout: StoredRollout, *, label: str = "auto", number: int = 1) -> Json:
     """Returns `rollout` as a trace: the one its agent wrote (`output["trace"]`), else from its
     actions.
-
-    Args:
-        label: "auto": `solved`, `partial` or `failed`, by its reward.
-        number: number of the run for its model and label.
     """
     label = label_of(rollout) if label == "auto" else label
     output = rollout.output
@@ -346,9 +335,6 @@ def problems_of_trace(document: Any) -> list[str]:
 def unified_of_trace(trace: Json, *, domain: str = "swe") -> Json:
     """Returns a valid trace as a unified trajectory: thoughts are `reason`, a call and its result
     one action, the final text `finalize`, an error an action of that name.
-
-    Args:
-        domain: its domain; the task's id begins with it.
     """
     outcome, model = trace["outcome"], trace["model"]
     finals = [step["text"] for step in trace["steps"] if step["type"] == "final"]

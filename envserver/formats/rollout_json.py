@@ -54,11 +54,7 @@ def shown_group(group: Group) -> dict[str, Any]:
 
 
 def shown_rollout(rollout: Trajectory, link: str) -> dict[str, Any]:
-    """Returns a rollout without the tokens of its rows.
-
-    Args:
-        link: address of the rollout, without a slash at the end.
-    """
+    """Returns a rollout without the tokens of its rows."""
     links = (f"{link}/images/{number}" for number in itertools.count())
     plain = msgspec.structs.replace(rollout, sequences=[], calls=[], timings=[], printed=[])
     shown: dict[str, Any] = msgspec.to_builtins(plain, enc_hook=str)
@@ -77,12 +73,7 @@ def shown_rollout(rollout: Trajectory, link: str) -> dict[str, Any]:
 
 
 def rollouts_as_json(group: Group, row: dict[str, Any], link: str) -> bytes:
-    """Returns all rollouts of a group as JSON, `MOST_BYTES` of texts at most.
-
-    Args:
-        row: what the list of groups says of it.
-        link: address of its rollouts, without a slash at the end.
-    """
+    """Returns all rollouts of a group as JSON, `MOST_BYTES` of texts at most."""
     parts = []
     left = MOST_BYTES
     for number, rollout in enumerate(group.trajectories):
@@ -105,9 +96,7 @@ def as_json(value: Any) -> bytes:
 
 
 def picture_of(rollout: Trajectory, number: int) -> tuple[str, bytes]:
-    """Returns the media type and the bytes of a picture in the messages of a rollout.
-    Raises NotFoundError: there is no such picture, or it is not PNG, JPEG, WebP or GIF.
-    """
+    """Returns the media type and the bytes of a picture in the messages of a rollout."""
     messages = itertools.chain(rollout.messages, *(one.messages for one in rollout.others))
     data = next(itertools.islice(map(_data_of, _pictures(messages)), number, None), None)
     kind = _kind_of(data) if data is not None else None
@@ -129,14 +118,12 @@ def _parts(message: Message) -> list[Any]:
 
 
 def _picture_url(part: Any) -> str | None:
-    """Returns the data URL of a part of a message that is a picture."""
     image = part.get("image_url") if isinstance(part, dict) else None
     url = image.get("url") if isinstance(image, dict) else image
     return url if isinstance(url, str) and url[:5].lower() == "data:" else None
 
 
 def _with_links(message: Message, links: Iterator[str]) -> Message:
-    """Returns a message whose pictures are links, and whose other data are not too long."""
     parts = _parts(message)
     if not parts:
         return message
@@ -185,7 +172,6 @@ def _row(row: Sequence) -> dict[str, Any]:
 
 
 def _use(usage: Usage) -> dict[str, Any]:
-    """Returns the resources of a rollout: its worker, and its programs in sandboxes."""
     sandbox = usage.sandbox
     return {
         "ended_by": usage.ended_by,

@@ -27,14 +27,7 @@ from .run_settings import RunApiSettings
 
 @dataclass(frozen=True)
 class ApiServer:
-    """A running server without environments of its own.
-
-    Args:
-        url: for trainers and environments.
-        runners: the environments on other machines.
-        demand: how many groups trainers want.
-        watch: finds what is wrong now.
-    """
+    """A running server without environments of its own."""
 
     url: str
     bootstrap: BootstrapServer

@@ -69,11 +69,7 @@ class EnvironmentRaised(Exception):
 
 
 def debuggable(spec: RunSpec[RunOrReplay], *, here: bool = True) -> RunSpec[RunOrReplay]:
-    """Returns `spec` without a time limit for rollouts.
-
-    Args:
-        here: the environment is to run in this process.
-    """
+    """Returns `spec` without a time limit for rollouts."""
     settings = spec.settings
     if settings.agent.is_set:
         raise ConfigError(
@@ -133,11 +129,7 @@ def _prepare_scoring(environment: Environment) -> None:
 
 
 async def _score(environment: Environment, task: Task, result: Result, *, in_thread: bool) -> Score:
-    """Scores a result.
-
-    Args:
-        in_thread: run a plain `def score` in a thread, so that the event loop goes on.
-    """
+    """Scores a result."""
     try:
         if in_thread and not inspect.iscoroutinefunction(environment.score):
             score = await asyncio.to_thread(environment.score, task, result)
@@ -171,13 +163,7 @@ PERSON = "sim"
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request to the person.
-
-    Args:
-        line: the rollout, with its agent where there are several.
-        messages: the conversation.
-        tools: in OpenAI's format.
-    """
+    """A request to the person."""
 
     line: str
     messages: list[Message]
@@ -201,7 +187,6 @@ class PersonEngine(SimEngine):
         self._said: dict[str, str] = {}
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
-        """See Speaker."""
         return Said(self._said[wish.rollout_id])
 
     async def post(
@@ -229,7 +214,6 @@ class PersonEngine(SimEngine):
         timeout_seconds: float,
         form: type | None = None,
     ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        """See Engine."""
         await self._ask(body, rollout_id)
         async with super().stream(
             path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
@@ -287,13 +271,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class Answered:
-    """The rollout of a question.
-
-    Args:
-        task_id: id of the task that the question became.
-        document: the trajectory in the unified format.
-        judge: what the judge was asked and what it cost; "" if it was not.
-    """
+    """The rollout of a question."""
 
     task_id: str
     trajectory: Trajectory
@@ -323,12 +301,7 @@ def asking(spec: RunSpec[RunSettings]) -> Asking:
 async def ask(
     asking: Asking, failed: Callable[[Failure], None], person: Answer | None = None
 ) -> Answered:
-    """Runs one rollout of the question or the task.
-
-    Args:
-        failed: called with each failure that is tried again.
-        person: plays the model, if it is given.
-    """
+    """Runs one rollout of the question or the task."""
     spec, environment, question = asking.spec, asking.environment, asking.question
     asked = None if question is None else environment.task_from_question(question)
     async with _parts(asking, person) as context:
@@ -437,7 +410,6 @@ def _question(spec: RunSpec[RunSettings]) -> Environment.Question | None:
 def _with_implied(
     spec: RunSpec[RunSettings], question: Environment.Question
 ) -> RunSpec[RunSettings]:
-    """Returns `spec` with the environment settings that the question implies."""
     implied = question.settings()
     if not implied:
         return spec

@@ -66,7 +66,6 @@ class BootstrapServer:
 
     @property
     def url(self) -> str:
-        """See RunningServer."""
         return self._server.url
 
     async def open(self, api: ASGIApp) -> None:
@@ -135,7 +134,6 @@ async def _alone(
 async def _sharing(
     server: ServerConfig, store: StorePlace, health: Health, lag: LoopLag
 ) -> AsyncIterator[BootstrapServer]:
-    """Passes requests on to the server that leads, until this one does."""
     from ..api.replicas import LeaderLink, follower_app
     from ..store.leadership import leadership
 
@@ -157,7 +155,6 @@ async def _sharing(
 
 
 def _check_reachable(server: ServerConfig) -> None:
-    """Raises ConfigError if other servers could not reach this one at its own address."""
     if server.advertise is None and server.host in ("", "0.0.0.0", "::"):
         raise ConfigError(
             "Servers that share a store must reach each other:"

@@ -137,7 +137,6 @@ class _Players:
         """Ids of rollouts in which something else was said than the demonstration says."""
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
-        """See Speaker."""
         rollout_id = wish.rollout_id.partition("/")[0]
         number = int(rollout_id.split("-")[1])
         said = self._speakers[number].say(conversation, wish, fate=fate, key=key)
@@ -300,7 +299,6 @@ class _Plays:
 
 
 def _shown_secrets(finished: Finished, task: Task) -> list[str]:
-    """Returns problems: hidden texts in what an agent is told before its first answer."""
     problems, seen = [], set()
     for call in finished.attempt.calls:
         if call.agent in seen or not call.trained:
@@ -366,7 +364,6 @@ async def check_environment(
 def _rows_to_check(
     spec: RunSpec[CheckSettings], make: Callable[[RunSpec[CheckSettings]], Environment]
 ) -> RowsToCheck:
-    """Reads what the settings say about rows: how many, an evaluation set, a tokenizer."""
     settings, env = spec.settings, spec.settings.env
     is_rows = issubclass(spec.environment_class, RowsEnvironment)
     most = settings.rows

@@ -66,9 +66,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def tracer_of(config: TelemetryConfig) -> AsyncIterator[Tracer]:
-    """Yields a tracer for `config`; without an endpoint it traces nothing and imports nothing.
-    Raises ConfigError: the library is not installed.
-    """
+    """Yields a tracer for `config`; without an endpoint it traces nothing and imports nothing."""
     if config.otlp_endpoint is None:
         yield NO_TRACER
         return
@@ -109,9 +107,7 @@ class ChosenHarness:
 
 
 def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
-    """Returns the isolation of a run's workers: for its own agent, as the environment declares.
-    Raises ConfigError: the environment does not offer its tasks to other programs.
-    """
+    """Returns the isolation of a run's workers: for its own agent, as the environment declares."""
     if not config.is_set:
         return environment.isolation
     if type(environment).harness_task is Environment.harness_task:
@@ -125,11 +121,7 @@ def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
 
 
 def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> ChosenHarness | None:
-    """Returns the external agent; None: the environment's own.
-
-    Args:
-        service: the sandboxes of the run.
-    """
+    """Returns the external agent; None: the environment's own."""
     if not config.is_set:
         return None
     arguments, output_bytes = config.arguments, config.output_kb << 10
@@ -163,9 +155,7 @@ def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> Chos
 
 
 def identity_of(config: HarnessConfig) -> dict[str, str]:
-    """Returns what identifies the program in the record of an evaluation.
-    Raises NotFoundError: there is no such program, or it is not installed.
-    """
+    """Returns what identifies the program in the record of an evaluation."""
     chosen = chosen_harness(config, None)
     return {} if chosen is None else chosen.spec.identity()
 
@@ -183,9 +173,7 @@ class SharedEngine(msgspec.Struct, frozen=True):
     """The open engine of all rollouts and how it is called.
 
     Args:
-        model: name of the model at the engine.
         demonstrator, tracer: see RolloutContext.
-        judge: what scorers may ask, if one is set.
         fleet: its engines that come and go; None: it cannot have any.
     """
 
@@ -208,9 +196,6 @@ async def shared_engine(
     folder: Path | None = None,
 ) -> AsyncIterator[SharedEngine]:
     """Opens the engine that `settings` name, behind `gate` (default: a new gate), and the judge.
-
-    Args:
-        folder: where the judge's cache is; default: the store's folder.
 
     Other arguments and errors: see `rollout_context`.
     """
@@ -274,10 +259,7 @@ async def rollout_context(
     """Starts everything that running rollouts needs, and stops it on exit.
 
     Args:
-        shared: the engine, if others use it too; default: a new one.
         for_training: the groups are for a trainer, so `tokens.max_untrained_share` applies.
-        played: answers for agents that clients act as; None: there are none.
-        egress_addresses_for_tests: see `EgressRules`; no setting sets it.
         scores_here: the caller scores in this process, so no scorer processes are started.
         is_up: called with "workers" and "scorers" as soon as they are up.
         need_engine: whether the engine must answer now. If False it may come up later; then its
@@ -416,7 +398,6 @@ def _worker_sandbox(
     port: int,
     harness: ChosenHarness | None,
 ) -> WorkerSandbox | None:
-    """Returns the sandbox of the workers, if they need one."""
     if isolation != "sandboxed" or service is None:
         return None
     if service.backend == "docker":
@@ -455,7 +436,6 @@ def _check_trained(roles: Mapping[str, AgentRole], needed: bool) -> None:
 async def _check_own(
     own: Mapping[str, OwnEndpoint], roles: Mapping[str, AgentRole], need_exact: bool
 ) -> None:
-    """Checks the engines of single agents now, as far as they answer."""
     for name, one in own.items():
         try:
             ready = await one.endpoint.ready()

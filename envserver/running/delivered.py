@@ -75,7 +75,6 @@ class Delivery(msgspec.Struct):
         not_compared: correct rows that have nothing to compare, by reason.
         tokens_not_compared: their trained tokens.
         end: bytes of the file up to the end of this group.
-        group_id: "" if it has none.
         unsealed: it has no digest: an older version, or another program, wrote it.
     """
 
@@ -192,7 +191,6 @@ def newest_version(data: bytes) -> int:
 
 
 def _decode(data: bytes) -> _Line:
-    """Decodes a line."""
     try:
         return msgspec.json.decode(data, type=_Line)
     except msgspec.ValidationError as error:
@@ -208,12 +206,7 @@ def _decode(data: bytes) -> _Line:
 
 
 class _Reader:
-    """Reads one group in the Atropos wire format.
-
-    Args:
-        line_number: None if the group is not a line of a file.
-        policy_version: version of its trained tokens, used if the group does not state it.
-    """
+    """Reads one group in the Atropos wire format."""
 
     def __init__(
         self, line: _Line, facts: _Facts, line_number: int | None, policy_version: int
@@ -315,7 +308,6 @@ class _Reader:
         )
 
     def _images(self, number: int) -> list[RowImage]:
-        """Returns the images of a row."""
         if not self._line.images or self._line.envserver is None:
             return []
         size = len(self._line.tokens[number])
@@ -342,7 +334,6 @@ class _Reader:
 
 
 def _flags(rollout: _Rollout | None, index: int) -> list[str]:
-    """Returns the flags of the row, or of its rollout if only those are known."""
     if rollout is None:
         return []
     return rollout.row_flags[index] if index < len(rollout.row_flags) else rollout.flags
@@ -477,11 +468,7 @@ class Source(Protocol):
 
 
 class FileSource:
-    """A JSONL file.
-
-    Args:
-        digests: check the chain of its lines.
-    """
+    """A JSONL file."""
 
     def __init__(self, path: Path, *, digests: bool = True) -> None:
         if not path.is_file():

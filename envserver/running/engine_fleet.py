@@ -90,7 +90,6 @@ class EngineChecks:
 
     @asynccontextmanager
     async def _opened(self, replica: Replica) -> AsyncIterator[tuple[OpenAIEngine, str]]:
-        """Opens connections to `replica` alone, and says which model to ask for."""
         model = await self._engine.model_name()
         config = self._openai.model_copy(update={"base_url": replica.url})
         if not replica.gets_key:
@@ -99,7 +98,6 @@ class EngineChecks:
             yield engine, await any_model(engine) if VERSION_PLACEHOLDER in model else model
 
     def _changes(self, known: Capabilities, new: ProbeAnswer | None) -> Iterator[str]:
-        """Yields how an answer differs from that of the known engine to the same messages."""
         old = known.probe_result.chat
         if old is None or new is None or known.probe_result.mode == "opaque":
             return

@@ -66,7 +66,6 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
     """Makes the engine that `settings` name, at the address in `openai`.
 
     Also returns the demonstrator, which is given the solutions (simulated engine only).
-    Raises ConfigError: no engine is named, nor its model.
     """
     if settings.model == SIMULATED:
         from ..models.sim import RolloutSolver, SimEngine
@@ -195,11 +194,7 @@ def _say(capabilities: Capabilities) -> None:
 
 
 class OwnEndpoint(msgspec.Struct, frozen=True):
-    """The model and engine of one agent.
-
-    Args:
-        is_elsewhere: whether the engine differs from that of the rollouts.
-    """
+    """The model and engine of one agent."""
 
     endpoint: EngineEndpoint
     model: str
@@ -219,10 +214,6 @@ async def own_endpoints(
     """Returns the endpoints of the agents that use another model or engine, by agent name.
 
     The engines are open inside the block; agents at the same engine share its connections.
-
-    Args:
-        engine, source: those of the rollouts.
-        must_answer: see `look_at`.
     """
     found: dict[str, OwnEndpoint] = {}
     opened: dict[object, Engine] = {}
@@ -276,7 +267,6 @@ async def _model(engine: Engine, config: AgentConfig) -> str:
 
 @contextlib.contextmanager
 def _naming(agent: str) -> Iterator[None]:
-    """Adds the agent's name to engine failures raised inside the block."""
     try:
         yield
     except (EngineError, ConfigError) as error:

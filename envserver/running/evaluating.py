@@ -262,7 +262,6 @@ async def _make_parts(
 
 
 def _check_passable(part: _Part, choice: Choice) -> None:
-    """Raises ConfigError if no attempt can reach the reward at which it passes."""
     environment = next(iter(part.runs.values())).environment
     bounds, asked = range_of(environment), choice.view.pass_at
     if asked is not None and not bounds.low < asked <= bounds.high:
@@ -316,7 +315,6 @@ def _new_folder(members: Sequence[Member[Any]]) -> Path:
 
 
 def _claimed(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> list[_Part]:
-    """Claims the folders of all parts and returns the parts."""
     if choice.resume and choice.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
     if choice.resume and choice.folder is None:
@@ -419,7 +417,6 @@ async def _make(
     tracked: Tracking | None,
     makers: RayMakers | None,
 ) -> None:
-    """Makes the groups of one environment or baseline."""
     environment = run.environment
     environment.config.max_token_length = sys.maxsize  # long answers count like others
     member = owner.member

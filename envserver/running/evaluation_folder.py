@@ -91,16 +91,12 @@ def write_run_file(folder: Path, run: RunFile) -> None:
 
 
 def write_tasks(path: Path, tasks: Iterable[TaskFacts]) -> None:
-    """Writes what reports need to know of tasks, atomically.
-    Raises StoreError: it cannot be written.
-    """
+    """Writes what reports need to know of tasks, atomically."""
     write_text(path, "".join(f"{msgspec.json.encode(one).decode()}\n" for one in tasks))
 
 
 def write_report(folder: Path, view: View) -> Report | Suite:
-    """Makes the report of a folder, and of each of its parts, from its files.
-    Raises InputError, StoreError: it holds no evaluation, or a file cannot be read or written.
-    """
+    """Makes the report of a folder, and of each of its parts, from its files."""
     reports = read_folder(folder, view)
     run = read_run_file(folder)
     for name in run.parts if run is not None else ():
@@ -228,7 +224,6 @@ def _read_run(folder: Path) -> RunFile:
 
 
 def _checked(folders: Sequence[Path], accepted: Accepted) -> list[_Shard]:
-    """Reads one environment of all shards. Raises InputError if they do not belong together."""
     shards = [_read_shard(folder) for folder in folders]
     for shard in shards[1:]:
         _check_settings(shards[0], shard, accepted.slices)
@@ -259,7 +254,6 @@ def _check_settings(first: _Shard, shard: _Shard, slices: Sequence[str]) -> None
 
 
 def _settings_of(shard: _Shard) -> dict[str, Any]:
-    """Returns the settings that must be equal, by name."""
     facts = msgspec.to_builtins(shard.evaluated)
     found = {name: value for name, value in facts.items() if name not in _OWN}
     found |= {f"env.{name}": value for name, value in shard.evaluated.env.items()}
@@ -282,7 +276,6 @@ def _model_of(folder: Path) -> str:
 
 
 def _check_tasks(shards: Sequence[_Shard], name: str) -> None:
-    """Raises InputError if a task is in two shards."""
     seen: dict[str, tuple[Path, int]] = {}
     for shard in shards:
         path = tasks_path(shard.folder, name)
@@ -320,7 +313,6 @@ def _lacking(shards: Sequence[_Shard]) -> str:
 
 
 def _write_merged(out: Path, shards: Sequence[_Shard]) -> None:
-    """Writes the groups, tasks and run file of one environment."""
     first = shards[0]
     for name in ("", *first.evaluated.baselines):
         with storing(out):

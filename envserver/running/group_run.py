@@ -49,12 +49,9 @@ class Part:
     """One environment of a run.
 
     Args:
-        share: its share of the groups, if there are several environments.
         path: JSONL file for its groups; None: they are written to no file.
-        requests: its tasks, as groups to be made.
         groups: number of groups before it ends; None: as many as `requests` has.
         drop_zero_variance: drop groups whose rewards are all equal.
-        observe: called with each event of this environment.
         learn: called with the task and scores of each group that a file has already.
     """
 
@@ -91,7 +88,6 @@ Show = Callable[[Tally, int | None, int], AbstractContextManager[View]]
 
 
 def show_nothing(tally: Tally, expected: int | None, already: int) -> AbstractContextManager[View]:
-    """See Show."""
     return contextlib.nullcontext(NoView())
 
 
@@ -100,7 +96,6 @@ Track = Callable[[], AbstractAsyncContextManager[Tracking | None]]
 
 
 def no_tracking() -> AbstractAsyncContextManager[Tracking | None]:
-    """See Track."""
     return contextlib.nullcontext()
 
 
@@ -109,7 +104,6 @@ OpenMakers = Callable[[], AbstractAsyncContextManager["RayMakers | None"]]
 
 
 def no_makers() -> AbstractAsyncContextManager[RayMakers | None]:
-    """See OpenMakers."""
     return contextlib.nullcontext()
 
 
@@ -125,13 +119,10 @@ class GroupRun:
     """Makes the groups of `parts`. Its counts can be read while it runs and afterwards.
 
     Args:
-        settings: settings of the whole run: its engine, and the number of rollouts in flight.
         resume, overwrite: what to do with a file that exists.
         total_groups: number of groups of all parts before it ends; None: each part ends by itself.
         expected: number of groups at the end, as far as it is known.
         for_training: the groups are for a trainer: see `rollout_context`.
-        shared: the engine, if others use it too; default: a new one.
-        track: opens trackers of its numbers.
         elsewhere: opens what makes the groups on other machines; default: they are made here.
         give: receives each group after it is in its file, if it has one; the run awaits it.
     """
@@ -268,7 +259,6 @@ class GroupRun:
     def _maker(
         self, number: int, part: Part, observer: Observer, makers: RayMakers | None
     ) -> AbstractAsyncContextManager[GroupMaker]:
-        """Returns what makes the groups of `part`, to be entered."""
         if makers is not None:
             rules = Rules(part.drop_zero_variance, self._for_training)
             return makers.open(number, part.spec, part.environment, observer, rules)
@@ -313,7 +303,6 @@ class GroupRun:
     async def _open_file(
         self, path: Path, parts: Sequence[Part], stack: contextlib.AsyncExitStack
     ) -> GroupFiles:
-        """Opens the file at `path` for the groups of `parts`."""
         configs = [part.environment.config for part in parts]
         names = [part.environment.name for part in parts]
         first = configs[0]
@@ -375,11 +364,7 @@ class _Sink:
 
 
 def makers_of(settings: MixSettings, weights: Sequence[float] = (1.0,)) -> OpenMakers:
-    """Returns what opens the makers that `settings.ray` names.
-
-    Args:
-        weights: of the environments that run at the same time.
-    """
+    """Returns what opens the makers that `settings.ray` names."""
     if not settings.ray.address:
         return no_makers
 

@@ -71,12 +71,7 @@ class HeldOut(msgspec.Struct, kw_only=True):
 
 
 class Evaluations:
-    """Runs evaluations, one at a time; `run` does the work.
-
-    Args:
-        room: the engine of the training rollouts.
-        tracked: gets the results.
-    """
+    """Runs evaluations, one at a time; `run` does the work."""
 
     def __init__(
         self,
@@ -135,9 +130,7 @@ class Evaluations:
         self._want()
 
     def start(self) -> None:
-        """Evaluates the current version now.
-        Raises ConflictError: an evaluation runs, or its split is the one that is trained on.
-        """
+        """Evaluates the current version now."""
         if self._of_training:
             raise ConflictError(self._of_training, hint=_OTHER_SPLIT)
         if self.busy or not self._loaded:
@@ -216,7 +209,6 @@ class Evaluations:
         await self._save()
 
     def _begun(self, version: int) -> tuple[HeldOut, bool]:
-        """Returns the evaluation of `version` to make, and whether it was begun before."""
         for one in self._records:
             if one.version == version and one.state in ("interrupted", "failed"):
                 one.state, one.error, one.ended_at = "running", "", 0.0
@@ -236,7 +228,6 @@ class Evaluations:
         return await evaluated(room, self._members, self.config, self._pricing, folder, again=again)
 
     def _note(self, record: HeldOut, made: Made) -> None:
-        """Notes the results of an evaluation that is complete."""
         record.results, record.sampled_by = made.results, made.sampled_by
         record.rollouts = sum(record.sampled_by.values())
         record.other_versions = record.rollouts - record.sampled_by.get(str(record.version), 0)
@@ -270,7 +261,6 @@ def is_due(version: int, before: Sequence[int], every: int | None) -> bool:
 
 
 def _free(folder: Path, name: str) -> Path:
-    """Returns a folder that does not exist yet: `name`, or `name-2` and so on."""
     numbered = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
     return next(path for one in numbered if not (path := folder / one).exists())
 

@@ -102,7 +102,6 @@ class _Line(msgspec.Struct):
 
 
 def _member(one: Served[MixSettings], config: HeldOutConfig) -> Member[MixSettings]:
-    """Returns the environment with the settings of an evaluation."""
     settings, env = one.spec.settings, one.spec.settings.env
     size = config.group_size or env.group_size
     own = env.model_copy(

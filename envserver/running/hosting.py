@@ -59,7 +59,6 @@ class EvaluationNumbers:
         self._evaluations = evaluations
 
     async def families(self) -> Iterable[Metric]:
-        """See `api.metrics.Source`."""
         of, latest = self._evaluations, self._evaluations.latest
         results = {} if latest is None else latest.results
         values = [
@@ -138,16 +137,7 @@ _log = structlog.get_logger("envserver.serve")
 
 
 class Hosted(msgspec.Struct, frozen=True):
-    """The running parts; see their modules.
-
-    Args:
-        parts: what runs the rollouts of each environment.
-        schedulers: decide which rollouts run when.
-        elsewhere: environments on other machines.
-        orders: rollouts that are made on demand.
-        episodes: rollouts whose model is an external client.
-        evaluations: of a held-out split, while trainers train.
-    """
+    """The running parts; see their modules."""
 
     room: SharedEngine
     parts: list[RolloutContext]
@@ -188,11 +178,7 @@ class Hosted(msgspec.Struct, frozen=True):
 async def hosted(
     members: Members, server: BootstrapServer, tracked: Tracking | None = None
 ) -> AsyncIterator[Hosted]:
-    """Starts everything that `members` need and shows its metrics at `server`.
-
-    Args:
-        tracked: gets the numbers of all environments.
-    """
+    """Starts everything that `members` need and shows its metrics at `server`."""
     settings = members[0].spec.settings
     tally, numbers = Tally(), RolloutNumbers()
     async with contextlib.AsyncExitStack() as stack:
@@ -267,7 +253,6 @@ async def hosted(
 
 
 def _engines(host: Hosted) -> list[EngineSource]:
-    """Returns the rollouts' engine, and those of single agents."""
     room = host.room
     found = {id(room.engine): EngineSource("", room.engine, room.model, lambda: host.version)}
     for part in host.parts:
@@ -280,7 +265,6 @@ def _engines(host: Hosted) -> list[EngineSource]:
 
 
 def _no_version() -> int:
-    """Returns the policy version of an engine that does not serve the policy."""
     return UNKNOWN_VERSION
 
 
@@ -323,7 +307,6 @@ def _observer(
 
 
 def _tracked(observe: Callable[[str], Observer], tracked: Tracking, environment: str) -> Observer:
-    """Returns an observer that trackers hear, too."""
     first, then = observe(environment), tracked.observer(environment)
 
     def told(event: Event) -> None:
@@ -351,7 +334,6 @@ async def _machineries(
     observe: Callable[[str], Observer],
     health: Health,
 ) -> AsyncIterator[list[RolloutContext]]:
-    """Starts what runs the rollouts of each environment."""
     async with contextlib.AsyncExitStack() as stack:
         parts = []
         for one in members:
@@ -445,7 +427,6 @@ async def _schedulers(
 
 
 def _teaching(tally: Tally) -> dict[str, Any]:
-    """Returns how many groups were scored for how many that were delivered."""
     equal = tally.drops["zero_variance"]
     scored = tally.groups + sum(
         tally.drops[name] for name in ("zero_variance", "too_long", "stale")
@@ -459,7 +440,6 @@ def _teaching(tally: Tally) -> dict[str, Any]:
 
 
 def _flow(tally: Tally, staleness: Staleness, demand: Demand) -> dict[str, Any]:
-    """Returns the counts of stale and late rollouts for the status."""
     return {
         "stale_rollouts": tally.failures[Stale.kind],
         "stale_groups": tally.drops["stale"] + staleness.dropped,
@@ -469,7 +449,6 @@ def _flow(tally: Tally, staleness: Staleness, demand: Demand) -> dict[str, Any]:
 
 
 def _status(all_parts: list[RolloutContext], schedulers: Several, tally: Tally) -> dict[str, Any]:
-    """Returns what `/v1/status` says of the environments in addition to the store's part."""
     parts = all_parts[0]
     several = {"environments": schedulers.delivered()} if len(all_parts) > 1 else {}
     return {

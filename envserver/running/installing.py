@@ -123,13 +123,7 @@ def _claim_ours(site: Path) -> None:
 def describe(
     references: Sequence[str], python: str, path: Sequence[str], place: Path, failure: str
 ) -> list[Description]:
-    """Imports environments in a process of `python` with `sys.path` `path`.
-
-    Args:
-        references: as `--env` takes them.
-        place: a folder for its answer.
-        failure: what is said first if one cannot be imported.
-    """
+    """Imports environments in a process of `python` with `sys.path` `path`."""
     out = place / "described.json"
     words = [python, "-P", "-c", _DESCRIBE, json.dumps(list(path)), str(out), *references]
     run(words, failure)
@@ -145,9 +139,7 @@ def pip(*words: str | Path, failure: str) -> None:
 
 
 def run(words: list[str], failure: str) -> None:
-    """Runs a program without the server's settings: building a package runs foreign code.
-    Raises ConfigError: it fails; the message has the end of its output.
-    """
+    """Runs a program without the server's settings: building a package runs foreign code."""
     ended = subprocess.run(
         words,
         env=variables(os.environ),
@@ -170,12 +162,7 @@ def install_environment(
     replace: bool,
     on_progress: Callable[[str], None],
 ) -> Installed:
-    """Adds `SCHEME:REST` to its backend, which is made if there is none.
-
-    Args:
-        packages: what pip installs beside the framework: paths, wheels, requirements.
-        replace: the backend is made anew, with all its environments.
-    """
+    """Adds `SCHEME:REST` to its backend, which is made if there is none."""
     integration = installations.integration(scheme)
     if integration.backend is None:
         raise InputError(
@@ -214,7 +201,6 @@ def _place(backend: Backend, anew: bool) -> Iterator[Path]:
 
 
 def _record(backend: Backend, references: list[str], python: Interpreter, source: str) -> Installed:
-    """Describes the backend's environments, and writes that they are installed."""
     place = home() / backend.name
     cannot = f"{backend.name} cannot be used"
     described = describe(references, python.executable, python.search_path, place, cannot)
@@ -341,9 +327,7 @@ def install(
 
 
 def remove(name: str) -> Installed:
-    """Removes an installed package, named by itself or by one of its environments.
-    Raises NotFoundError: nothing of that name was installed by `install`.
-    """
+    """Removes an installed package, named by itself or by one of its environments."""
     found = installed()
     for one in found:
         if name in one.names and installations.split(name) is not None and len(one.names) > 1:
@@ -356,7 +340,6 @@ def remove(name: str) -> Installed:
 
 
 def _wheel_of(source: str, folder: Path, on_progress: OnProgress) -> Path:
-    """Returns a wheel of `source`, built in `folder` where needed."""
     wanted = source
     if source.startswith(HUB):
         on_progress(f"Fetching {source}")
@@ -446,7 +429,6 @@ def _check_names(wheel: _Wheel, replace: bool) -> None:
 
 
 def _unmet(requirements: Sequence[Requirement], extra: str = "") -> list[str]:
-    """Returns the requirements that this interpreter does not satisfy, as text."""
     found = []
     for each in requirements:
         if each.marker is not None and not each.marker.evaluate({"extra": extra}):
@@ -564,7 +546,6 @@ def _project_facts(project: Path) -> dict[str, Any]:
 
 
 def _shared_files(project: Path) -> Iterator[Path]:
-    """Yields the files that are shared, relative to `project`."""
     listed = subprocess.run(
         ["git", "-C", project, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,

@@ -55,13 +55,7 @@ Spec = RunSpec[JoinSettings]
 
 
 class Runner:
-    """A runner that the server knows; made by `joined`.
-
-    Attributes:
-        seed: seed of its stream of groups, from the server.
-        stored: number of its groups that were on the server when it registered.
-        tally: counts of its groups and failures.
-    """
+    """A runner that the server knows; made by `joined`."""
 
     def __init__(self, welcome: Welcome, link: Link, scheduler: Scheduler, tally: Tally) -> None:
         self.seed, self.stored, self.tally = welcome.seed, welcome.stored, tally
@@ -69,9 +63,7 @@ class Runner:
         self._scheduler = scheduler
 
     async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
-        """Makes groups until stopped, dismissed, or the wanted number is reached.
-        Raises ConflictError, InputError: the server refuses the runner or a group.
-        """
+        """Makes groups until stopped, dismissed, or the wanted number is reached."""
         work = _work(self._scheduler, self._link)
         return await run_until_stopped(work, self._scheduler, stop, drain_seconds=drain_seconds)
 
@@ -130,9 +122,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
 
 
 def tls_of(settings: JoinSettings) -> ssl.SSLContext | None:
-    """Returns the TLS settings of the link; None: those of this machine.
-    Raises ConfigError: a file cannot be read.
-    """
+    """Returns the TLS settings of the link; None: those of this machine."""
     for url in server_urls(settings.url):
         parts = urlsplit(url)
         is_plain = parts.scheme == "http" and not is_loopback(parts.hostname or "")
@@ -183,7 +173,6 @@ async def _book(
     welcome: Welcome,
     version: Callable[[], int],
 ) -> Book:
-    """Loads the server's task counts, to which the runner's own groups are added from now on."""
     book = Book(
         environment,
         rules,
@@ -245,7 +234,6 @@ def _scheduler(parts: RolloutContext, link: Link, stored: int, book: Book | None
 
 
 def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tally) -> None:
-    """Connects `link` and the scheduler: status goes out, news comes in."""
     most = max(1, parts.rollouts.max_concurrent // parts.environment.config.group_size) + 1
 
     def facts() -> Heartbeat:
@@ -268,7 +256,6 @@ def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tal
 
 
 def _hears_engines(settings: JoinSettings) -> bool:
-    """Returns whether the runner calls the engines of the server."""
     wanted = settings.engines.from_server
     return not settings.openai.base_urls if wanted is None else wanted
 
@@ -278,7 +265,6 @@ def _not_yet(engines: Sequence[ToldEngine]) -> None:
 
 
 def _follow_engines(link: Link, shared: SharedEngine) -> None:
-    """Lets the runner call the engines that the server calls, if it wants to."""
     fleet = shared.fleet
     if link.hear_engines is None or fleet is None:
         return
@@ -294,7 +280,6 @@ def calls_waiting(parts: RolloutContext) -> int:
 
 
 async def _work(scheduler: Scheduler, link: Link) -> None:
-    """Runs the scheduler to its end, with heartbeats in parallel."""
     living = asyncio.create_task(link.live())
     making = asyncio.create_task(scheduler.run())
     try:
@@ -306,12 +291,7 @@ async def _work(scheduler: Scheduler, link: Link) -> None:
 
 
 class DealtRunner:
-    """A runner that makes what it is dealt; made by `dealt_runner`.
-
-    Attributes:
-        name: of this runner.
-        delivered: number of groups that it made.
-    """
+    """A runner that makes what it is dealt; made by `dealt_runner`."""
 
     def __init__(
         self, name: str, link: DealtLink, context: RolloutContext, events: _Events
@@ -339,9 +319,7 @@ class DealtRunner:
         self._ended.set()
 
     async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
-        """Makes groups until stopped or dismissed.
-        Raises ConfigError: the server refuses this runner, or tasks cannot be prepared.
-        """
+        """Makes groups until stopped or dismissed."""
         return await run_until_stopped(self._run(), self, stop, drain_seconds=drain_seconds)
 
     async def _run(self) -> None:
@@ -361,7 +339,6 @@ class DealtRunner:
             await cancel_and_wait(*tasks)
 
     async def _take(self) -> Dealt:
-        """Asks for requests, and asks anew when a group has ended meanwhile."""
         while True:
             self._ended.clear()
             waiting = calls_waiting(self._context)

@@ -22,11 +22,7 @@ _SCORERS = 8
 
 @contextlib.asynccontextmanager
 async def judge_of(config: JudgeConfig, folder: Path) -> AsyncIterator[JudgeServer | None]:
-    """Opens the judge for the block; None if none is set.
-
-    Args:
-        folder: where its cache is, unless `config` names it.
-    """
+    """Opens the judge for the block; None if none is set."""
     if config.base_url is None:
         yield None
         return
@@ -57,11 +53,7 @@ def folder_of(place: str) -> Path:
 
 
 def beside_source(sources: Sequence[str], otherwise: Path) -> Path:
-    """Returns the folder of the first source, where `process` or `serve` had the judge's cache.
-
-    Args:
-        otherwise: for a source that is not a file or folder of this machine.
-    """
+    """Returns the folder of the first source, where `process` or `serve` had the judge's cache."""
     first = Path(sources[0])
     if first.is_dir():
         return first
@@ -97,7 +89,6 @@ class JudgeNumbers:
         self._judge = judge
 
     async def families(self) -> Iterable[Metric]:
-        """See `api.metrics.Source`."""
         asked, tokens = dict[str, float](), dict[str, float]()
         again, cost = list[tuple[tuple[str, ...], float]](), list[tuple[tuple[str, ...], float]]()
         if (judge := self._judge) is not None:

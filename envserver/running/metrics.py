@@ -141,7 +141,6 @@ class RolloutNumbers:
             self._points.add((environment, agent, "negative"), max(-reward, 0.0))
 
     async def families(self) -> Iterable[Metric]:
-        """See `api.metrics.Source`."""
         of = ("environment",)
         return [
             counter("envserver_rollouts", "Finished rollouts by outcome", (*of, "end"), self._ends),
@@ -197,7 +196,6 @@ class CurriculumNumbers:
         self._curricula = curricula
 
     async def families(self) -> Iterable[Metric]:
-        """See `api.metrics.Source`."""
         of, each = ("environment",), sorted(self._curricula.items())
         shares = [(name, one.solved_share()) for name, one in each]
         return [
@@ -230,7 +228,6 @@ class EngineNumbers:
         self._version = version
 
     async def families(self) -> Iterable[Metric]:
-        """See `api.metrics.Source`."""
         engine, gate = self._engine, self._gate
         replicas = engine.replicas()
         standings = Counter(one.standing for one in replicas)
@@ -294,7 +291,6 @@ class PartsNumbers:
         self._parts = parts
 
     async def families(self) -> Iterable[Metric]:
-        """See `api.metrics.Source`."""
         services: Counter[str] = Counter()
         added, alive, running, restarts, deaths, sandboxes = [], [], [], [], [], []
         connections, refused, untrained = [], [], []
@@ -370,7 +366,6 @@ class Deliveries:
                 self._staleness.add(max(0, version - row.policy_version))
 
     async def families(self) -> Iterable[Metric]:
-        """See `api.metrics.Source`."""
         store, seen = self._store, self._store.statistics
         counters = dict(await store.counters())
         nacks, set_aside = (_by_reason(counters, event) for event in ("nacked", "set_aside"))
@@ -425,7 +420,6 @@ class Deliveries:
 
 
 def _arrived(seen: StoreStatistics) -> Iterator[Metric]:
-    """Yields the metrics of the groups that arrived, local and remote."""
     of = ("environment",)
     each = [((name,), one) for name, one in sorted(seen.arrived.items())]
     for what, words, values in (
@@ -440,7 +434,6 @@ def _arrived(seen: StoreStatistics) -> Iterator[Metric]:
 
 
 def _by_reason(counters: dict[str, int], event: str) -> dict[str, int]:
-    """Takes the counts of an event by reason out of `counters`."""
     names = [name for name in counters if name.startswith(f"{event}: ")]
     return {name.partition(": ")[2]: counters.pop(name) for name in names}
 
@@ -448,7 +441,6 @@ def _by_reason(counters: dict[str, int], event: str) -> dict[str, int]:
 def _tallies(
     tallies: Mapping[tuple[str, str, GroupState], int],
 ) -> list[tuple[tuple[str, ...], float]]:
-    """Returns the largest counts by name, and the sum of the rest for each state."""
     ranked = sorted(tallies.items(), key=lambda one: (-one[1], one[0]))
     shown: dict[tuple[str, ...], float] = {}
     for number, (labels, count) in enumerate(ranked):

@@ -31,13 +31,7 @@ S = TypeVar("S", bound=EnvironmentSettings)
 
 @dataclass(frozen=True)
 class RunSpec(Generic[S]):
-    """One environment to run, with all settings of the run.
-
-    Args:
-        settings: checked; `settings.env` is an instance of the environment's own Config.
-        reference: the environment as the user named it: a name, or a path to a file.
-        environment_class: the class that `reference` names.
-    """
+    """One environment to run, with all settings of the run."""
 
     settings: S
     reference: str
@@ -74,9 +68,7 @@ class Member(Generic[M]):
 
 
 def alone(spec: RunSpec[M]) -> Member[M]:
-    """Makes the only environment of a run.
-    Raises ConfigError: it cannot be made with its settings.
-    """
+    """Makes the only environment of a run."""
     environment = spec.make_environment()
     return Member(spec, environment, Share(environment.name))
 
@@ -143,9 +135,7 @@ class Several:
             one.drain()
 
     async def run(self, say: Callable[[str], object]) -> None:
-        """Runs all schedulers to their ends.
-        Raises EnvserverError: the error of the first that failed, after all have ended.
-        """
+        """Runs all schedulers to their ends."""
         async with asyncio.TaskGroup() as tasks:
             for name, one in self._schedulers.items():
                 tasks.create_task(self._one(name, one.run(), say))

@@ -36,15 +36,7 @@ _PLAIN = {int: "int", float: "float", str: "text", bool: "true|false", Path: "pa
 
 @dataclass(frozen=True)
 class Option:
-    """One setting.
-
-    Args:
-        path: dotted name, such as `env.group_size`.
-        annotation: its type.
-        default: its default; `...` if a value is required.
-        model: the section that contains it.
-        secret: whether its value must never be shown.
-    """
+    """One setting."""
 
     path: str
     annotation: Any
@@ -124,11 +116,7 @@ def options_of(model: type[BaseModel]) -> dict[str, Option]:
 
 
 def expanded(options: Mapping[str, Option], names: Iterable[str]) -> dict[str, Option]:
-    """Returns `options` plus those of named sections.
-
-    Args:
-        names: dotted paths of sections, such as `env.agents.user`, or of settings in them.
-    """
+    """Returns `options` plus those of named sections."""
     used = list(names)
     more: dict[str, Option] = {}
     for path, option in options.items():
@@ -340,9 +328,7 @@ _LONGEST_VALUE_SHOWN = 80
 def with_environment(
     settings_class: type[S], reference: str, config_class: type[EnvironmentConfig] | None = None
 ) -> type[S]:
-    """Returns `settings_class` with the environment's own Config class as the type of `env`.
-    Raises NotFoundError, ConfigError: `reference` names no environment, and no class is given.
-    """
+    """Returns `settings_class` with the environment's own Config class as the type of `env`."""
     if config_class is None:
         from ..registry import find
 
@@ -361,7 +347,6 @@ def sampling_of_model(
 
     Those that change the distribution are left out of settings `model` for training: they are
     someone's taste in answers, and trainers learn from the model's own distribution.
-    Raises NotFoundError, ConfigError: there is no such model, or its file is invalid.
     """
     name = values.get("model")
     if not isinstance(name, str) or name == "sim" or "engine.models_file" not in options:
@@ -382,11 +367,7 @@ def validated(
     options: Mapping[str, Option],
     where: Callable[[str], str],
 ) -> S:
-    """Makes `model` from values by dotted path.
-
-    Args:
-        where: says where the value of a path was given, or how to give it.
-    """
+    """Makes `model` from values by dotted path."""
     tree = nest(values)
     for name, field in model.model_fields.items():
         if field.is_required() and is_section(field.annotation):

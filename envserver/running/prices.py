@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pricing:
-    """Returns the prices of a model, by the name under which the engine serves it.
-
-    Args:
-        model: value of `--model`; its entry may have prices, too.
-    """
+    """Returns the prices of a model, by the name under which the engine serves it."""
     if (config.prompt is None) != (config.completion is None):
         raise ConfigError("--prices.prompt and --prices.completion go together.")
 
@@ -51,12 +47,7 @@ def rollout_prices(
     agents: Mapping[str, str | None],
     judge_config: JudgeConfig | None,
 ) -> RolloutPrices:
-    """Returns the prices by which the cost of each rollout is recorded.
-
-    Args:
-        model: name of the run's model at its engine.
-        agents: the own model of each declared agent, None where it is the run's; {}: one agent.
-    """
+    """Returns the prices by which the cost of each rollout is recorded."""
     config = settings.prices
     place = settings.engine.models_file
     of_run = pricing_of(config, settings.model, place)(model)

@@ -211,7 +211,6 @@ def _name_in_file(kind: type[Environment]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with sections as dicts of what was set in them."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_unset=True)
     if isinstance(value, Mapping):
@@ -440,7 +439,6 @@ async def _serve(
 def _opened(
     members: Members,
 ) -> contextlib.AbstractAsyncContextManager[Serving | RayServing]:
-    """Returns the server that the settings want, to be entered."""
     if not members[0].spec.settings.ray.address:
         return serving(members)
     from .ray_serving import ray_serving

@@ -79,16 +79,7 @@ def runner_command(
     brings_folder: bool,
     token: str = "",
 ) -> CommandSpec:
-    """Returns the command of a runner.
-
-    Args:
-        reference: the environment as the user named it.
-        url: of the server, as the nodes reach it.
-        more: further settings of `join`.
-        steps: number of groups that it makes; None: until it is drained.
-        instance: see `JoinSettings`.
-        brings_folder: see `Cluster`; a relative path of the environment is then one in there.
-    """
+    """Returns the command of a runner."""
     kept = {name: getattr(settings, name) for name in Settings.model_fields.keys() - _OF_SERVER}
     tree = {
         **plain(kept),
@@ -127,12 +118,7 @@ def plain(value: Any) -> Any:
 
 
 async def url_for_nodes(cluster: Cluster, config: RayConfig, url: str, host: str) -> str:
-    """Returns the address at which the nodes reach this process's server.
-
-    Args:
-        url: its address on this machine.
-        host: what it listens at.
-    """
+    """Returns the address at which the nodes reach this process's server."""
     if config.url:
         return config.url
     own, nodes = await cluster.own_address(), await cluster.nodes()
@@ -245,9 +231,7 @@ class RayServing:
         self._draining = True
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
-        """Makes groups until asked to stop, or until all wanted groups are made and delivered.
-        Raises RunnerFailed: runners cannot start.
-        """
+        """Makes groups until asked to stop, or until all wanted groups are made and delivered."""
         seconds = self._settings.server.drain_seconds
         overdue = 0
         try:
@@ -285,7 +269,6 @@ class RayServing:
         return all(fleet.is_empty for fleet in self._fleets)
 
     def _load(self, part: _Part) -> Load:
-        """Returns what trainers want of an environment, and what its runners say."""
         member = part.member
         present = [
             now.beat
@@ -365,7 +348,6 @@ def _part(member: Member[MixSettings], most: int) -> _Part:
 
 
 def _part_of(total: int, number: int, of: int) -> int:
-    """Returns how many of `total` groups the runner `number` makes."""
     return total // of + (number < total % of)
 
 
@@ -461,12 +443,7 @@ class RayMaker:
 
 @dataclass(frozen=True)
 class RayMakers:
-    """A connected cluster that can make groups of several environments.
-
-    Args:
-        weights: of the environments that run at the same time.
-        runners: the most runners of each of them, in their order.
-    """
+    """A connected cluster that can make groups of several environments."""
 
     settings: MixSettings
     cluster: Cluster
@@ -486,11 +463,7 @@ class RayMakers:
         observer: Observer,
         rules: Rules,
     ) -> AsyncIterator[RayMaker]:
-        """Starts runners for an environment; ends them at the end.
-
-        Args:
-            number: of the environment in the run.
-        """
+        """Starts runners for an environment; ends them at the end."""
         config, most = self.settings.ray, self.runners[number]
         token = secrets.token_urlsafe(24)
         host = await bind_host(self.cluster)
@@ -550,11 +523,7 @@ async def _tend(
     room: Callable[[], Awaitable[int]],
     per_runner: int,
 ) -> None:
-    """Looks after the runners of an environment, until cancelled.
-
-    Args:
-        room: returns how many runners the nodes of now have room for.
-    """
+    """Looks after the runners of an environment, until cancelled."""
     while True:
         load = Load(dealer.open_groups, per_runner, dealer.engine_waits)
         await fleet.tick(scaling.wanted(load, await room()))
@@ -565,11 +534,7 @@ async def _tend(
 async def ray_makers(
     settings: MixSettings, weights: Sequence[float] = (1.0,)
 ) -> AsyncIterator[RayMakers]:
-    """Connects to the cluster.
-
-    Args:
-        weights: of the environments that run at the same time.
-    """
+    """Connects to the cluster."""
     check_engine(settings)
     async with connected(settings.ray) as cluster:
         await cluster.check_place()

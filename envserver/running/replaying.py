@@ -169,11 +169,7 @@ def _record(
 
 
 def _exchanges(rollout: StoredRollout, agents: list[str], all_count: bool) -> list[Exchange]:
-    """Returns the calls found in the conversations of the main agent and of the others.
-
-    Args:
-        all_count: whether turns count all agents, not only the trained ones.
-    """
+    """Returns the calls found in the conversations of the main agent and of the others."""
     others = rollout.others
     counted = [other for other in others if all_count or other.get("trained")]
     turns = rollout.turns - sum(other.get("turns") or 0 for other in counted)
@@ -226,19 +222,16 @@ def recorded_settings(record: Record, config: type[EnvironmentConfig]) -> dict[s
 
 
 def _env_config(record: Record) -> dict[str, Any]:
-    """Returns the environment's settings, which are recorded if calls are kept."""
     config = record.facts.get("env_config") if record.kept else None
     return config if isinstance(config, dict) else {}
 
 
 def _choices(annotation: Any) -> Set[Any]:
-    """Returns the values that the Literals in a type list."""
     parts = get_args(annotation)
     return set(parts) if get_origin(annotation) is Literal else set().union(*map(_choices, parts))
 
 
 def _is_plain(value: Any, choices: Set[Any]) -> bool:
-    """Returns whether all text in `value` is among `choices`."""
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list):
@@ -247,7 +240,6 @@ def _is_plain(value: Any, choices: Set[Any]) -> bool:
 
 
 def _warn_of_settings(record: Record, environment: Environment) -> None:
-    """Names the settings that are not as recorded."""
     now = environment.config.model_dump(mode="json", exclude=WHERE_ONLY)
     then = _env_config(record)
     unlike = [f"env.{name}" for name in now if name in then and then[name] != now[name]]
@@ -265,12 +257,7 @@ async def replay(
     live_services: bool,
     debug: bool,
 ) -> Replayed:
-    """Runs the rollout of `record` again.
-
-    Args:
-        live_services: call the environment's services instead of reading the record.
-        debug: run in this process and stop in the debugger where the agent begins.
-    """
+    """Runs the rollout of `record` again."""
     _warn_of_settings(record, environment)
     model = str(record.facts.get("model") or "replay")
     player = Player(record.exchanges, model=model, exact=record.exact)

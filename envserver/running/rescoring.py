@@ -51,10 +51,6 @@ def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) ->
     """Returns `line` with `scores`, one for each rollout in order; None where no rollout is left.
 
     Advantages are removed: they came from the old scores.
-
-    Args:
-        by: name of the scorer.
-        at: `time.time()`.
     """
     facts = line["envserver"]
     score_range, bounds = _score_range(line), range_from_json(facts.get("reward_range") or {})
@@ -160,7 +156,6 @@ class Tally:
         unscorable: number of rollouts left out of their groups: the new score has no reward.
         left_out: number of groups that are not in the output, by reason (see LEFT_OUT).
         first: message of the first case of each reason.
-        examples: the largest changes.
     """
 
     groups: int = 0
@@ -225,19 +220,7 @@ async def rescore(
     on_bad: Callable[[InputError], None] | None = None,
     on_progress: OnProgress = lambda tally: None,
 ) -> Tally:
-    """Scores every group of `sources` again and writes `out` (JSONL, in the format of `process`).
-
-    Args:
-        sources: see `read_groups`.
-        env_reference, env_config: the environment and its settings; split and seed come from each
-            group.
-        rubric: scores instead of the environment (see `rollouts.scorer_process.with_rubric`).
-        judge: the model that scorers may ask; its cache is beside the first source.
-        processes: number of parallel scorers.
-        without_messages: score groups that were written without their conversations.
-        on_bad: called for each line that is not a group; default: the first such line is an error.
-        on_progress: called after each group.
-    """
+    """Scores every group of `sources` again and writes `out`, in the format of `process`."""
     _check_apart(sources, out)
     reference = absolute(env_reference)
     environment = environment_of(reference, env_config)
@@ -378,7 +361,6 @@ class _Rescoring:
         return result
 
     async def _scores(self, task: Task, results: list[Result]) -> list[Score]:
-        """Scores the results of a task's rollouts."""
         scores = list(await asyncio.gather(*(self._score(task, each) for each in results)))
         final = await self.scorers.score_group(task, results, scores)
         return [self.scorers.delivered(score) for score in final]
@@ -447,7 +429,6 @@ def _output(
 
 
 def _already(file: IO[bytes], path: Path, tally: Tally) -> set[str]:
-    """Counts the groups that are in `file` and returns their ids."""
     done = set()
     file.seek(0)
     for number, data in enumerate(file, 1):

@@ -30,9 +30,6 @@ async def sandboxes_of(
     """Yields what makes sandboxes; None if `environment` needs none.
 
     If `environment` is an instance, its `sandboxes` are set, for use in `tasks`.
-
-    Args:
-        isolation: of its agents; unset: as it declares.
     """
     if environment.sandbox is None and (isolation or environment.isolation) != "sandboxed":
         yield None
@@ -88,9 +85,7 @@ def _paths(config: BaseModel) -> Iterator[Path]:
 
 
 async def try_sandbox(sandboxes: SandboxMaker, environment: Environment) -> None:
-    """Makes the declared sandbox once, so that later ones start from a warm interpreter.
-    Raises ConfigError: it cannot be made as declared.
-    """
+    """Makes the declared sandbox once, so that later ones start from a warm interpreter."""
     if environment.sandbox is None:
         return
     try:

@@ -57,9 +57,7 @@ class TaskFinder:
         self._split = ""
 
     async def find(self, task_id: str) -> Task:
-        """Finds the task with this id.
-        Raises NotFoundError: the split in the settings has none, or not among its first tasks.
-        """
+        """Finds the task with this id."""
         async with self._lock:
             if task_id not in self._seen:
                 await self._search(task_id)
@@ -124,8 +122,6 @@ class Summary(msgspec.Struct, kw_only=True):
     """The counts of the output.
 
     Args:
-        rows: output rows.
-        scored: rows with a reward.
         unscorable: valid rows without a reward.
         errors: rows with an error.
         mean_reward: mean over the scored rows, None if there are none.
@@ -154,15 +150,7 @@ async def run_score(
     judge: JudgeConfig | None = None,
     progress: Progress = lambda rows, share: None,
 ) -> Summary:
-    """Scores every row of `input` into `output` (both JSONL).
-
-    Args:
-        env_reference, env_config: the environment and its settings.
-        processes: number of parallel scorers.
-        judge: the model that scorers may ask; its cache is beside the output.
-        sandbox: sandbox in which scorers run programs, if the environment does that.
-        progress: called after each row that is written.
-    """
+    """Scores every row of `input` into `output` (both JSONL)."""
     reference = absolute(env_reference)
     started = time.monotonic()
     summary = Summary()
@@ -317,7 +305,6 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _response(row: dict[str, Any], messages: list[dict[str, Any]]) -> str:
-    """Returns the response of the row, or the text of its last assistant message."""
     response = row.get("response")
     if response is not None:
         if not isinstance(response, str):
@@ -332,7 +319,6 @@ def _response(row: dict[str, Any], messages: list[dict[str, Any]]) -> str:
 
 
 def _text_of(content: object) -> str:
-    """Returns a message's text, also if it is a list of parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
@@ -363,7 +349,6 @@ def _open_input(path: Path) -> BinaryIO:
 
 
 def _output(path: Path) -> AbstractContextManager[BinaryIO]:
-    """Opens the output: a file is written atomically, a pipe or device as rows come."""
     if path.exists() and not path.is_file():
         return _storing_in(path, _device(path))
     # Follow a symbolic link, so that it is not replaced by the file.

@@ -43,7 +43,6 @@ class Served:
             and open groups were cancelled after `server.drain_seconds`.
         waiting: number of groups in the store that no trainer has acknowledged.
         cut_off: number of cancelled groups of each environment; the next start makes them again.
-        audit: result of the logprob audit as text; "" if there was none.
         judge: what the judge was asked and what it cost; "" without one.
     """
 
@@ -83,11 +82,7 @@ class Serving:
         return [one.text for one in self._alarms.active]
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
-        """Makes groups until asked to stop, or until all wanted groups are made and delivered.
-
-        Args:
-            say: called with a line when one of several environments fails.
-        """
+        """Makes groups until asked to stop, or until all wanted groups are made and delivered."""
         schedulers = self._host.schedulers
         seconds = self._settings.server.drain_seconds
         try:
@@ -110,7 +105,6 @@ class Serving:
         return Served(ending, await self._waiting(), cut_off, audit, judge)
 
     async def _run_then_wait(self, say: Callable[[str], object]) -> None:
-        """Runs the schedulers, then waits until trainers have all groups and no evaluation runs."""
         schedulers: Several = self._host.schedulers
         evaluations = self._host.evaluations
         await schedulers.run(say)
@@ -178,11 +172,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
 def warn_of_raw_logprobs(
     environment: Environment, sampling: SamplingConfig, kind: LogprobsKind
 ) -> None:
-    """Warns of rows that most trainers refuse.
-
-    Args:
-        kind: of the engine's logprobs; unknown where it has not answered yet.
-    """
+    """Warns of rows that most trainers refuse."""
     if kind != "raw":
         return
     for setting, temperature in temperatures(environment, sampling).items():
@@ -199,9 +189,7 @@ def warn_of_raw_logprobs(
 
 
 def check_alike(members: Members) -> None:
-    """Checks that all environments send groups to trainers in one format.
-    Raises ConfigError: their formats differ.
-    """
+    """Checks that all environments send groups to trainers in one format."""
     configs = [one.environment.config for one in members]
     if len({(one.include_messages, one.score_range) for one in configs}) > 1:
         raise ConfigError(

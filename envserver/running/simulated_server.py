@@ -29,12 +29,7 @@ async def run_sim(
     solver: Solver | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
-    """Serves the simulated engine until SIGINT or SIGTERM, then stops gracefully.
-
-    Args:
-        port: 0 takes a free one.
-        announce: called with one line with the base URL once the server listens.
-    """
+    """Serves the simulated engine until SIGINT or SIGTERM, then stops gracefully."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

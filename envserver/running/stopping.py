@@ -73,12 +73,7 @@ async def run_until_stopped(
     on_stop: Callable[[], None] = lambda: None,
     drain_seconds: float | None = None,
 ) -> Ending:
-    """Awaits `work`, which runs `scheduler`, and returns how it ended.
-
-    Args:
-        on_stop: called when the run is asked to stop.
-        drain_seconds: seconds after which open groups are cancelled; default: never.
-    """
+    """Awaits `work`, which runs `scheduler`, and returns how it ended."""
     loop = asyncio.get_running_loop()
     running = asyncio.ensure_future(work)
     overdue = False

@@ -125,11 +125,7 @@ class TrackedNumbers:
             self._totals[name] += 1
 
     def scalars(self, seconds: float) -> dict[str, float]:
-        """Returns the numbers since the last call, and the totals; begins anew.
-
-        Args:
-            seconds: since the last call.
-        """
+        """Returns the numbers since the last call, and the totals; begins anew."""
         several = len(self._since) > 2
         found: dict[str, float] = {}
         for environment, sums in self._since.items():
@@ -304,11 +300,7 @@ async def tracking(
     command: str,
     environments: Sequence[str],
 ) -> AsyncIterator[Tracking | None]:
-    """Opens trackers; yields None without any.
-
-    Args:
-        settings: of the run; secrets in them are not written.
-    """
+    """Opens trackers; yields None without any."""
     if not track:
         yield None
         return

@@ -198,14 +198,7 @@ async def verify(
     concurrency: int,
     progress: Progress = lambda groups, rows, share: None,
 ) -> Report:
-    """Verifies all of `source`.
-
-    Args:
-        tolerance: largest |difference| of a logprob that passes.
-        sample: which of the comparable rows are compared; depends on `seed` and the rows' names.
-        policy_version: the version that the engine serves; None: the newest of the source.
-        concurrency: requests to the engine at a time.
-    """
+    """Verifies all of `source`."""
     version = await source.newest_version() if policy_version is None else policy_version
     report = Report(tolerance, version)
     rescorer = Rescorer(engine)

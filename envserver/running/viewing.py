@@ -145,7 +145,6 @@ async def _over_server(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
 
 
 def _is_source(answer: httpx.Response) -> bool:
-    """Returns whether a server answered as ours do: other pages are not passed on."""
     try:
         value = answer.json()
     except ValueError:
@@ -156,7 +155,6 @@ def _is_source(answer: httpx.Response) -> bool:
 def _source(
     looked_at: Viewed, found: Indexing | None, *, has_failures: bool = False
 ) -> dict[str, Any]:
-    """Returns what GET /v1/source answers."""
     progress = None if found is None else found.progress
     can_be_named = looked_at.kind in ("file", "store") and "://" not in looked_at.places[0]
     return {

@@ -62,12 +62,7 @@ def create_viewer(
     evaluations: Evaluations | None = None,
     failures: FailureLog | None = None,
 ) -> FastAPI:
-    """Builds the application over groups on disk.
-
-    Args:
-        source: returns the answer of GET /v1/source without the version.
-        evaluations, failures: None where there are none.
-    """
+    """Builds the application over groups on disk."""
     router = APIRouter()
     encoder = GroupEncoder(groups, most_bytes=0)  # a file may be replaced
     add_rollout_routes(router, groups)  # before that of groups, whose ids may have slashes
@@ -131,11 +126,7 @@ class ServerOutOfReach(EnvserverError):
 
 
 def create_relay(url: str, http: httpx.AsyncClient) -> FastAPI:
-    """Builds the application over a server.
-
-    Args:
-        http: speaks to the server at `url`, with its token.
-    """
+    """Builds the application over a server."""
     app = FastAPI(title="envserver view", version=__version__, docs_url=None, redoc_url=None)
     answer_errors(app)
 

@@ -32,11 +32,7 @@ Run = Mapping[str, Report]
 
 
 class TaskSearch(msgspec.Struct, frozen=True):
-    """Which tasks of a comparison.
-
-    Args:
-        environment, text: only tasks of this part, whose id has this text.
-    """
+    """Which tasks of a comparison."""
 
     order: TaskOrder = "worst"
     environment: str = ""
@@ -46,11 +42,7 @@ class TaskSearch(msgspec.Struct, frozen=True):
 
 
 class Evaluations:
-    """The runs that are looked at.
-
-    Args:
-        index: finds the groups of tasks.
-    """
+    """The runs that are looked at."""
 
     def __init__(self, viewed: Viewed, index: IndexReader) -> None:
         self._viewed = viewed
@@ -76,11 +68,7 @@ class Evaluations:
         return {"evaluations": found, "problems": problems}
 
     async def comparison(self, a: str, b: str, wanted: TaskSearch) -> dict[str, Any]:
-        """Returns the comparison of two runs, with a page of its tasks.
-
-        Args:
-            a, b: names of runs; "": the first and the second.
-        """
+        """Returns the comparison of two runs, with a page of its tasks."""
         names = self._viewed.runs
         a, b = a or names[0], b or names[min(1, len(names) - 1)]
         one = await self._run(a)
@@ -128,7 +116,6 @@ class Evaluations:
         return await self._index.groups_of_tasks("" if is_alone else run, report.name or report.env)
 
     async def _run(self, name: str) -> Run:
-        """Returns the reports of a run, from memory while its files are unchanged."""
         if name not in self._viewed.runs:
             raise NotFoundError(
                 f"There is no run {name!r}.", hint=f"Runs: {', '.join(self._viewed.runs)}."
@@ -190,7 +177,6 @@ def _numbers(run: RunReport) -> dict[str, Any]:
 
 
 def _facts(found: Comparison) -> dict[str, Any]:
-    """Returns a comparison without its list of changes, its lists of names cut short."""
     facts: dict[str, Any] = _plain(found)
     del facts["changes"]
     for part in facts["parts"]:
@@ -211,7 +197,6 @@ class _Pair(NamedTuple):
 
 
 def _chosen(a: Run, b: Run, rules: Rules, wanted: TaskSearch) -> list[_Pair]:
-    """Returns the tasks that are asked for, in order."""
     found = [
         _Pair(part, one, two, _mean(one, rules), _mean(two, rules))
         for part, sides in task_pairs(a, b, rules).items()
@@ -239,7 +224,6 @@ def _plain(value: Any) -> Any:
 
 
 def _state(place: Path) -> list[tuple[str, int, int]]:
-    """Returns what changes when a run's files do."""
     paths = [*place.rglob("*.jsonl"), *place.rglob(RUN_FILE)] if place.is_dir() else [place]
     facts = [(str(path), path.stat()) for path in sorted(paths)]
     return [(path, one.st_size, one.st_mtime_ns) for path, one in facts]

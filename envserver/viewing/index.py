@@ -110,9 +110,7 @@ class FileState(msgspec.Struct, frozen=True):
 
 
 def state_of(path: Path, offset: int, line: int) -> FileState:
-    """Returns the state of a file of which `offset` bytes were read.
-    Raises OSError: it cannot be read.
-    """
+    """Returns the state of a file of which `offset` bytes were read."""
     is_whole = path.name.endswith((".json", ".gz", ".zst"))
     with path.open("rb") as file:
         facts = os.fstat(file.fileno())
@@ -331,7 +329,6 @@ _DECODER: Final = msgspec.json.Decoder(_Texts)
 
 
 def _has(line: bytes, needle: bytes) -> bool:
-    """Returns whether conversations or outputs of a line have `needle`, which is in lower case."""
     if needle not in line.lower():
         return False
     try:
@@ -344,7 +341,6 @@ def _has(line: bytes, needle: bytes) -> bool:
 
 
 def _those(rows: Any, needle: bytes) -> list[int]:
-    """Returns the numbers of those of these groups whose text matches."""
     found = []
     for seq, path, start, length, encoding, body in rows:
         if encoding is not None:
@@ -440,7 +436,6 @@ def _packed(
     encoding: int | None,
     body: Any,
 ) -> bytes:
-    """Returns a packed group under the id that it has here."""
     place = f"{path}, line {line}" if line else str(path)
     data = (
         _read_line(Path(path or ""), start, length) if encoding is None else decode(encoding, body)

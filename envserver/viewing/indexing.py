@@ -70,7 +70,6 @@ def _for_the_user(path: str, flags: int) -> int:
 
 
 def _tell_of_other(path: Path) -> None:
-    """Reports the index that another process writes."""
     try:
         with sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=5) as sql:
             (version,) = sql.execute("PRAGMA user_version").fetchone()
@@ -90,11 +89,7 @@ def _tell_of_other(path: Path) -> None:
 
 
 class Indexer:
-    """Writes one index.
-
-    Args:
-        on_progress: called after each step.
-    """
+    """Writes one index."""
 
     def __init__(self, viewed: Viewed, path: Path, on_progress: Callable[[Progress], None]) -> None:
         self._viewed = viewed
@@ -126,9 +121,7 @@ class Indexer:
         self._index.close()
 
     def read_new(self) -> bool:
-        """Indexes everything that is new; returns whether there was anything.
-        Raises NotFoundError: what is looked at is gone.
-        """
+        """Indexes everything that is new; returns whether there was anything."""
         files = self._viewed.files()
         known = self._index.files()
         if self._were_replaced(files, known):
@@ -198,7 +191,6 @@ class Indexer:
         self._index.put_file(number, one.path, names, _state(scan))
 
     def _add(self, number: int, run: str, documents: Documents) -> None:
-        """Adds the documents that wait as a group."""
         for found in documents.flush():
             if isinstance(found, InputError):
                 self._index.add_problem(found.message)

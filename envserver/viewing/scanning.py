@@ -40,9 +40,7 @@ class LineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts_of_line(line: bytes, place: str) -> LineFacts | None:
-    """Returns the facts of a line; None if it is JSON of another kind.
-    Raises InputError: it is not JSON.
-    """
+    """Returns the facts of a line; None if it is JSON of another kind."""
     try:
         return _facts(_DECODER.decode(line), place)
     except msgspec.ValidationError:
@@ -135,7 +133,6 @@ def _facts(line: _Line, place: str) -> LineFacts:
 
 
 def _length(tokens: msgspec.Raw) -> int:
-    """Returns the number of values in a JSON list of numbers."""
     inner = bytes(tokens)[1:-1]
     return inner.count(b",") + bool(inner.strip())
 
@@ -168,11 +165,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class FileScan:
-    """One file of groups or documents.
-
-    Args:
-        offset, line: bytes and lines that are known already.
-    """
+    """One file of groups or documents."""
 
     def __init__(self, path: Path, offset: int = 0, line: int = 0) -> None:
         self.path = path
@@ -184,11 +177,7 @@ class FileScan:
         self.is_document = path.name.endswith(".json")
 
     def found(self, documents: Documents) -> Iterator[Found | InputError]:
-        """Yields what comes after `offset`, which moves on.
-
-        Args:
-            documents: takes the documents, which become groups later.
-        """
+        """Yields what comes after `offset`, which moves on."""
         if self.is_document:
             yield from self._document(documents)
             return
@@ -206,7 +195,6 @@ class FileScan:
             yield InputError(f"{self.path} cannot be read: {error.strerror}.")
 
     def _go_on(self, file: IO[bytes]) -> None:
-        """Goes to `offset`, and past the end of a line that was whole without it."""
         file.seek(max(0, self.offset - 1))
         if self.offset and file.read(1) != b"\n" and file.read(1) == b"\n":
             self.offset += 1
@@ -266,9 +254,7 @@ class Documents:
         return bool(self._waiting)
 
     def add(self, value: Any, place: str) -> Iterator[Found | InputError]:
-        """Takes a document; yields the group that it ends.
-        Raises InputError: it is not a document.
-        """
+        """Takes a document; yields the group that it ends."""
         document = unified_document(value, place)
         task = task_of(document)
         is_other = not self._waiting or task != self._task
@@ -301,9 +287,7 @@ _PLAIN: Final = ("hooks", "egress", "flags", "components")
 
 
 def unified_document(value: Any, place: str) -> Json:
-    """Returns a document as a unified trajectory.
-    Raises InputError: it is neither a unified trajectory nor a trace.
-    """
+    """Returns a document as a unified trajectory."""
     if isinstance(value, dict):
         if isinstance(value.get("actions"), list) and isinstance(value.get("metadata"), dict):
             return value
@@ -405,7 +389,6 @@ def _other(conversation: Json) -> Json:
 
 
 def _messages(document: Json) -> list[Json]:
-    """Returns the conversation that the actions of a document tell."""
     question = document.get("question")
     messages: list[Json] = [{"role": "user", "content": question}] if question else []
     for number, action in enumerate(document["actions"]):

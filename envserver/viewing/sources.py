@@ -31,12 +31,7 @@ _NOT_DOCUMENTS: Final = frozenset(
 
 
 class ViewedFile(msgspec.Struct, frozen=True):
-    """A file of groups or documents.
-
-    Args:
-        run: name of its run among several; "": the only one.
-        part: name of the evaluation's part; baseline: of the baseline that it holds.
-    """
+    """A file of groups or documents."""
 
     path: str
     run: str = ""
@@ -45,13 +40,7 @@ class ViewedFile(msgspec.Struct, frozen=True):
 
 
 class Viewed(msgspec.Struct, frozen=True):
-    """What is looked at.
-
-    Args:
-        title: what it is called, without passwords.
-        places: as the user named them.
-        runs: names of the runs, one for each place.
-    """
+    """What is looked at."""
 
     kind: Kind
     title: str
@@ -74,9 +63,7 @@ class Viewed(msgspec.Struct, frozen=True):
 
 
 def viewed(places: Sequence[str]) -> Viewed:
-    """Returns what `places` name.
-    Raises ConfigError: a place is a pipe, or there are several, and one is a server or a store.
-    """
+    """Returns what `places` name."""
     if pipes := [place for place in places if place == "-" or Path(place).is_fifo()]:
         raise ConfigError(f"{pipes[0]} is a pipe, which cannot be looked at twice.")
     titles = [_title(place) for place in places]
@@ -148,7 +135,6 @@ def _files(place: str, run: str) -> list[ViewedFile]:
 
 
 def _documents(folder: Path) -> list[Path]:
-    """Returns the files of single documents below a folder."""
     if not folder.is_dir():
         return []
     found = sorted(one for one in folder.rglob("*.json") if not one.name.startswith("."))
@@ -188,7 +174,6 @@ def _name(place: str) -> str:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Returns the names, the second of two equal ones with a number."""
     found: list[str] = []
     for name in names:
         number, unique = 2, name

@@ -121,7 +121,6 @@ class CountingEngine(MeasuredEngine):
         timeout_seconds: float,
         form: type | None = None,
     ) -> Json:
-        """See Engine."""
         began = time.perf_counter()
         answer = await super().post(
             path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
@@ -135,9 +134,7 @@ class CountingEngine(MeasuredEngine):
 
 
 async def check_installed(python: Path) -> None:
-    """Checks that the harness is installed for `python`.
-    Raises ConfigError: it is not, or `python` cannot be run.
-    """
+    """Checks that the harness is installed for `python`."""
     words = ("-c", "import importlib.util as u; raise SystemExit(u.find_spec('lm_eval') is None)")
     try:
         process = await asyncio.create_subprocess_exec(
@@ -227,7 +224,6 @@ def fold_in(folder: Path, tasks: Sequence[str]) -> None:
 
 
 def _words(order: Order, url: str, model: str) -> list[str]:
-    """Returns the command line of the harness."""
     arguments = {
         "model": model,
         "base_url": f"{url}/v1/{_PATHS[order.api]}",
@@ -259,7 +255,6 @@ def _words(order: Order, url: str, model: str) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def _endpoint(engine: CountingEngine) -> AsyncIterator[str]:
-    """Serves an endpoint in front of `engine`, with a random key."""
     proxy = Proxy(engine, endpoint=EngineEndpoint(engine))
     server = await serve_proxy(proxy)
     try:
@@ -315,11 +310,7 @@ Watch = Callable[[CountingEngine], AbstractAsyncContextManager[None]]
 async def lm_eval(
     settings: LmEvalSettings, *, tell: Callable[[str], object], watch: Watch
 ) -> tuple[Path, Report | Suite]:
-    """Runs the tasks; returns the folder and its report.
-
-    Args:
-        tell: called with each line that the user should see.
-    """
+    """Runs the tasks; returns the folder and its report."""
     if not settings.tasks:
         raise UsageError("Which tasks? For example: envserver lm-eval gsm8k --limit 100.")
     folder = settings.out or Path("runs") / "lm-eval" / time.strftime("%Y%m%d-%H%M%S")
@@ -358,7 +349,6 @@ def _order(settings: LmEvalSettings, folder: Path) -> Order:
 
 
 def _check_folder(order: Order, settings: LmEvalSettings) -> None:
-    """Checks that no task is run twice by mistake."""
     if settings.resume and settings.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
     if order.harness.exists() and not (settings.resume or settings.overwrite):

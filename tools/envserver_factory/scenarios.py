@@ -44,11 +44,7 @@ def whole_trace(path: Path) -> Json | None:
 
 
 def check_same_run(trace: Json, wanted: Mapping[str, Any], path: Path) -> None:
-    """Checks that the trace in `path` is of the expected run.
-
-    Args:
-        wanted: keys of a trace and their expected values.
-    """
+    """Checks that the trace in `path` is of the expected run."""
     for key, value in wanted.items():
         if trace.get(key) != value:
             raise ConflictError(
@@ -63,12 +59,7 @@ def write_trace(path: Path, trace: Json) -> None:
 
 
 def write_index(folder: Path, facts: Mapping[str, Any], paths: Iterable[Path]) -> None:
-    """Writes the list of traces, with how each ended.
-
-    Args:
-        facts: facts about all of them.
-        paths: of the traces; damaged ones are left out.
-    """
+    """Writes the list of traces, with how each ended."""
     runs = []
     for path in sorted(paths):
         trace = whole_trace(path)
@@ -84,12 +75,7 @@ Embed = Callable[[Json], Json]
 
 @dataclass(frozen=True)
 class Runner:
-    """A model to run.
-
-    Args:
-        settings: its settings, including its engine.
-        model: its entry in the traces: name, hf_id, backend.
-    """
+    """A model to run."""
 
     settings: Settings
     model: dict[str, str]
@@ -169,15 +155,7 @@ async def run_scenarios(
     embed: Embed | None = None,
     on_progress: Callable[[Runs], None] = lambda runs: None,
 ) -> Runs:
-    """Makes `n` runs of each model and label and writes their traces below `out`.
-
-    Args:
-        environment, reference: the environment of scenarios.
-        seed: run N uses `seed` + N; runs are counted from 1.
-        overwrite: make runs again that have traces.
-        embed: adds embeddings to each trace.
-        on_progress: called after each run.
-    """
+    """Makes `n` runs of each model and label and writes their traces below `out`."""
     runs = Runs()
     todo: list[tuple[Runner, list[Task]]] = []
     wanted: list[Task] = []

@@ -95,11 +95,7 @@ def _contents(trajectory: Trajectory, decode: Decode | None) -> Iterator[dict[st
 
 
 class SftSink:
-    """A JSONL file as a GroupSink, until it has `wanted` new rows. A context manager.
-
-    Args:
-        append: continue an existing file.
-    """
+    """A JSONL file as a GroupSink, until it has `wanted` new rows. A context manager."""
 
     def __init__(
         self, path: Path, choice: Choice, decode: Decode | None, *, wanted: int, append: bool
@@ -121,9 +117,7 @@ class SftSink:
         self._file.close()
 
     async def put(self, group: Group) -> None:
-        """Appends as many rows of `group` as are still wanted, and syncs them to disk.
-        Raises StoreError: they cannot be written; the file is unchanged.
-        """
+        """Appends as many rows of `group` as are still wanted, and syncs them to disk."""
         rows = await asyncio.to_thread(rows_of, group, self._choice, self._decode)
         async with self._lock:
             rows = rows[: self._wanted - self.rows]
@@ -223,7 +217,6 @@ def _sink(settings: SftSettings, *, pm1: bool) -> SftSink:
 
 
 def _decoder(tokenizer: str | None) -> Decode:
-    """Returns the decoder of the model's tokens."""
     from envserver.tokens.vocabulary import Vocabulary
 
     if tokenizer is None:

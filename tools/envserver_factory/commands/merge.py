@@ -265,11 +265,7 @@ def run_sweep(argv: list[str]) -> int:
 
 
 class _Work:
-    """A sweep in its folder.
-
-    Args:
-        argv: the command line; the evaluations' settings are read from it.
-    """
+    """A sweep in its folder."""
 
     def __init__(self, settings: SweepSettings, argv: list[str], console: Console) -> None:
         _check_sweep(settings)
@@ -333,7 +329,6 @@ class _Work:
         return wanted
 
     def _asked(self) -> dict[str, Any]:
-        """Returns the settings that decide an evaluation, by environment."""
         from envserver.cli.evaluating import read_members
 
         return {
@@ -424,7 +419,6 @@ def _reports(folder: Path) -> list[Report]:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """Returns name, and sizes and times of the weights of a model."""
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder.")
     weights = sorted(folder.glob("*.safetensors"))

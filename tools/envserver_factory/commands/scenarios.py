@@ -114,7 +114,6 @@ def run(argv: list[str]) -> int:
 
 
 def _scenarios(settings: ScenarioSettings) -> list[tuple[Path, Path]]:
-    """Returns the paths of the scenarios to run, each with the folder of its traces."""
     if not settings.all_scenarios:
         if settings.scenario is None:
             raise UsageError("--scenario is needed, or --all-scenarios.")

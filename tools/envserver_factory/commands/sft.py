@@ -129,9 +129,7 @@ def run_build(argv: list[str]) -> int:
 
 
 def _check_upload(target: str | None) -> None:
-    """Checks the upload target before any work is done.
-    Raises ConfigError: it is not a valid target, or a library for it is not installed.
-    """
+    """Checks the upload target before any work is done."""
     if target is not None:
         from ..publishing.upload import check_target
 
@@ -139,7 +137,6 @@ def _check_upload(target: str | None) -> None:
 
 
 def _put(folder: Path, target: str, console: Console) -> None:
-    """Uploads a finished folder and prints the address of each file."""
     from ..publishing.upload import upload
 
     def on_progress(address: str) -> None:
@@ -214,7 +211,6 @@ def run_preview(argv: list[str]) -> int:
 
 
 def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str], Counter[str]]:
-    """Returns the rows to show, and counts by tool of all actions and all rows."""
     from ..sft_building.per_tool import Choice, reward_of, rows_of
     from ..sft_building.templates import Shown, read_templates
     from ..trajectories.documents import objects

@@ -95,7 +95,6 @@ invalid plan) and --sampling.max_tokens are 1, 2 and 4096.""",
 
 
 def _solutions(name: str, checked: str) -> CommandSpec[SolutionSettings]:
-    """Declares `sft NAME generate`."""
     return CommandSpec(
         f"sft {name} generate",
         f"""Lets a teacher try each problem of the environment `{name}` k times (8) and keeps the

@@ -133,12 +133,6 @@ def export(
     """Writes the rollouts of `sources` that `wanted` selects to `out`.
 
     `out` is a folder, or a file if its name has a file's ending.
-
-    Args:
-        facts: what was requested, for the manifest.
-        shard_rows: maximum number of rows of a shard.
-        skip_bad: skip and count lines that are not groups.
-        on_progress: called after each group with the bytes of the sources read since the last call.
     """
     single = out.suffix in (".jsonl", format.suffix)
     tally, read = Tally(), Counter[str]()

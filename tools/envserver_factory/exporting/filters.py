@@ -244,11 +244,7 @@ _GATHERED = 1 << 20
 
 
 class Forbidden:
-    """The n-grams of evaluation sets.
-
-    Args:
-        words: length of an n-gram.
-    """
+    """The n-grams of evaluation sets."""
 
     def __init__(self, words: int = WORDS) -> None:
         self.words = words
@@ -339,7 +335,6 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _paragraphs(file: Any) -> Iterator[str]:
-    """Yields texts between empty lines."""
     lines: list[str] = []
     for data in file:
         line = data.decode("utf-8", "replace").strip()

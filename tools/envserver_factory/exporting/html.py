@@ -502,13 +502,7 @@ class PageLine:
 
 
 class HtmlPages:
-    """Writes the pages.
-
-    Args:
-        title: title of the run; unset: the names of its environments.
-        tokenizer: see `token_texts`.
-        most_rollouts, most_characters: limits of one page.
-    """
+    """Writes the pages."""
 
     def __init__(
         self,
@@ -637,7 +631,6 @@ def _reward(value: float | None) -> str:
 
 
 def _shade(value: float | None) -> str:
-    """Returns the CSS class of a reward."""
     if value is None:
         return "sx"
     return f"s{min(5, max(0, round(value * 5)))}" if value == value else "sx"

@@ -312,12 +312,7 @@ def sample_of(rollout: StoredRollout, store: Json) -> Sample:
 
 
 def lost_sample(group: StoredGroup, sibling: StoredRollout, kind: str) -> Sample:
-    """Returns the sample of a rollout that failed for good: an error, nothing else.
-
-    Args:
-        sibling: another rollout of the group.
-        kind: the kind of its last failure.
-    """
+    """Returns the sample of a rollout that failed for good: an error, nothing else."""
     from inspect_ai.log import EvalError, EvalSample
 
     said = [str(one.get("message", "")) for one in group.failures if one.get("kind") == kind]
@@ -706,11 +701,7 @@ def require_inspect() -> None:
 
 
 def _facts(group: StoredGroup, rollout: StoredRollout, *, tokens: bool) -> Json:
-    """Returns the line of a group with this rollout alone, without conversations of rows.
-
-    Args:
-        tokens: keep ids, masks and logprobs; else the rows are empty.
-    """
+    """Returns the line of a group with this rollout alone, without conversations of rows."""
     line = kept_line(group, {rollout.rollout_id})
     line = {key: line[key] for key in _KEPT if line.get(key) is not None}
     (told,) = line["envserver"]["rollouts"]

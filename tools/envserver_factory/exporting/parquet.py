@@ -76,9 +76,6 @@ class ParquetShards:
 
     They have a folder of their own because pandas and pyarrow read a whole folder. Without any row
     there is one file without rows.
-
-    Args:
-        row_group_bytes: see ROW_GROUP_BYTES.
     """
 
     def __init__(self, *, row_group_bytes: int = ROW_GROUP_BYTES) -> None:
@@ -137,11 +134,7 @@ class ParquetShards:
 
 
 def rows_of(rollout: StoredRollout, generation_params: Json | None = None) -> list[Json]:
-    """Returns a row for each training row, with the columns of `schema()`.
-
-    Args:
-        generation_params: those of its group.
-    """
+    """Returns a row for each training row, with the columns of `schema()`."""
     messages = [_typed(message) for message in rollout.messages]
     exact = all(map(_says_all, messages, rollout.messages))
     shared = {name: getattr(rollout, name) for name in _PLAIN}
@@ -163,9 +156,7 @@ def _reward_of(rollout: StoredRollout, agent: str | None) -> float | None:
 
 
 def table_of(rows: Sequence[Json]) -> Table:
-    """Returns `rows` (of `rows_of`) as a table of `schema()`.
-    Raises InputError: a value does not fit its column's type (a number over 64 bits).
-    """
+    """Returns `rows` (of `rows_of`) as a table of `schema()`."""
     pa = _pyarrow("pyarrow")
     columns = []
     for field in schema():

@@ -60,7 +60,6 @@ class Unified:
                 yield NamedFile(path, orjson.dumps(document, option=_INDENTED))
 
     def _unique(self, task_id: str, rollout: StoredRollout, alone: bool) -> str:
-        """Returns an id that is a valid file name and unique, ignoring case."""
         which = hashlib.blake2b(rollout.rollout_id.encode(), digest_size=4).hexdigest()
         plain = _short(file_name(task_id))
         if alone and self._take(plain):

@@ -32,11 +32,7 @@ _CHUNK = 1 << 20
 
 
 class Files:
-    """The writer of all formats without one of their own.
-
-    Args:
-        chained: each line of a file is chained to the one before it (see `seals`).
-    """
+    """The writer of all formats without one of their own."""
 
     def __init__(self, *, chained: bool = False) -> None:
         self._chained = chained
@@ -156,10 +152,6 @@ def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
 
 def finish(place: Place, written: list[Written], facts: Json, *, overwrite: bool) -> Json:
     """Writes the manifest, and makes the folder the export.
-
-    Args:
-        written: the files of several rows; every other file is one row.
-        facts: facts for the manifest besides its files.
 
     Returns:
         The number of `files`, and their `bytes`.

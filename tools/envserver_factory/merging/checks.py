@@ -28,9 +28,7 @@ _SHOWN_TOKENS: Final = 4
 
 
 def differences(base: Path, other: Path) -> list[str]:
-    """Returns the differences of two tokenizers; none where a folder has no tokenizer.
-    Raises InputError: a tokenizer cannot be read.
-    """
+    """Returns the differences of two tokenizers; none where a folder has no tokenizer."""
     if (base / FAST).is_file() and (other / FAST).is_file():
         if _same_bytes(base / FAST, other / FAST):
             return []
@@ -153,9 +151,7 @@ class _Found:
 def check(
     base: Model, others: Sequence[Model], allowed: Allowed
 ) -> tuple[dict[Path, Names], list[str]]:
-    """Returns for each other model, by folder, its names of the tensors; and notes.
-    Raises InputError: they cannot be merged; the message has all reasons.
-    """
+    """Returns for each other model, by folder, its names of the tensors; and notes."""
     found = _Found()
     _check_alone(base, found)
     names = {}

@@ -159,7 +159,6 @@ def _version(program: str) -> str:
 
 
 def _portable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration with the names of folders instead of their paths."""
     models = [{**one, "model": Path(one["model"]).name} for one in config["models"]]
     portable = {**config, "models": models}
     if "base_model" in config:

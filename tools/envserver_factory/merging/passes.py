@@ -32,12 +32,7 @@ PIECE: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge.
-
-    Args:
-        folders: one for each alpha, in the recipe's order.
-        notes: harmless differences between the inputs.
-    """
+    """The result of a merge."""
 
     folders: list[Path]
     notes: list[str]
@@ -208,7 +203,6 @@ class _Pass:
         return None if name is None else model.values(name, begin, end)
 
     def _common(self, tensor: Tensor, begin: int, end: int) -> bytes:
-        """Returns a tensor that is not a float and must be equal in all models."""
         data = self._base.raw(tensor.name, begin, end)
         models = [(term.plus, term.minus) for term in self._terms if not term.is_vector]
         for model in [one for pair in models for one in pair if one]:
@@ -233,7 +227,6 @@ def _sum(
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Yields ranges of rows, (from, to)."""
     if not tensor.size:
         return
     step = max(1, PIECE // tensor.row_size)

@@ -77,7 +77,6 @@ class Recipe:
 def parse_parts(words: Sequence[str]) -> tuple[Vector, ...]:
     """Parses `DIR=0.3` as a difference from the base, `FILE=0.3` as a task vector; without `=` the
     weight is 1.
-    Raises ConfigError: the text after the last `=` is not a number.
     """
     vectors = []
     for word in words:

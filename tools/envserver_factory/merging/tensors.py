@@ -85,11 +85,7 @@ _LENGTH: Final = 8
 
 @dataclass(frozen=True)
 class Tensor:
-    """The place of a tensor.
-
-    Args:
-        start: offset of its first byte in the file.
-    """
+    """The place of a tensor."""
 
     name: str
     dtype: str
@@ -177,15 +173,12 @@ class Weights:
         self._open.clear()
 
     def files(self) -> list[Path]:
-        """See `Model`."""
         return [part.path for part in self.parts]
 
     def values(self, name: str, begin: int, end: int) -> Floats:
-        """See `Model`."""
         return decoded(self.raw(name, begin, end), self.tensors[name].dtype)
 
     def raw(self, name: str, begin: int, end: int) -> bytes:
-        """See `Model`."""
         tensor = self.tensors[name]
         row = tensor.row_size * SIZES[tensor.dtype]
         file = self._opened(tensor.file)
@@ -203,9 +196,7 @@ class Weights:
 
 
 def read_header(path: Path) -> File:
-    """Reads the header of a safetensors file.
-    Raises InputError: the file is of another kind or broken; the message says how.
-    """
+    """Reads the header of a safetensors file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

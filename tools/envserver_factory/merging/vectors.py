@@ -27,9 +27,7 @@ _KIND: Final = "task vector"
 
 
 def open_vector(path: Path) -> Weights:
-    """Opens a file that `vector_layout` describes.
-    Raises InputError: it is broken, or not a task vector.
-    """
+    """Opens a file that `vector_layout` describes."""
     weights = Weights(path)
     if weights.parts[0].metadata.get("kind") != _KIND:
         raise InputError(
@@ -63,11 +61,7 @@ def combined(
 
 
 class VectorWriter:
-    """Writes a vector's file; `write` takes the tensors' numbers in the layout's order.
-
-    Args:
-        partial: where it is written before it has its name.
-    """
+    """Writes a vector's file; `write` takes the tensors' numbers in the layout's order."""
 
     def __init__(self, layout: File, partial: Path) -> None:
         self.dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}

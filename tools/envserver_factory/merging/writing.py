@@ -54,9 +54,7 @@ class WeightsWriter:
         self._put(view)
 
     def close(self) -> str:
-        """Syncs the file to disk; returns its sha256.
-        Raises ValueError: there are too few or too many bytes.
-        """
+        """Syncs the file to disk; returns its sha256."""
         if self._missing:
             raise ValueError(f"{self.path.name} lacks {self._missing} bytes")
         os.fsync(self._file.fileno())

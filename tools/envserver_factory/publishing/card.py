@@ -47,15 +47,7 @@ _ABOUT: Final = {
 
 @dataclass(frozen=True)
 class Asked:
-    """The caller's settings.
-
-    Args:
-        title: title of the data.
-        sources: where the rollouts come from, see `public_name`.
-        filter: the settings that select rollouts.
-        against: evaluation sets that must not overlap with the data.
-        against_words: length in words of an overlap.
-    """
+    """The caller's settings."""
 
     title: str
     sources: Sequence[str]
@@ -132,13 +124,7 @@ def card(
     rows: int,
     shards: Sequence[str],
 ) -> str:
-    """Returns the text of the card.
-
-    Args:
-        columns: type by name.
-        rows: number of rows written.
-        shards: files of rows; empty where each rollout has its own file.
-    """
+    """Returns the text of the card."""
     header = yaml.safe_dump(_header(facts, asked, rows, shards), sort_keys=False)
     versions = f"{facts.versions[0]} to {facts.versions[1]}" if facts.versions else "not known"
     parts = [
@@ -265,7 +251,6 @@ def _names(names: Sequence[str] | dict[str, Any]) -> str:
 
 
 def _code(text: str) -> str:
-    """Formats text as inline code without characters that would end it or a table cell."""
     return f"`{_plain(text, '`|')}`"
 
 

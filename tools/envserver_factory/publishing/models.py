@@ -56,11 +56,7 @@ class Result:
 
 
 def with_results(text: str, name: str, results: Sequence[Result]) -> str:
-    """Returns a card with the results in it.
-
-    Args:
-        name: name of the model, for `model-index`.
-    """
+    """Returns a card with the results in it."""
     header, body = split_card(text)
     others = [one for one in _entries(header) if not _is_ours(one)]
     entries = [*others, *map(_entry, results)]
@@ -70,9 +66,7 @@ def with_results(text: str, name: str, results: Sequence[Result]) -> str:
 
 
 def split_card(text: str) -> tuple[dict[str, Any], str]:
-    """Returns the header of a card, {} without one, and the text below.
-    Raises InputError: the header is not a YAML mapping.
-    """
+    """Returns the header of a card, {} without one, and the text below."""
     found = _HEADER.match(text)
     if found is None:
         return {}, text
@@ -220,13 +214,7 @@ def plan(
     license: str | None = None,
     private: bool = True,
 ) -> Plan:
-    """Decides what would be published; reads all files, and changes none.
-
-    Args:
-        results: evaluations to write into the card.
-        base_model: hub id of the base model, for the card and the adapter's config.
-        license: license, for the card.
-    """
+    """Decides what would be published; reads all files, and changes none."""
     if not _NAME.fullmatch(repository):
         raise ConfigError(f"{repository!r} is not a name on the hub.", hint="Write OWNER/NAME.")
     names = [path.relative_to(folder).as_posix() for path in sorted(_files(folder))]
@@ -375,7 +363,6 @@ def _changed(
 
 
 def _is_here(name: str) -> bool:
-    """Returns whether a base is a path: one that is no name on the hub, or a folder that exists."""
     return not _BASE.fullmatch(name) or Path(name).is_dir()
 
 

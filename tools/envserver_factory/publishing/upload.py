@@ -48,9 +48,7 @@ def upload(
 
 
 def check_target(target: str) -> None:
-    """Checks a target.
-    Raises ConfigError: `target` is invalid, or a library for it is not installed.
-    """
+    """Checks a target."""
     if target.startswith(HUB):
         _data_set(target)
         _library("huggingface_hub", target)
@@ -142,9 +140,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_name(name: str) -> None:
-    """Checks the name of a data set.
-    Raises ConfigError: `name` is invalid, or huggingface_hub is not installed.
-    """
+    """Checks the name of a data set."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"--push_to_hub: {name!r} is not a name of a data set.", hint="Write OWNER/NAME."

@@ -41,11 +41,7 @@ class Example:
     facts: dict[str, list[str]]
 
     def as_row(self, form: Form, template: Template | None = None) -> Json:
-        """Returns the line of the file.
-
-        Args:
-            template: a conversation -> text before its completion, and with it.
-        """
+        """Returns the line of the file."""
         if form == "messages":
             return {"messages": self._messages()}
         if isinstance(self.prompt, str):
@@ -69,9 +65,6 @@ Template = Callable[[list[Message], str], tuple[str, str]]
 def template_of(tokenizer: str) -> Template:
     """Loads the chat template of a tokenizer: renders a conversation before and with its
     completion.
-
-    Args:
-        tokenizer: a folder, or a name on the hub.
     """
     try:
         from transformers import AutoTokenizer

@@ -32,13 +32,7 @@ _LEVELS = ("introductory", "intermediate", "advanced")
 
 @dataclass(frozen=True)
 class Selection:
-    """The choice among usable rows.
-
-    Args:
-        rows: maximum number of rows; None: all.
-        balance: what the chosen rows have equal numbers of, as far as there are enough.
-        seed: seed of the choice.
-    """
+    """The choice among usable rows."""
 
     rows: int | None = None
     balance: Balance = "none"
@@ -104,13 +98,11 @@ def balanced(cells: Sequence[Hashable], wanted: int, *, seed: int) -> list[int]:
 
 
 def _best(group: StoredGroup) -> StoredRollout | None:
-    """Returns the rollout whose valid plan has the highest reward, the first of several."""
     valid = [one for one in group.rollouts if one.components.get("valid") == 1 and one.reward]
     return max(valid, key=lambda one: one.reward or 0.0, default=None)
 
 
 def _fault(group: StoredGroup) -> str:
-    """Returns why a group has no usable plan: the fault of its last rollout."""
     for rollout in reversed(group.rollouts):
         for name in rollout.metrics:
             if name.startswith("invalid_"):
@@ -138,7 +130,6 @@ def _candidate(group: StoredGroup, rollout: StoredRollout, spool: Spool) -> _Can
 
 
 def _distinct(found: Iterable[_Candidate], dropped: Counter[str]) -> list[_Candidate]:
-    """Returns the first row of each plan, in the order of the queries."""
     of_plan: dict[bytes, _Candidate] = {}
     for one in sorted(found, key=lambda one: one.position):
         if of_plan.setdefault(one.digest, one) is not one:
@@ -159,7 +150,6 @@ def _chosen(
 
 
 def _spend(group: StoredGroup, spent: Counter[str]) -> None:
-    """Adds the tokens of a group and, where prices were known, its cost."""
     for rollout in group.rollouts:
         for name in ("prompt_tokens", "completion_tokens"):
             spent[name] += rollout.usage.get(name, 0)

@@ -84,12 +84,7 @@ def build(
     *,
     on_progress: OnProgress = lambda trajectories, size: None,
 ) -> Report:
-    """Writes the rows of the trajectories in `sources` below `out`, all or nothing.
-
-    Args:
-        sources: files, folders and globs of unified trajectories.
-        out: a new or empty folder, or one of an earlier build, which is replaced.
-    """
+    """Writes the rows of the trajectories in `sources` below `out`, all or nothing."""
     choice = choice or Choice()
     report = Report()
     with Spool() as spool:
@@ -121,11 +116,7 @@ def rows_of(
     *,
     report: Report | None = None,
 ) -> Iterator[Json]:
-    """Yields the rows of one trajectory, in the order of its actions.
-
-    Args:
-        report: counts the actions without a row.
-    """
+    """Yields the rows of one trajectory, in the order of its actions."""
     choice, report = choice or Choice(), report or Report()
     actions = [one for one in trajectory.get("actions") or [] if isinstance(one, dict)]
     domain = str(trajectory.get("domain"))

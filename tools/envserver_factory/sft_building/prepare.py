@@ -62,12 +62,7 @@ def prepare(
     source: str,
     on_progress: OnProgress = lambda count: None,
 ) -> Json:
-    """Writes the examples of `rows` below `out`; returns the contents of summary.json.
-
-    Args:
-        out: a new or empty folder, or one of an earlier run, which is replaced.
-        source: origin of the rows, for the summary.
-    """
+    """Writes the examples of `rows` below `out`; returns the contents of summary.json."""
     if plan.val_ratio < 0 or plan.test_ratio < 0 or plan.val_ratio + plan.test_ratio >= 1:
         raise ConfigError("val_ratio and test_ratio must be 0 or more, and below 1 together.")
     dropped: Counter[str] = Counter()

@@ -29,11 +29,7 @@ class Three(NamedTuple):
 def split_three(
     count: int, *, seed: int, val_ratio: float = 0.10, test_ratio: float = 0.05
 ) -> Three:
-    """Shuffles the numbers of `count` rows: first train, then validation, test last.
-
-    Args:
-        val_ratio, test_ratio: shares of the rows, rounded down; the rest is for training.
-    """
+    """Shuffles the numbers of `count` rows: first train, then validation, test last."""
     if val_ratio < 0 or test_ratio < 0 or val_ratio + test_ratio >= 1:
         raise ValueError(f"{val_ratio} and {test_ratio} leave nothing to train on")
     order = list(range(count))

@@ -133,11 +133,7 @@ def templates_of(value: Any, where: str = "The templates") -> Templates:
 def instruction_of(
     template: Template, trajectory: Json, action: Json, before: Sequence[Json], shown: Shown
 ) -> str | None:
-    """Returns the model's instruction; None if a placeholder in it is empty that must not be.
-
-    Args:
-        before: the actions before this one, in order.
-    """
+    """Returns the model's instruction; None if a placeholder in it is empty that must not be."""
     values = {
         "question": trajectory.get("question") or "",
         "context": _context(before, shown.characters) if shown.context else "",

@@ -74,12 +74,7 @@ _UNKNOWN = "unknown"
 
 
 def unified_of_foreign(value: Any, *, task_id: str, domain: str) -> Json:
-    """Returns `value` as a unified trajectory.
-
-    Args:
-        value: an object, or a list of steps or messages.
-        task_id: full id, with its domain.
-    """
+    """Returns `value` as a unified trajectory."""
     document = _document(value)
     messages = _messages(document)
     key = _key_of_actions(document)
@@ -156,7 +151,6 @@ def _actions_in(messages: list[Json]) -> list[Json]:
 
 
 def _of_message(message: Json) -> Json | None:
-    """Returns the action of a tool's message, recognised by its role, tool or command."""
     tool = message.get("tool")
     if not isinstance(tool, str) or not tool:
         tool = "bash" if "cmd" in message else "tool" if message.get("role") == "tool" else None
@@ -183,11 +177,7 @@ def _final(document: Json, messages: list[Json]) -> str:
 
 
 def _searched(value: Any, keys: Collection[str], *, without: Collection[str]) -> Any:
-    """Returns the value of the first of `keys` found: top level before deeper levels, in order.
-
-    Args:
-        without: keys below which nothing is searched.
-    """
+    """Returns the value of the first of `keys` found: top level before deeper levels, in order."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key in keys and inner not in (None, "", [], {}):
@@ -229,7 +219,6 @@ def _metadata(document: Json, messages: list[Json], actions: list[Json], key: st
 
 
 def _is_left(name: str, value: Any, said: Mapping[str, Any]) -> bool:
-    """Returns whether a key that may hold the question or the answer holds something else."""
     return name in (*QUESTION, *FINAL) and _text(value) not in said.values()
 
 
@@ -338,11 +327,7 @@ def convert(
 
 
 class Converter:
-    """Converts documents to unified trajectories and keeps ids unique.
-
-    Args:
-        domain, tokens: see `convert`.
-    """
+    """Converts documents to unified trajectories and keeps ids unique."""
 
     def __init__(self, domain: str | None = None, *, tokens: bool = False) -> None:
         self._domain = domain
@@ -350,9 +335,7 @@ class Converter:
         self._seen: dict[bytes, str] = {}
 
     def trajectories(self, document: Document) -> list[Json]:
-        """Returns the trajectories in `document`, all valid, with ids not used before.
-        Raises ValueError, InputError: it holds none, or one that is invalid.
-        """
+        """Returns the trajectories in `document`, all valid, with ids not used before."""
         if document.problem is not None:
             raise ValueError(document.problem)
         value, place = document.value, document.place
@@ -401,7 +384,6 @@ def _digest(task_id: str) -> bytes:
 
 
 def _name(document: Document) -> str:
-    """Names a document without an id of its own: its file, and its line there."""
     if document.line is None:
         return document.path.stem
     return f"{document.path.name.partition('.jsonl')[0]}-{document.line:06d}"
@@ -413,7 +395,6 @@ def _reason(error: Exception) -> str:
 
 
 def _is_trace(value: Any) -> bool:
-    """Returns whether it looks like a trace: steps of the text protocol, numbered by `i`."""
     if not isinstance(value, dict) or "run_id" not in value:
         return False
     steps = value.get("steps")

@@ -27,15 +27,7 @@ from ..exporting.inspect import LOST, REWARD, STORE, message_of, require_inspect
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or why it cannot be read.
-
-    Args:
-        line: line number from 1, in a file of lines.
-        part: name of a part of the file that it is, in a log of Inspect.
-        value: the JSON value, None where it cannot be read.
-        problem: why it cannot be read.
-        bytes: its size.
-    """
+    """A document, or why it cannot be read."""
 
     path: Path
     line: int | None
@@ -73,9 +65,7 @@ def is_inspect_log(value: Any) -> bool:
 
 
 def inspect_documents(path: Path) -> Iterator[Document]:
-    """Yields a document for each sample of a log.
-    Raises ConfigError: inspect_ai is not installed.
-    """
+    """Yields a document for each sample of a log."""
     require_inspect()
     size = path.stat().st_size
     samples = _samples(path)
@@ -202,9 +192,7 @@ _ABOUT_A_FOLDER = ("MANIFEST.json", "SUMMARY.json", "summary.json")
 
 
 def files_of(sources: Sequence[str]) -> list[Path]:
-    """Returns the files that `sources` name, each once, sorted by path.
-    Raises NotFoundError: a source names no file.
-    """
+    """Returns the files that `sources` name, each once, sorted by path."""
     found: dict[str, Path] = {}
     for source in sources:
         files = list(_files(source))

@@ -24,12 +24,7 @@ Bad = Callable[[str, str], None]
 
 @dataclass
 class Report:
-    """Counts of a validation.
-
-    Args:
-        files, bad_files: files; those with any problem.
-        documents, bad: trajectories; those with any problem.
-    """
+    """Counts of a validation."""
 
     files: int = 0
     bad_files: int = 0
@@ -44,12 +39,7 @@ def validate(
     on_progress: OnProgress = lambda count, size: None,
     domains: Collection[str] = DOMAINS,
 ) -> Report:
-    """Checks every trajectory of `sources`.
-
-    Args:
-        bad: called for each problem.
-        domains: the known domains.
-    """
+    """Checks every trajectory of `sources`."""
     report = Report()
     seen: dict[Path, set[bytes]] = {}
     wrong: set[Path] = set()
