@@ -1,9 +1,9 @@
 """Compares two runs over the same tasks, task by task. Pure.
 
 In: the task rows of two reports. Out: a `Comparison`: the mean difference with its interval and
-test, the tasks that were lost or won, and those that cannot be compared. What holds: tasks are
-paired by environment and id; both sides are counted by the same rules; a task that counts on one
-side only is named and takes no part.
+test, the tasks that were lost or won, and those that cannot be compared. Tasks are paired by
+environment and id; both sides are counted by the same rules; a task that counts on one side only is
+named and takes no part.
 """
 
 from __future__ import annotations

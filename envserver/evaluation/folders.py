@@ -2,8 +2,8 @@
 
 `run.json` says what was run, `groups.jsonl` (for a baseline: `groups-NAME.jsonl`) holds the
 results, `tasks.jsonl` beside each holds what else is known about its tasks. A folder of several
-parts names their folders in its `run.json`. What holds: a report is a function of these files and
-of a `View`; made again it is the same, byte for byte.
+parts names their folders in its `run.json`. A report is a function of these files and of a `View`;
+made again it is the same, byte for byte.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reports and comparisons as self-contained HTML pages: no script, no other file.
 
-In: a `Report`, a `Suite` or a `Comparison`. Out: text. What holds: whatever is in the data
-(names of tasks and models, labels) is escaped, with its invisible characters made visible; a
-content policy forbids scripts and requests.
+In: a `Report`, a `Suite` or a `Comparison`. Out: text. Whatever is in the data (names of tasks and
+models, labels) is escaped, with its invisible characters made visible; a content policy forbids
+scripts and requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Perturbed questions: the same question written otherwise, for measures of robustness. Pure.
 
-What holds: the same text and seed give the same perturbation; code, formulas, quotations, numbers
-and names with signs in them stay as they are, so that the answer stays the same.
+The same text and seed give the same perturbation; code, formulas, quotations, numbers and names
+with signs in them stay as they are, so that the answer stays the same.
 """
 
 from __future__ import annotations

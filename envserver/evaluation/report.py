@@ -1,8 +1,8 @@
 """Makes a report from results: how good, how sure, at what cost. Pure.
 
-What holds: every number has a declared denominator (`Rules`: whether attempts count that
-infrastructure failures ended, or in which the model was cut off); an attempt passes with a reward
-of at least `Rules.pass_at`.
+Every number has a declared denominator (`Rules`: whether attempts count that infrastructure
+failures ended, or in which the model was cut off); an attempt passes with a reward of at least
+`Rules.pass_at`.
 """
 
 from __future__ import annotations

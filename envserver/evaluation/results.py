@@ -22,9 +22,8 @@ from ..export.stored_sources import opened
 from .estimators import Estimate, estimate
 
 # A step is an action that the agent logged (`run.log_action`), without `finalize` and what the
-# other side of a conversation said. What holds: a step is a repetition if the same tool had the
-# same input and output in this attempt before; it is useless if it failed, is a repetition, or had
-# no output.
+# other side of a conversation said. A step is a repetition if the same tool had the same input and
+# output in this attempt before; it is useless if it failed, is a repetition, or had no output.
 
 NOT_STEPS: Final = frozenset(("finalize", "user", CUT))
 _NOTHING: Final = frozenset((b"", b"null", b'""', b"{}", b"[]"))

@@ -2,10 +2,10 @@
 
 In: sources, each a JSONL file of `envserver process` (plain, .gz, .zst), a folder or glob of them,
 `-` (standard input), a store (SQLite file or URL) or the address of a running server. Out:
-`StoredGroup`s in the order of the sources, one in memory at a time. What holds: `line` is what
-`process` writes for the group, wherever it came from; row i of a rollout has as many mask values
-and logprobs as tokens; a logprob is 0 where nothing was sampled. Nothing is leased, consumed or
-changed. A foreign group in Atropos's form has a rollout for each of its rows.
+`StoredGroup`s in the order of the sources, one in memory at a time. `line` is what `process` writes
+for the group, wherever it came from; row i of a rollout has as many mask values and logprobs as
+tokens; a logprob is 0 where nothing was sampled. Nothing is leased, consumed or changed. A foreign
+group in Atropos's form has a rollout for each of its rows.
 """
 
 from __future__ import annotations

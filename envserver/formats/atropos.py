@@ -2,8 +2,8 @@
 
 In: `records.Group`. Out: a dict with Atropos's 14 keys, ready for JSON. A trajectory gives one row
 per sequence, each with the reward of its agent; a trajectory without tokens gives one row of text.
-What holds: `masks` has the token id where a row is trained and `NOT_TRAINED` elsewhere,
-`inference_logprobs` the sampled logprob there and `NO_LOGPROB` elsewhere.
+`masks` has the token id where a row is trained and `NOT_TRAINED` elsewhere, `inference_logprobs`
+the sampled logprob there and `NO_LOGPROB` elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One rollout, and all rollouts of a group, as the JSON that pages show. Pure.
 
-In: a group, as it is stored. Out: JSON-like values without arrays of tokens. What holds: nothing in
-them is a setting of the environment; pictures in messages are links (`images/K` below the rollout's
-address), so that a rollout's size is that of its text; `as_json` of a whole group is bounded.
+In: a group, as it is stored. Out: JSON-like values without arrays of tokens. Nothing in them is a
+setting of the environment; pictures in messages are links (`images/K` below the rollout's address),
+so that a rollout's size is that of its text; `as_json` of a whole group is bounded.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 In the folder of each environment: `groups.jsonl` and `groups-<baseline>.jsonl` (as `process` writes
 them), `tasks.jsonl` for each, `run.json` (the settings that decide results: a resumed run must have
 the same), and the report, which is made from these files (`evaluation.folders`). With one
-environment this is the evaluation's folder; with several, each has a subfolder.
-What holds: each task of a stream is tried once per run, whether others failed or not; one
-environment that fails does not end the others.
+environment this is the evaluation's folder; with several, each has a subfolder. Each task of a
+stream is tried once per run, whether others failed or not; one environment that fails does not end
+the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the folder of an evaluation: its run file, tasks and report; merges those of shards.
 
-What holds: a folder belongs to one run and its settings; its report is what `read_folder` makes of
-its files, in three forms with the same content (`report.json`, `report.md`, `report.html`).
+A folder belongs to one run and its settings; its report is what `read_folder` makes of its files,
+in three forms with the same content (`report.json`, `report.md`, `report.html`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A run that makes groups of one or several environments, and ends: `process` and `evaluate`.
 
 In: `Part`s, one for each environment. Out: groups in files, in memory or at a consumer, and counts.
-What holds: groups are begun by weight, and an environment with tasks left gets at least its minimum
-share; one that ends or fails does not end the others; a group that a file has is not made again.
+Groups are begun by weight, and an environment with tasks left gets at least its minimum share; one
+that ends or fails does not end the others; a group that a file has is not made again.
 """
 
 from __future__ import annotations

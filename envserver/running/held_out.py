@@ -1,10 +1,10 @@
 """Evaluations of a held-out split while a server trains: `--evaluate.*` of `serve`.
 
 In: policy versions as trainers publish them, and requests. Out: for each evaluation a folder as
-`envserver evaluate` writes it, its numbers, and the list of all, in the store. What holds: one
-evaluation runs at a time; none of its groups reaches a trainer or an estimate of a task; each says
-which policy versions sampled its rollouts. An evaluation that the end of the server cut off goes on
-after a restart if the version is still the same; otherwise the current version is evaluated.
+`envserver evaluate` writes it, its numbers, and the list of all, in the store. One evaluation runs
+at a time; none of its groups reaches a trainer or an estimate of a task; each says which policy
+versions sampled its rollouts. An evaluation that the end of the server cut off goes on after a
+restart if the version is still the same; otherwise the current version is evaluated.
 """
 
 from __future__ import annotations

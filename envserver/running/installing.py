@@ -1,9 +1,8 @@
 """Installs packages of environments: `envserver env install`, `env list`, `env remove`.
 
 In: a project's folder, a wheel, a git repository, or a name on the hub. Out: a folder of
-`registry.installed`. What always holds: a package is installed wholly or not at all, nothing that
-envserver's own interpreter has is changed, and every environment of an installed package could be
-imported.
+`registry.installed`. A package is installed wholly or not at all, nothing that envserver's own
+interpreter has is changed, and every environment of an installed package could be imported.
 
 A package whose dependencies this interpreter satisfies is installed alone and shares it. Any other
 gets a virtual environment with all its dependencies; only envserver itself, and what a worker
@@ -58,8 +57,8 @@ from ..registry.interpreters import variables
 from ..registry.manifest import Manifest, as_yaml, completed, read_manifests
 
 # A backend is a virtual environment with the framework in a version of ours, and the packages that
-# environments in it need. What always holds: an environment is listed only if it could be imported;
-# a new backend is made wholly or not at all.
+# environments in it need. An environment is listed only if it could be imported; a new backend is
+# made wholly or not at all.
 
 # Installing changes nothing in envserver's own interpreter, and a package's folder is there wholly
 # or not at all.

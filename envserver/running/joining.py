@@ -2,8 +2,8 @@
 
 In: an environment and the server's URL. Out: groups, posted to the server, by the same scheduler,
 workers, proxy and scorer as in `serve`. The server says how many groups may be open, which policy
-the engine serves and when its weights change. What holds: a group counts as delivered when the
-server has it on disk; a restarted runner continues its own stream.
+the engine serves and when its weights change. A group counts as delivered when the server has it on
+disk; a restarted runner continues its own stream.
 """
 
 from __future__ import annotations

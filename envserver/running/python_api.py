@@ -5,9 +5,9 @@
     async with serve("math", model="sim", server={"port": 0}) as server: server.url
 
 In: an environment and settings by the names of the command line (`envserver COMMAND --help` lists
-them). Out: groups, reports, counts. What holds: nothing is printed, no signal handler is set, and
-a wrong setting is a ConfigError before anything runs. `blocking` has the same functions for code
-without asyncio.
+them). Out: groups, reports, counts. Nothing is printed, no signal handler is set, and a wrong
+setting is a ConfigError before anything runs. `blocking` has the same functions for code without
+asyncio.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The work of `envserver serve --ray`: the server here, its environments on a Ray cluster.
 
 In: environments and their shares. Out: groups for trainers, made by runners that join this server
-as they would from any other machine. What holds: Ray only places runners; a lost runner's open
-groups are made again, its finished ones are in the store here.
+as they would from any other machine. Ray only places runners; a lost runner's open groups are made
+again, its finished ones are in the store here.
 """
 
 from __future__ import annotations

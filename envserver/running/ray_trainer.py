@@ -1,8 +1,8 @@
 """A server inside a Ray cluster, for trainers that live on it.
 
 In: an environment and settings, as for `serve`. Out: an actor that holds the server, and batches of
-numpy rows. What holds: groups come from the server over HTTP, never through the object store; the
-server and its runners end when the actor does, and the actor when the trainer's driver does.
+numpy rows. Groups come from the server over HTTP, never through the object store; the server and
+its runners end when the actor does, and the actor when the trainer's driver does.
 """
 
 from __future__ import annotations

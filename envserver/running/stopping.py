@@ -1,6 +1,6 @@
 """Runs work on groups to its end, or until it is asked to stop.
 
-What holds: nothing here sets signal handlers; a caller that wants them (the command line) does.
+Nothing here sets signal handlers; a caller that wants them (the command line) does.
 """
 
 from __future__ import annotations

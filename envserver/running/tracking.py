@@ -1,7 +1,7 @@
 """Sends the numbers of a run to trackers: `--track` of `process`, `serve` and `evaluate`.
 
-In: events of rollouts and groups. Out: calls of trackers, each in a thread of its own. What holds:
-a tracker that fails or hangs stops nothing; it is reported once and then left alone.
+In: events of rollouts and groups. Out: calls of trackers, each in a thread of its own. A tracker
+that fails or hangs stops nothing; it is reported once and then left alone.
 """
 
 from __future__ import annotations

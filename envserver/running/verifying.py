@@ -1,8 +1,8 @@
 """The work of `envserver verify`: compares delivered groups with what the engine computes now.
 
 Every row is checked by itself (ids, masks, labels, logprobs, versions). Comparable rows, or a
-sample of them, are scored again by the engine. What holds: each row is compared, or counted under a
-reason, or named in a finding.
+sample of them, are scored again by the engine. Each row is compared, or counted under a reason, or
+named in a finding.
 """
 
 from __future__ import annotations

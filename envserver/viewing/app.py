@@ -1,7 +1,7 @@
 """The application of `envserver view`: the page, and the routes for inspection over any groups.
 
-What holds: nothing that is looked at is changed, and every route is a GET; only this machine's
-names are answered, so that no page of another site can read anything.
+Nothing that is looked at is changed, and every route is a GET; only this machine's names are
+answered, so that no page of another site can read anything.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m envserver.viewing.indexing
 
 In: a `Request` as the first line of standard input, which stays open as long as there is a viewer.
-Out: the index, and after each step a `Progress` as a line on standard output. What holds: one
-process at a time writes an index; another that looks at the same waits for its turn and reports
-what the first one did.
+Out: the index, and after each step a `Progress` as a line on standard output. One process at a time
+writes an index; another that looks at the same waits for its turn and reports what the first one
+did.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Imports little: it is started first.
 
-What holds: the process ends with this one.
+The process ends with this one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds the groups in files, in one pass that can go on when a file has grown.
 
-In: paths. Out: `Found` for each group, in order, and the error of each line that is none. What
-holds: a last line without an end is left for the next pass unless it is whole; documents of one
-task that follow each other are one group.
+In: paths. Out: `Found` for each group, in order, and the error of each line that is none. A last
+line without an end is left for the next pass unless it is whole; documents of one task that follow
+each other are one group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Runs lm-evaluation-harness as a separate process that calls an endpoint in front of the engine.
 
 In: what to run and an engine. Out: `<folder>/harness/` (what the harness wrote), and a folder for
-each of its tasks with `run.json` and `samples.jsonl`, as `evaluation.folders` reads them. What
-holds: the engine's key stays in this process; every call of the harness passes through this process
-and is counted.
+each of its tasks with `run.json` and `samples.jsonl`, as `evaluation.folders` reads them. The
+engine's key stays in this process; every call of the harness passes through this process and is
+counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The work of `envserver sft-gen`: runs an environment and writes its best rollouts as rows.
 
-In: one environment. Out: rows for supervised training in a JSONL file. What holds: rows already
-written stay in the file, however the run ends.
+In: one environment. Out: rows for supervised training in a JSONL file. Rows already written stay in
+the file, however the run ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The work of `envserver export`: delivered groups in, files in one format out.
 
 Reads one group after the other, keeps the rollouts that pass all filters and writes them in the
-chosen format. What holds: the counts add up (`read` equals `kept` plus everything that was dropped,
-by reason); memory does not grow with the number of groups, except by about 16 bytes for each
-rollout if duplicates are looked for, and by the evaluation sets to be excluded.
+chosen format. The counts add up (`read` equals `kept` plus everything that was dropped, by reason);
+memory does not grow with the number of groups, except by about 16 bytes for each rollout if
+duplicates are looked for, and by the evaluation sets to be excluded.
 """
 
 from __future__ import annotations

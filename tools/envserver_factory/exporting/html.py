@@ -1,9 +1,9 @@
 """Shows a run as HTML pages: no script, no other file, no network.
 
 In: groups and their kept rollouts. Out: `index.html` with everything or, for a large run, with the
-summary and a list of `pages/page-0001.html`, ... What holds: all outside text is escaped (control
-characters are made visible) where it is inserted, without exception; a content policy forbids
-scripts and requests; memory holds one page.
+summary and a list of `pages/page-0001.html`, ... All outside text is escaped (control characters
+are made visible) where it is inserted, without exception; a content policy forbids scripts and
+requests; memory holds one page.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`--to inspect`: rollouts as logs that Inspect View opens.
 
 In: rollouts as they are read back. Out: a `.eval` file for each environment and model, written by
-inspect_ai's own recorder. What holds: a sample is one rollout (or one that was lost, with its
-error); its store has what Inspect has no field for, so that `envserver convert` reads the same
-rollout back. Memory holds one rollout and, as in Inspect, a summary of each sample.
+inspect_ai's own recorder. A sample is one rollout (or one that was lost, with its error); its store
+has what Inspect has no field for, so that `envserver convert` reads the same rollout back. Memory
+holds one rollout and, as in Inspect, a summary of each sample.
 """
 
 from __future__ import annotations

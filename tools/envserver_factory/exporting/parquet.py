@@ -1,9 +1,9 @@
 """Delivered rollouts as Parquet: one row for each training row, typed columns, streamed.
 
 In: rollouts as they are read back. Out: tables of `schema()`, in row groups cut by bytes, so memory
-holds one row group whatever the size of the run. What holds: nothing is rounded or left out. Fields
-with the same shape everywhere are typed; what each environment shapes for itself is JSON text in a
-column that ends in `_json`. A rollout without training rows has one row without tokens.
+holds one row group whatever the size of the run. Nothing is rounded or left out. Fields with the
+same shape everywhere are typed; what each environment shapes for itself is JSON text in a column
+that ends in `_json`. A rollout without training rows has one row without tokens.
 """
 
 from __future__ import annotations

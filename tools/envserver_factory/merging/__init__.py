@@ -1,10 +1,9 @@
 """Merges model weights without torch: `base + alpha * (rl - sft)` and similar formulas.
 
 In: folders as `save_pretrained` writes them (safetensors, whole or sharded; LoRA adapters). Out:
-for each alpha a folder that can be served. What holds: only a few megabytes of weights are in
-memory at a time, however large a tensor is; a folder is complete or absent; each merged value is
-the formula computed in float32 (float64 where a weight is), rounded once to the base's dtype, to
-nearest, ties to even.
+for each alpha a folder that can be served. Only a few megabytes of weights are in memory at a time,
+however large a tensor is; a folder is complete or absent; each merged value is the formula computed
+in float32 (float64 where a weight is), rounded once to the base's dtype, to nearest, ties to even.
 
     tensors.py   safetensors files, read in pieces; stored numbers <-> numpy
     writing.py   safetensors files, written in pieces; folders that appear when complete

@@ -2,8 +2,8 @@
 
 In: a PEFT folder (`adapter_config.json`, `adapter_model.safetensors`) and its base model. Out: the
 base's tensors with `scaling * B A` added where the adapter has one, row by row as they are read,
-and with the tensors replaced that the adapter saved whole (`modules_to_save`, biases). What holds:
-an adapter with other features is refused, never misread.
+and with the tensors replaced that the adapter saved whole (`modules_to_save`, biases). An adapter
+with other features is refused, never misread.
 
 The names in the files and the scaling (`lora_alpha / r`, with `use_rslora` `lora_alpha / sqrt(r)`,
 patterns of ranks and alphas) are those of huggingface/peft.

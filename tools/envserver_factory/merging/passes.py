@@ -1,8 +1,8 @@
 """The one pass: reads every tensor of all models once, piece by piece, for all alphas.
 
-In: a recipe. Out: a folder for each alpha, with the base's files, layout and dtypes. What holds:
-beside headers and LoRA factors, `PIECE` numbers of each model and a few arrays of that length are
-in memory at a time.
+In: a recipe. Out: a folder for each alpha, with the base's files, layout and dtypes. Beside headers
+and LoRA factors, `PIECE` numbers of each model and a few arrays of that length are in memory at a
+time.
 """
 
 from __future__ import annotations

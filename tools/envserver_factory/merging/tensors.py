@@ -1,9 +1,9 @@
 """Reads weights from safetensors files in pieces.
 
 In: a folder with `model.safetensors`, or with shards and `model.safetensors.index.json`. Out: the
-description and place of each tensor, and its numbers, some rows at a time. What holds: headers are
-checked against the files before anything is read (sizes, ranges, overlaps; a hostile header cannot
-make us read elsewhere); only the headers stay in memory.
+description and place of each tensor, and its numbers, some rows at a time. Headers are checked
+against the files before anything is read (sizes, ranges, overlaps; a hostile header cannot make us
+read elsewhere); only the headers stay in memory.
 
 The format, from the README of huggingface/safetensors: eight bytes with the length of a JSON
 header, the header (`name -> {dtype, shape, data_offsets}`, and strings under `__metadata__`), then

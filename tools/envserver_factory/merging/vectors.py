@@ -3,8 +3,8 @@
 In: the models of a merge. Out: one safetensors file with `w1 * (plus1 - minus1) + ...` for every
 tensor of floats of the base, not multiplied by alpha, in float32 (float64 where a weight is). Read
 again, it takes the place of a difference: with one vector of weight 1, base + alpha * file has the
-same bits as the merge itself. What holds: a file that does not say that it is a vector is refused,
-since adding a whole model's weights would be a mistake.
+same bits as the merge itself. A file that does not say that it is a vector is refused, since adding
+a whole model's weights would be a mistake.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writes merged weights: safetensors files in pieces, folders that appear when complete.
 
 In: the description of each file, then the numbers in that order. Out: files with the layout of the
-base's. What holds: a folder gets its name only when all of it is on disk; an aborted merge leaves
-nothing but the folders that existed before.
+base's. A folder gets its name only when all of it is on disk; an aborted merge leaves nothing but
+the folders that existed before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The data card of an export for the Hugging Face hub: `README.md` in its folder.
 
-In: the kept rollouts as they pass, and the caller's settings. Out: a card with its YAML header.
-What holds: it names no path, user or password of this machine; names from the data can neither end
-the header nor become markup; unstated facts (the license) stay open.
+In: the kept rollouts as they pass, and the caller's settings. Out: a card with its YAML header. It
+names no path, user or password of this machine; names from the data can neither end the header nor
+become markup; unstated facts (the license) stay open.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Publishes a model or a LoRA adapter to the Hugging Face hub: exactly the files of a plan.
 
 In: a finished folder. Out: a `Plan` that names each file that would be uploaded, with its size and
-sha256, and each that would not, with the reason; then one commit. What holds: only files that
-loading or understanding a model needs are in a plan, never optimizer states or checkpoints; a file
-that looks as if it had a secret in it ends the planning; a repository is made as private unless the
-caller says otherwise, and a public one is refused then.
+sha256, and each that would not, with the reason; then one commit. Only files that loading or
+understanding a model needs are in a plan, never optimizer states or checkpoints; a file that looks
+as if it had a secret in it ends the planning; a repository is made as private unless the caller
+says otherwise, and a public one is refused then.
 
 The hub library handles the token (HF_TOKEN, or the one of `hf auth login`); it is never read,
 written or shown here.

@@ -1,9 +1,9 @@
 """Rows of plans that a teacher wrote: `envserver sft router generate`.
 
 In: a file of groups of the environment `router`, one for each query. Out: JSONL, a row for each
-valid plan: the ten keys beside `user_query`, or `query` and `plan` where plans are graphs.
-What holds: rows are in the order of the queries, whatever the order of the groups; no plan occurs
-twice; rows + dropped = groups; the file is complete or unchanged.
+valid plan: the ten keys beside `user_query`, or `query` and `plan` where plans are graphs. Rows are
+in the order of the queries, whatever the order of the groups; no plan occurs twice; rows + dropped
+= groups; the file is complete or unchanged.
 """
 
 from __future__ import annotations

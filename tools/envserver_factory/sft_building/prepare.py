@@ -2,8 +2,8 @@
 
 In: rows, and a function from a row to an example. Out: a folder, complete or absent; `summary.json`
 has the source of the rows, the size of each part, the dropped rows by reason, the sha256 of each
-file, and counts of each tool and each shape of plan. What holds: kept rows + dropped rows = read
-rows; the parts are `split_three` of the kept rows in reading order.
+file, and counts of each tool and each shape of plan. Kept rows + dropped rows = read rows; the
+parts are `split_three` of the kept rows in reading order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Splits rows into training and held-out parts. Pure, deterministic in the seed.
 
-What holds: every row is in exactly one part, except for `split_tool` without `strict`, whose only
-row is in both. Orders come from one `random.Random(seed)` over lists in reading order.
+Every row is in exactly one part, except for `split_tool` without `strict`, whose only row is in
+both. Orders come from one `random.Random(seed)` over lists in reading order.
 """
 
 from __future__ import annotations

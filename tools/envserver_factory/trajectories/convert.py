@@ -1,11 +1,10 @@
 """Converts files of trajectories in any known form to unified trajectories.
 
 In: JSON or JSONL documents, each one of: a unified trajectory; a trace of the text protocol
-(`traces`); a group of `envserver process`; a foreign trajectory; and samples of
-Inspect's logs (`documents`). Out: for each trajectory OUT/DOMAIN/TASK_ID.json, or a line of OUT
-where that is a .jsonl file. What holds: every written trajectory is valid (`problems_of`), task ids
-are unique, and each skipped document is reported with its place and the reason. Known keys of a
-foreign trajectory:
+(`traces`); a group of `envserver process`; a foreign trajectory; and samples of Inspect's logs
+(`documents`). Out: for each trajectory OUT/DOMAIN/TASK_ID.json, or a line of OUT where that is a
+.jsonl file. Every written trajectory is valid (`problems_of`), task ids are unique, and each
+skipped document is reported with its place and the reason. Known keys of a foreign trajectory:
 
     question      task, question, problem, prompt, query, instruction, title; at the top or deeper
     final_answer  final_answer, final, answer, solution, result, completion; else the assistant's
