@@ -60,13 +60,13 @@ def notes_of(report: Report) -> list[str]:
 def warnings_of(report: Report | Suite) -> list[str]:
     """Says why the numbers may mislead."""
     if isinstance(report, Suite):
-        told = (
+        sentences = (
             f"{part.name}: {note}"
             for part in report.parts
             for note in warnings_of(part)
             if not part.simulated or note != _SIMULATED
         )
-        return [*told, *([_SIMULATED] if report.simulated else [])]
+        return [*sentences, *([_SIMULATED] if report.simulated else [])]
     found = []
     if not report.complete:
         found.append("Not complete: the evaluation did not come to its end.")
@@ -309,8 +309,8 @@ def _took(report: Report) -> TextTable:
             f"per passing attempt ({currency})": lambda costs: _money(costs.cost_of_pass),
         }
     rows = [
-        [name, *("-" if costs is None else told(costs) for costs in all_costs)]
-        for name, told in facts.items()
+        [name, *("-" if costs is None else text_of(costs) for costs in all_costs)]
+        for name, text_of in facts.items()
     ]
     return TextTable("Tokens, time and cost", ["", *_runs(report)], rows)
 

@@ -445,14 +445,14 @@ _LEFT_OUT: Final = {"trajectories", "failures", "reward_range", "digest"}
 
 def group_record(stored: StoredGroup) -> Group:
     """Returns a stored group as a record."""
-    told = stored.line["envserver"]
-    facts = {key: told[key] for key in Group.__struct_fields__ if key in told}
+    line = stored.line["envserver"]
+    facts = {key: line[key] for key in Group.__struct_fields__ if key in line}
     try:
         known = _converted(Group, facts, _LEFT_OUT)
         failures = msgspec.convert(stored.failures, list[Failure])
         rollouts = [
             trajectory_of(rollout, raw)
-            for rollout, raw in zip(stored.rollouts, told["rollouts"], strict=True)
+            for rollout, raw in zip(stored.rollouts, line["rollouts"], strict=True)
         ]
     except msgspec.ValidationError as error:
         raise InputError(f"{stored.place} is not a group: {error}.", place=stored.place) from error
@@ -460,14 +460,14 @@ def group_record(stored: StoredGroup) -> Group:
     return Group(
         trajectories=rollouts,
         failures=failures,
-        reward_range=range_from_json(told.get("reward_range") or {}),
-        digest=str(told.get("group_digest") or ""),
+        reward_range=range_from_json(line.get("reward_range") or {}),
+        digest=str(line.get("group_digest") or ""),
         generation_params=stored.line.get("generation_params") or {},
         **known,
     )
 
 
-def trajectory_of(rollout: StoredRollout, told: Mapping[str, Any] | None = None) -> Trajectory:
+def trajectory_of(rollout: StoredRollout, raw: Mapping[str, Any] | None = None) -> Trajectory:
     """Returns a stored rollout as a record."""
     known = {
         "rollout_id": rollout.rollout_id,
@@ -503,7 +503,7 @@ def trajectory_of(rollout: StoredRollout, told: Mapping[str, Any] | None = None)
         "attempts": rollout.attempts,
         "printed": rollout.printed,
     }
-    more = {key: told[key] for key in Trajectory.__struct_fields__ if key in told} if told else {}
+    more = {key: raw[key] for key in Trajectory.__struct_fields__ if key in raw} if raw else {}
     return Trajectory(**known, **_converted(Trajectory, more, {*known, "calls", "service_calls"}))
 
 

@@ -1,8 +1,8 @@
 """One rollout as a readable record: the unified trajectory, version 1.
 
 In: a trajectory and facts about its task. Out: a dict of JSON (`unified`); for any such dict its
-problems (`problems_of`). A valid one fits the schema, its steps are numbered 1 to n in order of time; it
-started before it ended; every number is finite.
+problems (`problems_of`). A valid one fits the schema, its steps are numbered 1 to n in order of
+time, it started before it ended, and every number is finite.
 """
 
 from __future__ import annotations

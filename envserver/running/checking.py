@@ -304,11 +304,11 @@ def _shown_secrets(finished: Finished, task: Task) -> list[str]:
         if call.agent in seen or not call.trained:
             continue
         seen.add(call.agent)
-        told = " ".join(map(text_of, _before_answers(call.messages)))
+        shown = " ".join(map(text_of, _before_answers(call.messages)))
         problems += [
             f"The prompt of task {task.id!r} shows hidden text: {secret[:60]!r}."
             for secret in secrets_of(task)
-            if secret in told
+            if secret in shown
         ]
     return problems
 

@@ -134,8 +134,10 @@ def make_endpoint(
         asked = await any_model(engine) if VERSION_PLACEHOLDER in name else name
         mode = "auto" if is_elsewhere else settings.openai.mode
         probe_result = await probe(engine, wanted=mode, model=asked)
-        told = None if is_elsewhere else settings.openai.default_template_kwargs
-        capabilities = await asyncio.to_thread(capabilities_of, probe_result, tokens, told)
+        template_kwargs = None if is_elsewhere else settings.openai.default_template_kwargs
+        capabilities = await asyncio.to_thread(
+            capabilities_of, probe_result, tokens, template_kwargs
+        )
         _say(capabilities)
         return capabilities
 

@@ -291,7 +291,7 @@ def _observer(
     count, note = numbers.observer(environment), failures.observer(environment)
     curriculum = curricula.get(environment)
 
-    def told(event: Event) -> None:
+    def observer(event: Event) -> None:
         tally(event)
         count(event)
         note(event)
@@ -303,17 +303,17 @@ def _observer(
         elif isinstance(event, GroupDropped) and event.failed:
             _warn(event, tally)
 
-    return told
+    return observer
 
 
 def _tracked(observe: Callable[[str], Observer], tracked: Tracking, environment: str) -> Observer:
     first, then = observe(environment), tracked.observer(environment)
 
-    def told(event: Event) -> None:
+    def observer(event: Event) -> None:
         first(event)
         then(event)
 
-    return told
+    return observer
 
 
 def _warn(event: GroupDropped, tally: Tally) -> None:

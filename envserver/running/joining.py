@@ -268,8 +268,8 @@ def _follow_engines(link: Link, shared: SharedEngine) -> None:
     fleet = shared.fleet
     if link.hear_engines is None or fleet is None:
         return
-    link.hear_engines = lambda told: fleet.sync(
-        "server", [KnownEngine(**one.model_dump()) for one in told]
+    link.hear_engines = lambda engines: fleet.sync(
+        "server", [KnownEngine(**one.model_dump()) for one in engines]
     )
     link.doubts_engines = lambda: fleet.doubts
 

@@ -74,7 +74,7 @@ class Record:
     facts: dict[str, Any]
     sampling: dict[str, Any]
     rollout: StoredRollout
-    told: dict[str, Any]
+    raw: dict[str, Any]
     exchanges: list[Exchange]
     services: list[ServiceCall]
     kept: bool
@@ -132,11 +132,11 @@ def read_record(sources: Sequence[str], rollout_id: str) -> Record:
     """Finds the rollout with this id in `sources`."""
     seen: list[str] = []
     for group in read_groups(sources):
-        for rollout, told in zip(group.rollouts, group.line["envserver"]["rollouts"], strict=True):
+        for rollout, raw in zip(group.rollouts, group.line["envserver"]["rollouts"], strict=True):
             if rollout.rollout_id == rollout_id:
                 sampling = group.line.get("generation_params") or {}
                 facts = group.line["envserver"]
-                return _record(sources[0], group.place, facts, sampling, rollout, told)
+                return _record(sources[0], group.place, facts, sampling, rollout, raw)
             if len(seen) < _NAMES_SHOWN:
                 seen.append(rollout.rollout_id)
     raise NotFoundError(
@@ -151,21 +151,21 @@ def _record(
     facts: dict[str, Any],
     sampling: dict[str, Any],
     rollout: StoredRollout,
-    told: dict[str, Any],
+    raw: dict[str, Any],
 ) -> Record:
-    agents = agents_of(told, facts)
-    kept = bool(told.get("calls"))
+    agents = agents_of(raw, facts)
+    kept = bool(raw.get("calls"))
     try:
         if kept:
-            exchanges = recorded_calls(calls_in(told), rollout.rollout_id, agents)
+            exchanges = recorded_calls(calls_in(raw), rollout.rollout_id, agents)
         else:
             exchanges = _exchanges(rollout, agents, _nobody_trained(facts))
-        services = service_calls_in(told)
+        services = service_calls_in(raw)
     except InputError as error:
         raise InputError(
             f"{place}, rollout {rollout.rollout_id}: {error.message}", hint=error.hint, place=place
         ) from error
-    return Record(source, place, facts, sampling, rollout, told, exchanges, services, kept)
+    return Record(source, place, facts, sampling, rollout, raw, exchanges, services, kept)
 
 
 def _exchanges(rollout: StoredRollout, agents: list[str], all_count: bool) -> list[Exchange]:
@@ -336,7 +336,7 @@ def _facts(record: Record, finished: Finished, score: Score) -> Iterator[Fact]:
         now = [[row.tokens.tolist(), row.mask.tolist()] for row in finished.sequences]
         rows = [[row.tokens.tolist(), [int(one) for one in row.mask]] for row in then.rows]
         yield Fact("training rows", rows, now)
-    before = record.told.get("rescored_from") or record.told
+    before = record.raw.get("rescored_from") or record.raw
     yield Fact("reward", before.get("reward"), score.reward)
     yield Fact("components", before.get("components") or {}, score.components)
 

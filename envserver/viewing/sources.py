@@ -272,9 +272,11 @@ def _event(line: bytes) -> Iterator[RolloutFailed | GroupDropped]:
         if kind == "group_dropped":
             yield msgspec.json.decode(line, type=GroupDropped)
         elif kind == "rollout_failed":
-            told = msgspec.json.decode(line, type=_Failed)
-            of_failure = {name: getattr(told, name) for name in Failure.__struct_fields__}
-            facts = {n: getattr(told, n) for n in RolloutFailed.__struct_fields__ if n != "failure"}
+            line_facts = msgspec.json.decode(line, type=_Failed)
+            of_failure = {name: getattr(line_facts, name) for name in Failure.__struct_fields__}
+            facts = {
+                n: getattr(line_facts, n) for n in RolloutFailed.__struct_fields__ if n != "failure"
+            }
             yield RolloutFailed(failure=Failure(**of_failure), **facts)
     except msgspec.DecodeError:
         return

@@ -172,10 +172,10 @@ def _line(sweep: Sweep, axes: _Axes, name: str, number: int) -> Iterator[str]:
         if reward.low is not None and reward.high is not None:
             ends = f"M{x} {axes.y(reward.low)}V{axes.y(reward.high)}"
             yield f'<path d="{ends}" stroke="{color}" stroke-opacity="0.6"/>'
-        told = f"{name}: {_cell(reward)}"
+        label = f"{name}: {_cell(reward)}"
         yield (
             f'<circle cx="{x}" cy="{axes.y(reward.value)}" r="4" fill="{color}">'
-            f"<title>{escape(told)}</title></circle>"
+            f"<title>{escape(label)}</title></circle>"
         )
     y = _TOP + 14 * number + 8
     yield (

@@ -457,10 +457,10 @@ def _conversation(
 
 def _at(begin: float, times: Span, end: float | None = None) -> Json:
     """Returns the times of an event; `times`: of its rollout."""
-    told: Json = {"timestamp": _moment(begin), "working_start": max(0.0, begin - times[0])}
+    timing: Json = {"timestamp": _moment(begin), "working_start": max(0.0, begin - times[0])}
     if end is not None:
-        told |= {"completed": _moment(end), "working_time": max(0.0, end - begin)}
-    return told
+        timing |= {"completed": _moment(end), "working_time": max(0.0, end - begin)}
+    return timing
 
 
 def _tools(tools: list[Json]) -> Iterator[Any]:
@@ -507,9 +507,9 @@ def _no_output(rollout: StoredRollout) -> Any:
 def _usage(rollout: StoredRollout) -> Any:
     from inspect_ai.model import ModelUsage
 
-    told = int(used(rollout, "completion_tokens")) or rollout.sampled
+    sampled = int(used(rollout, "completion_tokens")) or rollout.sampled
     seen = int(used(rollout, "prompt_tokens"))
-    return ModelUsage(input_tokens=seen, output_tokens=told, total_tokens=seen + told)
+    return ModelUsage(input_tokens=seen, output_tokens=sampled, total_tokens=seen + sampled)
 
 
 def _moment(seconds: float) -> datetime:
@@ -704,13 +704,13 @@ def _facts(group: StoredGroup, rollout: StoredRollout, *, tokens: bool) -> Json:
     """Returns the line of a group with this rollout alone, without conversations of rows."""
     line = kept_line(group, {rollout.rollout_id})
     line = {key: line[key] for key in _KEPT if line.get(key) is not None}
-    (told,) = line["envserver"]["rollouts"]
+    (raw,) = line["envserver"]["rollouts"]
     dropped = ("messages", "calls", "service_calls")
-    told = {key: value for key, value in told.items() if key not in dropped}
+    raw = {key: value for key, value in raw.items() if key not in dropped}
     if not tokens:
-        line |= {key: [[] for _ in told["rows"]] for key in _TOKENS}
+        line |= {key: [[] for _ in raw["rows"]] for key in _TOKENS}
     asked = group.asked or len(group.rollouts)
-    line["envserver"] = {**line["envserver"], "rollouts": [told], "asked": asked, "failures": []}
+    line["envserver"] = {**line["envserver"], "rollouts": [raw], "asked": asked, "failures": []}
     return line
 
 

@@ -151,8 +151,8 @@ class Embedder:
     def _place(self, text: str) -> Path | None:
         if self._cache is None:
             return None
-        told = f"{self.model}\0{text}".encode("utf-8", "surrogatepass")
-        name = hashlib.sha256(told).hexdigest()
+        content = f"{self.model}\0{text}".encode("utf-8", "surrogatepass")
+        name = hashlib.sha256(content).hexdigest()
         return self._cache / name[:2] / f"{name}.npy"
 
     def _kept(self, text: str) -> Vector | None:

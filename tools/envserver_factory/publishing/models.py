@@ -81,8 +81,8 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
 
 def joined_card(header: Mapping[str, Any], body: str) -> str:
     """Returns the text of a card."""
-    told = yaml.safe_dump(dict(header), sort_keys=False, allow_unicode=True)
-    return f"---\n{told}---\n\n{body.lstrip(chr(10))}"
+    header_text = yaml.safe_dump(dict(header), sort_keys=False, allow_unicode=True)
+    return f"---\n{header_text}---\n\n{body.lstrip(chr(10))}"
 
 
 def _entries(header: Mapping[str, Any]) -> list[Any]:
@@ -134,8 +134,8 @@ def _table(results: Sequence[Result]) -> str:
             f"| {name} | {one.split} | {one.tasks} | {one.attempts} | {one.mean_reward:.3f} | "
             f"{interval} | {passed} |"
         )
-    told = "\nMeasured by `envserver evaluate`; intervals resample tasks.\n"
-    return "\n".join(lines) + "\n" + told
+    footnote = "\nMeasured by `envserver evaluate`; intervals resample tasks.\n"
+    return "\n".join(lines) + "\n" + footnote
 
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -130,9 +130,9 @@ def _read(sample: Any) -> tuple[Any, str | None]:
 
 
 def _line(ours: Json, messages: list[Json]) -> Json:
-    (told,) = ours["envserver"]["rollouts"]
-    told = {**told, "messages": messages}
-    return {**ours, "envserver": {**ours["envserver"], "rollouts": [told]}}
+    (rollout,) = ours["envserver"]["rollouts"]
+    rollout = {**rollout, "messages": messages}
+    return {**ours, "envserver": {**ours["envserver"], "rollouts": [rollout]}}
 
 
 def _foreign(sample: Any) -> Json:
