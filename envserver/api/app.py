@@ -19,7 +19,6 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .. import __version__
 from ..dashboard import Dashboard
 from ..formats.atropos import ScoreRange
 from ..http.access import AccessTokens, Sessions, rules_of, session_key
@@ -53,6 +52,7 @@ from ..trainers.policy import HeldOutEvaluations, PolicyVersion, WeightPause, we
 from ..trainers.routes import Logins, native_routes
 from ..trainers.runs import FilterWarnings
 from ..trainers.status import AlarmWatch, Recorder, remove_old
+from ..version import __version__
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet

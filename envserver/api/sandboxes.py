@@ -20,7 +20,6 @@ from prometheus_client.core import Metric
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from .. import __version__
 from ..http.access import ENVIRONMENT, EVERYBODY, READERS, AccessTokens, Rule, Sessions
 from ..http.answers import answer_errors, json_answer
 from ..http.health import CountedRequests, Health, Metrics, health_routes, metric_routes
@@ -29,6 +28,7 @@ from ..sandbox.machine import SandboxMachine
 from ..sandbox.machine_messages import PATH, Load
 from ..settings.server import ServerConfig
 from ..telemetry.numbers import by_key, counter, gauge, single
+from ..version import __version__
 
 RULES: Final = (
     Rule("GET", "/healthz", None),

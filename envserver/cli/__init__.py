@@ -244,7 +244,7 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
         print(_help(environment))
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
-        from .. import __version__
+        from ..version import __version__
 
         print(f"envserver {__version__}")
         return 0

@@ -20,8 +20,7 @@ from ..running.mix import Member, RunSpec, share_total
 from ..running.options import options_of
 from ..settings.config import MixEntry, MixSettings
 from .command_line import CommandSpec
-from .settings import once, to_stderr
-from .sources import config_file
+from .settings import config_file, once, to_stderr
 
 M = TypeVar("M", bound=MixSettings)
 

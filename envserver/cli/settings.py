@@ -42,7 +42,6 @@ from .sources import (
     ConfigFile,
     Given,
     argument_name,
-    config_file,
     read_dotenv,
     read_dotenv_values,
     read_flags,
@@ -67,6 +66,15 @@ def once(warn: Callable[[str], None]) -> Callable[[str], None]:
             warn(line)
 
     return warn_once
+
+
+def config_file(path: Path | None) -> ConfigFile:
+    """Opens the file of --config; None: there is none."""
+    if path is None:
+        return ConfigFile()
+    from .yaml_file import YamlFile
+
+    return YamlFile(path)
 
 
 def load_settings(

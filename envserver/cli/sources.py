@@ -115,15 +115,6 @@ class ConfigFile:
         return []
 
 
-def config_file(path: Path | None) -> ConfigFile:
-    """Opens the file of --config; None: there is none."""
-    if path is None:
-        return ConfigFile()
-    from .yaml_file import YamlFile
-
-    return YamlFile(path)
-
-
 def read_text(path: Path, errors: str = "strict") -> str:
     try:
         return path.read_text(encoding="utf-8", errors=errors)

@@ -26,12 +26,12 @@ from prometheus_client.core import Metric
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import __version__
 from ..models.engine import Engine
 from ..store import GroupStore
 from ..telemetry.lag import LoopLag
 from ..telemetry.numbers import SECONDS, Counts, Labelled, counter, gauge, histogram, info, single
 from ..telemetry.process import Resources
+from ..version import __version__
 from .answers import error_answer, json_answer
 
 PartState = Literal["starting", "ready", "limited", "down", "draining"]

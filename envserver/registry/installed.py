@@ -24,9 +24,9 @@ import msgspec
 from envserver_records.errors import ConfigError, NotFoundError
 from envserver_records.files import user_folder
 
-from .. import __version__
 from ..environment import Environment
 from ..integration_interface import Integration
+from ..version import __version__
 from .description import Description
 
 RECORD = "installed.json"

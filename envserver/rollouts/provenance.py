@@ -21,7 +21,6 @@ import msgspec
 import orjson
 from envserver_records.records import Trajectory, digest_of
 
-from .. import __version__
 from ..environment import Environment
 from ..proxy.attempts import AgentRoute
 from ..proxy.server import Proxy
@@ -29,6 +28,7 @@ from ..registry.hosted import HostedEnvironment
 from ..rollout_interface import HarnessSpec
 from ..settings.config import SamplingConfig, TokensConfig
 from ..settings.section import EnvironmentConfig
+from ..version import __version__
 
 _SOURCES: Final = frozenset(
     {".py", ".jinja", ".j2", ".json", ".md", ".toml", ".txt", ".yaml", ".yml"}

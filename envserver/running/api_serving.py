@@ -19,7 +19,6 @@ from ..runners.registry import RunnerRegistry
 from ..store import GroupStore
 from ..store.demand import Demand, Staleness
 from ..trainers.status import AlarmWatch
-from .alarm_facts import delivery_facts
 from .bootstrap import BootstrapServer, beside, bootstrap_server
 from .metrics import Deliveries
 from .run_settings import RunApiSettings
@@ -52,7 +51,7 @@ async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
     async with starting as server:
         delivery = _Delivery(server.store, settings)
         watch = AlarmWatch(
-            settings.alarms, partial(delivery_facts, server, delivery.demand, settings.store)
+            settings.alarms, partial(server.alarm_facts, delivery.demand, settings.store)
         )
         server.metrics.add(Deliveries(server.store, lambda: delivery.version).families)
         api = create_api(

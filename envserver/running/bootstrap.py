@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from envserver_records.cancelling import cancel_and_wait
@@ -22,7 +24,9 @@ from ..http.server import RunningServer, serve_api
 from ..settings.config import StorePlace
 from ..settings.server import ServerConfig, TelemetryConfig
 from ..store import GroupStore, open_store
+from ..store.demand import Demand
 from ..store.reserve import RESERVE_BYTES
+from ..telemetry.alarms import AlarmFacts
 from ..telemetry.lag import LoopLag
 from ..trainers.live import Live
 
@@ -80,6 +84,18 @@ class BootstrapServer:
     def facts(self) -> dict[str, Any]:
         """Returns what `/v1/status` says of the servers that share the store."""
         return {} if self._leads is None else {"leader": self._leads.facts()}
+
+    def alarm_facts(self, demand: Demand, store: str) -> AlarmFacts:
+        """Returns what alarms need to know beside the metrics."""
+        return AlarmFacts(
+            broken={
+                name: part.reason
+                for name, part in self.health.parts.items()
+                if part.state in ("down", "limited")
+            },
+            groups_wanted=demand.smallest_batch(),
+            disk_free_bytes=_free_bytes(store),
+        )
 
     async def close(self) -> None:
         """Answers waiting requests and takes no others. Calling it twice does no harm."""
@@ -171,3 +187,14 @@ async def beside(name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[No
         yield
     finally:
         await cancel_and_wait(task)
+
+
+def _free_bytes(store: str) -> int | None:
+    """Returns the bytes that are left for a file; None for a database on another machine."""
+    if "://" in store:
+        return None
+    try:
+        disk = os.statvfs(Path(store).parent)
+    except OSError:
+        return None
+    return disk.f_bavail * disk.f_frsize

@@ -47,7 +47,7 @@ from .stopping import Stop
 from .tracking import Tracking, tracking
 
 if TYPE_CHECKING:
-    from .ray_serving import RayMakers
+    from .ray_runners import RayMakers
 
 M = TypeVar("M", bound=MixSettings)
 

@@ -38,7 +38,7 @@ from .stopping import Stop, run_until_stopped
 from .tracking import Tracking, tracking
 
 if TYPE_CHECKING:
-    from .ray_serving import RayMakers
+    from .ray_runners import RayMakers
 
 
 Give = Callable[[Group], Awaitable[None]]
@@ -369,7 +369,7 @@ def makers_of(settings: MixSettings, weights: Sequence[float] = (1.0,)) -> OpenM
         return no_makers
 
     def opened() -> AbstractAsyncContextManager[RayMakers | None]:
-        from .ray_serving import ray_makers
+        from .ray_runners import ray_makers
 
         return ray_makers(settings, weights)
 

@@ -22,7 +22,6 @@ from envserver_records.errors import ConfigError
 from envserver_records.records import Group
 from envserver_records.urls import server_urls
 
-from .. import __version__
 from ..environment import Environment
 from ..models.replicas import Registration as KnownEngine
 from ..rollouts.agents import check_sampling
@@ -43,6 +42,7 @@ from ..runners.link import (
 from ..runners.messages import Heartbeat, Registration, ToldEngine, Welcome
 from ..settings.runs import CurriculumConfig
 from ..settings.server import is_loopback
+from ..version import __version__
 from .context import SharedEngine, rollout_context, shared_engine
 from .metrics import Tally
 from .mix import MOST_ESTIMATES, Book, RunSpec, has_curriculum

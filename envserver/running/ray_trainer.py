@@ -19,7 +19,7 @@ from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 from ..ray_cluster.cluster import NAMESPACE
 from ..ray_cluster.server import ServerCommand
 from .python_api import spec_of
-from .ray_serving import check_engine, plain
+from .ray_runners import check_engine, plain
 from .run_settings import ServeSettings
 
 if TYPE_CHECKING:

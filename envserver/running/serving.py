@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import structlog
 from envserver_records.errors import ConfigError
 from envserver_records.records import Group
@@ -18,10 +19,9 @@ from ..api.app import create_api
 from ..environment import Environment
 from ..rollouts.agents import check_sampling, temperatures
 from ..settings.config import MixSettings, SamplingConfig
-from ..telemetry.alarms import AlarmBook
+from ..telemetry.alarms import AlarmBook, AlarmFacts
 from ..telemetry.history import Name, numbers_of
 from ..trainers.status import AlarmWatch
-from .alarm_facts import alarm_facts
 from .bootstrap import BootstrapServer, bootstrap_server
 from .hosting import Hosted, Members, hosted, loaded_parts
 from .judging import judge_line
@@ -138,12 +138,26 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
         ) as tracked,
         hosted(members, opened, tracked) as host,
     ):
-        watch = AlarmWatch(settings.alarms, partial(alarm_facts, opened, host, settings.store))
+        watch = AlarmWatch(settings.alarms, partial(_alarm_facts, opened, host, settings.store))
         await opened.open(_api(members, opened, host, watch))
         for one in members:
             kind = host.room.endpoint.logprobs_kind
             warn_of_raw_logprobs(one.environment, settings.sampling, kind)
         yield Serving(settings, opened, host, watch.book)
+
+
+def _alarm_facts(server: BootstrapServer, host: Hosted, store: str) -> AlarmFacts:
+    ranges = {one.environment.name: one.scorer.rules.range for one in host.parts}
+    audit = host.auditor.report()
+    described = [one.proxy.engine_described() for one in host.parts]
+    return msgspec.structs.replace(
+        server.alarm_facts(host.demand, store),
+        reward_ranges={name: (one.low, one.high) for name, one in ranges.items()},
+        last_words=dict(host.tally.last_words),
+        differs_at=next((one["differs_at"] for one in described if "differs_at" in one), ""),
+        audited=audit["rows"],
+        differing=audit["rows_over_tolerance"],
+    )
 
 
 def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmWatch) -> FastAPI:

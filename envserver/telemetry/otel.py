@@ -25,7 +25,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace import Tracer as ApiTracer
 
-from .. import __version__
+from ..version import __version__
 from .tracing import Attributes, Span
 
 _NANOSECONDS = 1_000_000_000

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
+from ..version import __version__
 from .calling import Tool, ToolResult, use_tool
 from .mcp_client import import_mcp
 

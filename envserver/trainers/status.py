@@ -15,7 +15,6 @@ from fastapi import APIRouter, Query
 from prometheus_client.core import Metric
 from starlette.responses import Response
 
-from .. import __version__
 from ..http.answers import answers, json_answer
 from ..settings.section import Described
 from ..settings.server import AlarmsConfig, RetentionConfig
@@ -25,6 +24,7 @@ from ..telemetry.alarms import NEEDED, AlarmBook, AlarmFacts, Finding, Situation
 from ..telemetry.alarms.situation import Curves
 from ..telemetry.history import History, Numbers, Row, as_json, curves, from_json, numbers_of
 from ..telemetry.numbers import by_key, gauge
+from ..version import __version__
 from .atropos_service import AtroposService
 from .bodies import MOST_GROUPS, EstimatesAnswer, StatusAnswer
 from .policy import PolicyVersion

@@ -19,7 +19,6 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from .. import __version__
 from ..dashboard import Dashboard
 from ..http.access import rules_of
 from ..http.answers import answer_errors, error_answer, json_answer
@@ -32,6 +31,7 @@ from ..trainers.failures import FailureLog, add_failure_routes
 from ..trainers.groups import add_group_routes, add_rollout_routes, add_task_routes
 from ..trainers.live_events import Feed, add_event_routes
 from ..trainers.routes import add_session_routes
+from ..version import __version__
 from .evaluations import Evaluations, TaskOrder, TaskSearch
 
 Source = Callable[[], dict[str, Any]]

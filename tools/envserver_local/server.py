@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from envserver import __version__
+from envserver.version import __version__
 from envserver_local.simulated.conversation import DetokenizeBody, read
 from envserver_local.simulated.engine import ProgramsOnly
 

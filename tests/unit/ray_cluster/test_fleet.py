@@ -12,7 +12,7 @@ from envserver.ray_cluster import fleet as fleets
 from envserver.ray_cluster.cluster import CommandSpec
 from envserver.ray_cluster.fleet import Fleet, RunnerFailed
 from envserver.ray_cluster.scaling import Load, Scaling
-from envserver.running.ray_serving import divided
+from envserver.running.ray_runners import divided
 from envserver.settings.runs import RayConfig
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from envserver import __version__
+from envserver.version import __version__
 
 from .recipe import Recipe
 from .tensors import Model

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from envserver import __version__
 from envserver.export.stored import StoredGroup, StoredRollout
+from envserver.version import __version__
 
 from ..exporting.formats import Format, NamedFile, Row, Writer, Written
 from ..exporting.html import RunFacts

@@ -30,9 +30,9 @@ from envserver_records.records import Message
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from envserver import __version__
 from envserver.models.engine import ReplicaHealth
 from envserver.settings.config import SimConfig
+from envserver.version import __version__
 
 from .answers import MODEL, Json, Plan, Planner
 from .conversation import Conversation, plain_messages, refusal
