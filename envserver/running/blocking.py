@@ -8,38 +8,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import (
     AsyncGenerator,
     Callable,
     Coroutine,
     Generator,
-    Iterable,
     Iterator,
-    Mapping,
-    Sequence,
 )
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from envserver_records.records import Group
 
 from . import python_api
-from .evaluating import Evaluation
-from .python_api import AnyEnvironment, Mix, ProcessResult, ScoreResult
-from .replaying import Replayed
-from .rescoring import Tally
+from .python_api import Mix
 from .serving import Served
-from .verifying import Report
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
-def process(environment: Mix, *, out: Path | str | None = None, **settings: Any) -> ProcessResult:
-    """Makes groups of rollouts; see `python_api.process`."""
-    with _Loop() as loop:
-        return loop.run(python_api.process(environment, out=out, **settings))
+def _blocking(work: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    @functools.wraps(work)
+    def call(*args: P.args, **settings: P.kwargs) -> T:
+        with _Loop() as loop:
+            return loop.run(work(*args, **settings))
+
+    return call
+
+
+process = _blocking(python_api.process)
+evaluate = _blocking(python_api.evaluate)
+score = _blocking(python_api.score)
+rescore = _blocking(python_api.rescore)
+replay = _blocking(python_api.replay)
+verify = _blocking(python_api.verify)
 
 
 def groups(
@@ -88,7 +94,7 @@ def serve(environment: Mix, **settings: Any) -> Iterator[Server]:
     """Serves groups to trainers while the block runs; see `python_api.serve`."""
     with _Loop() as loop:
         opened: Future[python_api.Server] = Future()
-        ended = loop.event()
+        ended = asyncio.Event()
 
         async def hold() -> None:
             try:
@@ -107,51 +113,6 @@ def serve(environment: Mix, **settings: Any) -> Iterator[Server]:
         finally:
             loop.call(ended.set)
             holding.result()
-
-
-def evaluate(environment: Mix, *, out: Path | str | None = None, **settings: Any) -> Evaluation:
-    """Measures a model; see `python_api.evaluate`."""
-    with _Loop() as loop:
-        return loop.run(python_api.evaluate(environment, out=out, **settings))
-
-
-def score(
-    environment: AnyEnvironment,
-    rows: Path | str | Iterable[Mapping[str, Any]],
-    **settings: Any,
-) -> ScoreResult:
-    """Scores answers without a model; see `python_api.score`."""
-    with _Loop() as loop:
-        return loop.run(python_api.score(environment, rows, **settings))
-
-
-def rescore(
-    environment: AnyEnvironment,
-    source: Path | str | Sequence[Path | str],
-    out: Path | str,
-    **settings: Any,
-) -> Tally:
-    """Scores delivered groups again; see `python_api.rescore`."""
-    with _Loop() as loop:
-        return loop.run(python_api.rescore(environment, source, out, **settings))
-
-
-def replay(
-    source: Path | str,
-    rollout: str,
-    *,
-    environment: AnyEnvironment | None = None,
-    **settings: Any,
-) -> Replayed:
-    """Runs a recorded rollout again and compares; see `python_api.replay`."""
-    with _Loop() as loop:
-        return loop.run(python_api.replay(source, rollout, environment=environment, **settings))
-
-
-def verify(source: Path | str, **settings: Any) -> Report:
-    """Checks delivered tokens against the engine; see `python_api.verify`."""
-    with _Loop() as loop:
-        return loop.run(python_api.verify(source, **settings))
 
 
 class _Loop:
@@ -192,7 +153,3 @@ class _Loop:
     def call(self, function: Callable[[], object]) -> None:
         """Calls `function` on the loop."""
         self._loop.call_soon_threadsafe(function)
-
-    def event(self) -> asyncio.Event:
-        """Returns an event of the loop."""
-        return asyncio.Event()
