@@ -1,7 +1,7 @@
-"""Commands that measure models: `evaluate`, its subcommands, and `lm-eval`.
+"""Commands that measure models: `evaluate` and its subcommands.
 
 `evaluate compare A B` compares two evaluations, `evaluate merge` combines shards, and `evaluate
-report DIR` writes a report again. The work is in `running.evaluating` and `running.lm_eval`.
+report DIR` writes a report again. The work is in `running.evaluating`.
 """
 
 from __future__ import annotations

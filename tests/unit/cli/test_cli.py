@@ -99,6 +99,28 @@ def test_every_command_has_help_and_is_listed(run: Run, monkeypatch: pytest.Monk
     assert "Usage" in run("", status=2).out
 
 
+def test_an_installed_package_adds_commands(tmp_path: Path) -> None:
+    (tmp_path / "extra.py").write_text(CASES["extra"])
+    for name, table in (("extra", "extra:COMMANDS"), ("broken", "nowhere:COMMANDS")):
+        folder = tmp_path / f"{name}-1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        (folder / "entry_points.txt").write_text(f"[envserver.commands]\n{name} = {table}\n")
+    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    def ended(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [ENVSERVER, *words]
+        return subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=PATIENCE
+        )
+
+    listed = ended("--help")
+    lines = listed.stdout.splitlines()
+    assert lines[lines.index("  greet       says hello") + 1].startswith("  process ")
+    assert "nowhere:COMMANDS cannot be loaded" in listed.stderr
+    assert ended("greet", "Ada").stdout == "hello Ada\n"
+
+
 def test_help_shows_the_settings_of_the_environment(run: Run) -> None:
     Path("adder.py").write_text(CASES["adder"])
     told = run("process --env adder.py --help all").out
