@@ -95,7 +95,7 @@ def harvest(folder: Path, *, metric: str | None, requests: int) -> list[Harvest]
             higher is better.
         requests: see `HarnessFacts`.
     """
-    path = _latest(folder, "results_*.json")
+    path = max(folder.rglob("results_*.json"), key=lambda path: path.name, default=None)
     if path is None:
         raise InputError(f"{folder} holds no results of lm-evaluation-harness.", place=str(folder))
     stamp = path.stem.removeprefix("results_")
@@ -113,10 +113,6 @@ def harvest(folder: Path, *, metric: str | None, requests: int) -> list[Harvest]
     if not found:
         raise InputError(f"{path} has no task with samples.", place=str(path))
     return found
-
-
-def _latest(folder: Path, pattern: str) -> Path | None:
-    return max(folder.rglob(pattern), key=lambda path: path.name, default=None)
 
 
 def _harvested(
@@ -220,7 +216,7 @@ def _harness_results(lines: Sequence[Json], run: HarnessRun) -> list[TaskResult]
         for name in line.get("metrics", ()):
             key = f"{name},{line.get('filter')}"
             for value in _value(line, name):
-                others.setdefault(line["doc_id"], {})[_word(key)] = value
+                others.setdefault(line["doc_id"], {})[re.sub(r"\s+", " ", key)] = value
     shares = _shares(run)
     return [
         TaskResult(
@@ -249,10 +245,6 @@ def _shares(run: HarnessRun) -> Iterator[AttemptUsage]:
             prompt_tokens=part(run.prompt_tokens, number, count),
             completion_tokens=part(run.completion_tokens, number, count),
         )
-
-
-def _word(key: str) -> str:
-    return re.sub(r"\s+", " ", key)
 
 
 RUN_FILE = "run.json"

@@ -83,7 +83,7 @@ def report_page(found: Report | Suite) -> str:
     return _template("report.html").render(
         title="Evaluation" if isinstance(found, Suite) else f"Evaluation of {found.env}",
         model=found.model,
-        at=_at(found.created_at),
+        at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found.created_at)),
         warnings=warnings_of(found),
         summary=summary_of(found) if isinstance(found, Suite) else None,
         parts=[_part(one) for one in parts],
@@ -122,10 +122,6 @@ def _template(name: str) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     ).get_template(name)
-
-
-def _at(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def _part(report: Report) -> Part:

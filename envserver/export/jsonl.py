@@ -529,7 +529,10 @@ class FailuresFile:
         if isinstance(event, RolloutFailed):
             self._append({"event": "rollout_failed", **_facts(event), **_failure(event.failure)})
         elif isinstance(event, GroupDropped):
-            self._append({"event": "group_dropped", **_facts(event)} | _scored(event))
+            self._append(
+                {"event": "group_dropped", **_facts(event)}
+                | {"scored": None if event.scored is None else msgspec.structs.asdict(event.scored)}
+            )
 
     def _append(self, line: dict[str, Any]) -> None:
         line.pop("failure", None)
@@ -540,10 +543,6 @@ class FailuresFile:
             log.warning("failures_file.not_written", path=str(self.path), error=str(error))
         else:
             self.lines += 1
-
-
-def _scored(event: GroupDropped) -> dict[str, Any]:
-    return {"scored": None if event.scored is None else msgspec.structs.asdict(event.scored)}
 
 
 def _facts(event: RolloutFailed | GroupDropped) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import orjson
 from envserver_records.files import replace_file, storing
-from envserver_records.records import Message, Result, Sequence, Trajectory, text_of
+from envserver_records.records import Message, Result, Trajectory, text_of
 from envserver_records.timings import compact_timing
 
 from ..environment import answer_text
@@ -66,7 +66,11 @@ def unified(
     started_at = ended_at - trajectory.usage.seconds
     return {
         "schema_version": SCHEMA_VERSION,
-        "task_id": _task_id(trajectory.env, trajectory.task_id),
+        "task_id": (
+            trajectory.task_id
+            if trajectory.task_id.startswith(f"{trajectory.env}-")
+            else f"{trajectory.env}-{trajectory.task_id}"
+        ),
         "domain": trajectory.env,
         "question": question,
         "actions": _finalized(actions, final_answer),
@@ -109,7 +113,7 @@ def unified_of(
         tokens: include the training rows, not only the conversations.
     """
     document = unified(
-        _trajectory(rollout),
+        msgspec.structs.replace(trajectory_of(rollout), env=rollout.domain),
         ended_at=rollout.created_at,
         model=rollout.model,
         seed=rollout.seed,
@@ -124,10 +128,6 @@ def unified_of(
         "split": rollout.split,
     }
     return document
-
-
-def _trajectory(rollout: StoredRollout) -> Trajectory:
-    return msgspec.structs.replace(trajectory_of(rollout), env=rollout.domain)
 
 
 def _present(**values: Any) -> Json:
@@ -220,10 +220,6 @@ def _about_numbers(value: Any, place: str) -> Iterator[str]:
             yield from _about_numbers(inner, f"{place}[{index}]")
 
 
-def _task_id(domain: str, task_id: str) -> str:
-    return task_id if task_id.startswith(f"{domain}-") else f"{domain}-{task_id}"
-
-
 def _first_question(messages: list[Message]) -> str | None:
     return next((text_of(one) for one in messages if one.get("role") == "user"), None)
 
@@ -257,15 +253,14 @@ def _sequences(trajectory: Trajectory, tokens: bool) -> Iterator[Json]:
     for other in trajectory.others:
         yield {"agent": other.agent, "trained": other.trained, "messages": other.messages}
     for row in rows if tokens else ():
-        yield {"agent": row.agent, "trained": True, "messages": [], **_columns(row)}
-
-
-def _columns(row: Sequence) -> Json:
-    return {
-        "tokens": row.tokens.tolist(),
-        "masks": row.mask.tolist(),
-        "logprobs": [float(one) for one in row.logprobs],
-    }
+        yield {
+            "agent": row.agent,
+            "trained": True,
+            "messages": [],
+            "tokens": row.tokens.tolist(),
+            "masks": row.mask.tolist(),
+            "logprobs": [float(one) for one in row.logprobs],
+        }
 
 
 SOLVED = 0.999
@@ -286,7 +281,10 @@ def trace_of(rollout: StoredRollout, *, label: str = "auto", number: int = 1) ->
     document = unified_of(rollout)
     facts = document["metadata"]
     begin = datetime.fromtimestamp(facts["start_ts"], UTC)
-    steps = _numbered(_steps(document["actions"], rollout.limit))
+    steps = [
+        {"i": number, **step}
+        for number, step in enumerate(_steps(document["actions"], rollout.limit))
+    ]
     model = rollout.model or "model"
     name = f"{rollout.task_id}_{model}_{label}_{number:03d}_{begin:%Y%m%d_%H%M%S}"
     return {
@@ -403,10 +401,6 @@ def _actions(steps: list[Json]) -> Iterator[Json]:
             yield {"tool": tool, "input": {}, "output": text}
     if waiting is not None:
         yield {**waiting, "output": ""}
-
-
-def _numbered(steps: Iterator[Json]) -> list[Json]:
-    return [{"i": number, **step} for number, step in enumerate(steps)]
 
 
 def _outcome(steps: list[Json], seconds: float) -> Json:

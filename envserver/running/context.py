@@ -47,7 +47,7 @@ from ..sandbox.opening import sandboxes_at
 from ..sandbox.outer import PLACE
 from ..sandbox.source import SandboxSource
 from ..sandbox.wire import NAMESPACE_BACKENDS
-from ..settings.config import RolloutsConfig, Settings, WorkersConfig
+from ..settings.config import Settings, WorkersConfig
 from ..settings.runs import HarnessConfig
 from ..settings.server import TelemetryConfig
 from ..telemetry.tracing import NO_TRACER, Tracer
@@ -351,7 +351,11 @@ async def rollout_context(
             need_exact=need_exact,
             drop_zero_variance=drop_zero_variance,
             observer=observer,
-            staleness=_staleness_monitor(settings.rollouts),
+            staleness=StalenessMonitor(
+                settings.rollouts.max_staleness
+                if settings.rollouts.stale_rollouts == "cancel"
+                else None
+            ),
             slots=asyncio.Semaphore(_slots(settings, environment, isolation)),
             demonstrator=shared.demonstrator,
             made_with=await asyncio.to_thread(
@@ -495,10 +499,6 @@ async def _host(
         egress=egress,
     ) as host:
         yield host
-
-
-def _staleness_monitor(config: RolloutsConfig) -> StalenessMonitor:
-    return StalenessMonitor(config.max_staleness if config.stale_rollouts == "cancel" else None)
 
 
 def _sandbox_places(settings: Settings) -> int:

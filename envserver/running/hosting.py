@@ -167,7 +167,12 @@ class Hosted(msgspec.Struct, frozen=True):
         """The fields that `/v1/status` has in addition to the store's."""
         return (
             _status(self.parts, self.schedulers, self.tally)
-            | _flow(self.tally, self.staleness, self.demand)
+            | {
+                "stale_rollouts": self.tally.failures[Stale.kind],
+                "stale_groups": self.tally.drops["stale"] + self.staleness.dropped,
+                "stragglers": self.tally.failures[Straggler.kind],
+                "closed_silent_runs": dict(self.demand.closed_runs),
+            }
             | {"audit": self.auditor.report(), "ordered": self.orders.snapshot()}
             | {"teaching": _teaching(self.tally)}
             | {"open_episodes": self.episodes.open}
@@ -436,15 +441,6 @@ def _teaching(tally: Tally) -> dict[str, Any]:
         "delivered_groups": tally.groups,
         "equal_groups_dropped": equal,
         "scored_per_delivered": round(scored / tally.groups, 4) if tally.groups else None,
-    }
-
-
-def _flow(tally: Tally, staleness: Staleness, demand: Demand) -> dict[str, Any]:
-    return {
-        "stale_rollouts": tally.failures[Stale.kind],
-        "stale_groups": tally.drops["stale"] + staleness.dropped,
-        "stragglers": tally.failures[Straggler.kind],
-        "closed_silent_runs": dict(demand.closed_runs),
     }
 
 

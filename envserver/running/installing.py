@@ -205,7 +205,7 @@ def _record(backend: Backend, references: list[str], python: Interpreter, source
     described = describe(references, python.executable, python.search_path, place, cannot)
     one = Installed(
         package=backend.name,
-        version=_version(backend),
+        version=str(Requirement(backend.requirements[0]).specifier).removeprefix("=="),
         source=source,
         environments=described,
         interpreter=python,
@@ -217,10 +217,6 @@ def _record(backend: Backend, references: list[str], python: Interpreter, source
     (place / MANIFEST).write_text(as_yaml(manifests))
     write_record(one)
     return one
-
-
-def _version(backend: Backend) -> str:
-    return str(Requirement(backend.requirements[0]).specifier).removeprefix("==")
 
 
 def _as_pip_takes_it(package: str) -> str:

@@ -253,7 +253,9 @@ async def rescore(
                 async with contextlib.aclosing(work.lines(groups, 2 * processes)) as lines:
                     async for line in lines:
                         if line is not None:
-                            await asyncio.to_thread(output.append, _encoded(line))
+                            await asyncio.to_thread(
+                                output.append, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+                            )
                             tally.count(line)
                         on_progress(tally)
             tally.judge = judge_line(asked) if asked is not None else None
@@ -394,10 +396,6 @@ def result_of(rollout: StoredRollout) -> Result:
 
 def _lacks_messages(rollout: StoredRollout) -> bool:
     return not rollout.messages and bool(rollout.turns)
-
-
-def _encoded(line: dict[str, Any]) -> bytes:
-    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _check_apart(sources: Sequence[str], out: Path) -> None:

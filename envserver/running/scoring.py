@@ -160,7 +160,10 @@ async def run_score(
         def deliver(line: _Line, scored: ScoredRow) -> None:
             _count(summary, line.number, scored)
             with storing(output):
-                target.write(_output_row(line.number, scored))
+                target.write(
+                    json.dumps({"line": line.number, **msgspec.structs.asdict(scored)}).encode()
+                    + b"\n"
+                )
             progress(summary.rows, min(1.0, line.end / size))
 
         environment = environment_of(reference, env_config)
@@ -335,11 +338,6 @@ def _count(summary: Summary, line_number: int, scored: ScoredRow) -> None:
         total = (summary.mean_reward or 0.0) * summary.scored + scored.reward
         summary.scored += 1
         summary.mean_reward = total / summary.scored
-
-
-def _output_row(line_number: int, scored: ScoredRow) -> bytes:
-    # Escaped to ASCII: an error may quote invalid Unicode.
-    return json.dumps({"line": line_number, **msgspec.structs.asdict(scored)}).encode() + b"\n"
 
 
 def _open_input(path: Path) -> BinaryIO:
