@@ -16,9 +16,9 @@ from envserver_records.errors import EngineRefused
 from envserver_records.records import Message
 
 from envserver.models.parsers import FORMATS, Tools, detect_format
-from envserver_local.simulated import conversation
 
 from .rows import Ranked, Row
+from .simulated import conversation
 from .text import Text
 
 Unit = Annotated[float, msgspec.Meta(gt=0, le=1)]

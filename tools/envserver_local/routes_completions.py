@@ -15,13 +15,12 @@ from typing import Any
 import msgspec
 from envserver_records.errors import EngineRefused
 
-from envserver_local.simulated.conversation import DetokenizeBody, read
-
 from . import bodies
 from .bodies import CallReader, ChatBody, CompletionBody, GenerateBody, TokenizeBody
 from .bodies import check as check_body
 from .row_requests import Asking, check
 from .rows import Row
+from .simulated.conversation import DetokenizeBody, read
 from .text import Growing
 
 Json = dict[str, Any]

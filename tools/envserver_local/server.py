@@ -27,8 +27,6 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from envserver.version import __version__
-from envserver_local.simulated.conversation import DetokenizeBody, read
-from envserver_local.simulated.engine import ProgramsOnly
 
 from . import weights
 from .bodies import (
@@ -49,10 +47,9 @@ from .routes_completions import Chat, Completions, Tokens
 from .row_requests import Asking
 from .rows import PauseMode
 from .runner import Runner
+from .serving import ProgramsOnly, decoded, error_answer, error_body, json_answer, missing
+from .simulated.conversation import DetokenizeBody, read
 from .weights import Receiver
-
-# They are those of vLLM's development mode. Anybody who can reach this engine can change its
-# weights, so by default it listens on this machine only.
 
 
 class Metrics(Collector):
@@ -141,7 +138,7 @@ class Control:
         return Response(status_code=200 if self._runner.alive else 500)
 
     async def _version(self, request: Request) -> Response:
-        return _json_answer({"version": f"envserver-local {__version__}"})
+        return json_answer({"version": f"envserver-local {__version__}"})
 
     async def _numbers(self, request: Request) -> Response:
         return PlainTextResponse(self._metrics.text(), media_type=Metrics.media_type)
@@ -152,13 +149,13 @@ class Control:
             self._model(one.name, str(one.folder), self._asking.model)
             for one in self._asking.adapters.loaded
         ]
-        return _json_answer({"object": "list", "data": [own, *adapters]})
+        return json_answer({"object": "list", "data": [own, *adapters]})
 
     async def _is_paused(self, request: Request) -> Response:
-        return _json_answer({"is_paused": self._runner.scheduler.paused is not None})
+        return json_answer({"is_paused": self._runner.scheduler.paused is not None})
 
     async def _weight_info(self, request: Request) -> Response:
-        return _json_answer({"weight_version": self._runner.version})
+        return json_answer({"weight_version": self._runner.version})
 
     async def _pause(self, request: Request) -> Response:
         mode: Any = request.query_params.get("mode", "abort")
@@ -166,7 +163,7 @@ class Control:
             modes = ", ".join(get_args(PauseMode))
             raise EngineRefused(f"`mode` is one of {modes}.", status=400, param="mode")
         await self._runner.pause(mode)
-        return _json_answer({"status": "paused"})
+        return json_answer({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:
         def resume() -> None:
@@ -174,23 +171,23 @@ class Control:
             self._runner.resume()
 
         await self._runner.run(resume)
-        return _json_answer({"status": "resumed"})
+        return json_answer({"status": "resumed"})
 
     async def _abort_requests(self, request: Request) -> Response:
         aborted = await self._runner.run(self._runner.abort_all)
-        return _json_answer({"status": "aborted", "aborted": aborted})
+        return json_answer({"status": "aborted", "aborted": aborted})
 
     async def _reset_prefix_cache(self, request: Request) -> Response:
         await self._runner.run(self._runner.generator.prefixes.clear)
-        return _json_answer({"success": True})
+        return json_answer({"success": True})
 
     async def _update_weight_version(self, request: Request) -> Response:
-        version = (await _body(request, VersionBody)).new_version
+        version = read(await decoded(request), VersionBody).new_version
         await self._runner.run(lambda: self._runner.set_version(version))
-        return _json_answer({"success": True, "new_version": version})
+        return json_answer({"success": True, "new_version": version})
 
     async def _collective_rpc(self, request: Request) -> Response:
-        body = await _body(request, RpcBody)
+        body = read(await decoded(request), RpcBody)
         folder = body.kwargs.get("weights_path")
         if body.method != "reload_weights" or not isinstance(folder, str):
             raise EngineRefused(
@@ -206,31 +203,31 @@ class Control:
             generator.prefixes.clear()
 
         await self._runner.run(reload)
-        return _json_answer({"results": [None]})
+        return json_answer({"results": [None]})
 
     async def _world_size(self, request: Request) -> Response:
-        return _json_answer({"world_size": 1})
+        return json_answer({"world_size": 1})
 
     async def _join_trainer(self, request: Request) -> Response:
-        info = (await _body(request, JoinBody)).init_info
+        info = read(await decoded(request), JoinBody).init_info
         await self._runner.run(lambda: self._receiver.join(info))
-        return _json_answer({"message": "Weight transfer initialized"})
+        return json_answer({"message": "Weight transfer initialized"})
 
     async def _start_update(self, request: Request) -> Response:
         await self._runner.run(self._receiver.start)
-        return _json_answer({"message": "Weight update started"})
+        return json_answer({"message": "Weight update started"})
 
     async def _receive(self, request: Request) -> Response:
-        info = (await _body(request, BucketBody)).update_info
+        info = read(await decoded(request), BucketBody).update_info
 
         def receive() -> None:
             self._receiver.receive(info, paused=self._runner.scheduler.paused is not None)
 
         await self._runner.run(receive)
-        return _json_answer({"message": "Weights updated"})
+        return json_answer({"message": "Weights updated"})
 
     async def _finish_update(self, request: Request) -> Response:
-        name = (await _body(request, FinishBody)).weight_version
+        name = read(await decoded(request), FinishBody).weight_version
 
         def finish() -> None:
             self._receiver.finish(named=name is not None)
@@ -239,10 +236,10 @@ class Control:
                 self._runner.set_version(name)
 
         await self._runner.run(finish)
-        return _json_answer({"message": "Weight update finished"})
+        return json_answer({"message": "Weight update finished"})
 
     async def _checksums(self, request: Request) -> Response:
-        return _json_answer({"checksums": await self._runner.run(self._receiver.checksums)})
+        return json_answer({"checksums": await self._runner.run(self._receiver.checksums)})
 
     async def _load_lora_adapter(self, request: Request) -> Response:
         body = await self._lora_body(request)
@@ -266,8 +263,7 @@ class Control:
                 "Adapters cannot be loaded: the engine was started without --enable-lora.",
                 status=404,
             )
-        body: LoraBody = await _body(request, LoraBody)
-        return body
+        return read(await decoded(request), LoraBody)
 
     def _model(self, name: str, root: str | None, parent: str | None) -> Json:
         return {
@@ -281,21 +277,8 @@ class Control:
         }
 
 
-async def _body(request: Request, kind: Any) -> Any:
-    try:
-        return read(orjson.loads(await request.body()), kind)
-    except orjson.JSONDecodeError as error:
-        raise EngineRefused(f"The body is not JSON: {error}.", status=400) from error
-
-
-def _json_answer(payload: Any) -> Response:
-    return Response(orjson.dumps(payload), media_type="application/json")
-
-
 Json = dict[str, Any]
 Answering = Callable[[Request, Any], Awaitable[Response]]
-
-_STATUS_NAMES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
 
 
 def local_app(asking: Asking, *, lora: bool) -> Starlette:
@@ -306,44 +289,14 @@ def local_app(asking: Asking, *, lora: bool) -> Starlette:
     tokens = Tokens(asking, chat, calls)
     control = Control(asking, lora=lora)
 
-    async def chat_answer(request: Request, body: Any) -> Response:
-        asked = read(body, ChatBody)
-        if asked.stream:
-            return _events(chat.chunks(asked, chat.rows(asked)))
-        return await _whole(request, chat.whole(asked))
-
-    async def completion(request: Request, body: Any) -> Response:
-        asked = read(body, CompletionBody)
-        if asked.stream:
-            return _events(completions.chunks(asked, completions.rows(asked)))
-        return await _whole(request, completions.whole(asked))
-
-    async def generate(request: Request, body: Any) -> Response:
-        asked = read(body, GenerateBody)
-        if asked.stream:
-            return _events(tokens.chunks(asked, tokens.rows(asked)))
-        return await _whole(request, tokens.whole(asked))
-
-    async def render(request: Request, body: Any) -> Response:
-        return _json(tokens.render(read(body, ChatBody)))
-
-    async def derender(request: Request, body: Any) -> Response:
-        return _json(tokens.derender(body))
-
-    async def tokenize(request: Request, body: Any) -> Response:
-        return _json(tokens.tokenize(read(body, TokenizeBody)))
-
-    async def detokenize(request: Request, body: Any) -> Response:
-        return _json(tokens.detokenize(read(body, DetokenizeBody)))
-
     posts: dict[str, Answering] = {
-        "/v1/chat/completions": chat_answer,
-        "/v1/chat/completions/render": render,
-        "/v1/chat/completions/derender": derender,
-        "/v1/completions": completion,
-        "/inference/v1/generate": generate,
-        "/tokenize": tokenize,
-        "/detokenize": detokenize,
+        "/v1/chat/completions": _sampling(chat, ChatBody),
+        "/v1/chat/completions/render": _computing(lambda body: tokens.render(read(body, ChatBody))),
+        "/v1/chat/completions/derender": _computing(tokens.derender),
+        "/v1/completions": _sampling(completions, CompletionBody),
+        "/inference/v1/generate": _sampling(tokens, GenerateBody),
+        "/tokenize": _computing(lambda body: tokens.tokenize(read(body, TokenizeBody))),
+        "/detokenize": _computing(lambda body: tokens.detokenize(read(body, DetokenizeBody))),
     }
     return Starlette(
         routes=[
@@ -360,12 +313,26 @@ def local_app(asking: Asking, *, lora: bool) -> Starlette:
     )
 
 
+def _sampling(route: Chat | Completions | Tokens, kind: type[Any]) -> Answering:
+    async def answer(request: Request, body: Any) -> Response:
+        asked = read(body, kind)
+        if asked.stream:
+            return _events(route.chunks(asked, route.rows(asked)))
+        return await _whole(request, route.whole(asked))
+
+    return answer
+
+
+def _computing(compute: Callable[[Any], Json]) -> Answering:
+    async def answer(request: Request, body: Any) -> Response:
+        return json_answer(compute(body))
+
+    return answer
+
+
 def _decoding(answer: Answering) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        try:
-            body = orjson.loads(await request.body())
-        except orjson.JSONDecodeError as error:
-            raise EngineRefused(f"The body is not JSON: {error}.", status=400) from error
+        body = await decoded(request)
         refuse_foreign(body)
         return await answer(request, body)
 
@@ -379,7 +346,7 @@ async def _whole(request: Request, answer: Awaitable[Json]) -> Response:
     try:
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
-            return _json(answering.result())
+            return json_answer(answering.result())
         return Response(status_code=499)
     finally:
         await cancel_and_wait(answering, leaving)
@@ -396,40 +363,21 @@ def _events(chunks: AsyncIterator[Json]) -> Response:
             async for chunk in chunks:
                 yield b"data: " + orjson.dumps(chunk) + b"\n\n"
         except EngineRefused as error:
-            yield b"data: " + orjson.dumps(_told(error)) + b"\n\n"
+            yield b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")
 
 
-def _json(payload: Json) -> Response:
-    return Response(orjson.dumps(payload), media_type="application/json")
-
-
-def _told(error: EngineRefused) -> Json:
-    status = int(error.detail.get("status", 400))
-    return {
-        "error": {
-            "message": error.message,
-            "type": _STATUS_NAMES.get(status, "BadRequestError"),
-            "param": error.detail.get("param"),
-            "code": status,
-        }
-    }
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngineRefused)
-    payload = _told(error)
-    return Response(orjson.dumps(payload), payload["error"]["code"], media_type="application/json")
+    return error_answer(error)
 
 
 async def _unusable(request: Request, error: Exception) -> Response:
     status = 404 if isinstance(error, NotFoundError) else 400
-    return await _refused(request, EngineRefused(str(error), status=status))
+    return error_answer(EngineRefused(str(error), status=status))
 
 
 async def _missing(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    words = f"There is no {request.method} {request.url.path}."
-    return await _refused(request, EngineRefused(words, status=status))
+    return error_answer(missing(request, error))

@@ -24,8 +24,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from envserver_local.simulated.server import QuietServer, listening_socket
-
 from . import kv_cache
 from .generation import Generator
 from .options import Options
@@ -33,6 +31,7 @@ from .row_requests import Asking
 from .rows import Row, Sampling, Scheduler
 from .runner import Runner
 from .server import local_app
+from .serving import QuietServer, listening_socket, url_of
 from .text import Text
 from .weights import Adapters
 
@@ -241,8 +240,7 @@ async def _serve(options: Options, loaded: Loaded) -> None:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, _end, server, runner)
-            name = f"[{options.host}]" if ":" in options.host else options.host
-            sys.stdout.write(f"http://{name}:{listener.getsockname()[1]}/v1\n")
+            sys.stdout.write(f"{url_of(options.host, listener)}\n")
             sys.stdout.flush()
             await server.serve(sockets=[listener])
 

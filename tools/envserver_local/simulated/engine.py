@@ -15,10 +15,9 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
-import orjson
 from envserver_records.errors import (
     ConfigError,
     EngineGarbage,
@@ -27,8 +26,6 @@ from envserver_records.errors import (
     EngineUnavailable,
 )
 from envserver_records.records import Message
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from envserver.models.engine import ReplicaHealth
 from envserver.settings.config import SimConfig
@@ -202,6 +199,7 @@ def _messages_in(document: Any) -> Iterator[tuple[str, list[Message]]]:
 
 
 OWNER = "envserver-simulated"
+FAILED = "The simulated engine failed, as its error_rate asks."
 _BROKE = "The simulated engine broke off in the middle, as its disconnect_rate asks."
 
 
@@ -301,9 +299,7 @@ class SimEngine:
     async def _before(self, plan: Plan, deadline: float) -> None:
         await _until(deadline, self.latency_seconds)
         if plan.fault == "error":
-            raise EngineUnavailable(
-                "The simulated engine failed, as its error_rate asks.", status=500
-            )
+            raise EngineUnavailable(FAILED, status=500)
 
     async def _streamed(self, plan: Plan, deadline: float) -> AsyncIterator[Json]:
         for chunk in plan.chunks():
@@ -341,27 +337,3 @@ async def _until(deadline: float, seconds: float) -> None:
     await asyncio.sleep(max(0.0, min(seconds, left)))
     if seconds > left:
         raise EngineTimeout("The simulated engine had no answer in time.")
-
-
-_MESSAGE: Final = "This engine answers programs, not pages in a browser."
-
-
-class ProgramsOnly:
-    """Middleware that refuses pages in a browser."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and any(map(_is_of_a_page, scope["headers"])):
-            error: dict[str, Any] = {"message": _MESSAGE, "type": "PermissionDenied", "code": 403}
-            body = orjson.dumps({"error": error})
-            answer = Response(body, 403, media_type="application/json")
-            await answer(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-def _is_of_a_page(header: tuple[bytes, bytes]) -> bool:
-    name, value = header
-    return name == b"origin" or (name == b"sec-fetch-site" and value != b"none")

@@ -8,14 +8,11 @@ body, as a server that died does.
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import orjson
 import uvicorn
-from envserver_records.errors import ConfigError, EngineRefused
+from envserver_records.errors import EngineRefused
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -25,38 +22,47 @@ from starlette.types import Send
 
 from envserver.settings.config import SimConfig
 
+from ..serving import (
+    ProgramsOnly,
+    QuietServer,
+    decoded,
+    error_answer,
+    json_answer,
+    listening_socket,
+    missing,
+    url_of,
+)
 from .answers import FINGERPRINT, Plan
-from .engine import ProgramsOnly, SimEngine
+from .engine import FAILED, SimEngine
 from .policy import Solver
 
 _HEADERS = {"server": FINGERPRINT}
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize")
 _GETS = ("/v1/models", "/version", "/health")
-_STATUS_NAMES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
 _SECONDS_FOR_OPEN_REQUESTS = 2
-_BACKLOG = 1024
 
 
 def sim_app(engine: SimEngine) -> Starlette:
     async def post(request: Request) -> Response:
         try:
-            plan = engine.plan(request.url.path, _decoded(await request.body()))
+            plan = engine.plan(request.url.path, await decoded(request))
         except EngineRefused as error:
-            return _error(int(error.detail["status"]), error.message, error.detail.get("param"))
+            return error_answer(error, _HEADERS)
         await asyncio.sleep(engine.latency_seconds)
         if plan.fault == "error":
-            return _error(500, "The simulated engine failed, as its error_rate asks.", None)
+            failure = EngineRefused(FAILED, status=500)
+            return error_answer(failure, _HEADERS)
         if plan.stream:
             return _CutOff(_events(engine, plan), media_type="text/event-stream", headers=_HEADERS)
         await asyncio.sleep(engine.token_seconds(plan.tokens))
-        payload = orjson.dumps(plan.answer.whole())
+        answer = plan.answer.whole()
         if plan.fault == "disconnect":
-            return _CutOff(_half(payload), media_type="application/json", headers=_HEADERS)
-        return Response(payload, media_type="application/json", headers=_HEADERS)
+            half = _half(orjson.dumps(answer))
+            return _CutOff(half, media_type="application/json", headers=_HEADERS)
+        return json_answer(answer, headers=_HEADERS)
 
     async def get(request: Request) -> Response:
-        payload = orjson.dumps(await engine.get(request.url.path))
-        return Response(payload, media_type="application/json", headers=_HEADERS)
+        return json_answer(await engine.get(request.url.path), headers=_HEADERS)
 
     return Starlette(
         routes=[
@@ -98,8 +104,7 @@ async def serve_sim(
             )
         )
         if listening is not None:
-            name = f"[{host}]" if ":" in host else host
-            listening(f"http://{name}:{listener.getsockname()[1]}/v1")
+            listening(url_of(host, listener))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         stopping = asyncio.create_task((stop or asyncio.Event()).wait())
         try:
@@ -108,14 +113,6 @@ async def serve_sim(
             stopping.cancel()
             server.should_exit = True
             await serving
-
-
-class QuietServer(uvicorn.Server):
-    """A server that leaves signals to its caller."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _CutOff(StreamingResponse):
@@ -130,22 +127,6 @@ class _CutOff(StreamingResponse):
                 return
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that accepts connections at `host`; port 0 takes a free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio turns Nagle's algorithm off only where it is: without,
-    # every answer waits 40 ms for the client's delayed acknowledgement.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"Cannot listen at {host}:{port}: {error.strerror or error}.") from error
-    return listener
 
 
 async def _events(engine: SimEngine, plan: Plan) -> AsyncIterator[bytes]:
@@ -163,20 +144,5 @@ async def _half(payload: bytes) -> AsyncIterator[bytes]:
     yield b""
 
 
-def _error(status: int, message: str, param: str | None) -> Response:
-    kind = _STATUS_NAMES.get(status, "BadRequestError")
-    error = {"message": message, "type": kind, "param": param, "code": status}
-    payload = orjson.dumps({"error": error})
-    return Response(payload, status, _HEADERS, media_type="application/json")
-
-
 async def _missing(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    return _error(status, f"There is no {request.method} {request.url.path}.", None)
-
-
-def _decoded(payload: bytes) -> Any:
-    try:
-        return orjson.loads(payload)
-    except orjson.JSONDecodeError as error:
-        raise EngineRefused(f"The body is not JSON: {error}.", status=400) from error
+    return error_answer(missing(request, error), _HEADERS)
