@@ -33,7 +33,13 @@ from ..tokens.prepare import Refused, template_kwargs
 from .attempts import ProxyAttempt
 from .bounds import InFlight
 from .dialects.base import ModelRequest
-from .engine_client import EngineClient, client_for, stream_text, whole_text
+from .engine_client import (
+    EngineClient,
+    EngineSession,
+    client_for,
+    stream_text,
+    whole_text,
+)
 from .engine_client.base import ChatClient, has_media, has_only_images
 from .engine_client.tokens import tokenized
 from .gate import Gate
@@ -120,9 +126,7 @@ class ReadyEngine:
         self._planning = asyncio.Lock()
         """One long plan at a time: threads would only compete for the interpreter."""
         self._client: EngineClient = (
-            ChatClient(engine)
-            if probe_result is None
-            else client_for(engine, probe_result, self._format)
+            ChatClient() if probe_result is None else client_for(probe_result, self._format)
         )
 
     @property
@@ -203,7 +207,8 @@ class ReadyEngine:
                 await attempt.in_flight.may_read()
                 return await asyncio.to_thread(_counted, self._format, plan.text, attempt.in_flight)
         routing_key = attempt.spec.routing_key(agent)
-        return await tokenized(self._engine, body, routing_key, max(0.0, attempt.seconds_left))
+        session = EngineSession(self._engine, routing_key, max(0.0, attempt.seconds_left))
+        return await tokenized(session, body)
 
     async def plan(
         self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None
@@ -269,17 +274,10 @@ class ReadyEngine:
         rollout_id: str,
         timeout_seconds: float,
     ) -> dict[str, Any]:
+        session = EngineSession(self._engine, rollout_id, timeout_seconds)
         if request.prompt is not None:
-            return await whole_text(
-                self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
-            )
-        return await self._client.whole(
-            body,
-            prompt,
-            rollout_id=rollout_id,
-            timeout_seconds=timeout_seconds,
-            bare=not request.wants_logprobs,
-        )
+            return await whole_text(session, body)
+        return await self._client.whole(session, body, prompt, bare=not request.wants_logprobs)
 
     def stream(
         self,
@@ -290,17 +288,10 @@ class ReadyEngine:
         rollout_id: str,
         timeout_seconds: float,
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
+        session = EngineSession(self._engine, rollout_id, timeout_seconds)
         if request.prompt is not None:
-            return stream_text(
-                self._engine, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
-            )
-        return self._client.stream(
-            body,
-            prompt,
-            rollout_id=rollout_id,
-            timeout_seconds=timeout_seconds,
-            bare=not request.wants_logprobs,
-        )
+            return stream_text(session, body)
+        return self._client.stream(session, body, prompt, bare=not request.wants_logprobs)
 
 
 def _counted(form: ChatFormat, text: str, in_flight: InFlight) -> int:

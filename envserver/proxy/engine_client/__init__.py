@@ -7,16 +7,16 @@ if the call continues an earlier one, the ids of its prompt. Out flow an answer 
 
 from __future__ import annotations
 
-from ...models.engine import Engine
 from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
-from .base import ChatAnswer, ChatBody, ChatClient, EngineClient, Prompt
+from .base import ChatAnswer, ChatBody, ChatClient, EngineClient, EngineSession, Prompt
 from .completions import CompletionsClient, stream_text, whole_text
 from .tokens import TokensClient
 
 __all__ = [
     "ChatAnswer",
     "EngineClient",
+    "EngineSession",
     "ChatBody",
     "Prompt",
     "client_for",
@@ -25,16 +25,14 @@ __all__ = [
 ]
 
 
-def client_for(
-    engine: Engine, probe_result: ProbeResult, format: ChatFormat | None
-) -> EngineClient:
+def client_for(probe_result: ProbeResult, format: ChatFormat | None) -> EngineClient:
     """Returns the client for the engine's mode.
 
     `format`: the model's template and tokenizer. Without it sampled text cannot be parsed, so an
     engine that only continues ids is used through its chat API.
     """
     if probe_result.mode == "tokens":
-        return TokensClient(engine, probe_result, None if format is None else format.image_token)
+        return TokensClient(probe_result, None if format is None else format.image_token)
     if probe_result.mode == "completions" and format is not None:
-        return CompletionsClient(engine, probe_result, format)
-    return ChatClient(engine)
+        return CompletionsClient(probe_result, format)
+    return ChatClient()

@@ -51,13 +51,7 @@ class EngineClient(Protocol):
         """Returns whether `stream` is possible and equals `whole`."""
 
     async def whole(
-        self,
-        body: ChatBody,
-        prompt: Prompt,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        bare: bool = False,
+        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
     ) -> ChatAnswer:
         """Returns the whole answer.
 
@@ -65,13 +59,7 @@ class EngineClient(Protocol):
         """
 
     def stream(
-        self,
-        body: ChatBody,
-        prompt: Prompt,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        bare: bool = False,
+        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
     ) -> AbstractAsyncContextManager[AsyncIterator[ChatAnswer]]:
         """Streams the answer as chunks. A stream that ends normally was complete."""
 
@@ -244,9 +232,6 @@ class ChatClient:
     Calls cannot be continued by ids, so `prompt.ids` must be None.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
     def can_continue(self, body: ChatBody) -> str | None:
         return "engine_renders"
 
@@ -255,28 +240,14 @@ class ChatClient:
         return not has_tools(body)
 
     async def whole(
-        self,
-        body: ChatBody,
-        prompt: Prompt,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        bare: bool = False,
+        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
     ) -> ChatAnswer:
-        session = EngineSession(self._engine, rollout_id, timeout_seconds)
         return await session.post(PATH, not_streamed(body))
 
     @asynccontextmanager
     async def stream(
-        self,
-        body: ChatBody,
-        prompt: Prompt,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        bare: bool = False,
+        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-        session = EngineSession(self._engine, rollout_id, timeout_seconds)
         async with session.stream(PATH, streamed(body)) as chunks:
             yield chunks
 

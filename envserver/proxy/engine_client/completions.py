@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from envserver_records.errors import EngineGarbage
 
-from ...models.engine import Engine
 from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
 from .answer_parser import AnswerParser, calls_are_free, keeps_special
@@ -113,12 +112,11 @@ class _Logprobs(msgspec.Struct):
 
 
 class CompletionsClient:
-    def __init__(self, engine: Engine, probe_result: ProbeResult, format: ChatFormat) -> None:
-        self._engine = engine
+    def __init__(self, probe_result: ProbeResult, format: ChatFormat) -> None:
         self._reasons = probe_result.reasoning_parser
         self._format = format
         self._reader = AnswerParser(format, reasons=probe_result.reasoning_parser)
-        self._chat = ChatClient(engine)
+        self._chat = ChatClient()
 
     def can_continue(self, body: ChatBody) -> str | None:
         if has_media(body):
@@ -131,42 +129,24 @@ class CompletionsClient:
         return not (has_tools(body) or self._reasons)
 
     async def whole(
-        self,
-        body: ChatBody,
-        prompt: Prompt,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        bare: bool = False,
+        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
     ) -> ChatAnswer:
         if prompt.ids is None:
-            answer = await self._chat.whole(
-                body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
-            )
+            answer = await self._chat.whole(session, body, prompt)
             if _foreign_field(body) is None:
                 self._reader.compare(body, answer)
             return answer
-        session = EngineSession(self._engine, rollout_id, timeout_seconds)
         answer = await session.post(PATH, _request(body, prompt.ids))
         return self._parsed(answer, body, prompt.ids)
 
     @asynccontextmanager
     async def stream(
-        self,
-        body: ChatBody,
-        prompt: Prompt,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        bare: bool = False,
+        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         if prompt.ids is None:
-            async with self._chat.stream(
-                body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
-            ) as chunks:
+            async with self._chat.stream(session, body, prompt) as chunks:
                 yield chunks
             return
-        session = EngineSession(self._engine, rollout_id, timeout_seconds)
         async with session.stream(PATH, streamed(_request(body, prompt.ids))) as chunks:
             yield self._chunks(chunks, body, prompt.ids)
 
@@ -299,11 +279,8 @@ _KEPT = (
 )
 
 
-async def whole_text(
-    engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
-) -> ChatAnswer:
+async def whole_text(session: EngineSession, body: ChatBody) -> ChatAnswer:
     """Returns the answer to `body`, a complete request for /v1/completions."""
-    session = EngineSession(engine, rollout_id, timeout_seconds)
     answer = await session.post(PATH, not_streamed(body))
     choices = []
     for choice in require(answer, "choices", list, _WHERE):
@@ -314,9 +291,8 @@ async def whole_text(
 
 @asynccontextmanager
 async def stream_text(
-    engine: Engine, body: ChatBody, *, rollout_id: str, timeout_seconds: float
+    session: EngineSession, body: ChatBody
 ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-    session = EngineSession(engine, rollout_id, timeout_seconds)
     async with session.stream(PATH, streamed(body)) as chunks:
         yield _chunks(chunks)
 

@@ -26,7 +26,6 @@ import orjson
 from envserver_records.errors import EngineGarbage, EngineRefused
 from envserver_records.records import Message
 
-from ...models.engine import Engine
 from ...models.probe import ProbeResult
 from ...tokens.images import facts_of_all, folded, folds_to, urls_of
 from .base import (
@@ -298,13 +297,10 @@ _CHAT_ONLY = (
 class TokensClient:
     """`image_token`: the placeholder of an image; None: images go through chat."""
 
-    def __init__(
-        self, engine: Engine, probe_result: ProbeResult, image_token: int | None = None
-    ) -> None:
-        self._engine = engine
+    def __init__(self, probe_result: ProbeResult, image_token: int | None = None) -> None:
         self._image_token = image_token
         self._reasons = probe_result.reasoning_parser
-        self._chat = ChatClient(engine)
+        self._chat = ChatClient()
         self._cache = RenderCache()
         self._prompts = RenderedPrompts()
         self._grids = Grids()
@@ -319,20 +315,11 @@ class TokensClient:
         return not self._is_parsed(body)
 
     async def whole(
-        self,
-        body: ChatBody,
-        prompt: Prompt,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        bare: bool = False,
+        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
     ) -> ChatAnswer:
         if self._chat_only(body):
-            return await self._chat.whole(
-                body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
-            )
+            return await self._chat.whole(session, body, prompt)
         body = not_streamed(body)
-        session = EngineSession(self._engine, rollout_id, timeout_seconds)
         request, sent = await self._request(session, body, prompt)
         answer = await session.post(GENERATE, request, BareGenerated if bare else None)
         generated = GeneratedAnswer(answer, body, sent, is_bare=bare)
@@ -346,22 +333,13 @@ class TokensClient:
 
     @asynccontextmanager
     async def stream(
-        self,
-        body: ChatBody,
-        prompt: Prompt,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        bare: bool = False,
+        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         if self._chat_only(body):
-            async with self._chat.stream(
-                body, prompt, rollout_id=rollout_id, timeout_seconds=timeout_seconds
-            ) as chunks:
+            async with self._chat.stream(session, body, prompt) as chunks:
                 yield chunks
             return
         body = not_streamed(body)
-        session = EngineSession(self._engine, rollout_id, timeout_seconds)
         request, sent = await self._request(session, body, prompt)
         options = {"stream": True, "stream_options": {"include_usage": True}}
         form = BareGeneratedChunk if bare else None
@@ -433,12 +411,9 @@ _UNKNOWN = (
 )
 
 
-async def tokenized(
-    engine: Engine, body: ChatBody, rollout_id: str, timeout_seconds: float
-) -> int | None:
+async def tokenized(session: EngineSession, body: ChatBody) -> int | None:
     """Returns the number of tokens of the prompt of `body`; None: the engine has no such
     endpoint."""
-    session = EngineSession(engine, rollout_id, timeout_seconds)
     request = {name: body[name] for name in _FIELDS if name in body}
     try:
         answer = await session.post(TOKENIZE, request)

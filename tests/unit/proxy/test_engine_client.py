@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from envserver_records.errors import EngineGarbage, EngineRefused, EngineTimeout
+from support.engine_clients import Asking
 from support.engine_stand_in import ASK, ScaleOut
 from support.templates import OWN, chat_format, tool, user
 from support.vllm_server import VllmServer
@@ -25,7 +26,7 @@ from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.engine import Engine
 from envserver.models.probe import EngineMode
 from envserver.proxy.engine_answer import parse_answer
-from envserver.proxy.engine_client import EngineClient, client_for, stream_text, whole_text
+from envserver.proxy.engine_client import EngineSession, client_for, stream_text, whole_text
 from envserver.tokens import ChatFormat
 
 Json = dict[str, Any]
@@ -53,9 +54,9 @@ def format() -> ChatFormat:
     return chat_format(OWN["chatml"])
 
 
-def asking(engine: Engine, mode: EngineMode, *, reasons: bool = False) -> EngineClient:
+def asking(engine: Engine, mode: EngineMode, *, reasons: bool = False) -> Asking:
     probe_result = ProbeResult(mode=mode, model="tiny", tools=True, reasoning_parser=reasons)
-    return client_for(engine, probe_result, format())
+    return Asking(engine, client_for(probe_result, format()))
 
 
 def told(answer: Json) -> Json:
@@ -74,13 +75,11 @@ def told(answer: Json) -> Json:
     }
 
 
-async def whole(
-    asked: EngineClient, body: Json, prompt: Prompt = ROOT, rollout_id: str = "r"
-) -> Json:
+async def whole(asked: Asking, body: Json, prompt: Prompt = ROOT, rollout_id: str = "r") -> Json:
     return told(await asked.whole(body, prompt, rollout_id=rollout_id, timeout_seconds=60))
 
 
-async def collected(asked: EngineClient, body: Json, prompt: Prompt = ROOT) -> Json:
+async def collected(asked: Asking, body: Json, prompt: Prompt = ROOT) -> Json:
     """A stream put together again; the first chunk of each choice has only a role."""
     choices: dict[int, Json] = {}
     answer: Json = {}
@@ -260,7 +259,7 @@ async def test_one_answer_read_otherwise_by_the_engine_ends_the_trust() -> None:
 async def test_a_model_whose_calls_we_cannot_read_is_continued_without_tools() -> None:
     silent = chat_format("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     probe_result = ProbeResult(mode="completions", model="tiny")
-    asked = client_for(ScaleOut(format(), ""), probe_result, silent)
+    asked = client_for(probe_result, silent)
     assert asked.can_continue(TOOLS) == "tool_format_unknown"
     assert asked.can_continue(ASK) is None
 
@@ -269,19 +268,19 @@ async def test_a_model_whose_calls_we_cannot_read_is_continued_without_tools() -
 
 
 async def test_texts_are_completed_in_the_form_of_a_chat() -> None:
-    how: Any = {"rollout_id": "r", "timeout_seconds": 9}
     engine = ScaleOut(format(), "Hello.")
+    session = EngineSession(engine, "r", 9)
     body = {"model": "tiny", "prompt": [[5], [6, 7]], "logprobs": 0, "return_token_ids": True}
-    answer = await whole_text(engine, body, **how)
+    answer = await whole_text(session, body)
     assert "prompt_token_ids" not in answer
     assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[5], [6, 7]]
     for choice in answer["choices"]:
         assert choice["message"] == {"role": "assistant", "content": "Hello."}
         assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
-    alone = await whole_text(engine, {**body, "prompt": [5]}, **how)
+    alone = await whole_text(session, {**body, "prompt": [5]})
     assert alone["prompt_token_ids"] == [5]
     texts, ids = "", []
-    async with stream_text(engine, {**body, "prompt": [5], "logprobs": None}, **how) as chunks:
+    async with stream_text(session, {**body, "prompt": [5], "logprobs": None}) as chunks:
         async for chunk in chunks:
             for part in chunk["choices"]:
                 texts += part["delta"]["content"]
@@ -289,7 +288,7 @@ async def test_texts_are_completed_in_the_form_of_a_chat() -> None:
     assert (texts, ids) == ("Hello.", alone["choices"][0]["token_ids"])
     engine.spoil = drop("completions", "text", choice=True)
     with pytest.raises(EngineGarbage, match="holds no text"):
-        await whole_text(engine, body, **how)
+        await whole_text(session, body)
 
 
 # Renderings
@@ -432,13 +431,13 @@ async def test_every_way_gives_what_chat_gives_on_a_real_vllm(vllm_server: VllmS
 
         async def compare(body: Json) -> None:
             try:
-                wanted = await whole(client_for(engine, probe_result("chat"), real), body)
+                wanted = await whole(Asking(engine, client_for(probe_result("chat"), real)), body)
             except EngineRefused:
                 seen["refused"] += 1
                 return
             seen["calls"] += sum(bool(choice["calls"]) for choice in wanted["choices"])
             for mode in ("tokens", "completions"):
-                asked = client_for(engine, probe_result(mode), real)
+                asked = Asking(engine, client_for(probe_result(mode), real))
                 for prompt in (ROOT, Prompt(wanted["prompt"])):
                     if prompt.ids is not None and asked.can_continue(body):
                         assert mode == "completions"

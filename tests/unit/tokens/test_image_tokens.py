@@ -19,6 +19,7 @@ from envserver_records.records import Call, Sequence, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support.engine_clients import Asking
 from support.engine_stand_in import ScaleOut
 from support.extent import examples
 from support.forests import call as call_of
@@ -151,7 +152,7 @@ def planned(history: History, *messages: Json) -> PromptPlan:
 async def test_a_conversation_with_pictures_goes_on_from_its_tokens() -> None:
     form = seeing()
     eyes = Eyes(form, "A cat.")
-    client = client_for(eyes, ProbeResult(mode="tokens", model="tiny"), form)
+    client = Asking(eyes, client_for(ProbeResult(mode="tokens", model="tiny"), form))
     history = History(form, edits=("exact",), think="template")
     messages: list[Json] = []
     for turn, shown in enumerate([(RED,), (BLUE, RED), ()]):
@@ -188,7 +189,7 @@ async def test_an_engine_that_puts_pictures_elsewhere_is_not_believed() -> None:
     form = seeing()
     eyes = Eyes(form, "A cat.")
     eyes.spoil = spoil
-    client = client_for(eyes, ProbeResult(mode="tokens", model="tiny"), form)
+    client = Asking(eyes, client_for(ProbeResult(mode="tokens", model="tiny"), form))
     plan = planned(History(form, edits=(), think="template"), asked(RED))
     body = {"model": "m", "messages": [asked(RED)]}
     with pytest.raises(EngineGarbage):
