@@ -47,11 +47,6 @@ from .http_client import (
 )
 from .replicas import Replica
 
-# Whoever may register an engine makes the server send requests there, with prompts. So services of
-# the cloud (link-local addresses and the like) are never engines, this machine is one only where
-# nobody else can register, and only hosts that the settings allow get the engines' key. Names are
-# resolved again for each connection, and each address is checked then.
-
 _SERVICES: Final = frozenset(
     map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "fd00:ec2::254"))
 )

@@ -124,9 +124,6 @@ class Engine(Protocol):
         """Returns the known state of each address without asking; `healthy`: not set aside."""
 
 
-# Bodies and answers pass unchanged; a call that its caller cancelled counts neither as a failure
-# nor as a time.
-
 Json = dict[str, Any]
 
 _MOST_PATHS: Final = 20

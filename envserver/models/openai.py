@@ -178,7 +178,7 @@ class ReplicaMonitor:
             try:
                 status, text = await self._get(replica, "/metrics")
             except (TimeoutError, RetryableError, EngineError):
-                # Health is checked elsewhere.
+                # `_check` looks after health.
                 continue
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 continue

@@ -273,9 +273,6 @@ def _told_if_slow(path: str) -> Iterator[None]:
         timer.cancel()
 
 
-# Every check is exact: a mode's result must equal a chat call's, token by token. A failure is a
-# `NotSupported` with a sentence for the user.
-
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"

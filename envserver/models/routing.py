@@ -262,7 +262,7 @@ T = TypeVar("T")
 _MAX_PAUSE_SECONDS = 5.0
 _PATIENCE = 0.9
 """Share of a call's time for which it waits until some replica may have it. It fails before its
-rollout's time is over, so that nobody takes the lack of an engine for the model's slowness."""
+rollout's time is over, so that the lack of an engine is not taken for the model's slowness."""
 
 
 class Retrying:

@@ -505,12 +505,14 @@ class ProxyAttempt:
         """Takes back the turn of a request that produced nothing."""
         self._turns[SIDE if side else agent] -= 1
 
-    def working(self, interrupts: Interrupts) -> None:
-        """Registers a request in flight, to be interrupted when the attempt is sealed."""
+    @contextmanager
+    def working(self, interrupts: Interrupts) -> Iterator[None]:
+        """Context of a request in flight, which is interrupted when the attempt is sealed."""
         self._in_flight.add(interrupts)
-
-    def done(self, interrupts: Interrupts) -> None:
-        self._in_flight.discard(interrupts)
+        try:
+            yield
+        finally:
+            self._in_flight.discard(interrupts)
 
     def hold(self, task: asyncio.Task[Any]) -> None:
         """Keeps `task` alive until it ends or the attempt is sealed."""
@@ -520,7 +522,7 @@ class ProxyAttempt:
     def _let_go(self, task: asyncio.Task[Any]) -> None:
         self._held.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieved here because nobody may be waiting for it
+            task.exception()  # retrieved here because nothing may be waiting for it
 
     def seal(self) -> None:
         """Ends the attempt: nothing more is recorded, requests and tasks in flight are stopped.

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Literal, Protocol, Self
 
@@ -194,13 +196,16 @@ class InFlight:
         while wait := self._reading.wait_seconds(0, time.monotonic()):
             await asyncio.sleep(wait)
 
-    def reading(self) -> _Reading:
+    @contextmanager
+    def reading(self) -> Iterator[None]:
         """Context in which a request is read; its CPU time is counted."""
-        return _Reading(self)
-
-    def has_read(self, seconds: float) -> None:
-        self.reading_seconds += seconds
-        self._reading.take(seconds, time.monotonic())
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            seconds = time.thread_time() - began
+            self.reading_seconds += seconds
+            self._reading.take(seconds, time.monotonic())
 
     def take(self, size: int) -> None:
         """Takes bytes, all or none (gives them back, if `size` is negative)."""
@@ -228,18 +233,6 @@ class InFlight:
             self.refused("recorded")
             raise over_bound("recorded", "The records of all rollouts together are full.")
         self.recorded, self._totals.recorded = mine, everybody
-
-
-class _Reading:
-    def __init__(self, in_flight: InFlight) -> None:
-        self._in_flight = in_flight
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.thread_time()
-
-    def __exit__(self, *_: object) -> None:
-        self._in_flight.has_read(time.thread_time() - self._began)
 
 
 class Hold:

@@ -62,8 +62,6 @@ from .gate import Aborted
 from .hooks import Hooks
 from .recording import CallContext, calls_of, mark_delivered, mark_replayed, names_version
 
-# Texts of calls and tools are in spans only where the tracer wants them (`Span.texts`).
-
 
 def model_call(
     attempt: ProxyAttempt,

@@ -61,7 +61,7 @@ class _TokenLogprob(_Logprob):
 
 
 class Logprobs(msgspec.Struct):
-    """`content` is set in chats, `token_logprobs` elsewhere."""
+    """`content` is set in chats, `token_logprobs` in text completions."""
 
     content: list[_TokenLogprob] | None = None
     token_logprobs: Any = None
@@ -267,9 +267,6 @@ async def read_all_experts(
             choice.experts = found
             room -= found.ids.nbytes
 
-
-# With tools the engine is asked for a whole answer and the chunks are made from it, since an engine
-# may parse a stream differently.
 
 _REASONING = ("reasoning", "reasoning_content")
 _ANSWER = ("content", "refusal")

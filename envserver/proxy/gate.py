@@ -13,8 +13,8 @@ rollout's time. Each pause chooses what happens to the calls that are at the eng
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
-from types import TracebackType
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Literal
 
 from ..models.engine import count_as_waiting
@@ -71,28 +71,32 @@ class Gate:
     def resume(self) -> None:
         self._open.set()
 
-    def passing(self) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
         """Waits until the gate is open, then runs the block as a call at the engine.
 
         Raises Aborted if a pause stopped the block.
         """
-        return _Passing(self)
+        await self._until_open()
+        was_aborted = False
+        try:
+            async with asyncio.timeout(None) as timeout:
+                self._passing.add(timeout)
+                self._empty.clear()
+                try:
+                    yield
+                finally:
+                    was_aborted = timeout in self._aborted
+                    self._passing.discard(timeout)
+                    self._aborted.discard(timeout)
+                    if not self._passing:
+                        self._empty.set()
+        except TimeoutError:
+            if was_aborted:
+                raise Aborted from None
+            raise
 
-    def begin(self, timeout: asyncio.Timeout) -> None:
-        """Registers a call; a pause that aborts it ends `timeout`."""
-        self._passing.add(timeout)
-        self._empty.clear()
-
-    def end(self, timeout: asyncio.Timeout) -> bool:
-        """Registers the end of a call; returns whether it was aborted."""
-        aborted = timeout in self._aborted
-        self._passing.discard(timeout)
-        self._aborted.discard(timeout)
-        if not self._passing:
-            self._empty.set()
-        return aborted
-
-    async def until_open(self) -> None:
+    async def _until_open(self) -> None:
         self._waiting += 1
         try:
             while not self._open.is_set():
@@ -100,28 +104,3 @@ class Gate:
                     await self._open.wait()
         finally:
             self._waiting -= 1
-
-
-class _Passing(AbstractAsyncContextManager[None]):
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self._timeout = asyncio.timeout(None)
-
-    async def __aenter__(self) -> None:
-        await self._gate.until_open()
-        await self._timeout.__aenter__()
-        self._gate.begin(self._timeout)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        aborted = self._gate.end(self._timeout)
-        try:
-            await self._timeout.__aexit__(kind, error, traceback)
-        except TimeoutError:
-            if aborted:
-                raise Aborted from None
-            raise

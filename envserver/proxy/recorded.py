@@ -139,7 +139,7 @@ class RecordedRequests:
 
 
 def _share(request: ModelRequest, earlier: _Request, shared: int) -> None:
-    # A new list: that of the dialect may be kept elsewhere.
+    # A new list: the dialect may keep its own.
     request.messages = [*earlier.messages[:shared], *request.messages[shared:]]
     if _same(request.tools, earlier.tools):
         request.tools = earlier.tools

@@ -140,8 +140,7 @@ class RequestHandler:
     async def _answer_with(self, call_task: CallTask, *, again: bool) -> None:
         seconds = self._attempt.seconds_left + _SLOW_CLIENT_SECONDS
         interrupts = Interrupts(self._receive, seconds, self._hangups)
-        self._attempt.working(interrupts)
-        try:
+        with self._attempt.working(interrupts):
             async with interrupts:
                 if not again:
                     await call_task.begin()
@@ -152,8 +151,6 @@ class RequestHandler:
                     interrupts.stop_watching()
                     await self._tell(call_task.request, answer)
                 call_task.delivered(again=again)
-        finally:
-            self._attempt.done(interrupts)
 
     async def _waited_for(self, task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
         pulse = self._start_pulse()

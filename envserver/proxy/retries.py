@@ -2,7 +2,7 @@
 
 A client that lost an answer sends the same request again. If it says so (`Idempotency-Key`, or
 `x-stainless-retry-count` as the official SDKs send it), it joins the first request's call, running
-or done. So does an equal request without a mark whose predecessor's answer reached nobody, or that
+or done. So does an equal request without a mark whose predecessor's answer was lost, or that
 a coding program (`admission.is_program`) sends right after an answer that it could use: one that
 was empty, cut off or malformed is sampled again. A true stream is not repeated but sampled again.
 Other equal requests are new samples: that is what an agent wants that asks twice.

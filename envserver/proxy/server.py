@@ -106,7 +106,7 @@ def _model(name: str, max_model_len: int | None) -> dict[str, Any]:
 
 
 PLAYED = "played:"
-"""The endpoint of agents that somebody plays (`AgentRoute.endpoint`); no agent has such a name."""
+"""The endpoint of agents that a client acts for (`AgentRoute.endpoint`); not an agent's name."""
 _REMEMBER_SEALED_SECONDS = 60.0
 _HEALTH_SECONDS = 1.0
 _NO_RETRY = ((b"x-should-retry", b"false"),)

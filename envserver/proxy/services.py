@@ -162,11 +162,7 @@ class ServiceRouter:
             with attempt.timeline.timed("tool", name) if is_timed else nullcontext():
                 body = await self._within(attempt, name, service, arguments, receive)
         except Interrupted as interrupted:
-            if interrupted.reason == "sealed":
-                raise ended() from None
-            if interrupted.reason == "time":
-                raise attempt.reached("time", "The time of this rollout is used up.") from None
-            raise
+            raise _error_of(attempt, interrupted) from None
         except ServiceError as error:
             attempt.service_failed(error)
             raise
@@ -187,12 +183,9 @@ class ServiceRouter:
         """Runs the service while the client waits and time is left; returns the answer's body."""
         places = self._places.setdefault(attempt, asyncio.Semaphore(_AT_A_TIME))
         interrupts = Interrupts(receive, max(0.0, attempt.seconds_left))
-        attempt.working(interrupts)
-        try:
+        with attempt.working(interrupts):
             async with interrupts, places:
                 return await _asked(attempt, name, service, arguments, self.caller(attempt))
-        finally:
-            attempt.done(interrupts)
 
     @asynccontextmanager
     async def caller(self, attempt: ProxyAttempt) -> AsyncIterator[Caller]:
@@ -258,14 +251,18 @@ def _keep(
         )
 
 
+def _error_of(attempt: ProxyAttempt, interrupted: Interrupted) -> Exception:
+    if interrupted.reason == "sealed":
+        return ended()
+    if interrupted.reason == "time":
+        return attempt.reached("time", "The time of this rollout is used up.")
+    return interrupted
+
+
 def _flag(attempt: ProxyAttempt, word: str) -> None:
     if len(attempt.flags) < _MOST_FLAGS:
         attempt.flags.add(word)
 
-
-# The proxy knows the attempt and its deadline; only the `SandboxHost` knows sandboxes. `POST
-# sandbox/...` takes and returns MessagePack; errors are JSON as everywhere. A failure that is not
-# the agent's fault is recorded before the agent sees it, since the agent may hide it.
 
 PREFIX = "sandbox/"
 _LAST_SECONDS = 5.0
@@ -309,26 +306,13 @@ async def answer_about_sandboxes(
     if attempt.sealed:
         raise ended()
     try:
-        answer = await _answer(host, attempt, path, body, receive)
+        interrupts = Interrupts(receive, max(0.0, attempt.seconds_left) + _LAST_SECONDS)
+        with attempt.working(interrupts):
+            async with interrupts:
+                answer = await host.answer(attempt, path, body)
     except Interrupted as interrupted:
-        if interrupted.reason == "sealed":
-            raise ended() from None
-        if interrupted.reason == "time":
-            raise attempt.reached("time", "The time of this rollout is used up.") from None
-        raise
+        raise _error_of(attempt, interrupted) from None
     except SandboxError as error:
         attempt.sandbox_failed(error)
         raise
     await send_bytes(send, 200, answer, b"application/msgpack")
-
-
-async def _answer(
-    host: SandboxHost, attempt: ProxyAttempt, path: str, body: bytes, receive: Receive
-) -> bytes:
-    interrupts = Interrupts(receive, max(0.0, attempt.seconds_left) + _LAST_SECONDS)
-    attempt.working(interrupts)
-    try:
-        async with interrupts:
-            return await host.answer(attempt, path, body)
-    finally:
-        attempt.done(interrupts)

@@ -458,9 +458,6 @@ def _read_stop_ids(folder: Path, vocabulary: Vocabulary) -> frozenset[int]:
     return frozenset(ids if eos is None else ids | {eos})
 
 
-# An engine may give variables to every template (vLLM's `--default-chat-template-kwargs`); it does
-# not say which. A format agrees with it only if it renders each conversation to the engine's ids.
-
 SETTING: Final = "--openai.default_template_kwargs"
 _TRIED: Final = (False, True, "none", "low", "medium", "high")
 """Values that templates know for their own variables: switches, and efforts of reasoning."""

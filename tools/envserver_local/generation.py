@@ -25,11 +25,6 @@ from .kv_cache import Place, Prefixes, SlotCache
 from .rows import Ranked, Row
 from .weights import Adapters
 
-# A row's choice depends only on its own logits, settings, seed and position: the uniform number for
-# a position is a hash of seed and position, and the sampled token is where the cumulative
-# probability exceeds it. So a request with a seed gives the same answer in any batch, up to the
-# rounding of the logits themselves.
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)

@@ -268,10 +268,6 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# Rendering returns the whole request for generating, with every setting; generating reports which
-# version of the weights sampled which tokens.
-
-
 class Tokens:
     """Answers requests that contain or return ids."""
 

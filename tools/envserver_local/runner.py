@@ -75,7 +75,7 @@ class Runner:
         def obey() -> None:
             try:
                 future.set_result(command())
-            except Exception as error:  # noqa: BLE001  (whoever asked for it is told)
+            except Exception as error:  # noqa: BLE001  (it is raised where the command was sent)
                 future.set_exception(error)
 
         self._commands.put(obey)

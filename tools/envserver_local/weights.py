@@ -184,10 +184,6 @@ def _refused(message: str, status: int = 500) -> EngineRefused:
     return EngineRefused(message, status=status)
 
 
-# An adapter in PEFT's format (adapter_config.json, adapter_model.safetensors) adds scale * B A x to
-# the output of the layers it names. A hook on the layer does this for the rows that use the
-# adapter; the weights are never changed, so any number of adapters can be loaded.
-
 Part = tuple[slice | torch.Tensor, "Adapter"]
 _ADAPTER, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."

@@ -20,11 +20,9 @@ from envserver_records.records import Dialect, Message
 
 from ...tokens.prepare import RESERVED
 
-# The common form is OpenAI's chat API: every dialect is translated to it, and every answer from it.
-
 
 class ModelRequest(msgspec.Struct, kw_only=True):
-    """One request of an agent.
+    """One request of an agent in the common form, which is that of OpenAI's chat API.
 
     Args:
         body: the fields of the request body that the dialect knows, as received.
@@ -273,11 +271,6 @@ TOP_LOGPROBS = whole(0, 20)
 STOP_TEXTS = items(64, text(KIBIBYTE))
 STOP = either(text(KIBIBYTE), STOP_TEXTS)
 _VARIABLES = bounded_object(16 * KIBIBYTE)
-
-
-# What is in no table of an API is treated alike in all of them (`is_ignored`): it is ignored, and
-# the calls say so, or it is refused by name unless the run passes it on (`tokens.extra_fields`). A
-# field that is null counts as not sent.
 
 
 class FieldTable(NamedTuple):
@@ -555,8 +548,6 @@ class DialectAdapter(Protocol):
     def error(self, error: EnvserverError) -> dict[str, Any]:
         """Returns the body of an error response."""
 
-
-# Nothing goes on that is not named here: each object is built anew from its known fields.
 
 _PASSED = ("seed", "chat_template_kwargs")
 """An engine's own fields that agents may add in every dialect."""

@@ -265,7 +265,9 @@ class CompletionsDialect:
         return ModelRequest(
             dialect="completions",
             body=body,
-            messages=_as_messages(prompts),
+            messages=[
+                {"role": "user", "content": text} for text in prompts if isinstance(text, str)
+            ],
             prompt=prompts[0] if len(prompts) == 1 else prompts,
             fields=fields,
             choices=choices,
@@ -290,10 +292,7 @@ class CompletionsDialect:
         return error_body(error)
 
 
-class CompletionsWriter:
-    def begin(self) -> bytes:
-        return b""
-
+class CompletionsWriter(ChatWriter):
     def chunk(self, chunk: dict[str, Any]) -> bytes:
         """Skips the chunk with the role, which exists only in chats."""
         parts = [part for part in chunk["choices"] if not _is_role(part)]
@@ -302,12 +301,6 @@ class CompletionsWriter:
         told = {**chunk, "object": "text_completion"}
         told["choices"] = [_choice(part, part["delta"]) for part in parts]
         return event(told)
-
-    def end(self) -> bytes:
-        return DONE
-
-    def fail(self, error: EnvserverError) -> bytes:
-        return event(error_body(error))
 
 
 def _prompts(prompt: Any) -> list[Any]:
@@ -327,10 +320,6 @@ def _is_ids(value: Any) -> bool:
         and bool(value)
         and all(type(token) is int and 0 <= token <= LARGEST_INT32 for token in value)
     )
-
-
-def _as_messages(prompts: list[Any]) -> list[Message]:
-    return [{"role": "user", "content": text} for text in prompts if isinstance(text, str)]
 
 
 def _is_role(part: dict[str, Any]) -> bool:

@@ -196,9 +196,6 @@ def image_part(url: str, detail: str | None = None) -> Part:
     return {"type": "image_url", "image_url": image}
 
 
-# An engine fetches what another address names, from its own place in the network and from its own
-# disk. An agent behind a wall must not reach either through it.
-
 _HEAD = re.compile(r"data:([a-z]+)/[\w.+-]{1,64}(?:;[\w.=+-]{1,64}){0,4};base64,", re.I)
 _MB = 1 << 20
 _SNIFFED = 64

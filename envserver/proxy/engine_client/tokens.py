@@ -56,9 +56,7 @@ from .generated import (
 
 # An engine has defaults and rules of its own (its generation config, grammars for tools, needs of a
 # tool parser). These are not copied here: /v1/chat/completions/render returns the complete request
-# for /inference/v1/generate. For calls that differ only in messages, seed and limit, everything but
-# the prompt is the same, so a continued call needs no rendering. The first calls of a group's
-# rollouts mostly differ in nothing but the seed, so only one of them is rendered.
+# for /inference/v1/generate.
 
 _OF_ONE_CALL = frozenset({"messages", "seed", "max_tokens", "max_completion_tokens", EXPERTS_START})
 _OF_ONE_SAMPLE = frozenset({"seed"})

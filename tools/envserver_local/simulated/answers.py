@@ -428,10 +428,6 @@ def _digest(text: str, size: int) -> str:
     return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
-# The same seed and the same requests in the same order give the same answers;
-# `/v1/chat/completions`, `/v1/completions` and `/generate` give the same tokens for the same prompt
-# and the same `seed`; a token's logprob is the same wherever it is reported.
-
 Fault = Literal["error", "disconnect"]
 
 _REMEMBERED_PROMPTS = 16_384

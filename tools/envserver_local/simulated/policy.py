@@ -27,9 +27,6 @@ from .conversation import Conversation, refusal
 from .tokenizer import END_OF_TEXT, IM_END, IM_START, assistant_text, canonical_arguments
 from .wording import CLOSERS, NOUNS, OPENERS, VERBS, drawn_value, spoiled_arguments, spoiled_text
 
-# Pure. In: the turn that would be said, what the request allows, and a random generator. Out: the
-# text that is said instead. What always holds: with all rates at 0 nothing changes.
-
 REFUSALS = (
     "I'm sorry, but I can't help with that.",
     "I cannot assist with this request.",

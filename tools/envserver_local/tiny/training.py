@@ -37,9 +37,6 @@ from tokenizers import (
 )
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-# Pure except for reading the file. What holds: the pieces of a conversation, joined, are the text
-# that its chat template renders, and exactly the model's own text is marked as said.
-
 TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 END_OF_TURN = "<|im_end|>"
 
