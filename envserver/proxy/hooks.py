@@ -25,8 +25,8 @@ from envserver_records.records import Message
 from ..environment import Environment
 from ..rollout_interface import Caller, HookBug, ModelCall
 from ..settings.config import TokensConfig
-from .admission import admit_images
 from .attempts import ProxyAttempt
+from .body import admit_images
 from .dialects.base import ModelRequest
 from .dialects.chat import chat_messages, chat_tools
 from .dialects.conversation import check_media

@@ -14,7 +14,6 @@ from typing import Any
 
 from envserver_records.errors import EngineTimeout, EnvserverError, NotFoundError, UsageError
 
-from .admission import admit_images, read_request
 from .asgi import (
     Hangups,
     Interrupted,
@@ -30,7 +29,7 @@ from .asgi import (
     start_events,
 )
 from .attempts import ProxyAttempt, ended
-from .body import engine_body, without_strict
+from .body import admit_images, engine_body, read_request, without_strict
 from .call_task import CallTask
 from .dialects import DIALECTS, DialectAdapter, EventWriter
 from .dialects.base import ModelRequest

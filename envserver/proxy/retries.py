@@ -3,7 +3,7 @@
 A client that lost an answer sends the same request again. If it says so (`Idempotency-Key`, or
 `x-stainless-retry-count` as the official SDKs send it), it joins the first request's call, running
 or done. So does an equal request without a mark whose predecessor's answer was lost, or that
-a coding program (`admission.is_program`) sends right after an answer that it could use: one that
+a coding program (`body.is_program`) sends right after an answer that it could use: one that
 was empty, cut off or malformed is sampled again. A true stream is not repeated but sampled again.
 Other equal requests are new samples: that is what an agent wants that asks twice.
 """
@@ -17,8 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from envserver_records.errors import ConflictError
 from envserver_records.records import Call
 
-from .admission import is_program
 from .asgi import Scope, header, header_number
+from .body import is_program
 from .dialects.base import ModelRequest
 
 _REMEMBERED = 64

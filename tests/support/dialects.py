@@ -17,7 +17,7 @@ import orjson
 from envserver_records.errors import EnvserverError
 from hypothesis import strategies as st
 
-from envserver.proxy.admission import read_request
+from envserver.proxy.body import read_request
 from envserver.proxy.dialects import DIALECTS
 from envserver.proxy.dialects.base import ModelRequest
 from support.speaking import call

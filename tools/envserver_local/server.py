@@ -43,8 +43,7 @@ from .bodies import (
     VersionBody,
     refuse_foreign,
 )
-from .routes_completions import Chat, Completions, Tokens
-from .row_requests import Asking
+from .routes import Asking, Chat, Completions, Tokens
 from .rows import PauseMode
 from .runner import Runner
 from .serving import ProgramsOnly, decoded, error_answer, error_body, json_answer, missing

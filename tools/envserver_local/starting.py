@@ -27,7 +27,7 @@ from transformers import (
 from . import kv_cache
 from .generation import Generator
 from .options import Options
-from .row_requests import Asking
+from .routes import Asking
 from .rows import Row, Sampling, Scheduler
 from .runner import Runner
 from .server import local_app
