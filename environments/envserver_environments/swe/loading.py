@@ -20,6 +20,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,6 +155,8 @@ _REPO = {*ROLES["repo"]}
 Layout = Literal["own", "bench", "smith", "r2e"]
 
 _ID = re.compile(r"[^:\s]+\.py::\S.*")
+_BARE = re.compile(r"[A-Za-z_]\w*(?:(?:\.|::)\w+)*(?:\[.*\])?")
+"""A test without its file, as in rows of sympy: it is in the files of the test patch."""
 _BETWEEN_IDS = re.compile(r"[\s,;]+(?=[^:\s]+\.py::)")
 _TEST_FILE = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
@@ -324,7 +327,7 @@ def _r2e(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
         raise InputError("The solution changes binary files.") from error
     hidden = {
         "tests": tests,
-        "fail_to_pass": [_located(name, tests) for name in names],
+        "fail_to_pass": [place for name in names for place in _located(name, tests)],
         "pass_to_pass": [],
         "patch": gold,
     }
@@ -340,18 +343,22 @@ def _r2e_tests(content: dict[str, Any]) -> dict[str, str]:
     return {f"r2e_tests/{Path(str(n)).name}": str(c) for n, c in zip(names, codes, strict=True)}
 
 
-def _located(name: str, tests: dict[str, str]) -> str:
-    """The id of a test that the row calls `Class.test[parameters]`."""
+def _located(name: str, tests: Mapping[str, str]) -> list[str]:
+    """The ids of a test that the row calls `Class.test[parameters]`, in each file that has it."""
     head, bracket, parameters = name.partition("[")
-    parts = head.split(".")
-    for path, source in tests.items():
-        try:
-            body = ast.parse(source).body
-        except SyntaxError as error:
-            raise InputError("A test file of the row is not Python.") from error
-        if any(getattr(node, "name", None) == parts[0] for node in body):
-            return "::".join([path, *parts]) + bracket + parameters
-    raise InputError("A test that should pass is not in the row's files.")
+    parts = re.split(r"\.|::", head)
+    paths = [path for path, source in tests.items() if parts[0] in _defined(source)]
+    if not paths:
+        raise InputError("A test that should pass is not in the row's files.")
+    return ["::".join([path, *parts]) + bracket + parameters for path in paths]
+
+
+@lru_cache(maxsize=32)
+def _defined(source: str) -> frozenset[str]:
+    try:
+        return frozenset(getattr(node, "name", "") for node in ast.parse(source).body)
+    except SyntaxError as error:
+        raise InputError("A test file of the row is not Python.") from error
 
 
 def _object(value: object) -> dict[str, Any]:
@@ -365,16 +372,27 @@ def _names(row: Row, field: str) -> list[str]:
         value = _BETWEEN_IDS.split(value.strip())
     if not isinstance(value, list):
         raise InputError(f"{field} is not a list.")
-    if not all(isinstance(name, str) and _ID.fullmatch(name) for name in value):
-        files = _TEST_FILE.findall(str(row.get("test_patch")))
-        if files and not any(file.endswith(".py") for file in files):
+    files = _TEST_FILE.findall(str(row.get("test_patch")))
+    is_python = any(file.endswith(".py") for file in files)
+    if not all(
+        isinstance(name, str) and (_ID.fullmatch(name) or (is_python and _BARE.fullmatch(name)))
+        for name in value
+    ):
+        if files and not is_python:
             raise InputError("Its tests are not Python; only tests of pytest run here.")
         raise InputError("Its tests have no ids of pytest.")
     return list(dict.fromkeys(value))
 
 
 def _ids(row: Row, field: str, tree: Tree) -> list[str]:
-    ids = _names(row, field)
+    paths = _TEST_FILE.findall(str(row.get("test_patch")))
+    files = {path: tree[path] for path in paths if path.endswith(".py") and path in tree}
+    sources = _texts(files)
+    ids = [
+        place
+        for name in _names(row, field)
+        for place in ([name] if _ID.fullmatch(name) else _located(name, sources))
+    ]
     if any(name.split("::")[0] not in tree for name in ids):
         raise InputError("A file of its tests is not there.")
     if field == "FAIL_TO_PASS" and not ids:

@@ -132,6 +132,11 @@ async def test_rows_of_public_data_sets(rooms: Sandboxes, mirror: Mirror) -> Non
     _, run = await attempt(rooms, "bash", look, SUBMIT, **task.public)
     assert "test_double" not in answers(run)[0]
     assert answers(run)[0].count("The repository") == 1
+    # Rows of sympy name tests without the file: they are in those of the test patch.
+    bare = swe.task_from_row(
+        mirror.bench(FAIL_TO_PASS='["test_double"]', PASS_TO_PASS=["test_one"])
+    )
+    assert bare.hidden == task.hidden
     # In SWE-smith the patch is the bug; the tests that show it are taken away from the agent.
     bug = FIX[: FIX.index("@@")] + "@@ -5,2 +5,2 @@\n def one():\n-    return 1\n+    return 2\n"
     task = swe.task_from_row(mirror.smith(patch=bug))
@@ -159,6 +164,9 @@ async def test_rows_that_cannot_be_run_are_counted(
             image_assets={"problem_statement": ["https://example.org/a.png"]},
             test_patch=TEST_PATCH.replace(".py", ".spec.js"),
             FAIL_TO_PASS=["Chart should draw lines"],
+        ),
+        "A test that should pass is not in the row's files.": mirror.bench(
+            FAIL_TO_PASS=["test_other"]
         ),
         "the gold patch does not pass its tests": mirror.bench(
             FAIL_TO_PASS=["tests/test_core.py::test_x"]
