@@ -196,8 +196,10 @@ def _first(row: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any] | No
 Row = dict[str, Any]
 FirstOption = Callable[[], int]
 """Returns the number of the first option, 0 or 1, where an answer is the number of an option."""
+IDS = ("id", "_id", "qid", "question_id", "task_id", "unique_id", "problem_id", "uuid")
+"""Fields that may be a row's id, the likeliest first."""
 ROWS_ASKED = 500
-"""Rows of a file that are read to find whether it counts options from 1."""
+"""Rows of a file that are read to find whether it counts options from 1, and what its ids are."""
 
 
 class RowsConfig(Environment.Config):
@@ -226,7 +228,7 @@ class NumberedRow(NamedTuple):
         row: None where it cannot be read; `problem` says why.
         place: where a person finds it: `train.jsonl:12`.
         part: which of several questions in the row, from 1.
-        id: the id in a row of the sample, "" if it has none or another row had it before.
+        id: the row's own id, "" if it has none or another row had it before.
     """
 
     number: int
@@ -237,10 +239,10 @@ class NumberedRow(NamedTuple):
     id: str = ""
 
     def task_id(self, name: str) -> str:
-        """The id in a row of the sample, if it has one, else one made of the row's number."""
+        """The row's own id, if it has one, else one made of the row's number."""
         if self.part:
             return f"{name}-{self.number}.{self.part}"
-        return (name == "sample" and self.id) or f"{name}-{self.number}"
+        return self.id or f"{name}-{self.number}"
 
     def parts(self, split: Callable[[Row], list[Row]]) -> list[NumberedRow]:
         """The row, or those that `split` makes of it."""
@@ -365,12 +367,12 @@ class DataSets:
     def rows(self, name: str, path: Path | None, split: Split, seed: int) -> Iterator[NumberedRow]:
         """The rows of a data set, or those at the user's `path`."""
         division = self.divisions.get(name)
-        if path is not None:
-            rows = file_rows(path, split, seed, division)
-            return _with_ids(rows) if name == "sample" else rows
+        if path is not None and name != "sample":
+            return file_rows(path, split, seed, division)
         if name == "sample":
-            source = Source(str(self.sample)).open(split)
-            return _with_ids(_shuffled(source, f"sample-{seed}-{split}", split, None))
+            source = Source(str(path or self.sample)).open(split)
+            kind = "file" if path else "sample"
+            return _with_ids(_shuffled(source, f"{kind}-{seed}-{split}", split, None), source)
         if name not in self.hubs:
             raise ConfigError(f"The rows of {name!r} come from a file.", hint="Set data_path.")
         return hub_rows(self.hubs[name], split, seed, division)
@@ -404,12 +406,23 @@ def hub_rows(
     return _hub_rows(hub, split, seed, division)
 
 
-def _with_ids(rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
-    seen = {""}
+def _with_ids(rows: Iterator[NumberedRow], source: Rows) -> Iterator[NumberedRow]:
+    name, seen = _id_field(source), {""}
     for one in rows:
-        own = text_of((one.row or {}).get("id"))
+        own = text_of((one.row or {}).get(name))
         yield one._replace(id="" if own in seen else own)
         seen.add(own)
+
+
+def _id_field(source: Rows) -> str:
+    """The field of IDS that differs in most of the rows that are looked at, else ""."""
+    asked: list[Row] = []
+    for number in random.Random(0).sample(range(source.count), min(source.count, ROWS_ASKED)):
+        with unreported(), suppress(InputError):  # a row that cannot be read is reported elsewhere
+            asked.append(source.read(number))
+    ids = {name: {text_of(row.get(name)) for row in asked} - {""} for name in IDS}
+    best = max(IDS, key=lambda name: len(ids[name]))
+    return best if 2 * len(ids[best]) >= len(asked) else ""
 
 
 def _hub_rows(

@@ -11,8 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from envserver_environments.rows import Row, file_rows, made, missing, roles_of, table_of, text_of
+from envserver_environments.rows import (
+    Row,
+    file_rows,
+    last_message,
+    made,
+    missing,
+    roles_of,
+    table_of,
+    text_of,
+    value_at,
+)
 
 from envserver import InputError, NotFoundError, Split
 
@@ -33,6 +44,13 @@ ROLES = table_of(
     path="file_path",
     solution="Solution",
 )
+
+
+_UNCLEAR: dict[type, str] = {
+    bool: "true or false: write the word that the question asks for, such as yes",
+    list: "a list: write one text with commas, or name another field by --env.columns",
+    dict: "an object: name the field in it by --env.columns, such as answer.value",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +101,13 @@ def read_row(
         root, folder: where its file may be: the folders of the copy and of the split.
         columns: the row's fields by role (`ROLES`), where its names are unknown.
     """
-    found = {role: text_of(value) for role, value in roles_of(row, ROLES, columns or {}).items()}
+    columns = columns or {}
+    found = {role: text_of(_one(value)) for role, value in roles_of(row, ROLES, columns).items()}
+    if not found.get("answer"):
+        names = (columns["answer"],) if "answer" in columns else ROLES["answer"]
+        kinds = [type(_one(value_at(row, name))) for name in names]
+        if why := next((_UNCLEAR[kind] for kind in kinds if kind in _UNCLEAR), ""):
+            raise InputError(f"its answer is {why}")
     if lacking := [role for role in ("question", "answer", "level") if not found.get(role)]:
         raise missing(row, lacking[:1])
     if not is_usable_truth(found["answer"]):
@@ -99,6 +123,12 @@ def read_row(
         attachment=_attachment(found, root, folder),
         solution=found.get("solution"),
     )
+
+
+def _one(value: Any) -> Any:
+    """The only value of a list; the last message of a conversation; else `value`."""
+    value = last_message(value)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _attachment(found: Mapping[str, str], root: Path, folder: Path) -> Path | None:

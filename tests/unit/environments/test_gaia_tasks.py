@@ -18,7 +18,7 @@ from support.hub import DataSetHub, serving
 from envserver import Caller, ConfigError, NotFoundError, PublicTask
 
 
-def row_of(task_id: str, answer: str, level: str = "1", file_name: str = "", **more: Any) -> Any:
+def row_of(task_id: str, answer: Any, level: str = "1", file_name: str = "", **more: Any) -> Any:
     return {
         "task_id": task_id, "Question": f"Question {task_id}?", "Level": level,
         "Final answer": answer, "file_name": file_name, **more,
@@ -96,6 +96,16 @@ def test_tasks_of_ones_own_need_no_folder_for_splits(tmp_path: Path) -> None:
     assert not is_official(tmp_path)
     for name in ("/etc/hostname", "../x"):
         assert found({**ROWS[0], "file_name": name}) == ["its file is outside of the copy"]
+    for answer, said in (
+        (True, "its answer is true or false: write the word"),
+        (["red", "blue"], "its answer is a list: write one text with commas"),
+        ({"value": 3}, "its answer is an object: name the field"),
+    ):
+        (refused,) = found(row_of("g", answer))
+        assert str(refused).startswith(said)
+    (listed,) = found(row_of("g", ["red"], Question=[{"role": "user", "content": "Which?"}]))
+    assert isinstance(listed, GaiaQuestion)
+    assert (listed.question, listed.answer) == ("Which?", "red")
     unknown = {"ask": "How many?", "truth": 3, "rank": 1.0}
     (refused,) = found(unknown)
     assert "question (its fields: ask, truth, rank)" in str(refused)
