@@ -196,7 +196,10 @@ def _first(row: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any] | No
 Row = dict[str, Any]
 FirstOption = Callable[[], int]
 """Returns the number of the first option, 0 or 1, where an answer is the number of an option."""
-IDS = ("id", "_id", "qid", "question_id", "task_id", "unique_id", "problem_id", "uuid")
+IDS = (
+    *("id", "_id", "ID", "qid", "question_id", "task_id", "unique_id", "problem_id", "uuid"),
+    *("query_id", "question_idx", "q_uid"),
+)
 """Fields that may be a row's id, the likeliest first."""
 ROWS_ASKED = 500
 """Rows of a file that are read to find whether it counts options from 1, and what its ids are."""

@@ -390,7 +390,8 @@ def _unpacked(text: str) -> str:
 ROLES = table_of(
     instruction=(
         "instruction, question_content, problem_description, question, description, problem, "
-        "text, problem_statement, extra_info.question, prompt, query, input, messages"
+        "text, problem_statement, extra_info.question, instruct_prompt, prompt, query, input, "
+        "messages"
     ),
     entry_point=", ".join((*NAMES, "test_info.function_name")),
     tests=(

@@ -240,7 +240,7 @@ class Gaia(DataEnvironment):
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         plain = {**row, "file_name": "", "task_id": id_of(row)}
-        item = read_row({"Level": "1", "Question": "?", **plain}, OWN, OWN, self.config.columns)
+        item = read_row({"Question": "?", **plain}, OWN, OWN, self.config.columns)
         return _task(item, 0)
 
     def task_from_question(self, asked: Question) -> Task:

@@ -36,10 +36,10 @@ LEVELS = (1, 2, 3)
 _BY_LEVEL = "metadata.level[123].parquet"
 
 ROLES = table_of(
-    question="Question, question, problem, prompt",
-    answer="Final answer, final_answer, true_answer, ground_truth, answer",
+    question="Question, question, problem, prompt, Prompt, query, task",
+    answer="Final answer, final_answer, true_answer, ground_truth, answer, Answer, golden_answers",
     level="Level, level",
-    task_id="task_id, id",
+    task_id="task_id, id, _id, qid, question_id",
     file="file_name",
     path="file_path",
     solution="Solution",
@@ -108,11 +108,13 @@ def read_row(
         kinds = [type(_one(value_at(row, name))) for name in names]
         if why := next((_UNCLEAR[kind] for kind in kinds if kind in _UNCLEAR), ""):
             raise InputError(f"its answer is {why}")
-    if lacking := [role for role in ("question", "answer", "level") if not found.get(role)]:
+    if lacking := [role for role in ("question", "answer") if not found.get(role)]:
         raise missing(row, lacking[:1])
     if not is_usable_truth(found["answer"]):
         raise InputError("no answer to compare with")
-    level = found["level"].strip().removesuffix(".0")  # a table with empty cells has floats
+    level = (
+        found.get("level", "1").strip().removesuffix(".0")
+    )  # a table with empty cells has floats
     if level not in map(str, LEVELS):
         raise InputError(f"its level is not one of {', '.join(map(str, LEVELS))}")
     return GaiaQuestion(

@@ -38,8 +38,9 @@ from envserver_environments.rows import (
 
 from envserver import InputError
 
-from .latex import readable
+from .latex import quantity, readable
 from .literals import is_number_literal, plain_number
+from .units import measure
 
 Kind = Literal["number", "expression", "letter"]
 
@@ -57,7 +58,8 @@ ROLES = table_of(
         "verification_info.ground_truth, extra_info.ground_truth, 1.ground_truth.value, gold, "
         "golden, gold_answer, golden_answer, correct_answer, Correct Answer, best_answer, "
         "answer_number, answer.value, answer, Answer, final_ans, answerKey, target, "
-        "correct_option, result, extra_info.answer, output_answer, answer_value, ans"
+        "correct_option, result, extra_info.answer, output_answer, answer_value, ans, "
+        "metadata.expected_answer"
     ),
     choice="correct, label, answer_index, answer_idx, answer_letter, cop",
     solution=(
@@ -98,6 +100,7 @@ _SPLIT = re.compile(r"\s*,\s*(?=[a-jA-J]\s*\))|\n\s*(?=\(?[A-Ja-j][).:]\s)")
 _COLUMN = re.compile(r"(?i:opt?|option|choice|ending)[ _]?(\d|[A-Ja-j])|([A-J])")
 _LONE_BACKSLASH = re.compile(r"(?<!\\)\\(?![\\\"]|u[0-9a-fA-F]{4})")
 """In a JSON text, where `\frac` would be a form feed and `rac`."""
+_UNIT = re.compile(r"\A\s*(?:\\times\s*)?(10\^(?:\{-?\d+\}|-?\d+))?\s*(.*?)\s*\Z", re.DOTALL)
 _MARKS = ("correct", "is_correct", "label")
 _SAID = re.compile(r"(?i)the (?:final )?answer is:?\s*(\S[^\n]*?)\.?\s*\Z")
 _PROSE = re.compile(
@@ -175,6 +178,8 @@ def read_problem(
         asked, inside = _options_inside(question)
         if letter[1] in _LETTERS[: len(inside)]:
             question, options, answer, kind = asked, inside, letter[1], "letter"
+    if kind != "letter" and plain_number(readable(answer)) is not None:
+        answer += _unit(answer, _text(row.get("unit")))
     if not answer or answer.lower() in _NO_ANSWERS:
         raise InputError(f"The row has no answer{answer and f': {answer.lower()}'}.")
     if _PROSE.search(answer):
@@ -220,7 +225,9 @@ def _question(row: Row, found: Mapping[str, Any]) -> str:
 def _gold(row: Row, found: Mapping[str, Any]) -> tuple[str, Kind]:
     value = found.get("answer")
     held = decoded(_LONE_BACKSLASH.sub(r"\\\\", value) if isinstance(value, str) else value)
-    if isinstance(held, Mapping) or (isinstance(held, list) and isinstance([*held, ""][0], str)):
+    kind = str(row.get("answer_type", row.get("Answer_type")))  # TheoremQA: list of integer
+    is_list = isinstance(held, list) and (isinstance([*held, ""][0], str) or "list" in kind)
+    if isinstance(held, Mapping) or is_list:
         value = held  # [0, 1] in a text is an interval
     if isinstance(value, list):
         parts = list(dict.fromkeys(_unwrapped(_text(part)) for part in value))
@@ -255,6 +262,15 @@ def _gold(row: Row, found: Mapping[str, Any]) -> tuple[str, Kind]:
         is_literal = is_number and is_number_literal(answer)  # 13/20
         return "" if _is_number(answer) else answer, "number" if is_literal else "expression"
     return (_plain(answer), "number") if is_number else (answer, "expression")
+
+
+def _unit(number: str, text: str) -> str:
+    r"""Returns ` \times 10^{-3}\text{ kg}` for the unit `$10^{-3}$kg` of a number (SciBench)."""
+    power, name = _UNIT.findall(text.replace("$", ""))[0]
+    power = power and f" \\times {power}"
+    name = name if "\\" in name or "%" in name else f"\\text{{ {name}}}"
+    value, unit = quantity(readable(f"{number}{name}"))
+    return f"{power}{name}" if measure(unit) or value.endswith("%") else power
 
 
 def _same_value(parts: list[str]) -> bool:

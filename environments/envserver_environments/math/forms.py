@@ -164,7 +164,7 @@ def same_words(gold: str, answer: str) -> bool | None:
     Words with commas that repeat, or do not follow the alphabet, are an order.
     """
     (wanted, gold_rest), (given, answer_rest) = map(labelled, (gold, answer))
-    if given and (len(wanted) > 1 or wanted.isupper()):
+    if given and (len(wanted) > 1 or wanted.isupper() or gold[0] == "("):
         if wanted.casefold() != given.casefold():
             return False
         if not (gold_rest and answer_rest):

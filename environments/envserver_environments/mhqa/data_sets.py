@@ -56,14 +56,14 @@ ROLES = table_of(
         "golds, golden_answers, ground_truth, ground_truths, answers, answer, Answer, "
         "possible_answers, short_answers, reward_model.ground_truth.target, "
         "reward_model.ground_truth, annotations, output, "
-        "answers_spans, final_decision, extra_info.answer, answerKey, target"
+        "answers_spans, final_decision, extra_info.answer, answerKey, target, answer_text"
     ),
-    aliases="answer_aliases, metadata.answer_aliases, aliases, o_aliases",
+    aliases="answer_aliases, metadata.answer_aliases, aliases, o_aliases, aug_answer, alt_ans",
     passages=(
         "paragraphs, context, contexts, ctxs, documents, passages, passage, positive_ctxs, "
         "negative_ctxs, hard_negative_ctxs, retrieval_result, entity_pages, search_results, "
         "document.summary.text, metadata.context, metadata.contexts, metadata.paragraphs, "
-        "metadata.passages, article, dialogue, sentence"
+        "metadata.passages, article, dialogue, sentence, gold_docs, evidence_docs, negative_docs"
     ),
     options="options.text, options, choices.text, choices",
     supporting="supporting_facts, metadata.supporting_facts",

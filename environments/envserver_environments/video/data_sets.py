@@ -46,10 +46,10 @@ ROLES = table_of(
     question="question, Question, problem, query, q, question_text",
     video=(
         "videoID, video.path, video, video_id, q_uid, video_idx, video_name, video_filename, "
-        "vid_name, vid, video_uid, metadata.video_id, video_path, file"
+        "vid_name, vid, video_uid, metadata.video_id, video_path, file, path"
     ),
     options=OPTIONS,
-    answer="answer, truth, correct_answer, answer_value, label, gt",
+    answer="answer, truth, correct_answer, answer_value, label, gt, solution",
     index=(
         "answer_id, answer_number, correct_idx, answer_idx, answer_index, correct_choice, "
         "correct_index"
@@ -59,14 +59,17 @@ ROLES = table_of(
     type="type, question_type, task_type, question_category, area",
     context="context, subtitles, subtitle, sub",
     captions="subtitle_path, captions_path",
-    file="file, video_path",
+    file="file, video_path, path",
     start="start",
     end="end",
     evidence="evidence, ts",
 )
 """Names of each role in published sets. index: the place of the right option, from 0; start, end:
 the part of the video that the question is about; captions: a file of them."""
-_COLUMN = re.compile(r"(?:a|(?:option|choice|candidate)[ _]?)\d|(?:option[ _]?)?[A-H]")
+_COLUMN = re.compile(
+    r"(?:a|(?:answer[ _]?)?(?:option|choice|candidate)[ _]?)\d|(?:option[ _]?)?[A-H]"
+)
+_TAGGED = re.compile(r"\s*<answer>(.*)</answer>\s*", re.DOTALL)
 _STARTS = ("", "video", "v_", "vid")
 """Prefixes of video files that rows leave out (MSRVTT, ActivityNet, MSVD)."""
 
@@ -194,6 +197,8 @@ def _answered(
     if names and (number := re.search(r"\d", names[0])):
         shown = int(number[0])
     answer, index = found.get("answer"), found.get("index")
+    if isinstance(answer, str) and (tagged := _TAGGED.fullmatch(answer)):  # Video-R1
+        answer = tagged[1]
     if answer is None and index is None:
         raise missing(row, ["answer"])
     if not options:

@@ -106,6 +106,13 @@ def test_tasks_of_ones_own_need_no_folder_for_splits(tmp_path: Path) -> None:
     (listed,) = found(row_of("g", ["red"], Question=[{"role": "user", "content": "Which?"}]))
     assert isinstance(listed, GaiaQuestion)
     assert (listed.question, listed.answer) == ("Which?", "red")
+    for names in (
+        {"Prompt": "Who?", "Answer": "Vell"},
+        {"task": "Who?", "golden_answers": ["Vell"]},
+    ):
+        (other,) = found(names)
+        assert isinstance(other, GaiaQuestion)
+        assert (other.question, other.answer, other.level) == ("Who?", "Vell", 1)
     unknown = {"ask": "How many?", "truth": 3, "rank": 1.0}
     (refused,) = found(unknown)
     assert "question (its fields: ask, truth, rank)" in str(refused)

@@ -93,7 +93,7 @@ def test_several_data_sets_are_mixed(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(ROWS["svamp"]["row"]) + "\n")
     assert math_of("sample,svamp", data_path=None).config.data_set == ["sample", "svamp"]
     both = math_of(["svamp", "sample"], data_path=tmp_path)
-    assert {task.id.split("-")[0] for task in both.tasks("train")} == {"svamp", "rows"}
+    assert {task.id for task in both.tasks("train")} == {"svamp-0", "chal-1"}
 
 
 def put_folder(

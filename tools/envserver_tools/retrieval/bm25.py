@@ -114,7 +114,7 @@ class Passage:
             return cls(title.strip(), tuple(parts))
         names = (
             *("text", "paragraph_text", "passage_text", "page_content", "contents", "content"),
-            *("passage", "paragraph", "context", "body", "snippet"),
+            *("passage", "paragraph", "context", "body", "snippet", "page_snippet"),
         )
         text = next((data[name] for name in names if isinstance(data.get(name), str)), None)
         if text is None:
