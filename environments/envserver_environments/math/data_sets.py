@@ -178,14 +178,16 @@ def read_problem(
         asked, inside = _options_inside(question)
         if letter[1] in _LETTERS[: len(inside)]:
             question, options, answer, kind = asked, inside, letter[1], "letter"
-    if kind != "letter" and plain_number(readable(answer)) is not None:
-        answer += _unit(answer, _text(row.get("unit")))
+
     if not answer or answer.lower() in _NO_ANSWERS:
         raise InputError(f"The row has no answer{answer and f': {answer.lower()}'}.")
     if _PROSE.search(answer):
         raise InputError("The answer is a sentence; --env.columns names another field.")
     if len(answer) > MAX_ANSWER_CHARACTERS:
         raise InputError(f"The answer is longer than {MAX_ANSWER_CHARACTERS} characters.")
+    unit = _text(row.get("unit"))[:100]
+    if unit and kind != "letter" and plain_number(readable(answer)) is not None:
+        answer += _unit(answer, unit)
     name = row.get("data_set") or row.get("dataset") or data_set
     return Problem(question, answer, kind, str(name), options, _expression(row, found))
 

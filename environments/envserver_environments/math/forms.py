@@ -26,7 +26,7 @@ _VARIABLE = r"(?:[A-Za-df-hj-z]|\\(?!pi\b|infty\b|[lg]eq?\b)[a-z]+)(?![A-Za-z])(
 _UNKNOWN = re.compile(rf"\s*({_VARIABLE})\s*")
 _SET = re.compile(r"\s*\\\{(?:(?!\\mid|[|:()]).)*\\\}\s*", re.DOTALL)
 _TUPLE = re.compile(r"\s*\(([^()]*,[^()]*)\)\s*")
-_POINT = re.compile(rf"(?<![A-Za-z\\])(?:{TEXT}\{{)?[A-Z]\}}?\s*=?\s*(?=\([^()]*,)")
+_POINT = re.compile(rf"(?<![A-Za-z\\])(?:{TEXT}\{{)?[A-Z](?:_\w)?\}}?\s*=?\s*(?=\([^()]*,)")
 _VECTOR = re.compile(r"\s*\\begin\{[pb]matrix\}([^()]*)\\end\{[pb]matrix\}\s*")
 _BUILDER = re.compile(
     rf"\s*\\\{{\s*{_VARIABLE}\s*(?:\\in\s*\\mathbb\{{R\}}|\\in\s*R)?\s*(?:\\mid|\||:)(.*)\\\}}\s*"

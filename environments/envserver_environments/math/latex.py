@@ -85,12 +85,12 @@ _OUTSIDE = r"(?![A-Za-z]|[^{}]*[^\\{}]\})"
 _ABOUT = r"(?:(?:the )?(?:correct |final )?(?:answer|option|choice)\b(?: is)?\s*:?\s*)?"
 _OPTION = (
     r"(?P<letter>\(?[A-E]\)?[.:]?(?=\s*\}?\s*\Z)"
-    r"|(?-i:\([A-E]\)(?=[\s}\\~])|[A-E](?:[.)]|:(?=[\s}])))"
-    rf"(?=(?:{SPACE}|[}}$])*(?!(?:\\text\{{\s*)?(?:or|and|[A-E]\}}?\Z)\b)(?:[-+]?[\d.$]|[a-z(\[]|\\(?:\$|[a-z]*(?:text|math|frac|sqrt|pi)))))"
+    r"|(?-i:\([A-E]\)(?=[\s}\\~:])|[A-E](?:[.)]|:(?=[\s}])))"
+    rf"(?=(?:{SPACE}|[}}$:])*(?!(?:\\text\{{\s*)?(?:or|and|[A-E]\}}?\Z)\b)(?:[-+]?[\d.$]|[a-z(\[]|\\(?:\$|[a-z]*(?:text|math|frac|sqrt|pi)))))"
 )
 _NAME = (
     r"(?!.*\b(?:not?|isn|least|most|than)\b)(?:the )?"
-    r"(?P<name>[a-z][a-z ]{2,}?)\s*(?::|(?=\}\s*:)|\b(?:is|are)(?=[^a-z]*\d)|=(?=\s*\}))"
+    r"(?P<name>[a-z][a-z '-]{2,}?)\s*(?::|(?=\}\s*:)|\b(?:is|are)(?=[^a-z]*\d)|=(?=\s*\}))"
 )
 _LABELLED = re.compile(
     rf"(?P<inside>{TEXT}\{{)?\s*{_ABOUT}(?:{_OPTION}|{_NAME})?(?P<outside>\s*\}})?(?:{SPACE}|:)*"
@@ -98,7 +98,7 @@ _LABELLED = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _ROWS = re.compile(
-    r"(?:\\\{\s*)?\\begin\{(cases|array|(?:align|gather)ed)\}(?:\{[lcr]*\})?(.*)\\end\{\1\}",
+    r"(?:\\\{\s*)?\\begin\{(cases|array|matrix|split|align\*?|(?:align|gather)ed)\}(?:\{[lcr]*\})?(.*)\\end\{\1\}",
     re.DOTALL,
 )
 _EQUATION = re.compile(r"[^&=<>,]*&?=&?[^&=<>,]*")
@@ -111,22 +111,24 @@ _TRANSPOSED = re.compile(
     r"\s*\^\s*\{?\s*(?:\\(?:top|intercal)|(?:\\[a-z]+\{)?[Tt]\}?)\s*\}?",
     re.DOTALL,
 )
+_ORDINAL = "(?:st|nd|rd|th)"
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\A`+|`+\Z", ""),
+        (
+            rf"(?<=\d)[\s-]*(?:\^\s*|\\textsuperscript)?(?:\{{\s*{TEXT}\{{\s*{_ORDINAL}\s*\}}\s*\}}"
+            rf"|(?:{TEXT})?\{{\s*{_ORDINAL}\s*\}}|{_ORDINAL}\b)(?=\s*\}}?\s*\Z)",
+            "",
+        ),
         (rf"(?<![\d\s}}~]){TEXT}\{{([^{{}}A-Za-z\\]*\d[^{{}}A-Za-z\\]*)\}}", r"\1"),
         (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|\s*(?<![.,;\\])[.,;]{1,2})\s*\Z", ""),
         (rf"(?:{SPACE}|\\)++\Z", ""),
         (r"\A\(([-+]?\d+(?:\.\d+)?)\)\Z", r"\1"),
-        (
-            rf"(?<=\d)\s*(?:\^\s*)?(?:(?:{TEXT})?\{{\s*)*(?:st|nd|rd|th)(?:\s*\}})*\Z",
-            "",
-        ),
         (r":=|==", "="),
+        (rf"{SPACE}*\(\s*(\\approx[^()]*)\)\Z", r" \1"),
         (r"\\not\s*=", r"\\ne "),
         (r"\s*\\(?:to|(?:[Ll]ong)?[Rr]ightarrow|implies)(?![A-Za-z])\s*", r"\\to "),
-        (r"(?<=[\w})])\s*\\q?quad\s*(?=[-+]?\d|\\d?frac|[a-z](?:_\w)?\s*=)", ", "),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\var(?=epsilon|phi|theta)", r"\\"),
         (r"\\(?:nice|s|x)frac(?![A-Za-z])", r"\\frac"),
@@ -158,15 +160,22 @@ _SPELLINGS = [
         ),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
-        (rf"{TEXT}\{{\s*([ie])\s*\}}|\\math(?:bf|it)(?:\{{(\w)\}}|\s+(\w)\b)", r"\1\2\3"),
         (
-            r"(\\mathbf\s*\{\s*)?\\(?:hat|vec)\s*(?:\{\s*\\?([ijk])(?:math)?\s*\}"
+            rf"{TEXT}\{{\s*([ie])\s*\}}|\\(?:math(?:bf|it)|bm|boldsymbol|textbf(?=\{{[ijk]\}}))(?:\{{(\w)\}}|\s+(\w)\b)",
+            r"\1\2\3",
+        ),
+        (
+            r"(\\mathbf\s*\{\s*)?\\(?:hat|vec|overrightarrow)\s*(?:\{\s*\\?([ijk])(?:math)?\s*\}"
             r"|\\?([ijk])(?:math)?(?![A-Za-z]))(?(1)\s*\})",
             r"\2\3",
         ),
         (r"\\bar(?![A-Za-z])", r"\\overline"),
         (r"\\wide(?=hat|tilde)", r"\\"),
-        (rf"{TEXT}\{{[\s,]*or\s*\}}|\\vee(?![A-Za-z])|(?<![A-Za-z\\])or{_OUTSIDE}", r"\\lor "),
+        (
+            rf"{TEXT}\{{[\s,]*or(?: equivalently)?\s*\}}|\\vee(?![A-Za-z])"
+            rf"|(?<![A-Za-z\\])or{_OUTSIDE}",
+            r"\\lor ",
+        ),
         (
             rf"{TEXT}\{{[\s,]*and\s*\}}|\\wedge(?![A-Za-z])|(?<![A-Za-z\\])and{_OUTSIDE}",
             r"\\land ",
@@ -175,7 +184,7 @@ _SPELLINGS = [
             rf"(?<=\d){SPACE}*(?:{TEXT}\{{\s*(?:per\s?cent|pct\.?)\s*\}}|per\s?cent\b|pct\b)",
             r"\\%",
         ),
-        (r",\s*(?=\\l(?:or|and)(?![A-Za-z]))", ""),
+        (rf"(?:{SPACE}|,)*(\\l(?:or|and)(?![A-Za-z])){SPACE}*", r" \1 "),
         (r"_\{\s*(\w)\s*\}", r"_\1"),
         (r"(?<!\\)~", " "),
         (r"\\(vec|hat|tilde|over(?:line|rightarrow))\s+([A-Za-z])(?![A-Za-z])", r"\\\1{\2}"),
@@ -188,7 +197,7 @@ _SPELLINGS = [
         (r"\\(max|min|gcd)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
         (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         (r"\\log\s*_(?:e|\{\s*e\s*\})", r"\\ln "),
-        (r"\\[lr]?vert(?![A-Za-z])|\s*\\mid(?![A-Za-z])\s*", "|"),
+        (rf"{SPACE}*(?:\\(?:[lr]?vert|mid)(?![A-Za-z])|\|){SPACE}*", "|"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"(?<=\d)(?:\\!)?(?:\{,\}|,(?=\\!))(?:\\!)?(?=\d{3})", ","),
@@ -212,6 +221,7 @@ _SPELLINGS = [
         (r"\\overline\{(\d)\}(\d{0,20})\\overline\{(\d)\}", r"\\overline{\1\2\3}"),
         (r"(\.\d{0,20})\((\d{1,20})\)\Z", r"\1\\overline{\2}"),
         (r"(\.\d{0,20}?)(\d{1,10}?)\2+\s*\\ldots\s*\Z", r"\1\\overline{\2}"),
+        (r"(?<=[\w})])\s*\\q?quad\s*(?=[-+]?\d|\\d?frac|[a-z](?:_\w)?\s*=)", ", "),
         (rf"(?<!\\)([,;]){SPACE}+", r"\1 "),
     )
 ]
@@ -220,7 +230,7 @@ _GROUPS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _WORDS_BEHIND = re.compile(
     rf"([-+]?(?:\d[\d,.:]*|\.\d+)(?:\s*/\s*\d+)?)({SPACE}*)"
     r"((?:[A-Za-zΩ€£¥¢]|\\(?:Omega|mu)(?![A-Za-z]))"
-    r"(?:[A-Za-zΩ ./^0-9{}]|\\(?:Omega|cdot)(?![A-Za-z]))*)"
+    r"(?:[A-Za-zΩ ./^0-9{}-]|\\(?:Omega|cdot)(?![A-Za-z]))*)"
 )
 _UNIT = re.compile(
     rf"(?P<value>.*?[\w)}}\]!%|])(?P<unit>(?:(?:{SPACE}|\\cdot|[/*])*+"

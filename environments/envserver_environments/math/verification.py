@@ -275,6 +275,7 @@ def compare(gold: str, answer: str, *, lenient: bool = False, question: str = ""
         return Verdict.DIFFERENT
     wanted, unit = quantity(family[0])
     given, own = quantity(family[1], letters=bool(unit) or plain_number(wanted) is not None)
+    given = _spelled_once(wanted, given)
     wanted, given = _percents(wanted, given, in_percent=_IN_PERCENT.search(question) is not None)
     wanted, unit = _in_radians(wanted, unit, given, own)
     given, own = _in_radians(given, own, wanted, unit)
@@ -284,7 +285,7 @@ def compare(gold: str, answer: str, *, lenient: bool = False, question: str = ""
     for compared in (same_residues, same_logic):
         if (alike := compared(wanted, given)) is not None:
             return Verdict.EQUAL if alike else Verdict.DIFFERENT
-    asked = as_asked(wanted, _spelled_once(wanted, given))
+    asked = as_asked(wanted, given)
     if asked is None or forms_differ(*asked) or (result := _result(*asked, question)) is None:
         return Verdict.DIFFERENT
     wanted, given = asked[0], result
@@ -317,11 +318,20 @@ def _decided(gold: str, answer: str) -> bool | None:
 
 
 def _spelled_once(gold: str, answer: str) -> str:
-    r"""Returns `\frac34=0.75` for `\frac34 \lor 0.75`, if the gold is one number."""
-    values = [None if _names_in(side) else value_of(side) for side in _OR.split(answer)]
-    if None in (*values, value_of(gold)) or any(values_differ(values[0], one) for one in values):
+    r"""Returns the side of `\frac34 \lor 75\%` nearest to the gold, if all are one number."""
+    sides = [side.strip() for side in _OR.split(answer)]
+    wanted, values = _number(gold), [_number(side) for side in sides]
+    if wanted is None or None in values or any(values_differ(values[0], one) for one in values):
         return answer
-    return _OR.sub("=", answer)
+    return min(sides, key=lambda side: abs((_number(side) or 0) - wanted))
+
+
+def _number(side: str) -> complex | None:
+    if _names_in(side):
+        return None
+    percent = _PERCENT.fullmatch(side)
+    value = value_of(percent[1] if percent else side)
+    return value / 100 if percent and value is not None else value
 
 
 def _names_in(side: str) -> set[str]:
