@@ -98,7 +98,6 @@ class CommandSpec(Generic[C]):
         over_file: tuple[str, Mapping[str, Any]] = ("", {}),
         warn: Callable[[str], None] = to_stderr,
     ) -> C:
-        """Reads the settings."""
         export_dotenv(Path(), os.environ, warn)
         return load_settings(
             argv,
@@ -132,7 +131,6 @@ class CommandSpec(Generic[C]):
         return options_of(with_environment(model, reference) if reference else model)
 
     def path_of(self, flag: str, options: Mapping[str, Option]) -> str:
-        """Returns the dotted path of `flag`."""
         return path_of(flag.removeprefix("--"), options, {**ALIASES, **self.aliases})
 
     def shown_names(self) -> dict[str, str]:

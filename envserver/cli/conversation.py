@@ -27,7 +27,6 @@ _CHARACTERS: Final = 300
 
 
 def show_messages(console: Console, messages: Iterable[Message]) -> None:
-    """Prints messages in full."""
     for message in messages:
         _show_heading(console, message)
         for line in _lines(message):

@@ -241,7 +241,6 @@ async def look_at_machines(config: SandboxConfig) -> list[MachineFact]:
 
 
 def show_machines(console: Console, machines: Sequence[MachineFact]) -> None:
-    """Prints a line for each sandbox machine."""
     for one in machines:
         load = one.load
         if load is None:

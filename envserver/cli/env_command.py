@@ -221,7 +221,6 @@ def run_install(argv: list[str]) -> int:
 
 
 def run_list(argv: list[str]) -> int:
-    """Prints a table of the installed packages."""
     with lean_imports():
         from ..registry.installed import installed
         from .console import show_rows
@@ -332,7 +331,6 @@ def run_agents_install(argv: list[str]) -> int:
 
 
 def run_agents_list(argv: list[str]) -> int:
-    """Prints a table of the agents, installed or not."""
     with lean_imports():
         from ..harnesses import HARNESSES
         from ..harnesses.installing import installed_version

@@ -200,7 +200,6 @@ def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
 
 
 def show_tables(console: Console, tables: list[TextTable], notes: list[str]) -> None:
-    """Prints tables with notes below them."""
     for text in tables:
         table = Table(title=text.title, title_justify="left")
         for number, name in enumerate(text.header):

@@ -44,7 +44,6 @@ class Terminated(KeyboardInterrupt):
 
 
 def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Returns the coroutine's result."""
     spare_collector()
     terminated: list[bool] = []
     try:
@@ -166,7 +165,6 @@ class LogSettings(Protocol):
 
 
 def show_logs(settings: LogSettings) -> None:
-    """Shows events as a command's settings say."""
     configure_logs(settings.log_level, settings.log_format)
 
 

@@ -195,7 +195,6 @@ TINY = CommandSpec("models tiny", _TINY, TinySettings, usage="FOLDER", arguments
 
 
 def run_tiny(argv: list[str]) -> int:
-    """Runs the command; prints the model's folder."""
     with lean_imports():
         from envserver_local.tiny.from_experts import (
             RECIPES,
@@ -478,7 +477,6 @@ def _short(value: Any) -> str:
 
 
 def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:
-    """Prints one JSON object on stdout."""
     from .console import show_json
 
     engines = [

@@ -252,7 +252,6 @@ async def shown(
 
 
 def overview_of(http: httpx.Client, url: str) -> Overview:
-    """Asks a running server for its overview."""
     return Overview(_rows(http, url), _alarms(http))
 
 

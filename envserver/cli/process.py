@@ -96,7 +96,6 @@ def run(argv: list[str]) -> int:
 
 
 def _suggestions(reference: str, settings: Settings, path: Path, *, exact: bool) -> Iterator[str]:
-    """Yields commands to try next, as they can be typed."""
     from ..running.engines import SIMULATED
 
     envserver = program()

@@ -87,7 +87,6 @@ class ProgressView:
             self._say_line(done)
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar."""
         self._bar.console.print(text)
 
     def _say_line(self, done: int) -> None:
@@ -141,7 +140,6 @@ def _reward(reward: float, bounds: RewardRange) -> str:
 
 
 def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
-    """Shows the results and where the files are."""
     if run.tally.first_groups:
         console.print(summary_table(run.tally))
         if len(run.shares) > 1:

@@ -52,7 +52,6 @@ S = TypeVar("S", bound=Section)
 
 
 def to_stderr(line: str) -> None:
-    """Prints a warning to stderr."""
     print(f"envserver: {line}", file=sys.stderr)
 
 

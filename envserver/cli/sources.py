@@ -229,7 +229,6 @@ def _flag(
 
 
 def path_of(name: str, options: Mapping[str, Option], names: Mapping[str, str]) -> str:
-    """Returns the dotted path of a flag name."""
     path = name.replace("-", "_")
     return path if path in options else names.get(path, path)
 

@@ -52,7 +52,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(argv: list[str]) -> int:
-    """Serves the page until Ctrl-C or SIGTERM."""
     with lean_imports():
         from ..running.viewing import viewing
         from .loop import run_loop, show_logs

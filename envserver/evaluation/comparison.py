@@ -197,7 +197,6 @@ Sides = tuple[TaskRow, TaskRow]
 def compare(
     a: Mapping[str, Report], b: Mapping[str, Report], rules: Rules, *, names: tuple[str, str]
 ) -> Comparison:
-    """Compares two runs."""
     common = [name for name in a if name in b]
     pairs = task_pairs(a, b, rules)
     parts = []

@@ -311,12 +311,10 @@ class RunFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def groups_path(folder: Path, baseline: str = "") -> Path:
-    """Returns the path of a run's groups."""
     return folder / f"groups{baseline and f'-{baseline}'}.jsonl"
 
 
 def tasks_path(folder: Path, baseline: str = "") -> Path:
-    """Returns the path of the facts about a run's tasks."""
     return folder / f"tasks{baseline and f'-{baseline}'}.jsonl"
 
 

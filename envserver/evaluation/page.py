@@ -78,7 +78,6 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def report_page(found: Report | Suite) -> str:
-    """Returns the page of a report."""
     parts = found.parts if isinstance(found, Suite) else [found]
     return _template("report.html").render(
         title="Evaluation" if isinstance(found, Suite) else f"Evaluation of {found.env}",
@@ -95,7 +94,6 @@ def report_page(found: Report | Suite) -> str:
 
 
 def comparison_page(found: Comparison) -> str:
-    """Returns the page of a comparison."""
     pairs = [(one.name, one.reward) for one in found.parts]
     if found.together is not None:
         pairs.append((found.together.name, found.together.reward))

@@ -114,7 +114,6 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     best: float = 1.0
 
     def rules(self, *, group_size: int, seed: int) -> Rules:
-        """Returns the rules of a report."""
         return Rules(
             group_size=group_size,
             pass_at=self.pass_at,
@@ -284,7 +283,6 @@ def report_run(
     prices: Prices | None = None,
     best: Mapping[str, int] | None = None,
 ) -> RunReport:
-    """Makes the report of one run from the results of its tasks."""
     stepped = stepped_of(results, rules)
     attempts = [attempt for result in results for attempt in result.attempts]
     return RunReport(
@@ -322,7 +320,6 @@ def asked_of(results: Sequence[TaskResult], rules: Rules) -> dict[str, Asked]:
 
 
 def stepped_of(results: Sequence[TaskResult], rules: Rules) -> dict[str, list[Stepped]]:
-    """Returns the steps of scored attempts, by task."""
     found = {
         result.task_id: [
             Stepped(one.steps, passes(one.reward, rules))

@@ -48,7 +48,6 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def steps_of(actions: Iterable[Action]) -> Steps:
-    """Counts the steps of one attempt."""
     seen: set[tuple[str, bytes, bytes]] = set()
     steps = errors = repeated = useless = 0
     for action in actions:
@@ -263,7 +262,6 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def facts_of(group_id: str, task: Task) -> TaskFacts:
-    """Returns the labels and the digest of `task`."""
     said = {name: task.public.get(name) for name in LABELS}
     labels = {name: str(value) for name, value in said.items() if isinstance(value, (str, int))}
     return TaskFacts(

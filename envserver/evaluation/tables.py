@@ -149,7 +149,6 @@ def _summary_row(part: Report, priced: bool) -> list[str]:
 
 
 def markdown_of(report: Report | Suite) -> str:
-    """Returns the whole report as Markdown."""
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report.created_at))
     if isinstance(report, Report):
         lines = [f"# Evaluation of {cell_text(report.env)}", ""]
@@ -419,7 +418,6 @@ def comparison_notes(found: Comparison) -> list[str]:
 
 
 def comparison_markdown(found: Comparison) -> str:
-    """Returns the whole comparison as Markdown."""
     lines = [f"# {cell_text(found.b)} against {cell_text(found.a)}", ""]
     models = f"Models: {cell_text(found.models[0])} (first), {cell_text(found.models[1])} (second)."
     lines += [models, "", *map(cell_text, verdicts_of(found)), ""]

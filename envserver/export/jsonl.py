@@ -72,7 +72,6 @@ class OutputFile:
         self._file, self._replaces = file, False
 
     def close(self) -> None:
-        """Closes the file that replaced the old one."""
         self._opened.close()
 
 
@@ -507,7 +506,6 @@ def _not_ours(path: Path, number: int, reason: str) -> InputError:
 
 
 def failures_path(output: Path) -> Path:
-    """Returns the path of the failures file of `output`."""
     return output.with_name(output.stem + ".failures.jsonl")
 
 

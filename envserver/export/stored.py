@@ -444,7 +444,6 @@ _LEFT_OUT: Final = {"trajectories", "failures", "reward_range", "digest"}
 
 
 def group_record(stored: StoredGroup) -> Group:
-    """Returns a stored group as a record."""
     line = stored.line["envserver"]
     facts = {key: line[key] for key in Group.__struct_fields__ if key in line}
     try:
@@ -468,7 +467,6 @@ def group_record(stored: StoredGroup) -> Group:
 
 
 def trajectory_of(rollout: StoredRollout, raw: Mapping[str, Any] | None = None) -> Trajectory:
-    """Returns a stored rollout as a record."""
     known = {
         "rollout_id": rollout.rollout_id,
         "attempt": rollout.attempt,

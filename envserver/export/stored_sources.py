@@ -140,7 +140,6 @@ def decoded(line: bytes, place: str) -> Any:
 
 
 def is_json(line: bytes) -> bool:
-    """Returns whether a line is whole JSON."""
     try:
         orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -154,7 +153,6 @@ _SQLITE = b"SQLite format 3\0"
 
 
 def open_source(source: str, on_bytes: OnBytes | None = None) -> Iterator[RawGroup]:
-    """Yields the groups of one source."""
     if source.startswith(SERVERS):
         return of_server(source)
     if source.startswith(DATABASES) or is_sqlite(Path(source)):
@@ -174,7 +172,6 @@ def size_of(sources: Sequence[str]) -> int | None:
 
 
 def is_sqlite(path: Path) -> bool:
-    """Returns whether `path` is a database of SQLite."""
     try:
         if not path.is_file():
             return False
@@ -185,7 +182,6 @@ def is_sqlite(path: Path) -> bool:
 
 
 def line_of(body: bytes, format: str, env: str, group_id: str, place: str) -> dict[str, Any]:
-    """Returns the JSON of a group."""
     try:
         if format == "group":
             group = unpack(body, Group)

@@ -44,7 +44,6 @@ async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
-    """Serves while the context is open."""
     starting = bootstrap_server(
         settings.server, settings.telemetry, settings.store, (), shared=settings.store_shared
     )

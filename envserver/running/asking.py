@@ -119,7 +119,6 @@ async def run_here(
 
 
 def _prepare_scoring(environment: Environment) -> None:
-    """Raises EnvironmentRaised if the environment's method raises."""
     try:
         environment.prepare_scoring()
     except EnvserverError:
@@ -129,7 +128,6 @@ def _prepare_scoring(environment: Environment) -> None:
 
 
 async def _score(environment: Environment, task: Task, result: Result, *, in_thread: bool) -> Score:
-    """Scores a result."""
     try:
         if in_thread and not inspect.iscoroutinefunction(environment.score):
             score = await asyncio.to_thread(environment.score, task, result)

@@ -136,7 +136,6 @@ class _Loop:
         self._loop.close()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs `work` in the background."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -151,5 +150,4 @@ class _Loop:
             raise
 
     def call(self, function: Callable[[], object]) -> None:
-        """Calls `function` on the loop."""
         self._loop.call_soon_threadsafe(function)

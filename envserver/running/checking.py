@@ -326,7 +326,6 @@ OnProgress = Callable[[str, int, int], None]
 async def check_environment(
     spec: RunSpec[CheckSettings], progress: OnProgress
 ) -> EnvironmentReport:
-    """Checks an environment."""
     settings = spec.settings
     costs: list[tuple[float, float]] = []
     async with (

@@ -57,7 +57,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """The place as text."""
         parts = [
             None if self.line is None else f"line {self.line}",
             self.rollout_id or self.group_id,
@@ -218,7 +217,6 @@ class _Reader:
         self._delivery = Delivery(size=len(line.tokens), group_id=facts.group_id)
 
     def read(self) -> Delivery:
-        """Returns the group as a delivery."""
         if not self._columns_agree():
             return self._delivery
         owners = self._owners()

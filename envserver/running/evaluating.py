@@ -135,7 +135,6 @@ class _Run:
     dropped: set[str] = field(default_factory=set)
 
     def stream(self) -> Iterator[GroupRequest]:
-        """Yields each task once."""
         steps = self.environment.config.total_steps
         whole = itertools.islice(group_requests(self.environment, repeat=False), steps)
         for request in self.shard.taken(whole):
@@ -193,7 +192,6 @@ async def evaluate_members(
     view: EvaluationView | None = None,
     stop: Stop | None = None,
 ) -> Evaluation:
-    """Runs everything and writes the report."""
     view, stop = view or EvaluationView(), stop or Stop()
     folder = choice.folder or _new_folder(members)
     parts = _ready_parts(members, folder, choice)

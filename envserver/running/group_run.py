@@ -184,7 +184,6 @@ class GroupRun:
         return dict(found)
 
     async def run(self) -> None:
-        """Makes the groups."""
         if self._resume and self._overwrite:
             raise ConfigError("--resume and --overwrite exclude each other.")
         for part in self._parts:  # report an unknown flag before replacing a file

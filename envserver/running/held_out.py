@@ -115,7 +115,6 @@ class Evaluations:
         return [msgspec.to_builtins(one) for one in self._records]
 
     def published(self, version: int) -> None:
-        """Starts an evaluation if one is due."""
         if not self._loaded or not self._is_due(version):
             return
         if self.busy:
@@ -130,7 +129,6 @@ class Evaluations:
         self._want()
 
     def start(self) -> None:
-        """Evaluates the current version now."""
         if self._of_training:
             raise ConflictError(self._of_training, hint=_OTHER_SPLIT)
         if self.busy or not self._loaded:

@@ -132,7 +132,6 @@ def describe(
 
 
 def pip(*words: str | Path, failure: str) -> None:
-    """Runs pip; see `run`."""
     command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *words]
     run(list(map(str, command)), failure)
 

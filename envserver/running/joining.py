@@ -314,7 +314,6 @@ class DealtRunner:
         return len(self._held)
 
     def drain(self) -> None:
-        """Takes nothing further."""
         self._draining = True
         self._ended.set()
 
@@ -397,11 +396,9 @@ class _Events:
             self._failed.setdefault(event.group_id, []).append(event)
 
     def of(self, group_id: str) -> tuple[list[RolloutScored], list[RolloutFailed]]:
-        """Returns those of a group."""
         return self._scored.get(group_id, []), self._failed.get(group_id, [])
 
     def forget(self, group_id: str) -> None:
-        """Drops those of a group."""
         self._scored.pop(group_id, None)
         self._failed.pop(group_id, None)
 

@@ -598,7 +598,6 @@ class Tally:
         return time.monotonic() - self.started
 
     def line(self) -> str:
-        """The state in a few words."""
         mean = mean_text(self.rewards.mean)
         rate = self.completion_tokens / max(self.seconds, 1e-9)
         parts = [f"reward {mean}", f"{rate:,.0f} tok/s"]

@@ -38,7 +38,6 @@ class RunSpec(Generic[S]):
     environment_class: type[Environment]
 
     def make_environment(self) -> Environment:
-        """Makes the environment with its settings."""
         from ..rollouts.roles import roles_of
         from ..tools.calling import place_of
 
@@ -113,29 +112,23 @@ class Several:
 
     @property
     def open_groups(self) -> int:
-        """Number of groups that are being made now."""
         return sum(one.open_groups for one in self._schedulers.values())
 
     @property
     def drained(self) -> bool:
-        """Whether `drain` was called."""
         return any(one.drained for one in self._schedulers.values())
 
     def cut_off(self) -> dict[str, int]:
-        """Returns the number of groups cancelled with the run, by environment."""
         return {name: one.cut_off for name, one in self._schedulers.items()}
 
     def delivered(self) -> dict[str, int]:
-        """Returns the number of groups delivered in this run, by environment."""
         return {name: one.delivered for name, one in self._schedulers.items()}
 
     def drain(self) -> None:
-        """Lets no environment begin another group."""
         for one in self._schedulers.values():
             one.drain()
 
     async def run(self, say: Callable[[str], object]) -> None:
-        """Runs all schedulers to their ends."""
         async with asyncio.TaskGroup() as tasks:
             for name, one in self._schedulers.items():
                 tasks.create_task(self._one(name, one.run(), say))
@@ -264,7 +257,6 @@ class Book:
             self._count(scored)
 
     def observe(self, event: Event) -> None:
-        """Updates the estimate of the task that an event is about."""
         news: Scored | None = None
         if isinstance(event, GroupDelivered):
             news = scored_of(event.group)

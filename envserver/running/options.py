@@ -46,7 +46,6 @@ class Option:
 
     @property
     def description(self) -> str:
-        """Its docstring."""
         return descriptions(self.model).get(self.path.rpartition(".")[2], "")
 
     @property
@@ -79,14 +78,12 @@ class Option:
 
     @property
     def choices(self) -> list[str]:
-        """The allowed values, if there are few of them."""
         members = _members(self.annotation)
         named = [v for m in members if _origin(m) is typing.Literal for v in typing.get_args(m)]
         return [str(value) for value in named] or (["true", "false"] if self.is_bool else [])
 
     @property
     def first_sentence(self) -> str:
-        """The first sentence of its docstring, on one line."""
         text = " ".join(self.description.split())
         return f"{text.partition('. ')[0].rstrip('.')}." if text else ""
 
@@ -367,7 +364,6 @@ def validated(
     options: Mapping[str, Option],
     where: Callable[[str], str],
 ) -> S:
-    """Makes `model` from values by dotted path."""
     tree = nest(values)
     for name, field in model.model_fields.items():
         if field.is_required() and is_section(field.annotation):

@@ -69,7 +69,6 @@ def runner_command(
     brings_folder: bool,
     token: str = "",
 ) -> CommandSpec:
-    """Returns the command of a runner."""
     kept = {name: getattr(settings, name) for name in Settings.model_fields.keys() - _OF_SERVER}
     tree = {
         **plain(kept),
@@ -297,7 +296,6 @@ async def _tend(
 async def ray_makers(
     settings: MixSettings, weights: Sequence[float] = (1.0,)
 ) -> AsyncIterator[RayMakers]:
-    """Connects to the cluster."""
     check_engine(settings)
     async with connected(settings.ray) as cluster:
         await cluster.check_place()

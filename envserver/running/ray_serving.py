@@ -79,21 +79,17 @@ class RayServing:
         self._fleets = [self._fleet(cluster, part) for part in parts]
 
     async def numbers(self) -> dict[Name, float]:
-        """Returns the numbers of now that `/v1/series` shows."""
         return numbers_of(await self._server.bootstrap.metrics.families())
 
     def alarms(self) -> list[str]:
-        """Returns what is wrong now, in sentences."""
         return [one.text for one in self._server.watch.book.active]
 
     @property
     def open_groups(self) -> int:
-        """Number of groups that are being made now."""
         table = self._server.runners.table
         return sum(now.open for _, now in table.present())
 
     def drain(self) -> None:
-        """Lets no runner begin another group."""
         self._draining = True
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:

@@ -257,7 +257,6 @@ async def replay(
     live_services: bool,
     debug: bool,
 ) -> Replayed:
-    """Runs the rollout of `record` again."""
     _warn_of_settings(record, environment)
     model = str(record.facts.get("model") or "replay")
     player = Player(record.exchanges, model=model, exact=record.exact)

@@ -177,7 +177,6 @@ class Tally:
         return self.up + self.down
 
     def count(self, line: dict[str, Any]) -> None:
-        """Counts a group that is in the output."""
         facts = line["envserver"]
         self.groups += 1
         for rollout in facts["rollouts"]:
@@ -291,7 +290,6 @@ class _Tasks:
         self._finders: dict[tuple[str, int], TaskFinder] = {}
 
     async def find(self, split: str, seed: int, task_id: str) -> Task:
-        """Finds a task; raises like `TaskFinder.find`."""
         finder = self._finders.get((split, seed))
         if finder is None:
             config = {**self._config, "split": split, "seed": seed}

@@ -36,7 +36,6 @@ class ServedSandboxes:
 
 @asynccontextmanager
 async def sandbox_serving(settings: SandboxesServeSettings) -> AsyncIterator[ServedSandboxes]:
-    """Serves while the context is open; then all sandboxes end."""
     config = settings.sandbox
     async with (
         LoopLag(None) as lag,

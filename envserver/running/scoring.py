@@ -57,7 +57,6 @@ class TaskFinder:
         self._split = ""
 
     async def find(self, task_id: str) -> Task:
-        """Finds the task with this id."""
         async with self._lock:
             if task_id not in self._seen:
                 await self._search(task_id)
@@ -105,7 +104,6 @@ class TaskFinder:
 
 
 def environment_of(reference: str, config: dict[str, Any]) -> Environment:
-    """Returns a new instance of the environment with these settings."""
     environment_class = find(reference)
     return environment_class(environment_class.Config.model_validate(config))
 

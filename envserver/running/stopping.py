@@ -61,7 +61,6 @@ class Stop:
             drain()
 
     def detach(self) -> None:
-        """Called when the run has ended."""
         self._scheduler, self._drain, self._cancel = None, _nothing, _nothing
 
 

@@ -52,7 +52,6 @@ class _Sums:
         self.sums: Counter[str] = Counter()
 
     def add(self, name: str, value: float) -> None:
-        """Adds a value to a mean."""
         self.counts[name] += 1
         self.sums[name] += value  # type: ignore[assignment]  # a Counter of floats
 
@@ -80,7 +79,6 @@ class TrackedNumbers:
         self._version = -1
 
     def observe(self, environment: str, event: Event) -> None:
-        """Counts an event."""
         of = [self._since.setdefault(name, _Sums()) for name in ("", environment)]
         if isinstance(event, RolloutScored):
             self._rollouts += 1
@@ -252,7 +250,6 @@ class Tracking:
         self._rows_at = -float("inf")
 
     def observer(self, environment: str) -> Observer:
-        """Returns an observer of an environment's events."""
         return partial(self._numbers.observe, environment)
 
     def link(self, start: str) -> None:

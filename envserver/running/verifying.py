@@ -108,7 +108,6 @@ class Report:
         return "exact" if self.totals.exact == self.totals.tokens else "within_tolerance"
 
     def add_delivery(self, delivery: Delivery) -> None:
-        """Counts a group and the findings about its own data."""
         self.groups += 1
         self.rows += delivery.size
         self.unsealed += delivery.unsealed
@@ -123,7 +122,6 @@ class Report:
         self.tokens_not_compared[reason] += len(row.trained)
 
     def add_outcome(self, row: AuditedRow, outcome: AuditResult) -> None:
-        """Counts the result of comparing `row`."""
         if outcome.refused:
             self.add_finding(_about(row, "refused", outcome.refused))
         elif outcome.comparison is None:
@@ -141,17 +139,14 @@ class Report:
                 self.add_finding(_about(row, "logprobs_differ", words, worst.position))
 
     def add_failure(self, row: AuditedRow, error: EngineError) -> None:
-        """Counts that the engine could not score `row`."""
         self.add_finding(_about(row, error.kind, str(error)))
 
     def add_finding(self, finding: Finding) -> None:
-        """Counts a finding, and keeps it if there are few."""
         self.kinds[finding.kind] += 1
         if len(self.findings) < _MOST_FINDINGS:
             self.findings.append(finding)
 
     def facts(self) -> dict[str, Any]:
-        """Returns the whole report, JSON-like."""
         return {
             "verdict": self.verdict,
             "groups": self.groups,
@@ -198,7 +193,6 @@ async def verify(
     concurrency: int,
     progress: Progress = lambda groups, rows, share: None,
 ) -> Report:
-    """Verifies all of `source`."""
     version = await source.newest_version() if policy_version is None else policy_version
     report = Report(tolerance, version)
     rescorer = Rescorer(engine)

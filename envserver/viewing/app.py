@@ -51,7 +51,6 @@ class ComparisonSearch(BaseModel):
     limit: int = Field(100, ge=1, le=MOST_GROUPS)
 
     def tasks(self) -> TaskSearch:
-        """Returns the part about tasks."""
         return TaskSearch(**self.model_dump(exclude={"a", "b"}))
 
 
@@ -126,7 +125,6 @@ class ServerOutOfReach(EnvserverError):
 
 
 def create_relay(url: str, http: httpx.AsyncClient) -> FastAPI:
-    """Builds the application over a server."""
     app = FastAPI(title="envserver view", version=__version__, docs_url=None, redoc_url=None)
     answer_errors(app)
 

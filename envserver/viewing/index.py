@@ -149,14 +149,12 @@ class Index:
         self._sql.close()
 
     def clear(self) -> None:
-        """Removes everything."""
         for table in ("places", "files", "problems", *(one.name for one in _TABLES)):
             self._sql.execute(f'DELETE FROM "{table}"')
         self._sql.commit()
         self.next_seq = 1
 
     def files(self) -> dict[str, tuple[int, FileState]]:
-        """Returns number and state of each file, by path."""
         rows = self._sql.execute("SELECT path, number, state FROM files")
         return {path: (number, _read(state)) for path, number, state in rows}
 
@@ -192,7 +190,6 @@ class Index:
         self._sql.execute("INSERT INTO problems VALUES (?)", (message[:1000],))
 
     def problems(self) -> tuple[int, list[str]]:
-        """Returns the number of problems, and the first ones."""
         (count,) = self._sql.execute("SELECT count(*) FROM problems").fetchone()
         first = self._sql.execute("SELECT message FROM problems ORDER BY rowid LIMIT 5")
         return int(count), [message for (message,) in first]
@@ -376,7 +373,6 @@ class IndexReader(GroupLookups):
         return await super().list_groups(await self._with_found(query), cursor, limit)
 
     async def reward_counts(self, query: GroupQuery) -> RewardCounts:
-        """Counts the groups of such a list by mean reward."""
         return await super().reward_counts(await self._with_found(query))
 
     async def _with_found(self, query: GroupQuery) -> GroupQuery:
@@ -387,7 +383,6 @@ class IndexReader(GroupLookups):
         return replace(query, found=found)
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
-        """Returns the packed groups, in order."""
         return [await self._body(group_id) for group_id in group_ids]
 
     async def stored_bodies(self, group_ids: Sequence[str]) -> list[tuple[int, bytes]]:

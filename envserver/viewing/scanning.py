@@ -250,7 +250,6 @@ class Documents:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether there are documents that are not yet a group."""
         return bool(self._waiting)
 
     def add(self, value: Any, place: str) -> Iterator[Found | InputError]:
@@ -287,7 +286,6 @@ _PLAIN: Final = ("hooks", "egress", "flags", "components")
 
 
 def unified_document(value: Any, place: str) -> Json:
-    """Returns a document as a unified trajectory."""
     if isinstance(value, dict):
         if isinstance(value.get("actions"), list) and isinstance(value.get("metadata"), dict):
             return value

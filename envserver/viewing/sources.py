@@ -49,7 +49,6 @@ class Viewed(msgspec.Struct, frozen=True):
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it consists of files that an index is made of."""
         return self.kind not in ("store", "server")
 
     def files(self) -> list[ViewedFile]:
@@ -63,7 +62,6 @@ class Viewed(msgspec.Struct, frozen=True):
 
 
 def viewed(places: Sequence[str]) -> Viewed:
-    """Returns what `places` name."""
     if pipes := [place for place in places if place == "-" or Path(place).is_fifo()]:
         raise ConfigError(f"{pipes[0]} is a pipe, which cannot be looked at twice.")
     titles = [_title(place) for place in places]
@@ -91,7 +89,6 @@ def _check_name(path: str) -> None:
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Returns whether `folder` was written by `evaluate`."""
     try:
         return folder.is_dir() and read_run_file(folder) not in (None, RunFile())
     except InputError:
@@ -218,11 +215,9 @@ class FailureFiles:
 
     @property
     def are_there(self) -> bool:
-        """Whether something failed, or was dropped."""
         return self.log.number > 0
 
     async def read_new(self) -> None:
-        """Reads what was appended."""
         for event in await asyncio.to_thread(lambda: list(self._events())):
             found = _ENVIRONMENT.match(event.group_id)
             self.log.observer(found[1] if found else "")(event)
