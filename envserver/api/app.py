@@ -1,7 +1,6 @@
-"""The FastAPI application over one open store: native routes, the Atropos protocol, health.
+"""The FastAPI application over one open store: all routes, all middleware, background tasks.
 
-The app's lifespan runs its background tasks (such as expiring leases). The caller owns the store,
-which must be open before the first request and until after the last.
+The caller owns the store, which must be open before the first request and until after the last.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from ..http.middleware import Access, KnownNames, KnownPages, Strangers
 from ..http.requests import Json, fill_schemas, schema_later
 from ..http.transfer import CompressedAnswers, DirectPosts, Endpoint, RequestBodies
 from ..proxy.gate import Gate
-from ..rollouts.capacity import Bounds
+from ..rollouts.policy import Bounds
 from ..runners.registry import RunnerMetrics, RunnerRegistry, count_runners
 from ..runners.routes import runner_beats, runner_posts, runner_routes
 from ..settings.section import describe_fields
 from ..settings.server import AlarmsConfig, RetentionConfig, ServerConfig
-from ..store import GroupStore
+from ..store import Store
 from ..store.demand import Demand
 from ..trainers.atropos_routes import atropos_posts, atropos_routes
 from ..trainers.atropos_service import AtroposService
@@ -73,7 +72,7 @@ class QueueFull(UsageError):
 class QueueLimit:
     """The limit of one server; see `ServerConfig.max_waiting_groups` and `max_waiting_gb`."""
 
-    def __init__(self, store: GroupStore, settings: ServerConfig) -> None:
+    def __init__(self, store: Store, settings: ServerConfig) -> None:
         self._store = store
         self._most_groups = settings.max_waiting_groups
         self._most_bytes = settings.max_waiting_gb * 1e9
@@ -133,7 +132,6 @@ _PLAIN: Final = {"text/plain": {"schema": {"type": "string"}}}
 
 
 def complete_document(app: FastAPI) -> None:
-    """Completes the document of `app`."""
     described: Callable[[], Json] = app.openapi
     made: list[Json] = []
 
@@ -163,7 +161,7 @@ def completed(document: Json) -> Json:
             for status in own:
                 if status >= 400:
                     operation["responses"][str(status)].setdefault("content", error["content"])
-            if not is_native(path):  # a body that is not gzip, as atroposlib's server tells it
+            if not is_native(path):  # a body that is not gzip, as atroposlib's server answers it
                 content = operation["responses"]["400"]["content"]
                 operation["responses"]["400"]["content"] = {**content, **_PLAIN}
     components = document.setdefault("components", {})
@@ -178,11 +176,11 @@ log = structlog.get_logger(__name__)
 
 _EXPIRY_SECONDS: Final = 0.5
 _SMALL_BODIES: Final = {"/v1/session": 4096}
-"""Bytes of bodies that anybody may send, by path."""
+"""Bytes of bodies that need no token, by path."""
 
 
 def create_api(
-    store: GroupStore,
+    store: Store,
     *,
     settings: ServerConfig,
     status: Callable[[], dict[str, Any]] | None = None,
@@ -201,26 +199,20 @@ def create_api(
     fleet: Fleet | None = None,
     evaluations: HeldOutEvaluations | None = None,
 ) -> FastAPI:
-    """Builds the application.
+    """Builds the application; parts that are None have no routes.
 
     Args:
         store: must stay open while the app runs.
-        settings: body limit, lease duration and other server settings.
         status: JSON-like facts for `GET /v1/status`; called on the event loop, so it must be fast.
         on_policy_version: called with the stored version, and each that a trainer publishes.
-        metrics: metrics for `GET /metrics`; None: the route does not exist.
         health: parts that must be ready; None: only the store.
         gate: pauses model calls at the engine; None if this server has no engine.
         include_messages, score_range: how groups of local environments are sent to Atropos
             trainers.
         retention: which delivered groups are deleted from the store; None: none.
         runners: the registry of runners; None: a new one with the default capacity.
-        orders: makes rollouts on demand; None: those routes do not exist.
-        episodes: serves OpenEnv's protocol at /openenv/{environment}; None: it does not.
-        alarms: says what is wrong; None: by the default thresholds, if there are metrics.
-        live: what the parts of this server tell of; None: a new one, for the store alone.
-        fleet: engines that come and go; None: those routes do not exist.
-        evaluations: of a held-out split; None: those routes do not exist.
+        alarms: None: by the default thresholds, if there are metrics.
+        evaluations: of a held-out split.
     """
     live = live or Live()
     runners = runners or RunnerRegistry(
@@ -355,8 +347,7 @@ def create_api(
     return app
 
 
-async def _expire_leases(store: GroupStore, atropos: AtroposService) -> None:
-    """Requeues expired leases until cancelled; retries when the store fails."""
+async def _expire_leases(store: Store, atropos: AtroposService) -> None:
     while True:
         await asyncio.sleep(_EXPIRY_SECONDS)
         try:
@@ -370,12 +361,11 @@ async def _expire_leases(store: GroupStore, atropos: AtroposService) -> None:
 
 
 def _logins(tokens_file: Path) -> Logins:
-    """Reads the access tokens and the key of the page's logins."""
     tokens = AccessTokens(tokens_file)
     return Logins(tokens, Sessions(tokens, session_key(tokens_file)), Strangers())
 
 
-def _store_only(store: GroupStore) -> Health:
+def _store_only(store: Store) -> Health:
     health = Health()
     health.found("store", store_probe(store))
     return health

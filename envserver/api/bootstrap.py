@@ -1,4 +1,4 @@
-"""The bootstrap server: answers at the port before the API is ready, and while it shuts down.
+"""The bootstrap server, which answers before the API is ready, and requests of followers.
 
 While the server starts, health routes answer, browsers get the page, and all other requests get
 503. When the server shuts down, waiting requests (long polls, streams) see a disconnected client,
@@ -37,11 +37,7 @@ _DISCONNECT: Final[Message] = {"type": "http.disconnect", SERVER_ENDS: True}
 
 
 class BootstrapApp:
-    """An ASGI application that wraps another one that becomes available later.
-
-    Args:
-        meanwhile: answers until then; default: health, the page, and 503.
-    """
+    """An ASGI application that wraps another one that becomes available later."""
 
     def __init__(self, health: Health, meanwhile: ASGIApp | None = None) -> None:
         self._early = meanwhile or _early(health)
@@ -50,9 +46,7 @@ class BootstrapApp:
         self._closing = asyncio.Event()
 
     async def open(self, app: ASGIApp) -> None:
-        """Starts `app`, which answers requests from now on.
-        Raises Exception: whatever `app` raised while starting.
-        """
+        """Starts `app`, which answers requests from now on."""
         lifespan = Lifespan(app)
         await lifespan.start()
         self._inside, self._lifespan = app, lifespan
@@ -82,8 +76,6 @@ class BootstrapApp:
 
 
 class _Visit:
-    """One request."""
-
     def __init__(self, closing: asyncio.Event, receive: Receive, send: Send) -> None:
         self._closing = closing
         self._receive_message = receive
@@ -168,10 +160,8 @@ def origin_of(scope: Scope, owner: str) -> bytes:
 
 
 class FromFollowers:
-    """The outermost middleware of a server that leads, or is alone.
-
-    Args:
-        owner: the leader's id; None: it shares no store, so nobody follows it.
+    """The outermost middleware of a server that leads, or is alone. `owner`: the leader's id; None:
+    it shares no store, so no server follows it.
     """
 
     def __init__(self, app: ASGIApp, owner: str | None) -> None:

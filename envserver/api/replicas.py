@@ -1,8 +1,7 @@
 """What a follower answers with: its own health and metrics, and the leader's answers.
 
-In: requests of trainers, environments, joiners and people. Out: answers as if the leader had been
-asked. What a follower does itself, so that the leader need not: TLS, limits of connections, heads
-and bodies, refusing unknown tokens, inflating posts, compressing answers, the page's files.
+A follower does itself, so that the leader need not: TLS, limits of connections, heads and bodies,
+refusing unknown tokens, inflating posts, compressing answers, the page's files.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from ..http.requests import ABORT, SERVER_ENDS
 from ..http.transfer import CompressedAnswers, Passed, RequestBodies, accepts
 from ..settings.server import ServerConfig
 from ..store.leadership import Leadership
-from ..store.lock import Leader
-from ..telemetry.lag import LoopLag
+from ..store.writer import Leader
+from ..telemetry.process import LoopLag
 from .bootstrap import PASSED, NoLeader, is_passed, leads_metric, origin_of, refuse_handshake, role
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class LeaderGone(EnvserverError):
 
 
 def no_leader() -> NoLeader:
-    """Returns the answer while nobody leads, or the leader cannot be reached."""
+    """Returns the answer while no server leads, or the leader cannot be reached."""
     return NoLeader(
         "No server leads at this moment.",
         hint="Another one takes over within seconds: send the request again.",
@@ -105,9 +104,7 @@ class LeaderLink:
         return self._session
 
     def leader_for(self, scope: Scope) -> Leader:
-        """Returns the leader that a request goes to.
-        Raises NoLeader: none is known, or the request comes from another follower.
-        """
+        """Returns the leader that a request goes to."""
         leader = self._leadership.leader
         if leader is None or is_passed(scope):
             raise no_leader()
@@ -184,7 +181,6 @@ def url_of(leader: Leader, scope: Scope) -> URL:
 
 
 def headers_of(leader: Leader, scope: Scope) -> list[tuple[str, str]]:
-    """Returns a request's headers for the leader, with who sent it."""
     named = {
         part.strip().lower()
         for name, value in scope["headers"]
@@ -201,7 +197,6 @@ def headers_of(leader: Leader, scope: Scope) -> list[tuple[str, str]]:
 
 
 def answer_headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """Returns an answer's headers for the client; the follower's server adds the date."""
     return [
         (name.lower(), value)
         for name, value in response.raw_headers
@@ -215,7 +210,6 @@ def is_disconnect(message: Message) -> bool:
 
 
 def _tls(settings: ServerConfig) -> ssl.SSLContext:
-    """Returns what a follower checks the leader's certificate by, and shows it."""
     try:
         context = ssl.create_default_context(cafile=settings.advertise_ca_certs)
         if settings.ssl_cert_reqs != "none" and settings.ssl_certfile is not None:
@@ -320,7 +314,7 @@ _COMPRESSED_BYTES: Final = 256 * 1024 * 1024
 """Larger answers are streamed as they are."""
 _BINARY: Final = "application/vnd."
 _END_SECONDS: Final = 1.0
-"""For requests that are under way when this server is told to stop."""
+"""For requests that are under way when this server stops."""
 
 
 class PassedOn:
@@ -342,8 +336,6 @@ class PassedOn:
 
 
 class _Exchange:
-    """One request and its answer."""
-
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
@@ -353,7 +345,6 @@ class _Exchange:
         self._begun = False
 
     async def run(self, link: LeaderLink) -> None:
-        """Sends the request and passes the answer back, until the client leaves."""
         leader = link.leader_for(self._scope)
         watching: asyncio.Task[None] | None = None
         try:
@@ -433,7 +424,7 @@ class _Exchange:
 def follower_app(
     leadership: Leadership, link: LeaderLink, settings: ServerConfig, lag: LoopLag
 ) -> ASGIApp:
-    """Builds the application. Raises ConfigError: the tokens file cannot be used."""
+    """Builds the application."""
     health = Health(lag)
     health.role = partial(role, leadership)
     health.found("leader", link.probe)

@@ -1,4 +1,4 @@
-"""The application of `envserver sandboxes serve`: sandboxes for servers and runners elsewhere.
+"""The application of `envserver sandboxes serve`: sandboxes for servers and runners.
 
     GET /v1/sandboxes               how busy the machine is (sandbox.machine_messages.Load)
     GET /v1/sandboxes (WebSocket)   one sandbox, until the connection ends
@@ -42,9 +42,7 @@ _BY_PATH: Final = {rule.path: {rule.method: rule} for rule in RULES}
 def create_sandbox_api(
     machine: SandboxMachine, settings: ServerConfig, metrics: Metrics, health: Health
 ) -> ASGIApp:
-    """Builds the application.
-    Raises ConfigError: the tokens file cannot be read, or has no token.
-    """
+    """Builds the application."""
     app = FastAPI(
         title="envserver sandboxes",
         version=__version__,
@@ -77,7 +75,7 @@ def create_sandbox_api(
         app.add_middleware(
             Access,
             tokens=tokens,
-            sessions=Sessions(tokens, secrets.token_bytes(32)),  # nobody can log in
+            sessions=Sessions(tokens, secrets.token_bytes(32)),  # without logins
             strangers=Strangers(),
             quota=settings.quota,
             rules=lambda path: _BY_PATH.get(path, {}),
@@ -87,8 +85,6 @@ def create_sandbox_api(
 
 
 class _ServerLink:
-    """See `sandbox.machine_messages.Link`."""
-
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
 

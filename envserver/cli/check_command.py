@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from ..rollouts.check_report import (
+    from ..rollouts.check_data import (
         DataReport,
         EnvironmentReport,
         Kind,
@@ -237,7 +237,7 @@ def _tokenizer_line(data: DataReport) -> str:
 
 
 def _wrong(one: Kind | Played) -> Iterator[str]:
-    from ..rollouts.check_report import Kind
+    from ..rollouts.check_data import Kind
     from ..running.checking import DEMONSTRATION
 
     if isinstance(one, Kind):

@@ -15,7 +15,7 @@ from envserver_records.errors import ConfigError
 from pydantic import ValidationError
 
 from ..registry import find
-from ..rollouts.mixing import Share, targets
+from ..rollouts.scheduler import Share, targets
 from ..running.mix import Member, RunSpec, share_total
 from ..running.options import options_of
 from ..settings.config import MixEntry, MixSettings

@@ -115,7 +115,7 @@ def run_revoke(argv: list[str]) -> int:
 
 def _row(token: Token) -> tuple[str, ...]:
     expires = "never" if token.expires_at is None else _shown(token.expires_at)
-    if token.has_expired(datetime.now(UTC)):
+    if token.has_expired():
         expires += " (over)"
     return (token.name, token.role, token.id, _shown(token.created_at), expires)
 

@@ -80,11 +80,7 @@ class _File(NamedTuple):
 
 
 class Dashboard:
-    """Serves the page, and passes other requests to `app`.
-
-    Args:
-        static: the folder with the built files.
-    """
+    """Serves the page, and passes other requests to `app`."""
 
     def __init__(self, app: ASGIApp, static: Path = STATIC) -> None:
         self._app = app
@@ -129,7 +125,6 @@ class Dashboard:
         return _answer(scope, file, {**_HEADERS, **kept})
 
     async def _read(self, path: Path) -> _File | None:
-        """Returns a file, from memory while it is unchanged; None if there is none."""
         try:
             changed = _changed(path)
             known = self._files.get(path)
@@ -162,7 +157,6 @@ def _answer(scope: Scope, file: _File, headers: dict[str, str]) -> Response:
 
 
 def _wants_html(headers: Headers) -> bool:
-    """Returns whether the client names `text/html`, as browsers do when they open an address."""
     for offer in headers.get("accept", "").lower().split(","):
         kind, *parameters = (part.strip() for part in offer.split(";"))
         if kind == "text/html":
@@ -171,8 +165,6 @@ def _wants_html(headers: Headers) -> bool:
 
 
 def _varying(send: Send) -> Send:
-    """Tells caches that the answer at `/` depends on what the client accepts."""
-
     async def varied(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message).add_vary_header("Accept")

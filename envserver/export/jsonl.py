@@ -28,7 +28,7 @@ from envserver_records.timings import compact_timing
 from ..formats.atropos import ScoreRange, expert_rows, group_to_atropos, image_data
 from ..rollouts.estimates import Scored, scored
 from ..rollouts.events import Event, GroupDropped, RolloutFailed
-from ..rollouts.kept_calls import kept_calls
+from ..rollouts.replaying import kept_calls
 
 
 class OutputFile:

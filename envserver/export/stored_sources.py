@@ -31,8 +31,8 @@ from envserver_records.urls import authorization
 from envserver_records.wire import GROUP_MSGPACK, WireGroup
 from envserver_records.zstd import zstd
 
-from ..store.compression import DamagedBody, decode
-from ..store.reading import StoreReader, open_reader
+from ..store.lookups import StoreReader, open_reader
+from ..store.packed import DamagedBody, decode
 from ..store.rows import GroupRow
 from .jsonl import group_line
 

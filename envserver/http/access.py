@@ -1,8 +1,7 @@
-"""The roles of each route: one table with every route of the server.
+"""Who may do what: the roles of each route, access tokens, and logins of the page.
 
-For a route that is not in the table, everyone but an admin gets 404. `/healthz` needs no token.
-The proxy's paths (`/r/{key}/...`: attempts and guests) are not part of this application: each
-contains its own key, and the proxy listens on loopback only.
+For a route that is not in the table, everyone but an admin gets 404; `/healthz` needs no token. The
+proxy (`/r/{key}/...`) is another application: each of its paths contains its own key.
 """
 
 from __future__ import annotations
@@ -148,7 +147,6 @@ RULES: Final = (
 
 
 def rules_of(path: str) -> dict[str, Rule]:
-    """Returns the rules for a request's path, by method; empty if the path does not exist."""
     found = _EXACT.get(path)
     if found is not None:
         return found
@@ -203,8 +201,8 @@ class Token(BaseModel):
     quota: Quota | None = None
     """Quota of this token; unset fields are taken from the server's `server.quota`."""
 
-    def has_expired(self, now: datetime) -> bool:
-        return self.expires_at is not None and self.expires_at <= now
+    def has_expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
 
 
 class _File(BaseModel):
@@ -257,9 +255,7 @@ def revoke_token(path: Path, name: str) -> Token:
 
 
 def read_tokens(path: Path) -> list[Token]:
-    """Returns the entries of the file.
-    Raises ConfigError: the file does not exist, others may read or write it, or it is malformed.
-    """
+    """Returns the entries of the file."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -291,18 +287,12 @@ def read_tokens(path: Path) -> list[Token]:
 
 
 class AccessTokens:
-    """The tokens that a running server accepts; the file is read again when it changes.
-
-    Args:
-        path: the file; it must exist and contain a token.
-        now: returns the current time, to check expiry.
+    """The tokens that a running server accepts; the file, which must contain one, is read again
+    when it changes.
     """
 
-    def __init__(
-        self, path: Path, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._now = now
         self._seen = _state_of(path)
         self._tokens = {token.id: token for token in read_tokens(path)}
         if not self._tokens:
@@ -318,13 +308,13 @@ class AccessTokens:
         token = self._tokens.get(form["id"]) if form else None
         # Compare in constant time, even if no entry exists.
         same = hmac.compare_digest(_hashed(text), token.sha256 if token else _NO_HASH)
-        return token if token and same and not token.has_expired(self._now()) else None
+        return token if token and same and not token.has_expired() else None
 
     def by_id(self, token_id: str) -> Token | None:
         """Returns the entry with this id; None if it is unknown, expired or revoked."""
         self._refresh()
         known = self._tokens.get(token_id)
-        return None if known is None or known.has_expired(self._now()) else known
+        return None if known is None or known.has_expired() else known
 
     def is_valid(self, token: Token) -> bool:
         """Returns whether a token found earlier is still valid."""
@@ -345,7 +335,6 @@ class AccessTokens:
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
-    """Returns values that differ when the file was changed or replaced; () without a file."""
     try:
         found = path.stat()
     except OSError:
@@ -443,7 +432,6 @@ class Sessions:
         return token if is_ours and int(second) > self._now() else None
 
     def _values(self, scope: Scope) -> list[str]:
-        """Returns the values of the request's cookies of our name."""
         name = self._full_name(scope)
         found = []
         for header, value in scope["headers"]:
@@ -505,7 +493,6 @@ def session_key(tokens_file: Path) -> bytes:
 
     Where no file can be made (a mounted secret), the key is a new one, and logins end with the
     server.
-    Raises ConfigError: the file is open to other users, or is not a key.
     """
     path = tokens_file.with_name(f"{tokens_file.name}.session-key")
     try:

@@ -1,7 +1,8 @@
-"""Error responses: problem details (RFC 9457) under /v1, FastAPI's form in the Atropos protocol.
+"""Responses: JSON, errors, and their description in the OpenAPI document.
 
-Every EnvserverError becomes a response with its status. Unexpected exceptions are logged with
-their traceback and answered with 500 in the same form, without their message.
+Errors are problem details (RFC 9457) under /v1 and in FastAPI's form on the Atropos wire. Every
+EnvserverError has its status; other exceptions are logged and answered with 500, without their
+message.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ _NATIVE: Final = ("/v1", "/healthz", "/readyz")
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Installs the error handlers in `app`."""
     from fastapi.exceptions import RequestValidationError
 
     app.add_exception_handler(EnvserverError, on_ours)
@@ -77,17 +77,14 @@ def error_answer(
     if not is_native(path):
         body = orjson.dumps({"detail": message if detail is None else detail})
         return Response(body, status, headers, "application/json")
-    name = kind if kind == "about:blank" else f"urn:envserver:error:{kind}"
-    problem = {"type": name, "title": _title(kind, status), "status": status, "detail": message}
+    name, title = f"urn:envserver:error:{kind}", kind.replace("_", " ").capitalize()
+    if kind == "about:blank":
+        name, title = kind, f"HTTP {status}"
+    problem = {"type": name, "title": title, "status": status, "detail": message}
     return Response(orjson.dumps({**problem, **more}, default=str), status, headers, PROBLEM)
 
 
-def _title(kind: str, status: int) -> str:
-    return f"HTTP {status}" if kind == "about:blank" else kind.replace("_", " ").capitalize()
-
-
 async def on_ours(request: Request, error: Exception) -> Response:
-    """Returns the response to a request that raised an EnvserverError."""
     assert isinstance(error, EnvserverError)
     if error.status >= 500:
         log.error("request_failed", path=request.url.path, kind=error.kind, error=str(error))
@@ -95,7 +92,6 @@ async def on_ours(request: Request, error: Exception) -> Response:
 
 
 def answer_to(path: str, error: EnvserverError) -> Response:
-    """Returns the response to a request of `path` that raised `error`."""
     more: dict[str, Any] = dict(error.detail)
     if error.hint:
         more["hint"] = error.hint
@@ -128,7 +124,6 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
-    """Returns the response to an invalid query or path parameter."""
     from fastapi.exception_handlers import request_validation_exception_handler
     from fastapi.exceptions import RequestValidationError
 
@@ -146,9 +141,6 @@ async def _on_surprise(request: Request, error: Exception) -> Response:
     log.error("request_crashed", path=request.url.path, exc_info=error)
     return error_answer(request.url.path, 500, "Internal Server Error")
 
-
-# Routes read raw requests and build responses themselves, so FastAPI cannot infer either; each
-# route declares its responses with `answers`.
 
 MEANINGS: Final = {
     400: "The request cannot be read.",

@@ -1,12 +1,9 @@
-"""Liveness (`/healthz`) and readiness (`/readyz`).
+"""Liveness (`/healthz`), readiness (`/readyz`) and metrics (`/metrics`).
 
-The server consists of parts (store, disk, engine, workers, scorers); each is starting, ready,
-limited or down. Parts with a probe are checked on demand. The server is ready when no part is
-starting or down and it is not shutting down. Otherwise `/readyz` answers 503 with problem details
-that name the missing parts.
-
-A full disk is limited, not down: a server that is not ready gets no requests in many places, and
-only the leases and acks of its trainers make space.
+A server consists of parts (store, disk, engine, workers, scorers). It is ready when no part is
+starting or down and it is not shutting down; otherwise `/readyz` answers 503 and names the missing
+parts. A full disk is limited, not down: only the leases and acks of trainers make space, and a
+server that is not ready gets no requests in many places.
 """
 
 from __future__ import annotations
@@ -27,10 +24,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..models.engine import Engine
-from ..store import GroupStore
-from ..telemetry.lag import LoopLag
+from ..store import Store
 from ..telemetry.numbers import SECONDS, Counts, Labelled, counter, gauge, histogram, info, single
-from ..telemetry.process import Resources
+from ..telemetry.process import LoopLag, Resources
 from ..version import __version__
 from .answers import error_answer, json_answer
 
@@ -55,11 +51,7 @@ class Part(msgspec.Struct):
 
 
 class Health:
-    """The parts of a server. Without parts it is ready.
-
-    Args:
-        lag: event loop lag, if measured.
-    """
+    """The parts of a server. Without parts it is ready. `lag`: event loop lag, if measured."""
 
     def __init__(self, lag: LoopLag | None = None) -> None:
         self.parts: dict[str, Part] = {}
@@ -75,10 +67,8 @@ class Health:
         self._set(part, "starting")
 
     def found(self, part: str, probe: Probe | None = None, *, failing: PartState = "down") -> None:
-        """Marks `part` as ready or, with a `probe`, lets the probe decide from now on.
-
-        Args:
-            failing: state of the part while its probe gives a reason.
+        """Marks `part` as ready or, with a `probe`, lets the probe decide from now on. `failing`:
+        state of the part while its probe gives a reason.
         """
         if probe is None:
             self._set(part, "ready")
@@ -114,7 +104,6 @@ class Health:
             await asyncio.sleep(WATCH_SECONDS)
 
     def live_body(self) -> dict[str, object]:
-        """Returns the body of `/healthz`."""
         body: dict[str, object] = {
             "status": "ok",
             "uptime_seconds": round(time.time() - self._started_at, 3),
@@ -160,7 +149,7 @@ class Health:
             _log.info("part_is_back", part=name)
 
 
-def store_probe(store: GroupStore) -> Probe:
+def store_probe(store: Store) -> Probe:
     """Returns a probe that writes to the store. `disk_probe` reports a full disk."""
 
     async def probe() -> str:
@@ -176,9 +165,7 @@ def store_probe(store: GroupStore) -> Probe:
     return probe
 
 
-def disk_probe(store: GroupStore) -> Probe:
-    """Returns a probe of the disk space of the store."""
-
+def disk_probe(store: Store) -> Probe:
     async def probe() -> str:
         return store.disk_problem
 
@@ -188,8 +175,8 @@ def disk_probe(store: GroupStore) -> Probe:
 def engine_probe(engine: Engine) -> Probe:
     """Returns a probe of the engine, which is healthy if at least one replica answers.
 
-    A server whose engines are registered is healthy without any: else nobody could reach it to
-    register one where only healthy servers are reached.
+    A server whose engines are registered is healthy without any: otherwise a load balancer would
+    let no request through that registers one.
     """
 
     async def probe() -> str:
@@ -203,7 +190,6 @@ def engine_probe(engine: Engine) -> Probe:
 
 
 def health_routes(health: Health) -> APIRouter:
-    """Returns the routes `/healthz` and `/readyz`."""
     router = APIRouter(tags=["health"])
 
     @router.get("/healthz")
@@ -243,7 +229,6 @@ class Requests:
         self.seconds = Labelled(SECONDS)
 
     async def families(self) -> Iterable[Metric]:
-        """Returns the metrics; a Source."""
         labels = ("method", "route", "status")
         requests = counter(
             "envserver_http_requests", "Requests answered, by route", labels, self.counts
@@ -265,7 +250,6 @@ class Metrics:
         self._sources: list[Source] = [_build, Resources().families, self.requests.families]
 
     def add(self, source: Source) -> None:
-        """Adds the metrics of `source`."""
         self._sources.append(source)
 
     def watch(self, lag: LoopLag, health: Health) -> None:
@@ -317,7 +301,6 @@ async def _build() -> Iterable[Metric]:
 
 
 def metric_routes(metrics: Metrics) -> APIRouter:
-    """Returns the route `/metrics`."""
     router = APIRouter(tags=["health"])
 
     @router.get("/metrics", response_class=PlainTextResponse)

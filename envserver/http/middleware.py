@@ -1,10 +1,8 @@
-"""Access control: access tokens and their roles, quotas, host names, pages of other origins.
+"""Access control before the application: tokens, roles, quotas, host names, pages of other origins.
 
-ASGI middlewares. `Access` runs before anything reads a body: without a valid token the response is
-401, with another role 403, above the quota 429. What holds: a response never reveals whether a
-token exists, has expired or was revoked, nor, without a token, which routes exist; a stream or a
-WebSocket ends when its token is revoked. `KnownNames` is for servers without tokens, which only
-this machine can reach.
+Without a valid token the response is 401, with another role 403, above the quota 429. A response
+never reveals whether a token exists, has expired or was revoked, nor, without a token, which routes
+exist. A stream or a WebSocket ends when its token is revoked.
 """
 
 from __future__ import annotations
@@ -29,9 +27,6 @@ from ..telemetry.redaction import Bucket
 from .access import AccessTokens, Rule, Sessions, Token, is_page_read, rules_of
 from .answers import error_answer
 
-# Token buckets in memory. What holds: one state per access token and at most 4096 for addresses, so
-# memory use is limited; after a restart all buckets are full.
-
 _MEGABYTE: Final = 1_000_000
 _MOST_ADDRESSES: Final = 4096
 _FAILURES_AT_ONCE: Final = 20
@@ -50,11 +45,10 @@ class TooManyRequests(UsageError):
 class Usage:
     """Usage of the quota of one access token."""
 
-    def __init__(self, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, quota: Quota) -> None:
         self._quota = quota
-        self._clock = clock
         self._requests = self._bytes = None
-        now = clock()
+        now = time.monotonic()
         if quota.requests_per_second is not None:
             self._requests = Bucket(quota.requests_per_second, quota.burst, now)
         if quota.megabytes_per_minute is not None:
@@ -64,7 +58,7 @@ class Usage:
 
     def begin(self, *, is_stream: bool) -> None:
         """Counts a request."""
-        now = self._clock()
+        now = time.monotonic()
         if self._bytes is not None and (wait := self._bytes.wait_seconds(1, now)):
             raise TooManyRequests("This access token has moved as many bytes as it may.", wait)
         if self._requests is not None:
@@ -83,19 +77,14 @@ class Usage:
     def moved(self, size: int) -> None:
         """Counts bytes of a body, sent or received."""
         if self._bytes is not None and size:
-            self._bytes.take(size, self._clock())
+            self._bytes.take(size, time.monotonic())
 
 
 class Usages:
-    """Usage of all access tokens, by token id.
+    """Usage of all access tokens, by token id. `quota`: for tokens without a quota of their own."""
 
-    Args:
-        quota: for tokens without a quota of their own.
-    """
-
-    def __init__(self, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, quota: Quota) -> None:
         self._quota = quota
-        self._clock = clock
         self._known: OrderedDict[str, tuple[Quota | None, Usage]] = OrderedDict()
 
     def of(self, token_id: str, own: Quota | None) -> Usage:
@@ -105,7 +94,7 @@ class Usages:
             quota = self._quota
             if own is not None:
                 quota = quota.model_copy(update=own.model_dump(exclude_unset=True))
-            known = self._known[token_id] = (own, Usage(quota, self._clock))
+            known = self._known[token_id] = (own, Usage(quota))
             if len(self._known) > _MOST_ADDRESSES:
                 self._known.popitem(last=False)
         return known[1]
@@ -121,9 +110,7 @@ class Strangers:
         self._failures: OrderedDict[str, Bucket] = OrderedDict()
 
     def failed(self, address: str) -> None:
-        """Counts a failed attempt.
-        Raises TooManyRequests: there were too many from this address.
-        """
+        """Counts a failed attempt."""
         now = self._clock()
         place = _network(address)
         bucket = self._failures.pop(place, None)
@@ -268,7 +255,6 @@ class _Passing:
 
 
 def _size(message: Message) -> int:
-    """Returns the size of what a message carries: a body, or a frame of a WebSocket."""
     return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
 
 
@@ -282,7 +268,6 @@ def _counted(usage: Usage, is_stream: bool) -> Iterator[None]:
 
 
 def _check_role(token: Token, rule: Rule | None, *, known: bool) -> None:
-    """Checks that the token's role allows the request."""
     if token.role == "admin" or (rule is None and known):
         return  # the path does not have this method: the route answers that itself
     if rule is None:
@@ -298,7 +283,6 @@ class _NotFound(UsageError):
 
 
 def _bearer(scope: Scope) -> str:
-    """Returns the bearer token of the request; "" if there is none, or more than one."""
     sent = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(sent) != 1:
         return ""
@@ -326,9 +310,7 @@ class KnownNames:
 
     Prevents DNS rebinding: an attacker can make a domain resolve to this machine; a browser then
     treats a page of that domain as the same origin as this server and lets it read everything.
-
-    Args:
-        names: host names in addition to those of loopback.
+    `names`: host names in addition to those of loopback.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
@@ -338,7 +320,11 @@ class KnownNames:
         self._may_be_once = lru_cache(_MOST_HOSTS)(self._may_be)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and not self._is_known(scope):
+        if scope["type"] in ("http", "websocket") and not all(
+            self._may_be_once(value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name == b"host"
+        ):
             error = Misdirected(
                 "The server does not go by this name.",
                 hint="--server.allowed_hosts NAME allows it, or access tokens do.",
@@ -346,13 +332,6 @@ class KnownNames:
             await _refuse(error, scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-    def _is_known(self, scope: Scope) -> bool:
-        return all(
-            self._may_be_once(value.decode("latin-1"))
-            for name, value in scope["headers"]
-            if name == b"host"
-        )
 
     def _may_be(self, host: str) -> bool:
         name = _without_port(host).lower()
@@ -381,11 +360,7 @@ _TO_BROWSERS: Final = {
 
 
 class KnownPages:
-    """Refuses changes by pages of other origins.
-
-    Args:
-        origins: origins that may use the whole API, such as `https://lab.example`.
-    """
+    """Refuses changes by pages of other origins."""
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         self._origins = {origin.encode("latin-1") for origin in origins}

@@ -1,11 +1,8 @@
 """Serves the proxy to agents, with bounds for each attempt's connections.
 
-    server = await serve_proxy(proxy)             # one socket for all workers without a network
-    await server.serve_worker(listener)           # a socket in the network of one sandboxed worker
-
-A connection belongs to nobody until the head of its first request has come, with the key of an
-attempt in its path; then it counts as that attempt's. What has sent no key yet is bounded for each
-socket. Heads and bodies have the sizes and times of the public server.
+A connection belongs to an attempt once the head of its first request has come, with the attempt's
+key in its path. Connections that have sent no key yet are bounded for each socket. Heads and bodies
+have the limits of the public server.
 """
 
 from __future__ import annotations
@@ -166,7 +163,6 @@ class ProxyServer:
         return await self._running.also_on(listener, partial(self._http, listener=place))
 
     async def close(self) -> None:
-        """See `RunningServer.close`."""
         await self._running.close()
 
 
@@ -196,11 +192,7 @@ async def serve_proxy(
 
 
 class EgressHttp(AgentHttp):
-    """See AgentHttp.
-
-    Args:
-        egress: what answers requests for other hosts.
-    """
+    """See AgentHttp. `egress`: what answers requests for other hosts."""
 
     def __init__(self, *args: Any, egress: Egress, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -237,7 +229,6 @@ class EgressHttp(AgentHttp):
         stream.on_end = self._serving.cancel
 
     def _own(self, attempt: ProxyAttempt) -> None:
-        """Counts the connection as the attempt's."""
         self._owner = attempt.in_flight
         self._listener.claim(self, attempt.in_flight)
 

@@ -1,8 +1,7 @@
-"""Reads raw request bodies and validates them once, whatever their content type.
+"""Reads raw request bodies, validates them once, and detects clients that disconnect.
 
-In: the bytes of a body and its expected type. Out: the validated value, or an error that names
-the place in exactly FastAPI's form: `{"type", "loc", "msg", "input"}` and sometimes `"ctx"`. What
-holds: an error echoes at most a few hundred characters of the input.
+A validation error names its place in exactly FastAPI's form (`{"type", "loc", "msg", "input"}` and
+sometimes `"ctx"`), and echoes at most a few hundred characters of the input.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ Json = dict[str, Any]
 
 
 def schema_later(model: type[BaseModel], *, is_answer: bool = False) -> Json:
-    """Returns a reference that `fill_schemas` replaces.
-
-    Args:
-        is_answer: the schema becomes a component, in which fields with a default are required.
+    """Returns a reference that `fill_schemas` replaces. `is_answer`: the schema becomes a
+    component, in which fields with a default are required.
     """
     mode = "serialization" if is_answer else "validation"
     return {"$ref": f"{_LATER}{mode}/{model.__module__}/{model.__qualname__}"}
@@ -126,12 +123,11 @@ def refusal(kind: str, place: Sequence[str | int], message: str, value: object) 
 
 
 async def read_body(request: Request, wanted: TypeAdapter[T]) -> T:
-    """Reads the request's body as `wanted`."""
     return parse_body(await request.body(), wanted)
 
 
 def parse_body(raw: bytes, wanted: TypeAdapter[T]) -> T:
-    """Parses `raw` as `wanted`; raises as `read_body` does."""
+    """Parses `raw` as `wanted`."""
     if not raw:
         raise Refused([refusal("missing", ["body"], "Field required", None)])
     if raw.count(b",") >= _MOST_VALUES:
@@ -217,7 +213,6 @@ def shown(value: object) -> object:
 
 
 def _is_small(value: object) -> bool:
-    """Returns whether the value has few parts, without looking at more than that."""
     parts = [value]
     for part in parts:
         if isinstance(part, Mapping | list):
@@ -276,9 +271,7 @@ class Hangup:
 
 
 def key_of(request: Request) -> str | None:
-    """Returns the request's Idempotency-Key; None if absent.
-    Raises InputError: the key is too long.
-    """
+    """Returns the request's Idempotency-Key; None if absent."""
     key = request.headers.get("idempotency-key")
     if key and len(key) > _LONGEST_KEY:
         raise InputError("The Idempotency-Key is too long.", place="Idempotency-Key")

@@ -1,12 +1,13 @@
-"""Serves an application over HTTP in the caller's event loop.
+"""Serves an application over HTTP in the caller's event loop, with limits of connections.
 
     running = await serve_api(app, "127.0.0.1", 0)
     ...
     await running.close()
 
-Signal handlers stay the caller's. Without access tokens, only this machine may connect. With
-server settings, connections are limited and may use HTTPS; when the certificate changes on disk,
-new connections use the new one.
+Without access tokens, only this machine may connect. With server settings, the number of
+connections is limited, heads in size, number and time, and bodies in time: a client that exceeds a
+limit gets an error (431, 414, 408, 429 or 503) and is disconnected. When the certificate changes on
+disk, new connections use the new one.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ class Lifespan:
         self._started = asyncio.Event()
 
     async def start(self) -> None:
-        """Waits until the application has started.
-        Raises Exception: whatever the application raised instead.
-        """
+        """Waits until the application has started."""
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}}
         self._task = asyncio.ensure_future(self._live(scope))
         self._requests.put_nowait({"type": "lifespan.startup"})
@@ -77,11 +76,6 @@ class Lifespan:
             self._started.set()
 
 
-# Extends uvicorn's protocol. What holds: the number of connections is limited; the request line and
-# headers are limited in size, number and time; a body that stalls or arrives too slowly is aborted;
-# an unread body is drained only if little of it is left. A client that exceeds a limit gets an
-# error (431, 414, 408, 429 or 503, as problem details) and is disconnected.
-
 _MOST_BYTES: Final = 64 * 1024
 
 
@@ -108,16 +102,13 @@ class JoinedWrites:
             self._flush()
 
     def writelines(self, parts: list[bytes]) -> None:
-        """See `write`."""
         self.write(b"".join(parts))
 
     def write_eof(self) -> None:
-        """Ends what is written."""
         self._flush()
         self._transport.write_eof()
 
     def close(self) -> None:
-        """Closes the connection once all is written."""
         self._flush()
         self._transport.close()
 
@@ -318,7 +309,6 @@ class BoundedHttp(JoinedHttp):
         )
 
     def _refuse(self, error: UsageError) -> None:
-        """Sends the error, unless a response has already begun, and closes the connection."""
         if self._refused:
             return
         self._refused = True
@@ -357,9 +347,7 @@ class Certificates:
         self._in_use: _Seen = ()
 
     def context(self) -> ssl.SSLContext:
-        """Returns a TLS context for new connections, from the current files.
-        Raises ConfigError: the files cannot be used.
-        """
+        """Returns a TLS context for new connections, from the current files."""
         settings = self._settings
         password = settings.ssl_keyfile_password
         # Always pass a password: without one, OpenSSL would prompt on the terminal.
@@ -468,20 +456,12 @@ class RunningServer:
     async def also_on(
         self, listener: socket.socket, http: HttpFactory | None = None
     ) -> asyncio.AbstractServer:
-        """Also serves the application on another socket, until the returned server is closed.
-
-        Args:
-            http: see `serve_api`.
-        """
+        """Also serves the application on another socket, until the returned server is closed."""
         loop = asyncio.get_running_loop()
         return await loop.create_server(partial(self._server.protocol, http), sock=listener)
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Gives requests two seconds to finish, cancels the rest, and ends the app's lifespan.
-
-        Args:
-            at_once: give them no time.
-        """
+        """Gives requests two seconds to finish, cancels the rest, and ends the app's lifespan."""
         self._server.should_exit = True
         self._server.force_exit = at_once
         try:
@@ -501,18 +481,13 @@ class RunningServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without signal handlers and with replaceable certificates.
-
-    Args:
-        listener: the listening socket, which stays open after the server has stopped.
-    """
+    """uvicorn's server without signal handlers and with replaceable certificates."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
         self._listener = listener
 
     async def use(self, context: ssl.SSLContext) -> None:
-        """Uses `context` for new connections; open ones keep theirs."""
         loop = asyncio.get_running_loop()
         # Keep the same kernel socket, so that no new connection is refused meanwhile.
         renewed = await loop.create_server(
@@ -552,7 +527,7 @@ async def serve_api(
         settings: the settings that `app` was made with: connection limits, certificates, access
             tokens. None: plain HTTP without limits, for processes on this machine.
         http: makes the protocol of each connection instead.
-        is_guarded: `app` itself refuses whoever has no token, so any address is allowed.
+        is_guarded: `app` itself refuses requests without a token, so any address is allowed.
         ping_seconds: time between two pings of a WebSocket, and for their answer; None: no pings.
     """
     if not is_guarded and (settings is None or settings.tokens_file is None):
@@ -621,7 +596,6 @@ def _configured(
 
 
 def _websocket(*args: Any, **kwargs: Any) -> asyncio.Protocol:
-    """Returns uvicorn's WebSocket protocol, imported for the first connection that needs it."""
     from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
     return WebSocketsSansIOProtocol(*args, **kwargs)

@@ -1,8 +1,7 @@
-"""Limits, decompresses and compresses HTTP bodies, and shortens the way of posts. ASGI middlewares.
+"""Middlewares that limit, decompress and compress bodies, and shorten the way of posts.
 
-What holds: a request's body uses at most `max_body_bytes` of memory, before or after
-decompression; compression and decompression block the event loop for at most one or two
-milliseconds, because large bodies are handled in a thread.
+A request's body uses at most `max_body_bytes` of memory, before or after decompression. Large
+bodies are handled in a thread.
 """
 
 from __future__ import annotations
@@ -91,9 +90,7 @@ def _too_large(most: int) -> TooLargeError:
 
 class RequestBodies:
     """Reads each request's body whole, refuses one that is too large, and decompresses gzip.
-
-    Args:
-        smaller: limits of some paths, instead of `max_body_bytes`.
+    `smaller`: limits of some paths, instead of `max_body_bytes`.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, smaller: Mapping[str, int]) -> None:
@@ -171,7 +168,6 @@ def _make_plain(scope: Scope, length: int) -> None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that yields the body once, then what the connection sends."""
     pending = [body]
 
     async def replayed() -> Message:
@@ -213,7 +209,6 @@ class CompressedAnswers:
 
 
 async def _fitting(start: Message, message: Message, *, compress: bool) -> Message:
-    """Compresses the body if the client accepts it; sets the matching headers in `start`."""
     body: bytes = message.get("body", b"")
     headers = MutableHeaders(raw=list(start["headers"]))
     if (
@@ -267,11 +262,8 @@ class _Post(NamedTuple):
 
 
 class DirectPosts:
-    """The innermost middleware.
-
-    Args:
-        endpoints: POST endpoints by the path of their route; path parameters in braces become the
-            request's `path_params`.
+    """The innermost middleware. `endpoints`: POST endpoints by the path of their route; path
+    parameters in braces become the request's `path_params`.
     """
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:

@@ -26,7 +26,8 @@ from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call, text_of
 
 from ..models.routing import SampledVersions
-from ..telemetry.genai import (
+from ..telemetry.tracing import (
+    Span,
     chat_span,
     inputs,
     name_of,
@@ -35,8 +36,8 @@ from ..telemetry.genai import (
     tool_span,
     tool_texts,
     used_tokens,
+    within,
 )
-from ..telemetry.tracing import Span, within
 from ..tokens.builder import first_unknown
 from ..tokens.history import PromptPlan
 from ..tokens.images import facts_of_all, urls_of

@@ -1,8 +1,9 @@
-"""The connection to a Ray cluster: the only module of the server that calls Ray.
+"""The connection to a Ray cluster, and as many runners on it as the load wants.
 
-In: commands to be run, and what each needs of a node. Out: actors that hold them, and what became
-of them. What holds: Ray's calls block, so all of them are made in one thread of their own; the
-actors are this process's, so Ray ends them when it ends, also by kill -9.
+Ray's calls block, so all of them are made in one thread of their own. The actors are this
+process's, so Ray ends them when it ends, also by kill -9. A runner is asked to finish before its
+actor is removed. A runner that ends by itself with an error is started again, and three errors in a
+row of one runner end the run with its message.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
@@ -18,7 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from envserver_records.errors import ConfigError
+import msgspec
+import structlog
+from envserver_records.errors import ConfigError, EnvserverError
 
 from ..settings.runs import RayConfig
 from .command import Command
@@ -83,7 +87,6 @@ class Cluster:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def nodes(self) -> list[Node]:
-        """Returns the living nodes."""
         return await self.call(_nodes)
 
     async def own_address(self) -> str:
@@ -91,9 +94,7 @@ class Cluster:
         return await self.call(_own_address)
 
     async def check_place(self) -> None:
-        """Checks that some node can ever have a runner.
-        Raises ConfigError: none has the resources and labels, within `ray.place_seconds`.
-        """
+        """Checks that some node can ever have a runner."""
         end = time.monotonic() + self._config.place_seconds
         while True:
             nodes = await self.nodes()
@@ -144,7 +145,6 @@ class Cluster:
 async def connected(config: RayConfig) -> AsyncIterator[Cluster]:
     """Connects this process to the cluster of `config.address`; it leaves it at the end. A process
     that is connected already stays so.
-    Raises ConfigError: Ray is not installed, or there is no such cluster.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="ray") as thread:
         cluster = Cluster(config, thread)
@@ -261,7 +261,7 @@ def _look(actors: Sequence[Actor]) -> None:
         except ray.exceptions.ActorDiedError as error:
             one.state = _ended_by(error)
         except ray.exceptions.RayActorError:
-            # Its node or process is gone; Ray starts it elsewhere, and it answers again then.
+            # Its node or process is gone; Ray starts it on another node, and it answers again then.
             one.restarts += not one.lost
             one.state, one.lost = {}, True
         except ray.exceptions.RayError as error:  # its runtime environment cannot be made
@@ -269,7 +269,6 @@ def _look(actors: Sequence[Actor]) -> None:
 
 
 def _ended_by(error: Exception) -> dict[str, Any]:
-    """Returns the state of an actor that Ray does not start again."""
     return {"host": "", "pid": 0, "status": 1, "said": str(error)}
 
 
@@ -285,7 +284,6 @@ def _stop(actors: Sequence[Actor], seconds: float) -> None:
 
 
 def _selects(wanted: str, label: str | None) -> bool:
-    """Returns whether a node's label fits, by the rules of Ray's label selectors."""
     negated = wanted.startswith("!")
     text = wanted.removeprefix("!")
     listed = text.removeprefix("in(").removesuffix(")").split(",") if text[:3] == "in(" else [text]
@@ -303,3 +301,220 @@ def _described(nodes: Sequence[Node]) -> str:
         labels = (f"{n}={v}" for n, v in one.labels.items() if not n.startswith("ray.io/node"))
         parts.append(f"{one.address} ({', '.join((*amounts, *labels)) or 'nothing'})")
     return "; ".join(parts) or "no node"
+
+
+_log = structlog.get_logger("envserver.ray")
+
+_MOST_CRASHES = 3
+_LASTING_SECONDS = 120.0
+"""A runner that lived this long has not failed in a row."""
+_AGAIN_SECONDS = 2.0
+_STARTING_SECONDS = 10.0
+"""Seconds for an actor to start where there is room; after that it is said that there is none."""
+_DRAINED_STOP_SECONDS = 5.0
+_BOOT_SECONDS = 60.0
+"""Seconds from a place until a runner surely works, or never will."""
+
+
+class RunnerFailed(EnvserverError):
+    """A runner ends with an error whenever it starts."""
+
+    kind, status = "runner_failed", 502
+
+
+@dataclass
+class _Slot:
+    """The place of a runner: it is filled by one actor after the other."""
+
+    actor: Actor
+    begun_at: float
+    draining: bool = False
+    waits: bool = False
+    host: str = ""
+    placed_at: float = 0.0
+
+
+class Fleet:
+    """Runners of one environment, by number from 0.
+
+    Args:
+        name: of the environment, for messages.
+        wants: what a runner needs of a node, for messages.
+        make: returns the command of a runner.
+        drain: asks a runner to finish its open groups and leave.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        *,
+        wants: str,
+        make: Callable[[int], CommandSpec],
+        drain: Callable[[int], None],
+    ) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._wants = wants
+        self._make, self._drain = make, drain
+        self._slots: dict[int, _Slot] = {}
+        self._crashes: dict[int, int] = {}
+        self._not_before: dict[int, float] = {}
+        self._done: set[int] = set()
+        self.lost = 0
+        """Number of runners that were lost with their node or process."""
+
+    @property
+    def size(self) -> int:
+        """Number of runners that are not leaving."""
+        return sum(not one.draining for one in self._slots.values())
+
+    @property
+    def placed(self) -> int:
+        """Number of runners that run now."""
+        return sum(bool(one.actor.state) for one in self._slots.values())
+
+    @property
+    def young(self) -> int:
+        """Number of runners that have a place, and may not have asked for work yet."""
+        earliest = time.monotonic() - _BOOT_SECONDS
+        return sum(bool(one.host) and one.placed_at > earliest for one in self._slots.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no runner is left."""
+        return not self._slots
+
+    async def tick(self, wanted: int) -> None:
+        """Looks at all runners once, and starts or drains some."""
+        await self._cluster.look([one.actor for one in self._slots.values()])
+        for number, one in list(self._slots.items()):
+            self._note(number, one)
+            if (status := one.actor.state.get("status")) is not None:
+                await self._ended(number, one, status)
+        await self._resize(wanted)
+        await self._drain_leaving()
+
+    async def stop(self, seconds: float) -> None:
+        """Ends all runners, their open work within `seconds`."""
+        actors = [one.actor for one in self._slots.values()]
+        self._slots.clear()
+        await self._cluster.stop(actors, seconds)
+
+    async def _resize(self, wanted: int) -> None:
+        staying = sorted(number for number, one in self._slots.items() if not one.draining)
+        for number in staying[max(0, wanted) :]:
+            self._slots[number].draining = True
+        number, missing = 0, wanted - len(staying) - len(self._done)
+        while missing > 0:
+            if number not in self._slots and number not in self._done:
+                missing -= 1
+                if time.monotonic() >= self._not_before.get(number, 0.0):
+                    actor = await self._cluster.start(self._make(number))
+                    self._slots[number] = _Slot(actor, time.monotonic())
+            number += 1
+
+    async def _drain_leaving(self) -> None:
+        """Asks leaving runners to finish, again and again: one may register only now."""
+        for number, one in list(self._slots.items()):
+            if one.draining and one.actor.state:
+                self._drain(number)
+            elif one.draining:
+                del self._slots[number]
+                await self._cluster.stop([one.actor], _DRAINED_STOP_SECONDS)
+
+    def _note(self, number: int, one: _Slot) -> None:
+        host = str(one.actor.state.get("host", ""))
+        if host and not one.host:
+            _log.info("runner_placed", environment=self._name, runner=number, host=host)
+            one.host, one.waits, one.placed_at = host, False, time.monotonic()
+        elif one.host and one.actor.lost:
+            self.lost += 1
+            one.host, one.begun_at = "", time.monotonic()
+            _log.warning(
+                "runner_lost",
+                environment=self._name,
+                runner=number,
+                why="Its node or process has ended; Ray starts it where there is room.",
+            )
+        elif not host and not one.waits and time.monotonic() > one.begun_at + _STARTING_SECONDS:
+            one.waits = True
+            _log.warning(
+                "runner_waits",
+                environment=self._name,
+                runner=number,
+                why=f"No node has this free, or has its runtime environment ready: {self._wants}.",
+            )
+
+    async def _ended(self, number: int, one: _Slot, status: int) -> None:
+        del self._slots[number]
+        await self._cluster.stop([one.actor], _DRAINED_STOP_SECONDS)
+        if one.draining or status == 0:
+            if not one.draining:  # it has made all that it was to make
+                self._done.add(number)
+            return
+        lasted = time.monotonic() - one.begun_at
+        crashes = 1 if lasted > _LASTING_SECONDS else self._crashes.get(number, 0) + 1
+        self._crashes[number] = crashes
+        self._not_before[number] = time.monotonic() + _AGAIN_SECONDS * crashes
+        said = str(one.actor.state.get("said", ""))
+        _log.warning(
+            "runner_ended", environment=self._name, runner=number, status=status, said=said[-500:]
+        )
+        if crashes >= _MOST_CRASHES:
+            raise RunnerFailed(
+                f"A runner of {self._name!r} on {one.host or 'a node'} ended {crashes} times with "
+                f"status {status}: {said[-1000:] or 'it printed nothing'}",
+                hint="The log of its actor (`ray logs actor --id ID`) has all that it printed.",
+            )
+
+
+class Load(msgspec.Struct, frozen=True):
+    """The load that decides how many runners there are.
+
+    Args:
+        groups: groups that may be open now, those that are open included.
+        groups_per_runner: groups that a runner can have open.
+        engine_waits: calls wait for the engine: more runners would only wait, too.
+    """
+
+    groups: int
+    groups_per_runner: float
+    engine_waits: bool = False
+
+
+class Scaling:
+    """The number of runners over time: up at once, down only after a while."""
+
+    def __init__(self, config: RayConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._now = config.runners or config.min
+        self._enough_since: float | None = None
+        self._enough = 0
+
+    def wanted(self, load: Load, room: int) -> int:
+        """Returns how many runners there should be."""
+        config = self._config
+        if config.runners is not None:
+            return config.runners
+        most = max(config.min, config.max or room)
+        needed = math.ceil(load.groups / max(1e-9, load.groups_per_runner))
+        target = min(most, max(config.min, needed))
+        if target >= self._now:
+            self._enough_since = None
+            if not load.engine_waits:
+                self._now = target
+        else:
+            self._shrink(target)
+        self._now = min(self._now, most)
+        return self._now
+
+    def _shrink(self, target: int) -> None:
+        """Takes the largest number that was needed in the last `ray.idle_seconds`."""
+        now = self._clock()
+        if self._enough_since is None:
+            self._enough_since, self._enough = now, target
+        self._enough = max(self._enough, target)
+        if now - self._enough_since >= self._config.idle_seconds:
+            self._now, self._enough_since = self._enough, None

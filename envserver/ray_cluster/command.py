@@ -1,19 +1,21 @@
 """The actor: holds one envserver command as its child. It runs on a node, and imports no Ray.
 
-What holds: the child ends when the actor's process ends, however that ends. The kernel sends it
-SIGTERM when the thread ends that forked it: the main thread of a plain actor, in `__init__`. The
-child has a session of its own, so it ends its workers in its own order. What it prints is in the
-log that Ray keeps of the actor.
+The child ends when the actor's process ends, however that ends: the kernel sends it SIGTERM when
+the thread ends that forked it, the main thread of a plain actor, in `__init__`. The child has a
+session of its own, so it ends its workers in its own order. What it prints is in Ray's log of the
+actor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ class Command:
         file = os.memfd_create("envserver-settings")
         try:
             os.write(file, config.encode())
-            program = [sys.executable, "-m", "envserver.ray_cluster.child", str(os.getpid())]
+            program = [sys.executable, "-m", "envserver.ray_cluster.command", str(os.getpid())]
             self._child = subprocess.Popen(
                 [*program, *argv, "--config", f"/proc/self/fd/{file}"],
                 env=_environment() | dict(variables),
@@ -99,3 +101,60 @@ def _printed_since(size: int) -> str:
             log.seek(max(size, os.fstat(log.fileno()).st_size - _KEPT_BYTES))
             return log.read().decode(errors="replace").strip()
     return ""
+
+
+# Other nodes reach it at the address of its node, with tokens that only those know who can ask the
+# actor. Its runners are actors of its own, and end with it.
+
+RUNNER_TOKEN = "ENVSERVER_RAY__TOKEN"
+
+
+class ServerCommand(Command):
+    """A running server.
+
+    Args:
+        config: the settings of `serve`, as JSON.
+        cluster: address of the Ray cluster.
+    """
+
+    def __init__(self, config: str, cluster: str) -> None:
+        import ray
+
+        from ..http.access import create_token
+
+        host = str(ray.util.get_node_ip_address())
+        self._folder = Path(tempfile.mkdtemp(prefix="envserver-tokens-"))
+        tokens = self._folder / "tokens.yaml"
+        self._token, _ = create_token(tokens, "trainer", "trainer")
+        runner, _ = create_token(tokens, "runners", "environment")
+        port = _free_port(host)
+        self._url = f"http://{host}:{port}"
+        place = ("--server.host", host, "--server.port", str(port))
+        super().__init__(
+            ("serve", "--ray.address", cluster, *place, "--server.tokens_file", str(tokens)),
+            config,
+            {RUNNER_TOKEN: runner},
+        )
+
+    def access(self) -> tuple[str, str]:
+        """Returns the address of the server, and the token of trainers."""
+        return self._url, self._token
+
+    def stop(self, seconds: float) -> int:
+        try:
+            return super().stop(seconds)
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":  # PARENT_PID, and the words after `envserver`
+    from ..workers.linux import die_with_parent
+
+    die_with_parent(int(sys.argv[1]), signal.SIGTERM)
+    os.execv(sys.executable, [sys.executable, "-m", "envserver", *sys.argv[2:]])

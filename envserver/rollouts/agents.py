@@ -1,22 +1,20 @@
-"""The seats at the proxy of the agents of an environment's rollouts.
-
-In: an environment with its settings, and its roles. Out: the route of each. Pure.
-"""
+"""The routes of an environment's agents at the proxy, and demonstrated solutions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from envserver_records.errors import ConfigError
 from envserver_records.records import Message, Task
 
 from ..environment import AgentRole, Environment
-from ..proxy.attempts import AgentRoute
+from ..proxy.attempts import AgentRoute, routing_key
 from ..proxy.endpoint import VERSION_PLACEHOLDER
 from ..settings.config import SamplingConfig
 from ..settings.section import AgentConfig
-from .roles import roles_of
+from .rewards import roles_of
 
 _ENGINES_OWN = ("default", None)
 
@@ -24,11 +22,7 @@ _ENGINES_OWN = ("default", None)
 def demonstrated(
     environment: Environment, task: Task, roles: Mapping[str, bool]
 ) -> dict[str | None, list[Message]]:
-    """Returns the messages of each agent that solve `task`; empty if unknown.
-
-    Args:
-        roles: whether each declared agent is trained.
-    """
+    """Returns the messages of each agent that solve `task`; empty if unknown."""
     turns = environment.demonstration(task)
     if not turns:
         return {}
@@ -41,7 +35,7 @@ def demonstrated(
 
 
 def has_own_source(config: AgentConfig | None) -> bool:
-    """Returns whether an agent with these settings is asked elsewhere, or for another model."""
+    """Returns whether an agent with these settings has its own engine or another model."""
     return config is not None and (
         config.base_url is not None or config.model_name not in _ENGINES_OWN
     )
@@ -108,7 +102,6 @@ def temperatures(environment: Environment, sampling: SamplingConfig) -> dict[str
 def check_sampling(environment: Environment, sampling: SamplingConfig) -> None:
     """Checks that trainers can learn from trained agents: they must be able to compute the
     distribution that tokens are sampled from.
-    Raises ConfigError: top_p cuts it, or the temperature is 0.
     """
     settings = environment.config.agents
     roles: dict[str, AgentRole] = {**roles_of(environment)} or {"": AgentRole()}
@@ -130,3 +123,50 @@ def check_sampling(environment: Environment, sampling: SamplingConfig) -> None:
                 f"--{where}.temperature 0: a trainer learns nothing from always the same tokens.",
                 hint="Set it to 1. `envserver process` writes groups to a file with any sampling.",
             )
+
+
+class Demonstrator(Protocol):
+    """Gets the solution of each rollout's task; the simulated engine plays it."""
+
+    def assign(self, rollout_id: str, turns: list[Message], *, exact: bool) -> None:
+        """Sets the turns that solve the task of `rollout_id`. `exact`: play them word for word."""
+
+    def forget(self, rollout_id: str) -> None:
+        """Drops the solution: the rollout is over."""
+
+
+@contextmanager
+def demonstrating(
+    demonstrator: Demonstrator | None,
+    environment: Environment,
+    agents: dict[str, AgentRoute],
+    task: Task,
+    rollout_id: str,
+) -> Iterator[None]:
+    """Within the block, the demonstrator (if any) knows the solution of `task`."""
+    if demonstrator is None:
+        yield
+        return
+    solution = _solution(environment, agents, task)
+    solutions = {routing_key(rollout_id, agent): turns for agent, turns in solution.items()}
+    try:
+        for key, turns in solutions.items():
+            demonstrator.assign(key, turns, exact=environment.exact_demonstrations)
+        yield
+    finally:
+        for key in solutions:
+            demonstrator.forget(key)
+
+
+def _solution(
+    environment: Environment, agents: dict[str, AgentRoute], task: Task
+) -> dict[str | None, list[Message]]:
+    trained = {name: route.trained for name, route in agents.items()}
+    try:
+        return demonstrated(environment, task, trained)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"Environment {environment.name!r} cannot demonstrate its task {task.id!r}: "
+            f"{type(error).__name__}: {error}.",
+            hint="--debug shows where.",
+        ) from error

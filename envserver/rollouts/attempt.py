@@ -1,7 +1,7 @@
 """Runs one attempt: opens it at the proxy, runs the agent in a worker, reads what was recorded.
 
-In: an AttemptSpec. Out: a Finished attempt, or a RolloutError with the blame. The
-attempt is sealed at the proxy whatever happens.
+The attempt is sealed at the proxy whatever happens. `StalenessMonitor` cancels attempts whose
+oldest token is too old for the published policy version.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from envserver_records.errors import (
     RewardError,
     RolloutError,
     ServiceError,
+    Stale,
     WorkerError,
     WorkerGarbage,
     by_kind,
@@ -54,8 +55,7 @@ from ..proxy.attempts import AttemptSpec, PostedReward, ProxyAttempt, Timeline
 from ..proxy.bounds import OVER_BOUND
 from ..proxy.server import Proxy
 from ..proxy.worker import job_of, take_result
-from ..telemetry.genai import agent_span
-from ..telemetry.tracing import current, within
+from ..telemetry.tracing import agent_span, current, within
 from ..tokens.builder import all_flags, build, find_parents
 from ..tokens.flags import Actions
 from ..tokens.images import held_by
@@ -63,18 +63,57 @@ from ..tokens.invariants import check
 from ..tokens.trace import pack_calls
 from ..workers.pool import Assignment, Spent, WorkerPool
 from .costs import tokens_of
-from .policy import limit_of_death
-from .staleness import StalenessMonitor
+from .policy import is_stale, limit_of_death
+
+
+class StalenessMonitor:
+    """Cancels attempts that are too stale."""
+
+    def __init__(self, max_staleness: int | None) -> None:
+        self.version = -1
+        """The version published last; -1 before any."""
+        self._most = max_staleness
+        self._watched: dict[asyncio.Timeout, ProxyAttempt] = {}
+        self._ended: dict[asyncio.Timeout, Stale] = {}
+
+    def publish(self, version: int) -> None:
+        """Notes that trainers now train `version`; a lower one means that they restarted."""
+        self.version = version
+        now = asyncio.get_running_loop().time()
+        for timeout, attempt in self._watched.items():
+            oldest = attempt.oldest_version
+            if timeout not in self._ended and is_stale(oldest, version, self._most):
+                self._ended[timeout] = Stale(
+                    f"The first token is of version {oldest}, version {version} is published.",
+                    hint="See rollouts.max_staleness.",
+                    oldest=oldest,
+                    version=version,
+                )
+                timeout.reschedule(now)
+
+    @asynccontextmanager
+    async def watching(self, attempt: ProxyAttempt) -> AsyncIterator[None]:
+        """Watches `attempt` while the block runs."""
+        timeout = asyncio.timeout(None)
+        try:
+            async with timeout:
+                self._watched[timeout] = attempt
+                yield
+        except TimeoutError:
+            if timeout in self._ended:
+                raise self._ended[timeout] from None
+            raise
+        finally:
+            self._watched.pop(timeout, None)
+            self._ended.pop(timeout, None)
 
 
 def answered_calls(calls: list[Call]) -> dict[str | None, list[int]]:
     """Returns the indices of the calls that each agent received an answer to, turn by turn.
 
     Of several answers to one request it is the one whose tokens a later prompt continues; if there
-    is none or more than one, the first of them.
-
-    Args:
-        calls: all of an attempt, in order of commit: answers to one request are beside each other.
+    is none or more than one, the first of them. `calls`: all of an attempt, in order of commit:
+    answers to one request are beside each other.
     """
     chosen = _continued(calls)
     answered: dict[str | None, list[int]] = {}
@@ -361,7 +400,6 @@ async def _ended_if_it_keeps_asking(attempt: ProxyAttempt) -> AsyncIterator[None
 
 @contextmanager
 def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
-    """Traces the agent's run as a span of the rollout."""
     spec = attempt.spec
     about = {
         **agent_span(spec.env, spec.rollout_id),
@@ -419,7 +457,7 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
             raise as_error(ours)
         return attempt.limit
     if failure.kind in (LimitReached.kind, AgentError.kind):
-        # The agent's framework may have wrapped what the proxy told it, or tried again until a
+        # The agent's framework may have wrapped what the proxy answered, or tried again until a
         # limit was reached: then that is the cause.
         cause = unanswered or ours
         if cause is not None:
@@ -448,7 +486,6 @@ def _raise_bug(attempt: ProxyAttempt) -> None:
 
 
 def _named_limit(failure: Failure) -> str:
-    """Returns the limit that a worker named, if it is a short word."""
     name = str(failure.detail.get("limit", ""))
     return name if _LIMIT.fullmatch(name) else "time"
 

@@ -1,8 +1,6 @@
 """Compares recorded logprobs with the engine's current ones: one row, and sums over rows.
 
-In: an `AuditedRow` (a training sequence with its place) and a `Rescorer`. Out: an `AuditResult`: a
-comparison of every trained token, or the reason why there is none (`NOT_COMPARED`), or the engine's
-refusal. What always holds: a row is compared or counted under a reason, never left out silently.
+A row is compared, or counted under the reason why not (`NOT_COMPARED`), never left out silently.
 """
 
 from __future__ import annotations
@@ -40,6 +38,9 @@ ones, even for a model that was certain at first.
 """
 
 
+_TIMEOUT_SECONDS: Final = 600.0
+
+
 class Rescorer:
     """Asks `engine` for logprobs of given tokens.
 
@@ -49,18 +50,15 @@ class Rescorer:
     and so do the last digits.
     """
 
-    def __init__(self, engine: Engine, *, timeout_seconds: float = 600.0) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._timeout_seconds = timeout_seconds
         self._lock = asyncio.Lock()
         self._context: int | None = None
         self._context_known = False
         self._raw: bool | None = None
 
     async def context(self) -> int | None:
-        """Returns the maximum tokens of prompt and answer together; None: the engine does not say.
-        Raises EngineError: it does not answer.
-        """
+        """Returns the maximum tokens of prompt and answer together; None: the engine has none."""
         async with self._lock:
             if not self._context_known:
                 self._context = await self._ask_for_context()
@@ -69,9 +67,7 @@ class Rescorer:
 
     async def score(self, tokens: Tokens, images: Sequence[RowImage] = ()) -> Logprobs:
         """Returns float32[T]: the logprob of each token given those before it; 0 for the first.
-
-        Args:
-            images: those among `tokens`. Their tokens' own logprobs mean nothing.
+        `images`: those among `tokens`. Their tokens' own logprobs mean nothing.
         """
         if images:
             return await self._score_with(tokens, images)
@@ -94,7 +90,7 @@ class Rescorer:
             "return_token_ids": True,
         }
         answer = await self._engine.post(
-            _GENERATE, body, rollout_id="", timeout_seconds=self._timeout_seconds
+            _GENERATE, body, rollout_id="", timeout_seconds=_TIMEOUT_SECONDS
         )
         if answer.get("prompt_token_ids") != tokens.tolist():
             raise EngineGarbage("The engine makes other tokens of the row's images now.")
@@ -104,7 +100,6 @@ class Rescorer:
         """Returns whether the engine accepts a prompt of `length` tokens.
 
         If so, it refused a row because of its token ids.
-        Raises EngineError: it failed.
         """
         try:
             await self.score(np.zeros(length, np.int32))
@@ -116,7 +111,6 @@ class Rescorer:
         """Returns whether sampled logprobs are raw (before the temperature), as those of `score`.
 
         Determined once, by sampling after `context`.
-        Raises EngineError: it failed.
         """
         async with self._lock:
             if self._raw is None:
@@ -146,7 +140,7 @@ class Rescorer:
             **fields,
         }
         answer = await self._engine.post(
-            _PATH, body, rollout_id="", timeout_seconds=self._timeout_seconds
+            _PATH, body, rollout_id="", timeout_seconds=_TIMEOUT_SECONDS
         )
         try:
             choice = answer["choices"][0]
@@ -384,11 +378,7 @@ def are_plain(spans: Iterable[SamplingSpan]) -> bool:
 
 
 def why_not_comparable(row: AuditedRow, version: int) -> str:
-    """Returns the key of NOT_COMPARED that applies to `row` without asking the engine, or "".
-
-    Args:
-        version: the policy version that the engine serves, -1 if versions are not counted.
-    """
+    """Returns the key of NOT_COMPARED that applies to `row` without asking the engine, or ""."""
     if not len(row.tokens):
         return "no_tokens"
     if not len(row.trained):
@@ -402,9 +392,7 @@ def why_not_comparable(row: AuditedRow, version: int) -> str:
 
 
 async def audit_row(rescorer: Rescorer, row: AuditedRow) -> AuditResult:
-    """Compares `row`, for which `why_not_comparable` returned "".
-    Raises EngineError: the engine failed.
-    """
+    """Compares `row`, for which `why_not_comparable` returned ""."""
     context = await rescorer.context()
     if context is not None and len(row.tokens) >= context:
         return AuditResult(
@@ -444,16 +432,14 @@ class Auditor:
     """Audits a share of the rollouts offered to it; an async context manager.
 
     `offer` never waits: rollouts that do not fit in the queue are dropped and counted. The engine
-    gets one request at a time, so rollouts are hardly slowed; differences are logged as
-    `audit_mismatch` and counted in `report`. Whether a rollout is audited depends on its id alone.
+    gets one request at a time; differences are logged as `audit_mismatch` and counted in `report`.
+    Whether a rollout is audited depends on its id alone.
 
     Args:
-        engine: open for as long as the auditor works.
         fraction: share of the rollouts, in [0, 1].
         tolerance: largest |difference| of a logprob that counts as rounding.
         version: returns the policy version that the engine serves, -1 if versions are not counted.
         gate: pauses calls during weight updates; audits wait there, too.
-        most_waiting: maximum rollouts in the queue.
     """
 
     def __init__(

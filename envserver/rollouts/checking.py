@@ -1,9 +1,8 @@
 """Checks whether an environment's tasks are sound and its rewards are as expected.
 
-In: an environment and its scorers. Every result whose reward is known (the author's own, and absurd
-ones) goes through the real scorer. Out: an EnvironmentReport: one row per kind of result, and every
-task with an unexpected reward. A scorer that fails is wrong, too, because the rollout would be
-lost, except for results that no agent produces. `running.checking` plays the rollouts.
+Every result whose reward is known (the author's own, and absurd ones) goes through the real scorer.
+A scorer that fails is wrong, too, because the rollout would be lost, except for results that no
+agent produces. `running.checking` runs the rollouts.
 """
 
 from __future__ import annotations
@@ -33,7 +32,12 @@ from ..environment import Environment, KnownResult, answer_text
 from ..rows.columns import Origin, RowCount, RowCounts, in_file
 from .check_data import (
     MAY_RAISE,
+    DataReport,
+    EnvironmentReport,
+    Kind,
     Placed,
+    Played,
+    Wrong,
     absurd_results,
     answer_of,
     estimated_tokens,
@@ -41,11 +45,10 @@ from .check_data import (
     repeats,
     strings_in,
 )
-from .check_report import DataReport, EnvironmentReport, Kind, Played, Wrong
 from .rewards import RewardRules, delivered_score, range_of, rules_of_rewards
 from .scorer_process import RowScore
 from .scoring import SCORING_FAILURES
-from .task_digests import digest_of, first_tasks, packed
+from .stream import digest_of, first_tasks, packed
 
 SHORTEST_SECRET = 20
 """Characters; a hidden text this long is not in the public part by chance."""
@@ -229,7 +232,6 @@ async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
 
 
 def _row_verdict(one: RowScore, origins: Mapping[str, Origin]) -> tuple[KnownResult, Wrong | float]:
-    """Returns which result this was, and its verdict."""
     known = KnownResult(f"{_EVERY_ROW}{one.name}", Result(), one.least, one.most)
     place = origins[one.task_id].place if one.task_id in origins else ""
     if one.raised:
@@ -241,7 +243,6 @@ def _row_verdict(one: RowScore, origins: Mapping[str, Origin]) -> tuple[KnownRes
 def _judged(
     known: KnownResult, task_id: str, reward: float | None, unscorable: str, place: str = ""
 ) -> Wrong | float:
-    """Returns the reward if it is as expected, else what is wrong."""
     if reward is None:
         return Wrong(task_id=task_id, reward=None, error=unscorable, place=place)
     if known.least - _TOLERANCE <= reward <= known.most + _TOLERANCE:
@@ -309,18 +310,14 @@ def _cases(
     without_gold: list[str],
     played: Mapping[str, Any],
 ) -> list[tuple[Task, KnownResult]]:
-    """Returns every result to be scored; adds failures in making them to `problems`.
-
-    Args:
-        played: outputs of right rollouts, by task: absurd results imitate them.
-    """
+    """Returns every result to be scored; adds failures in making them to `problems`."""
     cases: list[tuple[Task, KnownResult]] = []
     bounds = range_of(environment)
     nothing = max(bounds.worst, 0.0)
     for task in tasks:
         try:
             known = list(environment.known_results(task))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's code: what it raises is told
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's code: what it raises is reported
             problems.append(
                 f"The known results of task {task.id!r} cannot be made: "
                 f"{type(error).__name__}: {error}"
@@ -424,7 +421,6 @@ class _Kinds:
         self.by_key: dict[tuple[str, float, float], Kind] = {}
 
     def add(self, known: KnownResult, verdict: Wrong | float) -> None:
-        """Counts the verdict on a result."""
         name, least, most = key = known.name, known.least, known.most
         kind = self.by_key.setdefault(
             key, Kind(name=name, expected_least=least, expected_most=most)

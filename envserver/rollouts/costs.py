@@ -1,8 +1,4 @@
-"""What one rollout took to score, and what it cost. Pure.
-
-In: its calls, what scoring measured, and the run's prices. Out: a `Cost`, or None where no price is
-known. Attempts that failed before are not included.
-"""
+"""What one rollout took to score, and what it cost, without failed attempts. Pure."""
 
 from __future__ import annotations
 
@@ -20,13 +16,11 @@ class ScoringSpent(msgspec.Struct):
     judge: JudgeUsage | None = None
 
     def add(self, seconds: float, judge: JudgeUsage | None) -> None:
-        """Adds one use of a scorer."""
         self.seconds += seconds
         if judge is not None:
             self.judge = judge if self.judge is None else self.judge + judge
 
     def share_with(self, members: list[ScoringSpent]) -> None:
-        """Adds an equal share of this to each of `members`."""
         judged = list(self.judge.shared(len(members))) if self.judge is not None else None
         for k, member in enumerate(members):
             member.add(self.seconds / len(members), judged[k] if judged is not None else None)

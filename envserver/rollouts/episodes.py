@@ -1,10 +1,8 @@
 """Episodes: rollouts whose model is an external client, one turn after the other.
 
-In: a task, and the answers of the client that acts as the model. Out: the requests of the
-environment's own `rollout` to the model, then its score. What always holds: agent, services,
-sandboxes, limits and scorers are those of any rollout, so every environment can be used; the client
-sees what a model would see; an episode that is closed or fails frees all that it held; a failure
-that is not the client's is raised, and never a reward.
+Agent, services, sandboxes, limits and scorers are those of any rollout, so every environment can be
+used, and the client sees what a model would see. An episode that is closed or fails frees all that
+it held. A failure that is not the client's is raised, and never a reward.
 """
 
 from __future__ import annotations
@@ -32,11 +30,10 @@ from ..environment import Environment
 from ..models.engine import Asked, PlayedEngine
 from ..proxy.attempts import AgentRoute, AttemptSpec
 from ..proxy.server import PLAYED
-from .attempt import run_attempt
+from .attempt import StalenessMonitor, run_attempt
 from .group import RolloutContext, attempt_spec
 from .ordered import TaskIndex
-from .score_once import score_once
-from .staleness import StalenessMonitor
+from .scoring import score_once
 
 LONGEST_SECONDS: Final = 3600.0
 """Seconds that an episode may take at least, whatever the environment's `worker_timeout`: the
@@ -96,9 +93,7 @@ class Episode:
         self.work.add_done_callback(self._over)
 
     async def next(self) -> Asked | Outcome:
-        """Returns the next request to the model, or the outcome.
-        Raises RolloutError: the rollout failed, or it could not be scored.
-        """
+        """Returns the next request to the model, or the outcome."""
         while True:
             while self._asked:
                 request = self._asked.popleft()
@@ -111,7 +106,7 @@ class Episode:
             await self._changed.wait()
 
     def answer(self, message: Message) -> None:
-        """Answers the request that `next` returned last. Raises ConflictError: there is none."""
+        """Answers the request that `next` returned last."""
         request, self._latest = self._latest, None
         if request is None:
             raise ConflictError("Nothing was asked of the model.")
@@ -157,7 +152,7 @@ class Episode:
     def _over(self, work: asyncio.Task[Outcome]) -> None:
         self._changed.set()
         if not work.cancelled():
-            work.exception()  # retrieved here, because nobody may ask for it
+            work.exception()  # retrieved here, because no caller may
 
 
 class Episodes:
@@ -199,11 +194,9 @@ class Episodes:
 
     @property
     def open(self) -> int:
-        """Number of episodes in progress."""
         return len(self._open)
 
     def environment(self, name: str) -> Environment:
-        """Returns one of them."""
         return self._parts[name].environment
 
     async def begin(

@@ -1,6 +1,6 @@
 """Makes one group: runs its rollouts concurrently, retries failures, scores and judges them.
 
-`policy` makes every decision; this module carries them out.
+`policy` makes every decision. `run_single` runs one rollout without a group.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import random
 import time
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from envserver_records.cancelling import cancel_and_wait
-from envserver_records.errors import RolloutError
+from envserver_records.errors import Failure, RolloutError
 from envserver_records.records import Group, Score, Task, Trajectory, sealed
 from envserver_records.timings import FailedAttempt
 from structlog.contextvars import bind_contextvars
@@ -24,18 +26,25 @@ from ..proxy.attempts import AgentRoute, AttemptSpec, Limits
 from ..proxy.server import Proxy
 from ..rollout_interface import HarnessSpec
 from ..settings.config import RolloutsConfig, SamplingConfig
-from ..telemetry.genai import evaluation
-from ..telemetry.tracing import NO_TRACER, Tracer, current, root, within
+from ..telemetry.tracing import NO_TRACER, Tracer, current, evaluation, root, within
 from ..tokens.builder import trained_ids
 from ..tokens.flags import Actions
 from ..tokens.images import shared
 from ..workers.pool import WorkerPool
-from .attempt import Finished, run_attempt, with_scoring_times
+from .agents import Demonstrator, demonstrating
+from .attempt import Finished, StalenessMonitor, run_attempt, with_scoring_times
 from .costs import RolloutPrices, ScoringSpent, with_scoring
-from .demonstrating import Demonstrator, demonstrating
 from .estimates import scored_of
-from .events import Observer, RolloutScored
-from .failures import GroupFailures, rollout_id_of, straggler, without_hidden
+from .events import (
+    GroupFailures,
+    Observer,
+    RolloutScored,
+    RunningRollout,
+    RunningRollouts,
+    rollout_id_of,
+    straggler,
+    without_hidden,
+)
 from .policy import (
     Drop,
     GroupRules,
@@ -54,10 +63,7 @@ from .policy import (
     untrained_of,
 )
 from .provenance import bounded_public, kept_config, provenance_of, rendering_of
-from .running import RunningRollout, RunningRollouts
-from .score_once import score_once, scores_groups
-from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool
-from .staleness import StalenessMonitor
+from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool, score_once, scores_groups
 from .stream import GroupRequest
 
 _LATE = ["call_after_seal"]
@@ -69,21 +75,17 @@ class RolloutContext(msgspec.Struct, kw_only=True):
 
     Args:
         env_reference: reference by which a worker finds the environment.
-        engine: the engine that samples; rollouts reach it through the proxy.
         proxy_url: address of the proxy for workers.
-        model: name of the model on the engine.
         agents: route of each agent, in a multi-agent rollout.
         actions: what to do about each flag of a call or a trajectory.
         keep_calls: store every call with the sequences of a trajectory.
         need_exact: deliver only trajectories with exact tokens.
         drop_zero_variance: drop groups whose rewards are all equal.
-        staleness: cancels rollouts in flight that are too stale.
         slots: one per rollout in flight.
         made_with: the provenance that all groups share (`provenance.made_with`).
         prices: what tokens cost, for the record of each rollout.
         ceiling: judges how many tokens flags keep from training.
         demonstrator: None if solutions are not needed.
-        tracer: records what each rollout does.
         harness: the external agent; None: the environment's `rollout`.
         running: the rollouts of groups that are in progress.
     """
@@ -116,7 +118,6 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     running: RunningRollouts = msgspec.field(default_factory=RunningRollouts)
 
     async def make(self, request: GroupRequest) -> Group | Drop:
-        """See `make_group`."""
         return await make_group(self, request)
 
     def publish_version(self, version: int) -> None:
@@ -415,7 +416,6 @@ def _judged(
     failures: GroupFailures,
     shown: dict[str, Any],
 ) -> Group | Drop:
-    """Returns the group of the deliverable trajectories, or why the group is dropped."""
     kept: dict[int, Trajectory] = {}
     for number, trajectory in trajectories.items():
         why_not = judge_trajectory(
@@ -465,3 +465,60 @@ def _judged(
         return group
     is_whole = judge_losses(group.lost, rules) is None
     return msgspec.structs.replace(drop, scored=scored_of(group) if is_whole else None)
+
+
+async def run_single(
+    context: RolloutContext, task: Task, *, scored: bool, failed: Callable[[Failure], object]
+) -> Trajectory:
+    """Runs `task` once, and again where a failure is ours.
+
+    Args:
+        scored: its answer is known; else its score has no reward.
+        failed: called with each failure.
+    """
+    if not scored:  # no solution is known
+        context = msgspec.structs.replace(context, demonstrator=None)
+    request = single_request(context.environment, task)
+    member = await run_member(context, request, scored=scored, failed=failed)
+    return trajectory_of(context, request, 0, member, member.score)
+
+
+async def run_member(
+    context: RolloutContext,
+    request: GroupRequest,
+    *,
+    scored: bool,
+    failed: Callable[[Failure], object] = lambda failure: None,
+) -> Member:
+    """Runs the only rollout of `request`; arguments and errors are those of `run_single`."""
+    attempt, tries = 0, Tries()
+    while True:
+        attempt += 1
+        try:
+            async with context.slots:
+                rollout_id = f"{request.group_id}-r0"
+                finished = await run_once(context, request, rollout_id, attempt, tries.deaths)
+            score, spent = Score(reward=None), ScoringSpent()
+            if scored:
+                with finished.attempt.timeline.timed("scoring", "score"):
+                    score = await score_once(context.scorer, request.task, finished.result, spent)
+            return Member(attempt, finished, score, spent=spent)
+        except RolloutError as error:
+            tries.add(error)
+            if not is_retried(error, tries.counted, context.rollouts.max_attempts):
+                raise
+            failed(error.failure())
+        await asyncio.sleep(retry_delay_seconds(max(tries.counted, 1), random.random()))
+
+
+def single_request(environment: Environment, task: Task) -> GroupRequest:
+    """Returns the request for a rollout of `task` that belongs to no group."""
+    config = environment.config
+    return GroupRequest(
+        group_id=f"single-{uuid.uuid4().hex[:12]}",
+        index=0,
+        env=environment.name,
+        split=config.split,
+        seed=config.seed,
+        task=task,
+    )

@@ -1,10 +1,9 @@
 """Makes groups on request: a trainer names the tasks and the number of rollouts.
 
-In: an order. Out: one durable group for each of its tasks, in their order. What always holds: the
-ids of an order's groups depend on the order alone, so a repeated request, even after the server was
-killed, makes no group twice; the filters of the stream do not apply, so each task gets an answer: a
-group lacks only rollouts that were lost, and says how many. An order without a waiting client is
-given up after a while; its finished groups are kept.
+The ids of an order's groups depend on the order alone, so a repeated request makes no group twice,
+even after the server was killed. The filters of the stream do not apply: a group lacks only
+rollouts that were lost, and says how many. An order without a waiting client is given up after a
+while; its finished groups are kept.
 """
 
 from __future__ import annotations
@@ -46,19 +45,13 @@ class _Page:
 
 
 class TaskIndex:
-    """The tasks of `environment`.
+    """The tasks of `environment`, by id."""
 
-    Args:
-        most: tasks of a split that can be named.
-    """
-
-    def __init__(self, environment: Environment, most: int = _MOST_TASKS) -> None:
+    def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self._most = most
         self._pages: dict[Split, _Page] = {}
 
     async def find(self, split: Split, task_ids: Sequence[str]) -> list[Task]:
-        """The tasks of these ids, in this order."""
         page = self._page(split)
         while any(one not in page.by_id for one in task_ids) and not page.is_whole:
             await self._read_on(page, len(page.tasks) + 1)
@@ -73,9 +66,7 @@ class TaskIndex:
         return [page.by_id[one] for one in task_ids]
 
     async def after(self, split: Split, number: int, limit: int) -> list[Task]:
-        """Up to `limit` tasks behind the first `number`, in their order.
-        Raises ConfigError: the tasks cannot be read.
-        """
+        """Up to `limit` tasks behind the first `number`, in their order."""
         page = self._page(split)
         while len(page.tasks) < number + limit and not page.is_whole:
             await self._read_on(page, number + limit)
@@ -89,11 +80,11 @@ class TaskIndex:
     async def _read_on(self, page: _Page, wanted: int) -> None:
         """Reads a few tasks more, where fewer than `wanted` are known."""
         async with page.reading:
-            count = min(_READ_AT_ONCE, self._most - len(page.tasks))
+            count = min(_READ_AT_ONCE, _MOST_TASKS - len(page.tasks))
             if page.is_whole or len(page.tasks) >= wanted:
                 return
             read = await aside(lambda: _take(page.stream, count))
-            page.is_whole = len(read) < count or len(page.tasks) + len(read) >= self._most
+            page.is_whole = len(read) < count or len(page.tasks) + len(read) >= _MOST_TASKS
             page.tasks += read
             for task in read:
                 page.by_id.setdefault(task.id, task)
@@ -113,7 +104,7 @@ class GroupSink(Protocol):
     """Stores the finished groups of orders."""
 
     async def put(self, group: Group) -> None:
-        """Returns when `group` is durable. Raises StoreError if not; the caller tries again."""
+        """Returns when `group` is durable."""
 
     async def known(self, group_ids: list[str]) -> set[str]:
         """Returns those of these ids that were ever put."""
@@ -136,11 +127,9 @@ class GroupsOrder(msgspec.Struct, frozen=True):
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts of the whole order."""
         return len(self.task_ids) * self.group_size
 
     def group_ids(self) -> list[str]:
-        """Returns the ids of its groups, in the order of its tasks."""
         said = msgspec.msgpack.encode(msgspec.structs.astuple(self))
         digest = hashlib.blake2b(said, digest_size=12).hexdigest()
         return [f"ordered-{digest}-{number:05d}" for number in range(len(self.task_ids))]
@@ -158,24 +147,12 @@ class _Open:
 
 
 class Orders:
-    """All orders of a server; an async context manager that gives them up at its end.
+    """All orders of a server; an async context manager that gives them up at its end."""
 
-    Args:
-        parts: the context that runs rollouts, by environment.
-        forgotten_after_seconds: an order without a waiting client is given up after this time.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[RolloutContext],
-        sink: GroupSink,
-        *,
-        forgotten_after_seconds: float = _FORGOTTEN_AFTER_SECONDS,
-    ) -> None:
+    def __init__(self, parts: Sequence[RolloutContext], sink: GroupSink) -> None:
         self._parts = {one.environment.name: one for one in parts}
         self._books = {name: TaskIndex(one.environment) for name, one in self._parts.items()}
         self._sink = sink
-        self._forgotten_after_seconds = forgotten_after_seconds
         self._open: dict[GroupsOrder, _Open] = {}
         self._room: dict[tuple[str, int], asyncio.Semaphore] = {}
 
@@ -189,7 +166,6 @@ class Orders:
 
     @property
     def open_rollouts(self) -> int:
-        """Number of rollouts of all open orders."""
         return sum(one.order.rollouts for one in self._open.values())
 
     def snapshot(self) -> Mapping[str, int]:
@@ -206,7 +182,7 @@ class Orders:
         return list(self._parts)
 
     def environment(self, name: str) -> Environment:
-        """Returns an environment. Raises NotFoundError: this server has none of this name."""
+        """Returns an environment."""
         if name not in self._parts:
             raise NotFoundError(
                 f"This server has no environment {name!r}; it has {', '.join(self._parts)}."
@@ -214,7 +190,7 @@ class Orders:
         return self._parts[name].environment
 
     def book(self, name: str) -> TaskIndex:
-        """Returns the tasks of an environment. Raises NotFoundError: there is none of this name."""
+        """Returns the tasks of an environment."""
         self.environment(name)
         return self._books[name]
 
@@ -244,7 +220,6 @@ class Orders:
         return len(tasks)
 
     async def _missing(self, order: GroupsOrder, tasks: Sequence[Task]) -> list[GroupRequest]:
-        """Returns the requests of an order that are not stored yet."""
         config = self.environment(order.environment).config
         group_ids = order.group_ids()
         known = await self._sink.known(group_ids)
@@ -319,8 +294,8 @@ class Orders:
     async def _give_up_forgotten(self) -> None:
         """Cancels orders without a waiting client and forgets finished ones, until cancelled."""
         while True:
-            await asyncio.sleep(self._forgotten_after_seconds / 4)
-            limit = time.monotonic() - self._forgotten_after_seconds
+            await asyncio.sleep(_FORGOTTEN_AFTER_SECONDS / 4)
+            limit = time.monotonic() - _FORGOTTEN_AFTER_SECONDS
             for order, made in list(self._open.items()):
                 if made.waiting or made.left_at > limit:
                     continue
@@ -330,7 +305,6 @@ class Orders:
 
 
 def _nothing(request: GroupRequest, drop: Drop, order: GroupsOrder) -> Group:
-    """Returns a group that has lost all its rollouts."""
     return Group(
         group_id=request.group_id,
         index=request.index,

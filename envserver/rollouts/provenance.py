@@ -1,7 +1,6 @@
 """Records what produced a group: code, settings, engine, model, sampling, policy versions.
 
-In: an environment and the settings of its run. Out: JSON-like facts for `Group.provenance`. What
-holds: equal facts mean equal code and settings; no secret and no path of this machine is in them.
+Equal facts mean equal code and settings; no secret and no path of this machine is in them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Plays a recorded rollout as an engine: each call gets its recorded answer.
 
-In: the record of one rollout (`recorded_calls`, `told_calls`). Out: a `Player`, an Engine that
-compares what an agent sends now with the record. The first difference is kept
-(`Player.difference`) and ends the rollout: every later call is refused.
+The first difference between the agent and the record is kept (`Player.difference`) and ends the
+rollout: every later call is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +14,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from envserver_records.errors import EngineRefused, InputError, ServiceError
-from envserver_records.records import Call, Message, ServiceCall
+import msgspec
+import numpy as np
+from envserver_records.errors import EngineRefused, InputError, ServiceError, TokensError
+from envserver_records.records import Call, Message, ServiceCall, TracedCall, Trajectory
+from msgspec.structs import replace
 
 from ..environment import Caller, Service, Services
 from ..models.engine import ReplicaHealth
 from ..proxy.attempts import routing_key
+from ..tokens.trace import unpack_calls
 
 Json = dict[str, Any]
 
@@ -62,16 +65,12 @@ class Difference:
 
 
 def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]) -> list[Exchange]:
-    """Returns the exchanges in a record of all calls, in the order of their answers.
-
-    Args:
-        agents: names that the environment declares.
-    """
+    """Returns the exchanges in a record of all calls, in the order of their answers."""
     exchanges: list[Exchange] = []
     for call in calls:
         line = routing_key(rollout_id, call.agent if call.agent in agents else None)
         if call.delivered == "none":
-            continue  # nobody received this answer
+            continue  # no client received this answer
         if call.choice:
             exchanges[-1].answers.append(call)
             continue
@@ -84,7 +83,6 @@ def told_calls(messages: Sequence[Message], turns: int, line: str) -> list[Excha
     """Reconstructs calls that were not kept from a conversation.
 
     The last `turns` messages of the assistant are their answers.
-    Raises InputError: it has fewer; its agent did not only append to it.
     """
     places = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     if len(places) < turns:
@@ -174,7 +172,7 @@ class Player:
         timeout_seconds: float,
         form: type | None = None,
     ) -> Json:
-        """See Engine. Raises EngineRefused: the request differs from the record."""
+        """See Engine."""
         exchange = self._next(body, rollout_id)
         is_chat = path.endswith("/chat/completions")
         first = exchange.answers[0]
@@ -211,7 +209,8 @@ class Player:
         waiting = [one for one in self._exchanges if not one.played and one.line == line]
         if not waiting:
             who = line.rpartition("/")[2] if "/" in line else "the agent"
-            raise _over(self.differ(f"The record ends here, and {who} asks on.", _said(body)))
+            last = [f"+{line}" for line in _spoken((body.get("messages") or [])[-1:])]
+            raise _over(self.differ(f"The record ends here, and {who} asks on.", last))
         found = next((one for one in waiting if not _differs(one, body)), None)
         if found is None:
             raise _over(self.differ(*_told_difference(waiting[0], body)))
@@ -315,12 +314,7 @@ def _told_difference(exchange: Exchange, body: Json) -> tuple[str, list[str]]:
     return what, _diff(_spoken(then[at:]), _spoken(now[at:]))
 
 
-def _said(body: Json) -> list[str]:
-    return [f"+{line}" for line in _spoken((body.get("messages") or [])[-1:])]
-
-
 def _spoken(messages: Sequence[Message]) -> list[str]:
-    """Returns messages as readable lines, with every part of them."""
     lines: list[str] = []
     for message in messages:
         lines.append(f"[{message.get('role')}]")
@@ -349,3 +343,53 @@ def _over(difference: Difference) -> EngineRefused:
 def agents_of(rollout: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
     """Returns the names of the environment's agents, from the group's line."""
     return list((group.get("rendering") or {}).get("agents") or {})
+
+
+# A call that continues an earlier one holds only what is new in it (see `tokens.trace`), so what is
+# written grows as what was said does.
+
+
+def kept_calls(trajectory: Trajectory) -> dict[str, Any]:
+    """`{"calls", "service_calls"}` of `trajectory`, plain JSON without routed experts."""
+    calls = [replace(one, new=replace(one.new, experts=None)) for one in trajectory.calls]
+    return {
+        "calls": msgspec.to_builtins(calls, enc_hook=_as_list),
+        "service_calls": msgspec.to_builtins(trajectory.service_calls),
+    }
+
+
+def calls_in(kept: Mapping[str, Any]) -> list[Call]:
+    """The calls that `kept_calls` wrote; empty where it wrote none."""
+    try:
+        traced = msgspec.convert(kept.get("calls") or [], list[TracedCall], dec_hook=_as_array)
+        return unpack_calls(traced)
+    except (msgspec.ValidationError, TokensError, ValueError, OverflowError) as error:
+        raise InputError(f"The record of its calls is damaged: {error}") from error
+
+
+def service_calls_in(kept: Mapping[str, Any]) -> list[ServiceCall]:
+    """Returns the calls to services."""
+    try:
+        return msgspec.convert(kept.get("service_calls") or [], list[ServiceCall])
+    except msgspec.ValidationError as error:
+        raise InputError(f"The record of its services is damaged: {error}") from error
+
+
+def _as_list(value: object) -> list[Any]:
+    if isinstance(value, np.ndarray):
+        return list(value.tolist())
+    raise NotImplementedError(f"{type(value).__name__} is not JSON")
+
+
+def _as_array(kind: type, value: Any) -> Any:
+    element = np.float32 if np.dtype(np.float32) in _element(kind) else np.int32
+    return np.asarray(value, dtype=element)
+
+
+def _element(kind: Any) -> tuple[Any, ...]:
+    return tuple(
+        np.dtype(scalar)
+        for argument in getattr(kind, "__args__", ())
+        for scalar in getattr(argument, "__args__", ())
+        if isinstance(scalar, type)
+    )

@@ -8,7 +8,9 @@ rewards add up.
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Mapping
 from numbers import Real
 from typing import NoReturn
@@ -18,8 +20,40 @@ from envserver_records.errors import ConfigError, RewardError, ScorerError
 from envserver_records.scores import RewardRange, Score, TurnReward, with_totals
 from envserver_records.tasks import Result
 
-from ..environment import Environment
-from .roles import roles_of
+from ..environment import AgentRole, Environment
+from ..settings.section import AgentConfig
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
+
+
+def roles_of(environment: Environment) -> dict[str, AgentRole]:
+    """The agents of `environment` in its order, trained as the settings say."""
+    declared, settings = environment.agents(), environment.config.agents
+    for name in declared:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"Environment {environment.name!r} declares an agent {name!r}.",
+                hint="Names are of small letters, digits and _.",
+            )
+    for name in settings:
+        if name not in declared:
+            raise _unknown(environment.name, name, list(declared))
+    return {name: _role(role, settings.get(name)) for name, role in declared.items()}
+
+
+def _role(role: AgentRole, config: AgentConfig | None) -> AgentRole:
+    if config is None or config.trained is None:
+        return role
+    return AgentRole(trained=config.trained)
+
+
+def _unknown(environment: str, name: str, declared: list[str]) -> ConfigError:
+    where = f"--env.agents.{name}: there is no agent {name!r} in {environment!r}."
+    if not declared:
+        return ConfigError(where, hint="Its rollouts have one agent, and it has no name.")
+    near = difflib.get_close_matches(name, declared, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Its agents: {', '.join(declared)}."
+    return ConfigError(where, hint=hint)
 
 
 class RewardRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +72,7 @@ class RewardRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rules_of_rewards(environment: Environment) -> RewardRules:
-    """Returns what `environment` declares. Raises ConfigError: a declaration cannot hold."""
+    """Returns what `environment` declares."""
     return RewardRules(
         environment=environment.name,
         range=range_of(environment),
@@ -48,9 +82,7 @@ def rules_of_rewards(environment: Environment) -> RewardRules:
 
 
 def range_of(environment: Environment) -> RewardRange:
-    """Returns the declared range of rewards.
-    Raises ConfigError: it is not a range, or does not say when a task is solved.
-    """
+    """Returns the declared range of rewards."""
     name = environment.name
     try:
         low, high = (float(end) for end in environment.reward_range)
@@ -134,7 +166,6 @@ def _turn(turn: object, result: Result, rules: RewardRules) -> TurnReward:
 
 
 def _weighted(components: Mapping[str, float], rules: RewardRules) -> float | None:
-    """Returns the weighted sum of the components; None if there are no weights or no components."""
     if not rules.weights or not components:
         return None
     missing = rules.weights.keys() - components.keys()

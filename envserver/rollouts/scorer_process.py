@@ -64,7 +64,7 @@ from .rewards import (
     rules_of_rewards,
     with_turn_rewards,
 )
-from .task_digests import digest_of, first_tasks
+from .stream import digest_of, first_tasks
 
 
 def with_rubric(environment: Environment, reference: str) -> Environment:
@@ -81,10 +81,8 @@ def with_rubric(environment: Environment, reference: str) -> Environment:
     `score` is as of `Environment` and may be `async`; `score_group`, where there is one, has the
     last word on a group; `environment.judge` asks a model (`--judge.*`); `prepare_scoring` loads
     libraries before the first score. The constructor takes the environment, or nothing. A subclass
-    of Environment is a rubric, too: it is made with the environment's settings.
-
-    Args:
-        reference: `path/to/file.py:Class`, or without the class where the file has only one.
+    of Environment is a rubric, too: it is made with the environment's settings. `reference`:
+    `path/to/file.py:Class`, or without the class where the file has only one.
     """
     made = _made(rubric_class(reference), environment, reference)
     if isinstance(made, Environment):
@@ -101,7 +99,7 @@ def with_rubric(environment: Environment, reference: str) -> Environment:
 
 
 def rubric_class(reference: str) -> type[Any]:
-    """The class that `reference` names. Raises like `with_rubric`."""
+    """The class that `reference` names."""
     path, _, name = reference.partition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise NotFoundError(
@@ -216,10 +214,7 @@ _most_cpu_seconds = ctypes.c_double(math.inf)
 
 def serve(channel: socket.socket, arguments: tuple[Any, ...]) -> None:
     """Loads an environment, says so by answer 0, and answers requests until the server closes its
-    end.
-
-    Args:
-        arguments: of `load`.
+    end. `arguments`: of `load`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A process that is killed at its CPU limit needs no core dump.
@@ -310,7 +305,7 @@ def declared() -> Declared:
 
 
 def declared_by(environment: Environment) -> Declared:
-    """Returns what the environment declares. Raises ConfigError if its rewards have no range."""
+    """Returns what the environment declares."""
     return Declared(
         limits=ScoreLimits(
             cpu_seconds=float(environment.score_cpu_seconds),
@@ -329,17 +324,14 @@ def task_digests(count: int) -> list[str]:
 
 
 def score(task: Task, result: Result) -> Score:
-    """Returns the score of one rollout."""
     return _score_of(_environment(), task, result)
 
 
 def score_rows(tasks: list[Task]) -> list[RowScore]:
-    """Returns the scores of the `row_results` of some tasks."""
     return row_scores(_environment(), tasks)
 
 
 def row_scores(environment: Environment, tasks: list[Task]) -> list[RowScore]:
-    """Returns the scores of the environment's `row_results` of some tasks."""
     rules = rules_of_rewards(environment)
     scores = []
     for task, known in environment.row_results(tasks):
@@ -354,7 +346,6 @@ def row_scores(environment: Environment, tasks: list[Task]) -> list[RowScore]:
 
 
 def score_group(task: Task, results: list[Result], scores: list[Score]) -> list[Score]:
-    """Returns the scores of a group, after the environment's group scoring."""
     environment = _environment()
     with _nothing_failed_meanwhile():
         final = _awaited(environment.score_group(task, results, scores))
@@ -365,7 +356,6 @@ def score_group(task: Task, results: list[Result], scores: list[Score]) -> list[
 
 
 def score_row(row: RowToScore) -> Score:
-    """Returns the score of a bare row."""
     environment = _environment()
     task = row.task if isinstance(row.task, Task) else environment.task_from_row(row.task)
     if not isinstance(task, Task):
@@ -392,7 +382,6 @@ def _limited_cpu() -> Iterator[None]:
 
 
 def _cpu_seconds() -> float:
-    """Returns the CPU seconds of this process and of the children that it waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
@@ -470,7 +459,6 @@ def _nothing_failed_meanwhile() -> Iterator[None]:
 
 
 def _awaited(value: Any) -> Any:
-    """Returns `value`, or what it is awaited for."""
     return _runner().run(_result_of(value)) if inspect.isawaitable(value) else value
 
 
@@ -480,5 +468,4 @@ async def _result_of(awaitable: Any) -> Any:
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """Returns the event loop of the process; async scorers may keep clients open on it."""
     return asyncio.Runner()

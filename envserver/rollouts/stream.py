@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
+from envserver_records.packing import pack
 from envserver_records.tasks import Split, Task
 
+from ..environment import Environment
 from ..tools.calling import place_of
 
 if TYPE_CHECKING:
@@ -42,13 +44,11 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def id_prefix(environment: Environment) -> str:
-    """ID prefix of all groups of this environment's split and seed."""
     config = environment.config
     return stream_prefix(environment.name, config.split, config.seed)
 
 
 def stream_prefix(env: str, split: str, seed: int) -> str:
-    """ID prefix of all groups of one stream."""
     return f"{env}-{split}-{seed}-"
 
 
@@ -64,11 +64,7 @@ def group_id(prefix: str, index: int, task_id: str) -> str:
 
 
 def group_requests(environment: Environment, *, repeat: bool) -> Iterator[GroupRequest]:
-    """Yields a group request for each task of the environment's split, lazily.
-
-    Args:
-        repeat: start again after the last task, endlessly.
-    """
+    """Yields a group request for each task of the environment's split, lazily."""
     config = environment.config
     prefix = id_prefix(environment)
     index = 0
@@ -117,9 +113,7 @@ def aside(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
-    """Yields the tasks of a split, lazily.
-    Raises ConfigError: `tasks` raised or yielded something else.
-    """
+    """Yields the tasks of a split, lazily."""
     try:
         for task in environment.tasks(split):
             if not isinstance(task, Task):
@@ -134,3 +128,26 @@ def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
             f"Environment {environment.name!r} cannot give its tasks: "
             f"{type(error).__name__}: {error} {place_of(error)}"
         ) from error
+
+
+# Scorer processes import this module: it imports no part of scoring.
+
+
+def first_tasks(environment: Environment, count: int) -> list[Task]:
+    """Returns the first `count` tasks of the environment's split."""
+    made = group_requests(environment, repeat=False)
+    return [request.task for request in itertools.islice(made, count)]
+
+
+def packed(task: Task) -> bytes | None:
+    """Returns the task as it is sent; None if it cannot be."""
+    try:
+        return pack(task)
+    except (TypeError, ValueError, RecursionError):  # reported by `checking.task_problems`
+        return None
+
+
+def digest_of(task: Task) -> str:
+    """Returns a digest of all of a task; "" if it cannot be sent."""
+    data = packed(task)
+    return "" if data is None else hashlib.blake2b(data, digest_size=16).hexdigest()

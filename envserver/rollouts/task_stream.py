@@ -1,11 +1,9 @@
 """The stream of a run with a curriculum: the environment's own order with repeated tasks mixed in.
 
-In: the environment's requests, what is known of their groups and tasks, and the events of groups.
-Out: requests. What always holds: the environment's own order is that of `stream.group_requests`,
-with the same ids, so a run can be resumed with any sampler; groups made before, or scored and
-dropped, are not made again; a group of a repeated task has its own id; at most `memory` tasks are
-held. After a restart the environment's order is read from its beginning, as without a curriculum,
-and scored tasks are remembered as they come by.
+The environment's own order is that of `stream.group_requests`, with the same ids, so a run can be
+resumed with any sampler. Groups made before, or scored and dropped, are not made again. At most
+`memory` tasks are held. After a restart the environment's order is read from its beginning, and
+scored tasks are remembered as they come by.
 """
 
 from __future__ import annotations
@@ -250,7 +248,6 @@ class TaskStream:
                 self._latest.popitem(last=False)
 
     def _one_again(self, last: GroupRequest) -> GroupRequest | None:
-        """Returns a repeated task as a request of the same stream as `last`; or None."""
         with self._lock:
             task_id = choose(self._candidates(), self._rules, self._rng, self._number)
             if task_id is None:
@@ -283,16 +280,15 @@ class TaskStream:
                     self._remember(request, estimate)
                 if request.group_id in known.made:
                     self._left -= 1
-                elif passed < _PASSED_OVER_AT_MOST and self._is_passed_over(estimate):
+                elif passed < _PASSED_OVER_AT_MOST and is_passed_over(
+                    self._now(estimate), self._rules, self._rng
+                ):
                     passed += 1
                     self.passed_over += 1
                 else:
                     passed = 0
                     chosen = self._chosen("order", estimate)
                     yield msgspec.structs.replace(request, chosen=chosen)
-
-    def _is_passed_over(self, estimate: Estimate | None) -> bool:
-        return is_passed_over(self._now(estimate), self._rules, self._rng)
 
     def _chosen(self, by: str, estimate: Estimate | None) -> dict[str, Any]:
         """Returns why a task was chosen: `by` the environment's order or by a sampler, and what was
@@ -301,7 +297,6 @@ class TaskStream:
         return {"by": by, "success": round(now.success, 4), "attempts": now.attempts}
 
     def _now(self, estimate: Estimate | None) -> Estimate | None:
-        """Returns the estimate discounted to the current policy."""
         if estimate is None:
             return None
         return as_of(estimate, self._version(), self._rules.discount)

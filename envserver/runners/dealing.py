@@ -1,10 +1,9 @@
-"""Deals single groups of a run to runners elsewhere, for `process` and `evaluate`.
+"""Deals single groups of a run to runners on other machines, for `process` and `evaluate`.
 
-In: requests for groups, from a scheduler. Out: for each, the group that a runner made, or why there
-is none. What holds: each request is answered once, however many runners are lost; what a lost
-runner had is dealt again; what the run no longer wants is cancelled where it is made. A runner says
-with each `take` what it holds, so an answer that it never got is dealt again, too; one that asks
-anew no longer waits for its earlier question, which gets nothing.
+Each request is answered once, however many runners are lost: what a lost runner had is dealt again,
+and what the run no longer wants is cancelled where it is made. A runner says with each `take` what
+it holds, so an answer that it never got is dealt again, too. A request that the server cannot
+answer now is repeated until it is answered.
 """
 
 from __future__ import annotations
@@ -45,6 +44,8 @@ MSGPACK: Final = "application/vnd.envserver.dealt+msgpack"
 WORK: Final = "/v1/work"
 POLL_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
+_SILENT_AFTER_SECONDS: Final = 20.0
+"""A runner that asks for nothing for so long is lost."""
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -75,7 +76,7 @@ class Dealt(msgspec.Struct, frozen=True):
 
     Args:
         requests: further groups to make.
-        cancelled: groups among those that it holds that nobody wants any more.
+        cancelled: groups that it holds and that are no longer wanted.
         drain: it gets nothing further, and may leave when it holds nothing.
     """
 
@@ -102,7 +103,7 @@ class _Work:
     """A request that is to be answered.
 
     Attributes:
-        runner: who has it; "": nobody yet.
+        runner: who has it; "": none yet.
         is_held: that runner has said that it has it.
         losses: runners that were lost while they had it.
     """
@@ -119,7 +120,6 @@ class Dealer:
     """Open requests, and who has which.
 
     Args:
-        silent_after_seconds: a runner that asks for nothing for so long is lost.
         poll_seconds: how long a runner waits for an answer.
         runners: returns how many runners there are, also those that only start: none gets more than
             its part of the open groups.
@@ -129,13 +129,11 @@ class Dealer:
         self,
         rules: Rules,
         *,
-        silent_after_seconds: float = 20.0,
         poll_seconds: float = POLL_SECONDS,
         runners: Callable[[], int] = lambda: 1,
     ) -> None:
         self.rules = rules
         self.runners = runners
-        self._silent_after_seconds = silent_after_seconds
         self._poll_seconds = poll_seconds
         self._open: dict[str, _Work] = {}
         self._waiting: deque[_Work] = deque()
@@ -153,7 +151,6 @@ class Dealer:
 
     @property
     def engine_waits(self) -> bool:
-        """Whether calls of runners wait for the engine."""
         return any(self._calls_waiting.values())
 
     async def make(self, request: GroupRequest) -> Made:
@@ -208,15 +205,14 @@ class Dealer:
     async def watch(self) -> None:
         """Takes back what silent runners have, until cancelled."""
         while True:
-            await asyncio.sleep(self._silent_after_seconds / 10)
-            earliest = time.monotonic() - self._silent_after_seconds
+            await asyncio.sleep(_SILENT_AFTER_SECONDS / 10)
+            earliest = time.monotonic() - _SILENT_AFTER_SECONDS
             for name in [name for name, at in self._seen.items() if at < earliest]:
                 del self._seen[name], self._calls_waiting[name], self._takes[name]
                 _log.warning("runner_silent", runner=name)
                 self._take_back(name, (), is_silent=True)
 
     def _dealt(self, wanted: Take) -> Dealt | None:
-        """Returns what there is for a runner now; None: nothing new."""
         held = [one for one in wanted.holding if one in self._open]
         cancelled = [one for one in wanted.holding if one not in self._open]
         draining = wanted.runner in self._draining
@@ -311,9 +307,6 @@ def dealing_app(dealer: Dealer, token: str) -> Starlette:
         ]
     )
 
-
-# A request that the server cannot answer now is repeated until it is answered; what is asked for or
-# sent twice counts once.
 
 T = TypeVar("T")
 

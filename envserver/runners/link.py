@@ -1,8 +1,8 @@
 """The session of a runner with its server: registers, sends heartbeats, posts groups.
 
-What holds: a request that the server cannot answer is retried with growing delays until it
-succeeds, so no finished group is lost while this process lives; if the server no longer knows the
-runner, it registers again; news is applied in the order of the requests.
+A request that the server cannot answer is retried with growing delays until it succeeds, so no
+finished group is lost while this process lives. If the server no longer knows the runner, it
+registers again under its name, which a file keeps across restarts.
 """
 
 from __future__ import annotations
@@ -100,13 +100,12 @@ class GroupPoster:
                 for one in batch:
                     one.done.cancel()
                 raise
-            except Exception as error:  # noqa: BLE001 (it goes to whoever posted)
+            except Exception as error:  # noqa: BLE001 (the caller of post gets it)
                 outcomes = [error] * len(batch)
             for one, outcome in zip(batch, outcomes, strict=True):
                 _answer(one.done, outcome)
 
     def _next(self) -> list[_Waiting]:
-        """Takes as many waiting groups as fit into one request."""
         self._waiting = [one for one in self._waiting if not one.done.done()]
         size = count = 0
         for one in self._waiting[:MOST_GROUPS]:
@@ -165,9 +164,7 @@ class RunnerGate(Gate):
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
-        """Like `Gate.passing`.
-        Raises Aborted: also when contact to the server was lost in the meantime.
-        """
+        """Like `Gate.passing`."""
         while not self.is_fresh:
             self._heard.clear()
             await self._heard.wait()
@@ -234,16 +231,13 @@ class Link:
 
     Args:
         url: URL of the server, or of several equal ones.
-        registration: data of the runner.
         gate: pauses model calls; opened and closed as the server says.
-        token: access token of the server, "" for none.
         tls: how to verify the server's certificate; None: the system's defaults.
         facts: returns the runner's status; `seen`, `quiet` and `wait_seconds` are filled in here.
         publish: called with each new policy version.
         hear_engines: called with the server's engines when they have changed; None: they are not
             asked for. `doubts_engines` says whether to ask for them again.
         drain: called when no more groups should be begun.
-        transport: for tests.
     """
 
     def __init__(
@@ -350,7 +344,6 @@ class Link:
         return [_refusal(refused.get(index)) for index in range(len(bodies))]
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """Returns which of these groups the server has."""
         body = GroupIds(group_ids=group_ids).model_dump()
         answer = await self._patiently(lambda: self._send("POST", "/known", json=body))
         return set(_KNOWN.validate_json(answer.content)["known"])
@@ -439,7 +432,6 @@ class Link:
         self.hurry()
 
     async def _beat(self) -> tuple[float, News]:
-        """Sends a heartbeat; returns the time it was sent and the server's news."""
         # Do not wait for news in the first heartbeat: model calls wait for its response.
         wait_seconds = self._poll_seconds if self._gate.is_fresh else 0.0
         self._said = self.facts().model_copy(
@@ -455,7 +447,6 @@ class Link:
     # Requests to the server
 
     async def _patiently(self, ask: Callable[[], Any]) -> Any:
-        """Calls `ask` until it succeeds and returns the result."""
         tried = 0
         while True:
             session = self._session
@@ -509,7 +500,6 @@ class Link:
         return welcome
 
     async def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """Sends a request of this session."""
         session = self._session
         if session is None:
             raise SessionLost("Nothing was registered yet.")
@@ -534,7 +524,6 @@ class Link:
 
 
 def _problem(answer: httpx.Response) -> EnvserverError:
-    """Converts the server's error response to an exception."""
     try:
         said = answer.json()
         kind, message = str(said["type"]).rpartition(":")[2], str(said["detail"])
@@ -598,21 +587,15 @@ def missing_requests(
 
 
 class RemoteSink:
-    """Sends groups to the server; for a stream made by `missing_requests`.
-
-    Args:
-        open_groups: returns the number of groups in progress or waiting to be posted.
-    """
+    """Sends groups to the server; for a stream made by `missing_requests`."""
 
     def __init__(self, link: Link, open_groups: Callable[[], int]) -> None:
         self._link = link
         self._open_groups = open_groups
 
     async def put(self, group: Group) -> None:
-        """Waits until the server has `group` on disk, however long that takes.
-        Raises InputError: the server refuses the group permanently.
-        """
-        await self._link.post(await asyncio.to_thread(_packed, group))
+        """Waits until the server has `group` on disk, however long that takes."""
+        await self._link.post(await asyncio.to_thread(lambda: compressed(pack(group))))
 
     async def known(self, group_ids: list[str]) -> set[str]:
         """Returns an empty set: `missing_requests` skipped all groups that the server has."""
@@ -622,13 +605,6 @@ class RemoteSink:
         """Waits until the server has capacity for another group."""
         await self._link.wait_for_capacity(self._open_groups)
 
-
-def _packed(group: Group) -> bytes:
-    return compressed(pack(group))
-
-
-# A restarted runner gets the same name, however it ended, and continues its own stream of groups.
-# Two runners in one folder at the same time get different names.
 
 _MOST_NAMES = 256
 

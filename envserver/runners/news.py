@@ -1,8 +1,7 @@
 """Sends news to runners: policy versions, pauses, and how many groups each may have open.
 
-In: what runners report, what trainers want, versions and pauses. Out: news, at once for the
-heartbeats that wait and have something to hear, and for no others. What holds: dealing the room
-takes a small part of the time however many runners there are.
+Heartbeats wait until there is news for them. Dealing the places takes a small part of the time
+however many runners there are.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from starlette.types import Receive
 
 from ..http.requests import Hangup
 from ..proxy.gate import InFlight
-from ..rollouts.mixing import Share, Shares, targets
-from ..store import GroupStore
+from ..rollouts.scheduler import Share, Shares, targets
+from ..store import Store
 from ..store.demand import Demand
 from .messages import ENGINES, NEXT_SECONDS, EngineList, Heartbeat, News, Pause
 from .runner import RegisteredRunner, RunnerStatus, RunnerTable, poll_seconds
@@ -146,7 +145,7 @@ class Deal:
 
     def room(self, asking: Participant) -> int:
         """Returns how many groups `asking` may have open. What another may open without asking
-        again is given to nobody else: its place becomes free when that one is told of a smaller
+        again is given to no other: its place becomes free when that one learns of a smaller
         number.
         """
         target = self._targets[asking.name]
@@ -155,18 +154,15 @@ class Deal:
         return max(asking.open, least, min(target, free))
 
     def grant(self, asking: Participant, room: int) -> None:
-        """Notes that `asking` was told of `room`."""
+        """Notes that `asking` has received `room`."""
         self._held += max(room, asking.open) - asking.held
         if room:
             self._idle.discard(asking.env)
 
 
 class SharedCapacity:
-    """Capacity shared by all environments of a server.
-
-    Args:
-        stretches: whether more groups may open when rollouts are slow (see `ExtraCapacity`);
-            not used with a staleness limit.
+    """Capacity shared by all environments of a server. `stretches`: whether more groups may open
+    when rollouts are slow (see `ExtraCapacity`); not used with a staleness limit.
     """
 
     def __init__(self, demand: Demand, *, stretches: bool = True) -> None:
@@ -237,10 +233,8 @@ Waiting = asyncio.Future[News | None]
 
 
 class WaitingHeartbeats:
-    """The heartbeats that wait.
-
-    Args:
-        look: called soon after changes; calls `tell` for each of `all` for which there is news.
+    """The heartbeats that wait. `look`: called soon after changes; calls `tell` for each of `all`
+    for which there is news.
     """
 
     def __init__(self, look: Callable[[], None]) -> None:
@@ -252,10 +246,7 @@ class WaitingHeartbeats:
         self, env_id: str, beat: Heartbeat, seconds: float, receive: Receive
     ) -> News | None:
         """Waits for news for a runner at most `seconds` long; None: there was none, or the client
-        has disconnected.
-
-        Args:
-            receive: of the request.
+        has disconnected. `receive`: of the request.
         """
         loop = asyncio.get_running_loop()
         answer: Waiting = loop.create_future()
@@ -270,7 +261,6 @@ class WaitingHeartbeats:
             del self._waiting[answer]
 
     def end(self, env_id: str) -> None:
-        """Ends the waits for a runner without news."""
         for one, (whose, _) in self._waiting.items():
             if whose == env_id:
                 _end(one)
@@ -280,7 +270,6 @@ class WaitingHeartbeats:
         return [(one, *whose) for one, whose in self._waiting.items() if not one.done()]
 
     def tell(self, waiting: Waiting, news: News) -> None:
-        """Answers a heartbeat."""
         if not waiting.done():
             waiting.set_result(news)
 
@@ -307,13 +296,13 @@ _SHORTEST_UNSEEN_SECONDS: Final = 0.02
 """Between two looks at what trainers have taken; the clocks of silence and of extra capacity move
 by themselves."""
 _CHEAP_SECONDS: Final = 0.001
-"""CPU time of a deal that is made anew for everyone who asks."""
+"""CPU time of a deal that is made anew for every request."""
 
 
 class RunnerNews:
     """The news for the runners of a server."""
 
-    def __init__(self, store: GroupStore, runners: RunnerTable, shared: SharedCapacity) -> None:
+    def __init__(self, store: Store, runners: RunnerTable, shared: SharedCapacity) -> None:
         self._store = store
         self._runners = runners
         self._shared = shared
@@ -330,7 +319,6 @@ class RunnerNews:
 
     @property
     def local(self) -> list[LocalEnvironment]:
-        """Environments of this process."""
         return list(self._local)
 
     async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
@@ -382,7 +370,6 @@ class RunnerNews:
             await asyncio.sleep(_SHORTEST_UNSEEN_SECONDS)
 
     def share_with(self, local: LocalEnvironment) -> None:
-        """Adds an environment of this process to those that share capacity."""
         self._local.append(local)
 
     async def wait_for_local_capacity(self, local: LocalEnvironment) -> None:
@@ -415,7 +402,6 @@ class RunnerNews:
         )
 
     def _hears_engines(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
-        """Returns whether `one`, which said `beat`, wants the list of engines and has another."""
         if ENGINES not in one.understands:
             return False
         seen = beat.seen.engines if beat.seen is not None else None
@@ -437,7 +423,6 @@ class RunnerNews:
         return self._current_deal(one.name).room(_participant(one, now)) > seen.room
 
     def _look(self) -> None:
-        """Answers the waiting heartbeats for which there is news."""
         for waiting, env_id, beat in self.waiting.all():
             one = self._runners.known.get(env_id)
             if one is not None and self.is_new(one, beat):
@@ -460,7 +445,6 @@ class RunnerNews:
         return deal
 
     def _everyone(self, name: str) -> list[Participant]:
-        """Returns all that take part: those present, and `name`."""
         present = self._runners.present()
         self._present = len(present)
         self._shared.report_to_demand(_sums((one.env, now.open) for one, now in present))

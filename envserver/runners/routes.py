@@ -66,11 +66,7 @@ class WrongMediaType(UsageError):
 
 
 def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
-    """Returns the routes for `environments`.
-
-    Args:
-        most_bytes: maximum total size of the groups in one request when decompressed.
-    """
+    """Returns the routes for `environments`."""
     router = APIRouter(tags=["environments"])
 
     @router.post(

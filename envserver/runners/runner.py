@@ -1,9 +1,7 @@
 """The runners of a server: their stored registrations and their current status.
 
-Durable: who registered, with which stream, under which key (hashed), one stored value each; a
-restarted server knows all of them. Not durable: their status, which the next heartbeat reports.
-What holds: only a runner with recent heartbeats counts (for minimum shares, capacity and pauses
-during weight updates).
+Registrations (name, stream, hashed key) are durable; the status is what the last heartbeat
+reported. Only a runner with recent heartbeats counts for minimum shares, capacity and pauses.
 """
 
 from __future__ import annotations
@@ -18,16 +16,12 @@ from envserver_records.errors import StoreFull
 from envserver_records.records import Split
 
 from ..rollouts.stream import stream_prefix
-from ..store import GroupStore
+from ..store import Store
 from .messages import NEXT_SECONDS, Heartbeat, Registration
 
 
 class Heartbeats:
-    """Time of the last message from each environment.
-
-    Args:
-        silent_after_seconds: an environment without a message for longer than this is silent.
-    """
+    """Time of the last message from each environment."""
 
     def __init__(self, silent_after_seconds: float) -> None:
         self.silent_after_seconds = silent_after_seconds
@@ -35,7 +29,6 @@ class Heartbeats:
         self._seen: dict[Hashable, float] = {}
 
     def hear(self, who: Hashable) -> None:
-        """Records a message from `who`."""
         self._seen[who] = time.monotonic()
 
     def silent_seconds(self, who: Hashable) -> float:
@@ -47,11 +40,9 @@ class Heartbeats:
         return self.silent_seconds(who) > self.silent_after_seconds
 
     def forget(self, who: Hashable) -> None:
-        """Forgets `who`."""
         self._seen.pop(who, None)
 
     def clear(self) -> None:
-        """Forgets all environments."""
         self._seen.clear()
 
 
@@ -59,9 +50,9 @@ _MOST_HINTS: Final = 4096
 
 
 class Streams:
-    """The streams of all runners. What holds: no two runners have the same one."""
+    """The streams of all runners; no two runners have the same one."""
 
-    def __init__(self, store: GroupStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._taken: Counter[str] = Counter()
         """ID prefixes of the streams that runners have."""
@@ -69,11 +60,8 @@ class Streams:
         """By environment, split and requested seed: all seeds from that one to this are taken."""
 
     async def choose(self, wanted: Registration, others: Collection[str]) -> int:
-        """Returns the requested seed, or the next one whose stream nobody has used, and takes its
-        stream.
-
-        Args:
-            others: ID prefixes of the streams of the server's own environments.
+        """Returns the requested seed, or the next one with an unused stream, and takes its
+        stream. `others`: ID prefixes of the streams of the server's own environments.
         """
         asked = wanted.env, wanted.split, wanted.seed
         seed = self._next_seeds.get(asked, wanted.seed)
@@ -94,7 +82,6 @@ class Streams:
         return True
 
     def take(self, prefix: str) -> None:
-        """Notes that a runner has this stream."""
         self._taken[prefix] += 1
 
     def give_back(self, prefix: str) -> None:
@@ -115,9 +102,7 @@ _BEATS_PER_SECOND: Final = 50.0
 def poll_seconds(runners: int, silent_after_seconds: float) -> float:
     """Returns how long a runner should wait for news, if there are this many: so that the server
     answers about the same number of idle heartbeats a second. News itself is sent at once.
-
-    Args:
-        silent_after_seconds: after which a runner is silent that asks often.
+    `silent_after_seconds`: after which a runner is silent that asks often.
     """
     usual = min(_USUAL_SECONDS, silent_after_seconds / (2 * SILENT_POLLS))
     return max(usual, min(runners / _BEATS_PER_SECOND, LONGEST_SECONDS))
@@ -182,7 +167,7 @@ class RunnerStatus:
         self.drain = False
         self._is_heard = False
         self.poll_seconds = 0.0
-        """How long it was last told to wait for news; 0: nothing was said."""
+        """Seconds that it was last asked to wait for news; 0: none."""
         self.stored: int | None = None
         """Groups of its stream in the store; None: not counted yet."""
 
@@ -202,13 +187,9 @@ class RunnerStatus:
 
 
 class RunnerTable:
-    """All runners of a server; call `load` first.
+    """All runners of a server; call `load` first."""
 
-    Args:
-        silent_after_seconds: a runner without a heartbeat for this long does not count.
-    """
-
-    def __init__(self, store: GroupStore, silent_after_seconds: float) -> None:
+    def __init__(self, store: Store, silent_after_seconds: float) -> None:
         self._store = store
         self.streams = Streams(store)
         self.heartbeats = Heartbeats(silent_after_seconds)
@@ -233,7 +214,6 @@ class RunnerTable:
     async def save(self, one: RegisteredRunner) -> None:
         """Stores a registration. Of the runners that have left, those that left long ago or first
         are forgotten; the store still knows their streams by their groups.
-        Raises StoreFull: too many runners are registered and have not left.
         """
         self._gone.pop(one.id, None)
         forgotten = self._forget_gone(one.id)
@@ -246,7 +226,6 @@ class RunnerTable:
         self._remember(one)
 
     def _forget_gone(self, but: str) -> list[str]:
-        """Forgets those that left long ago, and the first that left if there are too many."""
         forgotten = []
         new = but not in self.known
         while self._gone:
@@ -260,7 +239,6 @@ class RunnerTable:
         return forgotten
 
     def _forget_silent(self) -> list[str]:
-        """Forgets those that were killed long ago: they have said nothing since."""
         silent = self.heartbeats.silent_seconds
         forgotten = [one for one in self.known if silent(one) > _LOST_SECONDS]
         for one in forgotten:
@@ -285,7 +263,6 @@ class RunnerTable:
             self._gone[one.id] = one.left_at
 
     def named(self, name: str) -> RegisteredRunner | None:
-        """Returns the runner of this name."""
         return self.known.get(self._ids.get(name, ""))
 
     def start(self, one: RegisteredRunner, stored: int) -> None:
@@ -295,7 +272,6 @@ class RunnerTable:
         self.heartbeats.hear(one.id)
 
     def status(self, one: RegisteredRunner) -> RunnerStatus:
-        """Returns the current status of a runner."""
         now = self._status.get(one.id)
         if now is None:
             now = self._status[one.id] = RunnerStatus()
@@ -318,11 +294,9 @@ class RunnerTable:
         return max(shortest, SILENT_POLLS * longest if NEXT_SECONDS in one.understands else 0.0)
 
     def present(self) -> list[tuple[RegisteredRunner, RunnerStatus]]:
-        """Returns the runners that count."""
         return [(one, self.status(one)) for one in self.known.values() if self.is_present(one)]
 
     def is_any_present(self) -> bool:
-        """Returns whether at least one runner counts."""
         return any(self.is_present(one) for one in self.known.values())
 
     def presence(self, one: RegisteredRunner) -> str:

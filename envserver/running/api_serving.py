@@ -10,18 +10,20 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..api.app import create_api
 from ..proxy.gate import Gate
-from ..rollouts.capacity import Bounds
+from ..rollouts.policy import Bounds
 from ..runners.registry import RunnerRegistry
-from ..store import GroupStore
 from ..store.demand import Demand, Staleness
 from ..trainers.status import AlarmWatch
 from .bootstrap import BootstrapServer, beside, bootstrap_server
 from .metrics import Deliveries
 from .run_settings import RunApiSettings
+
+if TYPE_CHECKING:
+    from ..store import Store
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
 class _Delivery:
     """Decides which groups trainers get and how many groups remote runners may make."""
 
-    def __init__(self, store: GroupStore, settings: RunApiSettings) -> None:
+    def __init__(self, store: Store, settings: RunApiSettings) -> None:
         rules = settings.rollouts
         self.version = -1
         self.staleness = Staleness(store, rules.most_staleness)

@@ -35,9 +35,15 @@ from ..judges.client import ScorerJudge
 from ..models.engine import MeasuredEngine
 from ..models.sim import Conversation, Said, SimEngine, Wish, assistant_text, canonical_arguments
 from ..proxy.endpoint import EngineEndpoint
-from ..rollouts.group import Member, RolloutContext, run_once, trajectory_of
+from ..rollouts.group import (
+    Member,
+    RolloutContext,
+    run_once,
+    run_single,
+    single_request,
+    trajectory_of,
+)
 from ..rollouts.rewards import checked_score, rules_of_rewards, with_turn_rewards
-from ..rollouts.single import run_single, single_request
 from ..rollouts.stream import GroupRequest
 from ..settings.config import SimConfig
 from ..settings.section import EnvironmentConfig, Section

@@ -23,11 +23,11 @@ from ..http.health import Health, Metrics, disk_probe, store_probe
 from ..http.server import RunningServer, serve_api
 from ..settings.config import StorePlace
 from ..settings.server import ServerConfig, TelemetryConfig
-from ..store import GroupStore, open_store
+from ..store import Store, open_store
 from ..store.demand import Demand
 from ..store.reserve import RESERVE_BYTES
-from ..telemetry.alarms import AlarmFacts
-from ..telemetry.lag import LoopLag
+from ..telemetry.alarm_facts import AlarmFacts
+from ..telemetry.process import LoopLag
 from ..trainers.live import Live
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class BootstrapServer:
 
     def __init__(
         self,
-        store: GroupStore,
+        store: Store,
         health: Health,
         lag: LoopLag,
         app: BootstrapApp,

@@ -36,15 +36,20 @@ from ..models.sim import (
 from ..proxy.endpoint import EngineEndpoint
 from ..registry import absolute
 from ..rollouts.attempt import Finished
-from ..rollouts.check_data import ORDERS, Placed, estimated_tokens
-from ..rollouts.check_report import EnvironmentReport, Played, ScoringCost, Wrong
+from ..rollouts.check_data import (
+    ORDERS,
+    EnvironmentReport,
+    Placed,
+    Played,
+    ScoringCost,
+    Wrong,
+    estimated_tokens,
+)
 from ..rollouts.checking import Plays, RowsToCheck, check, placed, secrets_of, watched_rows
-from ..rollouts.group import RolloutContext
+from ..rollouts.group import RolloutContext, run_member
 from ..rollouts.rewards import range_of
 from ..rollouts.scoring import ScorerPool
-from ..rollouts.single import run_member
-from ..rollouts.stream import GroupRequest
-from ..rollouts.task_digests import first_tasks
+from ..rollouts.stream import GroupRequest, first_tasks
 from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
 from ..sandbox.opening import WatchedSandboxes

@@ -31,16 +31,15 @@ from ..proxy.hooks import hooks_of
 from ..proxy.server import Proxy
 from ..registry import absolute
 from ..rollout_interface import HarnessSpec
-from ..rollouts.agents import seats_of
-from ..rollouts.demonstrating import Demonstrator
+from ..rollouts.agents import Demonstrator, seats_of
+from ..rollouts.attempt import StalenessMonitor
 from ..rollouts.events import Event, Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.policy import UntrainedCeiling
 from ..rollouts.provenance import made_with
-from ..rollouts.roles import roles_of
+from ..rollouts.rewards import roles_of
 from ..rollouts.scorer_process import declared_by
 from ..rollouts.scoring import ScorerPool
-from ..rollouts.staleness import StalenessMonitor
 from ..sandbox.attempt_sandboxes import AttemptSandboxes
 from ..sandbox.maker import SandboxMaker
 from ..sandbox.opening import sandboxes_at

@@ -23,8 +23,7 @@ from ..proxy.endpoint import (
     no_experts,
 )
 from ..proxy.gate import Gate
-from ..rollouts.agents import has_own_source
-from ..rollouts.demonstrating import Demonstrator
+from ..rollouts.agents import Demonstrator, has_own_source
 from ..settings.config import EngineConfig, OpenAIConfig, Settings
 from ..settings.section import AgentConfig
 

@@ -33,8 +33,8 @@ from ..evaluation.perturbations import Asking, settings_of
 from ..evaluation.report import Counted, Report, Suite, summary_scalars
 from ..evaluation.results import TaskFacts, facts_of, read_tasks
 from ..rollouts.events import Event, GroupDelivered, GroupDropped, RolloutFailed
-from ..rollouts.mixing import Share
 from ..rollouts.rewards import range_of
+from ..rollouts.scheduler import Share
 from ..rollouts.stream import GroupRequest, group_requests
 from ..settings.config import MixSettings
 from .context import SharedEngine, identity_of, shared_engine

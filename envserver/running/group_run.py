@@ -24,8 +24,7 @@ from ..export.jsonl import FailuresFile, JsonlSink, open_sink
 from ..judges.server import JudgeServer
 from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, GroupDelivered, Observer
-from ..rollouts.mixing import Share, Shares, Turns, targets
-from ..rollouts.scheduler import GroupMaker, Scheduler
+from ..rollouts.scheduler import GroupMaker, Scheduler, Share, Shares, Turns, targets
 from ..rollouts.stream import GroupRequest, id_prefix
 from ..runners.dealing import Rules
 from ..settings.config import MixSettings, Settings

@@ -24,7 +24,6 @@ from envserver_records.errors import ConfigError, ConflictError, EnvserverError
 from ..proxy.endpoint import VERSION_PLACEHOLDER
 from ..settings.config import MixSettings
 from ..settings.runs import HeldOutConfig
-from ..store import GroupStore
 from .context import SharedEngine
 from .judging import folder_of
 from .mix import Member
@@ -33,6 +32,7 @@ from .run_settings import ServeSettings
 from .tracking import Tracking
 
 if TYPE_CHECKING:
+    from ..store import Store
     from .held_out_run import Made
 
 _KEY: Final = "evaluations"
@@ -76,7 +76,7 @@ class Evaluations:
     def __init__(
         self,
         members: Sequence[Member[MixSettings]],
-        store: GroupStore,
+        store: Store,
         room: SharedEngine,
         tracked: Tracking | None,
     ) -> None:

@@ -15,24 +15,20 @@ from prometheus_client.core import Metric
 from ..http.health import Health, engine_probe
 from ..models.engine import PlayedEngine
 from ..rollouts.audit import Auditor
-from ..rollouts.capacity import Bounds
 from ..rollouts.episodes import Episodes
-from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
+from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer, running_rollouts
 from ..rollouts.group import RolloutContext
-from ..rollouts.mixing import Shares, Turns, targets
 from ..rollouts.ordered import Orders
-from ..rollouts.running import running_rollouts
-from ..rollouts.scheduler import Scheduler
+from ..rollouts.policy import Bounds
+from ..rollouts.scheduler import Scheduler, Shares, Turns, targets
 from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
 from ..runners.registry import LocalEnvironmentSink, RunnerRegistry
 from ..settings.config import MixSettings, SandboxConfig
-from ..store import UNKNOWN_VERSION, GroupStore
-from ..store.demand import Demand, Staleness
-from ..store.sink import StoreOrderSink
+from ..store import UNKNOWN_VERSION, Store
+from ..store.demand import Demand, Staleness, StoreOrderSink
 from ..telemetry.numbers import by_key, counter, gauge, single
-from ..trainers.failures import FailureLog
-from ..trainers.live import EngineSource
+from ..trainers.live import EngineSource, FailureLog
 from .bootstrap import BootstrapServer, beside
 from .context import SharedEngine, rollout_context, shared_engine
 from .held_out import Evaluations
@@ -279,7 +275,7 @@ def loaded_parts(members: Members) -> list[str]:
 
 
 async def _curriculum(
-    member: Member[MixSettings], store: GroupStore, version: Callable[[], int]
+    member: Member[MixSettings], store: Store, version: Callable[[], int]
 ) -> TaskStream | None:
     rules = member.spec.settings.curriculum
     return await curriculum_of_store(member.environment, rules, store, version)
@@ -364,7 +360,7 @@ def _found(health: Health, environment: str, part: str) -> None:
     health.found(f"{part}:{environment}")
 
 
-def _demand(members: Members, store: GroupStore) -> Demand:
+def _demand(members: Members, store: Store) -> Demand:
     rollouts = members[0].spec.settings.rollouts
     sizes = [
         min(one.spec.settings.rollouts.min_group_size or size, size)
@@ -387,7 +383,7 @@ def _demand(members: Members, store: GroupStore) -> Demand:
 async def _schedulers(
     members: Members,
     parts: list[RolloutContext],
-    store: GroupStore,
+    store: Store,
     demand: Demand,
     elsewhere: RunnerRegistry,
     curricula: Mapping[str, TaskStream],

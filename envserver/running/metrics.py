@@ -1,4 +1,4 @@
-"""Prometheus metrics of `serve` and `run-api`; `telemetry/README.md` lists their names.
+"""Prometheus metrics of `serve` and `run-api`; `docs/observing.md` lists their names.
 
 Nothing is counted twice: what a part counts already is read from it when `/metrics` is requested.
 """
@@ -30,9 +30,8 @@ from ..rollouts.events import (
     RolloutScored,
 )
 from ..rollouts.policy import Untrained, alike, all_equal, summed
-from ..store import GroupStore, Lease
-from ..store.states import GroupState
-from ..store.statistics import StoreStatistics
+from ..store import Lease
+from ..store.rows import GroupState, StoreStatistics
 from ..telemetry.numbers import (
     OTHER,
     SECONDS,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from ..models.engine import MeasuredEngine
     from ..rollouts.group import RolloutContext
     from ..rollouts.task_stream import TaskStream
+    from ..store import Store
 
 
 _REWARDS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(11))
@@ -353,7 +353,7 @@ class Deliveries:
         version: returns the current policy version; -1 if it is unknown.
     """
 
-    def __init__(self, store: GroupStore, version: Callable[[], int]) -> None:
+    def __init__(self, store: Store, version: Callable[[], int]) -> None:
         self._store = store
         self._version = version
         self._staleness = Distribution(_VERSIONS)

@@ -15,15 +15,14 @@ from envserver_records.errors import ConfigError, EnvserverError, StoreError, St
 from ..environment import Environment
 from ..rollouts.estimates import UNTRIED, Estimate, Scored, scored_of, updated
 from ..rollouts.events import Event, GroupDelivered, GroupDropped
-from ..rollouts.mixing import Share
-from ..rollouts.scheduler import Scheduler
+from ..rollouts.scheduler import Scheduler, Share
 from ..rollouts.stream import GroupRequest, again_prefix, group_requests, id_prefix
 from ..rollouts.task_stream import Known, TaskStream
 from ..settings.config import EnvironmentSettings, MixSettings
 from ..settings.runs import CurriculumConfig
 
 if TYPE_CHECKING:
-    from ..store import GroupStore
+    from ..store import Store
 
 
 S = TypeVar("S", bound=EnvironmentSettings)
@@ -38,7 +37,7 @@ class RunSpec(Generic[S]):
     environment_class: type[Environment]
 
     def make_environment(self) -> Environment:
-        from ..rollouts.roles import roles_of
+        from ..rollouts.rewards import roles_of
         from ..tools.calling import place_of
 
         try:
@@ -176,7 +175,7 @@ def stream_of(
 
 
 async def curriculum_of_store(
-    environment: Environment, rules: CurriculumConfig, store: GroupStore, version: Callable[[], int]
+    environment: Environment, rules: CurriculumConfig, store: Store, version: Callable[[], int]
 ) -> TaskStream | None:
     """Returns a task stream that uses the store's estimates; None if estimates are not used."""
     store.discount = rules.discount
@@ -194,12 +193,12 @@ async def curriculum_of_store(
     )
 
 
-def _look(store: GroupStore, loop: asyncio.AbstractEventLoop, asked: list[GroupRequest]) -> Known:
+def _look(store: Store, loop: asyncio.AbstractEventLoop, asked: list[GroupRequest]) -> Known:
     """Reads estimates from the thread that reads tasks."""
     return asyncio.run_coroutine_threadsafe(_ask(store, asked), loop).result()
 
 
-async def _ask(store: GroupStore, asked: list[GroupRequest]) -> Known:
+async def _ask(store: Store, asked: list[GroupRequest]) -> Known:
     """Reads the store's estimates of these tasks; retries until the store answers."""
     env, split = asked[0].env, asked[0].split
     while True:

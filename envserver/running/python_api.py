@@ -42,7 +42,7 @@ from ..evaluation.folders import View
 from ..evaluation.perturbations import askings
 from ..registry import entry_point_names, find
 from ..registry.hosted import HostedEnvironment
-from ..rollouts.mixing import Share, targets
+from ..rollouts.scheduler import Share, targets
 from ..sandbox.places import temporary_folder
 from ..settings.config import EnvironmentSettings, MixSettings
 from ..settings.section import Section

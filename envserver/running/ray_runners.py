@@ -26,9 +26,7 @@ from pydantic import BaseModel, SecretStr
 
 from ..environment import Environment
 from ..http.server import serve_api
-from ..ray_cluster.cluster import Cluster, CommandSpec, Node, connected
-from ..ray_cluster.fleet import Fleet
-from ..ray_cluster.scaling import Load, Scaling
+from ..ray_cluster.cluster import Cluster, CommandSpec, Fleet, Load, Node, Scaling, connected
 from ..registry import absolute
 from ..rollouts.events import Observer
 from ..rollouts.policy import Drop, UntrainedCeiling

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 
 from envserver_records.errors import ConfigError
 
-from ..ray_cluster.cluster import Cluster, CommandSpec, connected
-from ..ray_cluster.fleet import Fleet
-from ..ray_cluster.scaling import Load, Scaling
+from ..ray_cluster.cluster import Cluster, CommandSpec, Fleet, Load, Scaling, connected
 from ..rollouts.agents import check_sampling
 from ..runners.link import Identity, held_identity
 from ..runners.runner import RegisteredRunner

@@ -17,7 +17,7 @@ import orjson
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
 from ..ray_cluster.cluster import NAMESPACE
-from ..ray_cluster.server import ServerCommand
+from ..ray_cluster.command import ServerCommand
 from .python_api import spec_of
 from .ray_runners import check_engine, plain
 from .run_settings import ServeSettings

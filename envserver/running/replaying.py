@@ -27,7 +27,6 @@ from ..proxy.endpoint import EngineEndpoint
 from ..registry import known_names
 from ..rollouts.attempt import Finished
 from ..rollouts.group import RolloutContext, run_once
-from ..rollouts.kept_calls import calls_in, service_calls_in
 from ..rollouts.provenance import WHERE_ONLY
 from ..rollouts.replaying import (
     Difference,
@@ -35,10 +34,12 @@ from ..rollouts.replaying import (
     Player,
     RecordedServices,
     agents_of,
+    calls_in,
     recorded_calls,
+    service_calls_in,
     told_calls,
 )
-from ..rollouts.score_once import score_once
+from ..rollouts.scoring import score_once
 from ..rollouts.stream import GroupRequest
 from ..settings.config import Settings
 from ..settings.section import EnvironmentConfig

@@ -11,7 +11,7 @@ from ..http.server import RunningServer, serve_api
 from ..sandbox.machine import SandboxMachine
 from ..sandbox.opening import sandboxes_at
 from ..sandbox.service import SandboxService
-from ..telemetry.lag import LoopLag
+from ..telemetry.process import LoopLag
 from .run_settings import SandboxesServeSettings
 
 

@@ -19,7 +19,8 @@ from ..api.app import create_api
 from ..environment import Environment
 from ..rollouts.agents import check_sampling, temperatures
 from ..settings.config import MixSettings, SamplingConfig
-from ..telemetry.alarms import AlarmBook, AlarmFacts
+from ..telemetry.alarm_facts import AlarmFacts
+from ..telemetry.alarms import AlarmBook
 from ..telemetry.history import Name, numbers_of
 from ..trainers.status import AlarmWatch
 from .bootstrap import BootstrapServer, bootstrap_server

@@ -104,7 +104,7 @@ async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
 
 
 async def _over_store(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
-    from ..store.reading import open_reader
+    from ..store.lookups import open_reader
     from ..trainers.live_events import Feed
     from ..viewing.app import create_viewer
     from ..viewing.indexing_process import follow_store, last_number

@@ -1,7 +1,7 @@
 """Durable groups, leases, runs and small values. What was accepted is never lost.
 
 Groups go in as opaque bytes with the few numbers that batching needs, and come out under leases.
-`interface.py` says what a store is; `sql.py` implements it for SQLite and PostgreSQL. The database
+`sql.Store` has all operations, for SQLite and PostgreSQL. The database
 library is imported when `Store` or `open_store` is first used.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .interface import GroupStore
 from .rows import (
     ATROPOS_RUN,
     UNKNOWN_VERSION,
@@ -20,14 +19,14 @@ from .rows import (
     Delivery,
     GroupPut,
     GroupRow,
+    GroupState,
     Lease,
     Run,
+    RunState,
 )
-from .states import GroupState, RunState
 
 if TYPE_CHECKING:
-    from .opening import open_store
-    from .sql import Store
+    from .sql import Store, open_store
 
 __all__ = [
     "ATROPOS_RUN",
@@ -38,7 +37,6 @@ __all__ = [
     "Delivery",
     "GroupPut",
     "GroupRow",
-    "GroupStore",
     "GroupState",
     "Lease",
     "Run",
@@ -49,9 +47,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    modules = {"Store": ".sql", "open_store": ".opening"}
-    if name not in modules:
+    if name not in ("Store", "open_store"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(modules[name], __name__), name)
-    globals()[name] = value
-    return value
+    return getattr(importlib.import_module(".sql", __name__), name)

@@ -7,15 +7,18 @@ Every change of a delivery goes through `advance`, which checks the table of tra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 import msgspec
+import structlog
+from envserver_records.errors import StoreError
 from sqlalchemy import (
     ColumnElement,
     Select,
+    delete,
     func,
     insert,
     literal,
@@ -27,10 +30,18 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from .groups import QUEUED, rows_in, rows_of
-from .rows import UNKNOWN_VERSION, GroupRow
-from .schema import SHARED, deliveries, leases
-from .states import SETTLED, GroupEvent, GroupState, check_group
+from . import packed
+from .groups import QUEUED, kept_rows, rows_in, rows_of, seqs_of
+from .rows import (
+    SETTLED,
+    UNKNOWN_VERSION,
+    DamagedGroup,
+    GroupEvent,
+    GroupRow,
+    GroupState,
+    check_group,
+)
+from .schema import SHARED, damaged, deliveries, groups, leases
 from .transaction import Memory, Transaction, chunks
 
 _PAGE: Final = 256
@@ -96,9 +107,6 @@ async def advance(
 
 
 async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) -> None:
-    """Moves groups of the shared queue from buffered to queued, or to dropped.
-    Raises NotFoundError: a group does not exist. ConflictError: its state forbids it.
-    """
     rows = await rows_of(tx.connection, group_ids)
     await advance(tx, SHARED, rows, target, "move", lease_id=None)
     if target == "queued":
@@ -183,7 +191,6 @@ async def choose(tx: Transaction, queue: str, wanted: GroupSelection) -> list[Gr
 async def _candidates(
     tx: Transaction, queue: str, wanted: GroupSelection
 ) -> AsyncIterator[GroupRow]:
-    """Yields queued groups that match, oldest first."""
     queued = tx.memory.queued_environments(queue)
     names = queued if wanted.environments is None else queued & wanted.environments
     there = sum(tx.memory.tallies[queue, name, "queued"] for name in names)
@@ -261,9 +268,6 @@ async def oldest_queued_at(
 
 
 async def drop_stale(tx: Transaction, below_version: int, limit: int) -> int:
-    """Drops up to `limit` queued deliveries of groups older than `below_version`; returns how
-    many.
-    """
     versions = tx.memory.versions
     stale = [v for v in versions if v != UNKNOWN_VERSION and v < below_version]
     if not stale:
@@ -313,11 +317,6 @@ class Backlog(msgspec.Struct, frozen=True):
 
 
 async def backlogs(connection: AsyncConnection, memory: Memory, now: float) -> dict[str, Backlog]:
-    """Returns the backlog of each open run.
-
-    Args:
-        now: the store's time, in seconds.
-    """
     # A literal, because of the partial index; see groups.py.
     is_open = leases.c.state == literal_column("'open'")
     held, open_leases = Counter[str](), Counter[str]()
@@ -336,3 +335,111 @@ async def backlogs(connection: AsyncConnection, memory: Memory, now: float) -> d
         queued = memory.in_state(run, ("queued",))
         found[name] = Backlog(queued, lags[place], open_leases[name], held[name])
     return found
+
+
+log = structlog.get_logger(__name__)
+
+_REASON_CHARACTERS: Final = 200
+
+
+class DamagedBodies(StoreError):
+    """Stored bodies cannot be read. `reasons`: by group id."""
+
+    kind = "damaged_body"
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        first = next(iter(reasons))
+        super().__init__(
+            f"The stored bodies of {len(reasons)} groups are damaged; {first}: {reasons[first]}."
+            if len(reasons) > 1
+            else f"The stored body of group {first} is damaged: {reasons[first]}.",
+            hint="The disk, or a program that wrote to the store's files, damaged it; make the"
+            " group again.",
+            group_ids=list(reasons),
+        )
+        self.reasons = dict(reasons)
+
+
+def decode_all(group_ids: Sequence[str], stored: Sequence[tuple[int, bytes]]) -> list[bytes]:
+    """Decodes the bodies of these groups. CPU work: run it in a thread.
+    Raises DamagedBodies: some are damaged; it names all of them.
+    """
+    bodies: list[bytes] = []
+    reasons: dict[str, str] = {}
+    for group_id, (encoding, data) in zip(group_ids, stored, strict=True):
+        try:
+            bodies.append(packed.decode(encoding, data))
+        except packed.DamagedBody as error:
+            reasons[group_id] = str(error)
+    if reasons:
+        raise DamagedBodies(reasons)
+    return bodies
+
+
+async def drop_damaged(tx: Transaction, reasons: Mapping[str, str], undo: str | None) -> list[str]:
+    ids = list(reasons)
+    numbers = await seqs_of(tx.connection, ids)
+    for queue in sorted({SHARED, *(run.queue for run in tx.memory.runs.values())}):
+        rows = [
+            row
+            for row in (await kept_rows(tx.connection, ids, queue)).values()
+            if row.state not in SETTLED
+        ]
+        await _leave_leases(tx, rows)
+        await advance(tx, queue, rows, "dropped", "drop_damaged", lease_id=None)
+    if undo is not None:
+        await _undo(tx, undo)
+    known = {numbers[one]: (one, reasons[one]) for one in ids if one in numbers}
+    return await _keep_reasons(tx, known)
+
+
+async def _leave_leases(tx: Transaction, rows: Sequence[GroupRow]) -> None:
+    lost: dict[str, set[str]] = {}
+    for row in rows:
+        if row.lease_id is not None:
+            lost.setdefault(row.lease_id, set()).add(row.group_id)
+    for part in chunks(list(lost)):
+        query = select(leases.c.lease_id, leases.c.group_ids).where(leases.c.lease_id.in_(part))
+        for lease_id, text in (await tx.connection.execute(query)).all():
+            held = msgspec.json.decode(text, type=list[str])
+            left = [group_id for group_id in held if group_id not in lost[lease_id]]
+            change = update(leases).where(leases.c.lease_id == lease_id)
+            await tx.connection.execute(change.values(group_ids=msgspec.json.encode(left).decode()))
+
+
+async def _undo(tx: Transaction, lease_id: str) -> None:
+    query = select(leases).where(leases.c.lease_id == lease_id, leases.c.state == "open")
+    row = (await tx.connection.execute(query)).one_or_none()
+    if row is None:  # it expired meanwhile
+        return
+    queue = tx.memory.runs[row.run].queue
+    held = await kept_rows(tx.connection, msgspec.json.decode(row.group_ids), queue)
+    await advance(tx, queue, list(held.values()), "queued", "give_back", lease_id=None)
+    await tx.connection.execute(delete(leases).where(leases.c.lease_id == lease_id))
+
+
+async def _keep_reasons(tx: Transaction, found: Mapping[int, tuple[str, str]]) -> list[str]:
+    known: set[int] = set()
+    for part in chunks(list(found)):
+        query = select(damaged.c.seq).where(damaged.c.seq.in_(part))
+        known |= set((await tx.connection.execute(query)).scalars())
+    new = {seq: (one, why[:_REASON_CHARACTERS]) for seq, (one, why) in found.items()}
+    new = {seq: facts for seq, facts in new.items() if seq not in known}
+    if not new:
+        return []
+    rows = [{"seq": seq, "reason": why, "found_at": tx.now} for seq, (_, why) in new.items()]
+    await tx.connection.execute(insert(damaged), rows)
+    await tx.count("damaged", len(new))
+    for group_id, why in new.values():
+        log.error("stored_body_is_damaged", group_id=group_id, reason=why)
+    return [group_id for group_id, _ in new.values()]
+
+
+async def list_damaged(connection: AsyncConnection, limit: int) -> list[DamagedGroup]:
+    query = (
+        select(groups.c.group_id, damaged.c.reason, damaged.c.found_at)
+        .join_from(damaged, groups, damaged.c.seq == groups.c.seq)
+        .order_by(damaged.c.found_at.desc(), damaged.c.seq.desc())
+        .limit(limit)
+    )
+    return [DamagedGroup(*row) for row in await connection.execute(query)]

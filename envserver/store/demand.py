@@ -15,11 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+import msgspec
 import structlog
 from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import StoreError
+from envserver_records.records import Group, pack
 
-from ..rollouts.capacity import (
+from ..rollouts.estimates import Scored, scored_of
+from ..rollouts.policy import (
     SHARED,
     Bounds,
     Depth,
@@ -27,12 +30,12 @@ from ..rollouts.capacity import (
     Taker,
     free_capacity,
     most_waiting,
+    oldest_deliverable,
     silent_runs,
 )
-from ..rollouts.policy import oldest_deliverable
-from .interface import GroupStore
-from .rows import ATROPOS_RUN
-from .statistics import Changes
+from .packed import facts_of
+from .rows import ATROPOS_RUN, Changes, GroupPut
+from .sql import Store
 from .transaction import KnownRun
 
 log = structlog.get_logger(__name__)
@@ -42,7 +45,6 @@ _PAUSE_AFTER_FAILURE_SECONDS = 1.0
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Returns when the first of `waits` returns; cancels the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -53,13 +55,9 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
 
 
 class Staleness:
-    """Drops groups that are too old for the published policy version before they are leased.
+    """Drops groups that are too old for the published policy version before they are leased."""
 
-    Args:
-        max_staleness: maximum age of a group's oldest token, in policy versions; None: no limit.
-    """
-
-    def __init__(self, store: GroupStore, max_staleness: int | None) -> None:
+    def __init__(self, store: Store, max_staleness: int | None) -> None:
         self._store = store
         self._most = max_staleness
         self._published = Changes()
@@ -99,7 +97,7 @@ class Demand:
 
     def __init__(
         self,
-        store: GroupStore,
+        store: Store,
         bounds: Bounds,
         *,
         smallest_group: int = 1,
@@ -220,7 +218,7 @@ class Demand:
                 is_hungry=self._store.hungry_for(name) > 0,
             )
             for name, run in runs.items()
-            if run.batch_size  # nobody has registered over the Atropos wire yet
+            if run.batch_size  # no trainer has registered over the Atropos wire yet
         ]
 
     def _groups_per_batch(self, name: str, run: KnownRun) -> int:
@@ -229,3 +227,74 @@ class Demand:
         if name != ATROPOS_RUN:
             return max(run.batch_size, self._store.hungry_for(name))
         return math.ceil(run.batch_size / self._smallest_group)
+
+
+class StoreSink:
+    """Stores the groups of one environment of this server for trainers.
+
+    Args:
+        env: name of the environment.
+        demand: the demand of all environments of this server.
+    """
+
+    def __init__(self, store: Store, env: str, demand: Demand) -> None:
+        self._store = store
+        self._env = env
+        self._demand = demand
+
+    async def put(self, group: Group) -> None:
+        body = await asyncio.to_thread(pack, group)
+        await self._store.put([put_of(group, body)])
+
+    async def dropped(self, scored: Scored) -> None:
+        """Counts a group that was scored and is not stored, in the estimate of its task.
+        Raises StoreError: it may not have been counted.
+        """
+        await self._store.count_dropped([scored])
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        return await self._store.existing(group_ids)
+
+    async def wait_for_capacity(self) -> None:
+        """Waits until another group may be started."""
+        await self._demand.wait_for_capacity(self._env)
+
+    def opened(self, groups: int) -> None:
+        """Adds `groups` (may be negative) to the number of groups being made."""
+        self._demand.opened(self._env, groups)
+
+
+class StoreOrderSink:
+    """Stores the groups of orders (`rollouts.ordered.GroupSink`).
+
+    No run ever leases them: a client fetches them by id. Retention keeps them as long as
+    delivered groups.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def put(self, group: Group) -> None:
+        body = await asyncio.to_thread(pack, group)
+        put = msgspec.structs.replace(put_of(group, body), state="dropped")
+        await self._store.put([put])
+
+    async def known(self, group_ids: list[str]) -> set[str]:
+        return await self._store.existing(group_ids)
+
+
+def put_of(group: Group, body: bytes) -> GroupPut:
+    """Returns the record that stores `group`, whose packed form is `body`."""
+    rows = [row for trajectory in group.trajectories for row in trajectory.sequences]
+    return GroupPut(
+        group_id=group.group_id,
+        env=group.env,
+        format="group",
+        body=body,
+        size=len(group.trajectories),
+        tokens=sum(len(row.tokens) for row in rows),
+        max_length=max((len(row.tokens) for row in rows), default=0),
+        policy_version=group.policy_version,
+        scored=scored_of(group),
+        facts=facts_of(group),
+    )

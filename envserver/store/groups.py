@@ -30,11 +30,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import Table
 
 from ..rollouts.estimates import UNTRIED, Estimate, Scored, updated
-from . import compression
-from .facts import facts_row
-from .rows import GroupPut, GroupRow
+from . import packed
+from .packed import facts_row
+from .rows import FIRST_STATES, SETTLED, GroupPut, GroupRow
 from .schema import SHARED, bodies, deliveries, dropped_groups, estimates, group_facts, groups
-from .states import FIRST_STATES, SETTLED
 from .transaction import Transaction, chunks
 
 
@@ -58,7 +57,7 @@ _LENGTHS: Final = (1, 8, 64, 500)
 class Statement:
     """A statement whose parameters are given as a tuple, in the order of `names`.
 
-    What holds: no parameter has a type whose values SQLAlchemy converts.
+    No parameter has a type whose values SQLAlchemy converts.
     """
 
     def __init__(self, statement: Insert | Select[Any] | Update, names: Sequence[str]) -> None:
@@ -71,7 +70,6 @@ class Statement:
         return await connection.exec_driver_sql(self._text(connection), values)
 
     async def many(self, connection: AsyncConnection, values: Sequence[tuple[Any, ...]]) -> None:
-        """Runs it for each of `values`."""
         await connection.exec_driver_sql(self._text(connection), list(values))
 
     def _text(self, connection: AsyncConnection) -> str:
@@ -90,7 +88,7 @@ class Statement:
 class ListStatement:
     """A query for rows that have one of a list of values, of any length.
 
-    What holds: as for `Statement`. It is compiled for a few lengths; the last value fills up.
+    It is compiled for a few lengths; the last value fills up.
 
     Args:
         query: returns the query, from the parameters for the list.
@@ -156,7 +154,6 @@ async def count_stored(tx: Transaction, news: Iterable[Scored | None]) -> None:
 
 
 async def count_dropped(tx: Transaction, news: Sequence[Scored]) -> int:
-    """Counts scored groups that are not stored, each id once; returns how many were new."""
     known = await counted_drops(tx.connection, [one.group_id for one in news])
     new = {one.group_id: one for one in news if one.group_id not in known}
     if new:
@@ -168,8 +165,6 @@ async def count_dropped(tx: Transaction, news: Sequence[Scored]) -> int:
 
 
 async def _count(tx: Transaction, env: str, split: Split, news: Sequence[Scored]) -> None:
-    """Updates and inserts estimates: two statements if all tasks are known or all are new, else
-    three."""
     numbers: dict[str, int] = {}
     now: dict[str, Estimate] = {}
     task_ids = list({one.task_id for one in news})
@@ -232,7 +227,6 @@ def _row(row: Any) -> EstimateRow:
 async def estimates_of(
     connection: AsyncConnection, env: str, split: Split, task_ids: Sequence[str]
 ) -> dict[str, Estimate]:
-    """Returns the estimates by task id, for those of these tasks that were ever scored."""
     rows = await _FOUND.all(connection, (env, split), task_ids)
     return {task_id: Estimate(*columns) for _, task_id, *columns in rows}
 
@@ -240,8 +234,6 @@ async def estimates_of(
 async def estimates_after(
     connection: AsyncConnection, number: int, limit: int, env: str | None, split: Split | None
 ) -> list[EstimateRow]:
-    """Returns up to `limit` estimates after `number`, in the order in which tasks were first
-    scored."""
     query = select(estimates).where(estimates.c.number > number)
     if env is not None:
         query = query.where(estimates.c.env == env)
@@ -295,7 +287,7 @@ def encode_puts(puts: Sequence[GroupPut]) -> list[EncodedPut]:
             )
         if not put.group_id:
             raise InputError("A group needs an id.", place=f"groups[{index}].group_id")
-    return [EncodedPut(put, *compression.encode(put.body)) for put in puts]
+    return [EncodedPut(put, *packed.encode(put.body)) for put in puts]
 
 
 async def put_all(tx: Transaction, puts: Sequence[EncodedPut]) -> list[bool]:
@@ -333,12 +325,11 @@ _SEQS: Final = ListStatement(
 
 
 async def _body(connection: AsyncConnection, seq: int) -> bytes | None:
-    """Returns the stored body, or None if it is no longer kept or damaged."""
     query = select(bodies.c.encoding, bodies.c.body).where(bodies.c.seq == seq)
     row = (await connection.execute(query)).one_or_none()
     try:
-        return None if row is None else compression.decode(row.encoding, row.body)
-    except compression.DamagedBody as error:
+        return None if row is None else packed.decode(row.encoding, row.body)
+    except packed.DamagedBody as error:
         log.error("stored_body_is_damaged", seq=seq, error=str(error))
         return None
 
@@ -435,7 +426,6 @@ def group_columns() -> list[Column[Any]]:
 
 
 async def pending(connection: AsyncConnection) -> list[GroupRow]:
-    """Returns all queued and buffered groups of the shared queue, in order of arrival."""
     rows: list[GroupRow] = []
     for waiting in (QUEUED, _BUFFERED):
         query = rows_in(SHARED).where(waiting).order_by(deliveries.c.seq)
@@ -444,14 +434,12 @@ async def pending(connection: AsyncConnection) -> list[GroupRow]:
 
 
 async def arrived_after(connection: AsyncConnection, seq: int, limit: int) -> list[GroupRow]:
-    """Returns up to `limit` kept groups that arrived after number `seq`, in order."""
     after = deliveries.c.seq > seq
     query = rows_in(SHARED).where(after).order_by(deliveries.c.seq).limit(limit)
     return [GroupRow(*row) for row in await connection.execute(query)]
 
 
 async def count_with_prefix(connection: AsyncConnection, prefix: str) -> int:
-    """Counts the groups ever stored whose id begins with `prefix`."""
     begins = begins_with(groups.c.group_id, prefix, connection.dialect)
     count = await connection.execute(select(func.count()).select_from(groups).where(begins))
     return int(count.scalar_one())
@@ -472,7 +460,6 @@ async def rows_of(
 async def kept_rows(
     connection: AsyncConnection, group_ids: Sequence[str], queue: str
 ) -> dict[str, GroupRow]:
-    """Returns by id those of these groups that are kept in a queue."""
     found: dict[str, GroupRow] = {}
     for part in chunks(group_ids):
         # Select by seq: otherwise SQLite may scan every delivery of the queue.
@@ -485,9 +472,6 @@ async def kept_rows(
 async def stored_bodies(
     connection: AsyncConnection, group_ids: Sequence[str]
 ) -> list[tuple[int, bytes]]:
-    """Returns encoding and stored bytes of each group, in the order of `group_ids`.
-    Raises NotFoundError: a group does not exist or is no longer kept.
-    """
     found: dict[str, tuple[int, bytes]] = {}
     both = select(groups.c.group_id, bodies.c.encoding, bodies.c.body).join_from(
         groups, bodies, groups.c.seq == bodies.c.seq

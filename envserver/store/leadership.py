@@ -28,10 +28,9 @@ from sqlalchemy import text
 from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from .database import END_SESSION, HOLDER, locate
-from .failures import is_unreachable, typed
-from .lock import Leader, read_leader, renew
-from .opening import open_store
+from .database import END_SESSION, HOLDER, is_unreachable, locate, typed
+from .sql import open_store
+from .writer import Leader, read_leader, renew
 
 if TYPE_CHECKING:
     from .sql import Store
@@ -57,8 +56,6 @@ _UNKNOWN_TABLE: Final = "42P01"
 
 @dataclass(frozen=True)
 class _Look:
-    """What a follower saw: the row of the latest owner, and the session that holds the lock."""
-
     leader: Leader | None
     holder: int | None
 
@@ -70,11 +67,8 @@ class _Look:
 
 
 class Leadership:
-    """This server's part among the servers of a store; made by `leadership`.
-
-    Args:
-        takeover_seconds: seconds of silence after which a leader's session is ended; the same for
-            all servers of a store.
+    """This server's part among the servers of a store; made by `leadership`. `takeover_seconds`:
+    seconds of silence after which a leader's session is ended; the same for all servers of a store.
     """
 
     def __init__(self, where: str, engine: AsyncEngine, takeover_seconds: float) -> None:
@@ -236,7 +230,6 @@ class Leadership:
             await self._pause(min(BEAT_SECONDS, self._takeover_seconds / _BEATS))
 
     async def _end_beats(self) -> None:
-        """Ends the beats once the store is closed, and tells the others that it is free."""
         self.leads = False
         if self._beating is None:
             return
@@ -285,7 +278,6 @@ class Leadership:
                 await connection.close()
 
     async def close(self) -> None:
-        """Closes the connection."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._disconnect()

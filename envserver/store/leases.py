@@ -1,7 +1,8 @@
 """The SQL of leases, and of closing and rewinding runs.
 
-Each function is one operation inside a transaction of the writer. `expire` is what happens when a
-lease expires, which keeps its claim until one of its groups is leased again.
+Each function is one operation inside a transaction of the writer; `Store` describes those that have
+its names. `expire` queues the groups of an expired lease again; the lease keeps its claim until one
+of them is leased again.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 
 import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
-from sqlalchemy import Row, insert, literal_column, select, update
+from sqlalchemy import ColumnElement, Row, insert, literal_column, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .deliveries import GroupSelection, advance, choose
 from .groups import kept_rows, rows_of
-from .lookups import facts_where
-from .rows import GroupRow, Lease, Run
+from .rows import GroupRow, Lease, LeaseEvent, LeaseState, Run, check_lease
 from .runs import (
     add_acked,
     forget_after,
@@ -30,7 +31,6 @@ from .runs import (
     require_whole,
 )
 from .schema import leases
-from .states import LeaseEvent, LeaseState, check_lease
 from .transaction import Transaction
 
 _REASON_CHARACTERS = 80
@@ -57,11 +57,6 @@ async def lease(
     seconds: float,
     lease_id: str | None = None,
 ) -> Lease | None:
-    """Leases groups to `run`, by a selection or by their ids; expired leases are taken back first.
-
-    Returns:
-        None when nothing, or too little, is queued.
-    """
     known = require_open(tx, run)
     await expire(tx, tx.now)
     if lease_id is not None and (again := await _again(tx, run, lease_id)) is not None:
@@ -119,11 +114,6 @@ async def _again(tx: Transaction, run: str, lease_id: str) -> Lease | None:
 
 
 async def ack(tx: Transaction, lease_id: str, checkpoint: str | None) -> None:
-    """Acks a lease's groups; a late ack counts as long as none of them was leased again.
-
-    Args:
-        checkpoint: name of the checkpoint that covers all acks of the run up to this one.
-    """
     known = await find(tx, lease_id)
     number = known.ack_number
     if known.state != "acked":
@@ -138,7 +128,6 @@ async def ack(tx: Transaction, lease_id: str, checkpoint: str | None) -> None:
 
 
 async def nack(tx: Transaction, lease_id: str, reason: str) -> None:
-    """Puts the groups back into their places in the queue; the lease loses its claim."""
     known = await find(tx, lease_id)
     if known.state == "nacked":
         return
@@ -149,7 +138,6 @@ async def nack(tx: Transaction, lease_id: str, reason: str) -> None:
 
 
 async def set_aside(tx: Transaction, lease_id: str, group_ids: Sequence[str], reason: str) -> None:
-    """Drops some groups of a lease from the queue of its run; the lease keeps the others."""
     known = await find(tx, lease_id)
     rows = await rows_of(tx.connection, group_ids, known.queue)
     done = {r.group_id for r in rows if (r.state, r.lease_id) == ("dropped", lease_id)}
@@ -172,7 +160,6 @@ async def set_aside(tx: Transaction, lease_id: str, group_ids: Sequence[str], re
 
 
 async def _count(tx: Transaction, event: str, reason: str, more: int) -> None:
-    """Counts an event by its reason."""
     name = f"{event}: {reason[:_REASON_CHARACTERS]}" if reason else event
     named = sum(counter.startswith(f"{event}: ") for counter in tx.memory.counters)
     if reason and name not in tx.memory.counters and named >= _MOST_REASONS:
@@ -181,9 +168,6 @@ async def _count(tx: Transaction, event: str, reason: str, more: int) -> None:
 
 
 async def extend(tx: Transaction, lease_id: str, seconds: float) -> float:
-    """Moves the lease's end to `seconds` from now; an expired lease with its claim is open
-    again.
-    """
     known = await find(tx, lease_id)
     await _resume(tx, known)
     expires_at = tx.now + seconds
@@ -193,7 +177,6 @@ async def extend(tx: Transaction, lease_id: str, seconds: float) -> float:
 
 
 async def expire(tx: Transaction, now: float) -> list[str]:
-    """Queues the groups of overdue leases again; returns the leases' ids, soonest due first."""
     overdue = (
         select(leases)
         # Written out for the partial index, as in groups.
@@ -312,21 +295,12 @@ def check_seconds(seconds: float) -> None:
 
 
 async def close_run(tx: Transaction, name: str) -> Run:
-    """Closes a run: it leases no more, and the groups of its open leases are queued again.
-    Raises NotFoundError: the run does not exist.
-    """
     if require_known(tx, name).state == "open":
         await revoke_held(tx, name, "close")
     return await mark_closed(tx, name)
 
 
 async def rewind(tx: Transaction, name: str, checkpoint: str | None) -> list[str]:
-    """Queues the groups again that the run acked after `checkpoint`; returns their ids, oldest
-    first.
-
-    Args:
-        checkpoint: name of a checkpoint; None rewinds as far as groups are kept.
-    """
     require_known(tx, name)
     after = 0 if checkpoint is None else await require_whole(tx, name, checkpoint)
     await revoke_held(tx, name, "rewind")
@@ -335,3 +309,55 @@ async def rewind(tx: Transaction, name: str, checkpoint: str | None) -> list[str
     if taken_back:
         await tx.count("rewound", len(taken_back))
     return taken_back
+
+
+class LeaseFacts(msgspec.Struct, frozen=True):
+    """A lease in any state, without its groups' rows."""
+
+    lease_id: str
+    run: str
+    state: LeaseState
+    expires_at: float
+    group_ids: list[str]
+
+
+class LeasedGroup(msgspec.Struct, frozen=True):
+    """A group in an open lease. Times are seconds since 1970; ages are by the store's clock."""
+
+    group_id: str
+    environment: str
+    leased_at: float
+    age_seconds: float
+    expires_in_seconds: float
+
+
+async def leased_rows(
+    connection: AsyncConnection, run: str, queue: str, limit: int
+) -> tuple[Sequence[Any], int]:
+    """Returns (group id, environment, leased at, expires at) of `limit` leased groups of a run,
+    oldest lease first, and the number of all.
+    """
+    # A literal, because of the partial index; see groups.py.
+    is_open = leases.c.state == literal_column("'open'")
+    columns = (leases.c.lease_id, leases.c.group_ids, leases.c.created_at, leases.c.expires_at)
+    query = select(*columns).where(is_open & (leases.c.run == run)).order_by(leases.c.created_at)
+    named = [
+        (group_id, row.created_at, row.expires_at)
+        for row in await connection.execute(query)
+        for group_id in msgspec.json.decode(row.group_ids, type=list[str])
+    ]
+    shown = named[:limit]
+    rows = await kept_rows(connection, [one[0] for one in shown], queue)
+    return [(name, rows[name].env, *times) for name, *times in shown if name in rows], len(named)
+
+
+async def facts_where(
+    connection: AsyncConnection, condition: ColumnElement[bool]
+) -> list[LeaseFacts]:
+    """Returns the leases that match `condition`, soonest due first."""
+    columns = (leases.c.lease_id, leases.c.run, leases.c.state, leases.c.expires_at)
+    query = select(*columns, leases.c.group_ids).where(condition).order_by(leases.c.expires_at)
+    return [
+        LeaseFacts(*row[:4], msgspec.json.decode(row.group_ids, type=list[str]))
+        for row in await connection.execute(query)
+    ]

@@ -24,11 +24,10 @@ from sqlalchemy import (
 from sqlalchemy import text as sql_text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from .facts import GroupFacts
 from .groups import group_columns
-from .rows import GroupRow
+from .packed import GroupFacts
+from .rows import GroupRow, GroupState
 from .schema import SHARED, deliveries, group_facts, groups
-from .states import GroupState
 
 # The last column of every order is a whole number that no two rows share.
 
@@ -103,7 +102,7 @@ class GroupQuery(msgspec.Struct, frozen=True, kw_only=True):
         min_length, max_length: tokens of its longest row.
         flag, end: at least one of its rollouts has that flag, or ended so.
         text: part of its id or of its task's.
-        found: numbers of further groups that have `text` elsewhere; of a SQLite database only.
+        found: numbers of further groups that have `text` in their bodies; SQLite only.
     """
 
     order: Order = "oldest"
@@ -285,13 +284,6 @@ async def seen_tasks(
     environment: str = "",
     text: str = "",
 ) -> TasksPage:
-    """Returns up to `limit` tasks after `cursor` ("": the first ones).
-
-    A task whose groups arrive meanwhile moves, so it may be on two pages or on none.
-
-    Args:
-        text: part of the task's id.
-    """
     found = _summed(environment, text).subquery()
     name, descends = _TASK_KEYS[order]
     names = [name, "last"] if name != "last" else ["last"]

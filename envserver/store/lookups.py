@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
-from envserver_records.errors import NotFoundError
+from envserver_records.errors import ConfigError, NotFoundError
+from envserver_records.extras import install_command
 from envserver_records.records import Split
-from sqlalchemy import ColumnElement, Integer, case, cast, func, literal_column, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import (
+    URL,
+    Integer,
+    case,
+    cast,
+    event,
+    func,
+    inspect,
+    literal_column,
+    make_url,
+    select,
+)
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from ..rollouts.estimates import Estimate
-from . import groups, runs
-from .damage import list_damaged
-from .deliveries import Backlog, backlogs
-from .groups import EstimateRow
+from . import runs
+from .database import typed_failures
+from .deliveries import Backlog, backlogs, decode_all, list_damaged
+from .groups import (
+    EstimateRow,
+    arrived_after,
+    count_drops_with_prefix,
+    count_with_prefix,
+    counted_drops,
+    estimates_after,
+    estimates_of,
+    pending,
+    rows_of,
+    seqs_of,
+    stored_bodies,
+)
+from .leases import LeasedGroup, LeaseFacts, facts_where, leased_rows
 from .listing import (
     GroupQuery,
     Page,
@@ -29,11 +58,19 @@ from .listing import (
     page_of,
     seen_tasks,
 )
-from .rows import Checkpoint, DamagedGroup, GroupRow, Run
+from .rows import (
+    SETTLED,
+    UNKNOWN_VERSION,
+    Checkpoint,
+    DamagedGroup,
+    GroupRow,
+    GroupState,
+    Run,
+    StoreStatistics,
+)
 from .runs import list_checkpoints, minutes_between
-from .schema import deliveries, group_facts, leases
-from .states import LeaseState
-from .transaction import queue_of
+from .schema import SCHEMA_VERSION, SHARED, deliveries, group_facts, leases, schema_version
+from .transaction import KnownRun, queue_of
 
 if TYPE_CHECKING:
     from .writer import Writer
@@ -86,32 +123,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class LeaseFacts(msgspec.Struct, frozen=True):
-    """A lease in any state, without its groups' rows."""
-
-    lease_id: str
-    run: str
-    state: LeaseState
-    expires_at: float
-    group_ids: list[str]
-
-
-class LeasedGroup(msgspec.Struct, frozen=True):
-    """A group in an open lease. Times are seconds since 1970; ages are by the store's clock."""
-
-    group_id: str
-    environment: str
-    leased_at: float
-    age_seconds: float
-    expires_in_seconds: float
-
-
 class GroupLookups(ABC):
-    """Reads groups from a database with the tables of a store; see `interface.ReadGroups`."""
+    """Reads groups from a database with the tables of a store."""
 
     @abstractmethod
     def _reading(self) -> AbstractAsyncContextManager[AsyncConnection]:
         """Opens a connection that sees what is durable."""
+
+    @abstractmethod
+    async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
+        """Returns the bodies of these groups, in order.
+
+        Raises:
+            NotFoundError: a group does not exist or is no longer kept.
+            DamagedBodies: some bodies cannot be read; see `drop_damaged`.
+        """
 
     async def _read(
         self,
@@ -123,35 +149,50 @@ class GroupLookups(ABC):
             return await query(connection, *args, **kwargs)
 
     async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
+        """Returns a page of kept groups; see `listing.page_of`. Raises InputError: the cursor does
+        not belong to this order.
+        """
         return await self._read(page_of, query, cursor, limit)
 
     async def seen_tasks(
         self, order: TaskOrder, cursor: str, limit: int, *, environment: str = "", text: str = ""
     ) -> TasksPage:
+        """Returns a page of tasks, as their kept groups show them; see `SeenTask`. Raises as
+        `list_groups`.
+        """
         return await self._read(
             seen_tasks, order, cursor, limit, environment=environment, text=text
         )
 
     async def reward_counts(self, query: GroupQuery) -> RewardCounts:
+        """Counts the kept groups that `query` matches, by mean reward."""
         return await self._read(reward_counts, query)
 
     async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
-        return await self._read(groups.rows_of, group_ids)
+        """Returns these groups without their bodies, in order, each once.
+
+        Raises:
+            NotFoundError: a group does not exist or is no longer kept.
+        """
+        return await self._read(rows_of, group_ids)
 
     async def stored_bodies(self, group_ids: Sequence[str]) -> list[tuple[int, bytes]]:
-        return await self._read(groups.stored_bodies, group_ids)
+        """Like `bodies`, but returns each body's encoding and encoded bytes (`packed.py`)."""
+        return await self._read(stored_bodies, group_ids)
 
 
-class DatabaseLookups(GroupLookups):
-    """The part of `interface.LookUp` that queries the database."""
+class StoreLookups(GroupLookups):
+    """Reads groups, leases, estimates and counts, and waits for changes. Changes nothing."""
 
     _writer: Writer
     _clock: Callable[[], float]
 
     async def pending(self) -> list[GroupRow]:
-        return await self._read(groups.pending)
+        """Returns the queued and buffered groups of the shared queue, oldest first."""
+        return await self._read(pending)
 
     async def most_waiting_bytes(self) -> int:
+        """Like `most_waiting`, for the size of the bodies in the largest queue."""
         of = deliveries.c
         where = (of.queue.in_(sorted(self._writer.memory.drawn_from())), of.settled_at.is_(None))
         query = select(func.sum(of.stored_bytes)).where(*where).group_by(of.queue)
@@ -159,56 +200,75 @@ class DatabaseLookups(GroupLookups):
             return max((int(size) for size in await connection.scalars(query)), default=0)
 
     async def damaged(self, limit: int) -> list[DamagedGroup]:
+        """Returns up to `limit` groups whose bodies are damaged, latest found first."""
         return await self._read(list_damaged, limit)
 
     async def existing(self, group_ids: Sequence[str]) -> set[str]:
-        return set(await self._read(groups.seqs_of, list(set(group_ids))))
+        """Returns those of these ids that were ever stored, delivered or not."""
+        return set(await self._read(seqs_of, list(set(group_ids))))
 
     async def count_with_prefix(self, prefix: str) -> int:
-        return await self._read(groups.count_with_prefix, prefix)
+        """Counts the groups ever stored whose id begins with `prefix`."""
+        return await self._read(count_with_prefix, prefix)
 
     async def task_estimates(
         self, after: int, limit: int, *, env: str | None = None, split: Split | None = None
     ) -> list[EstimateRow]:
-        return await self._read(groups.estimates_after, after, limit, env, split)
+        """Returns up to `limit` task estimates after number `after`, in the order in which the
+        tasks were first scored.
+        """
+        return await self._read(estimates_after, after, limit, env, split)
 
     async def estimates_of(
         self, env: str, split: Split, task_ids: Sequence[str]
     ) -> dict[str, Estimate]:
-        return await self._read(groups.estimates_of, env, split, task_ids)
+        """Returns the estimates by task id, for those of these tasks that were ever scored."""
+        return await self._read(estimates_of, env, split, task_ids)
 
     async def made(self, group_ids: Sequence[str]) -> set[str]:
+        """Returns those of these ids that were ever stored or counted as dropped."""
         async with self._reading() as connection:
-            stored = await groups.seqs_of(connection, group_ids)
-            return {*stored, *await groups.counted_drops(connection, group_ids)}
+            stored = await seqs_of(connection, group_ids)
+            return {*stored, *await counted_drops(connection, group_ids)}
 
     async def count_made(self, prefix: str) -> int:
+        """Counts the groups that were stored or counted as dropped, by the prefix of their ids."""
         async with self._reading() as connection:
-            stored = await groups.count_with_prefix(connection, prefix)
-            return stored + await groups.count_drops_with_prefix(connection, prefix)
+            stored = await count_with_prefix(connection, prefix)
+            return stored + await count_drops_with_prefix(connection, prefix)
 
     async def backlogs(self) -> dict[str, Backlog]:
+        """Returns for each open run what waits for it, for how long, and what it has leased."""
         return await self._read(backlogs, self._writer.memory, self._clock())
 
     async def checkpoints(self, run: str) -> list[Checkpoint]:
+        """Returns a run's checkpoints, oldest first. Raises NotFoundError if the run does not
+        exist.
+        """
         return await self._read(list_checkpoints, run)
 
     async def get_run(self, name: str) -> Run:
+        """Returns a run. Raises NotFoundError if it does not exist."""
         return await self._read(runs.get_run, name)
 
     async def list_runs(self) -> list[Run]:
+        """Returns all runs, oldest first."""
         return await self._read(runs.list_runs)
 
     async def get_value(self, key: str) -> Any:
+        """Returns the JSON-like value of `key`, or None if it was never set."""
         return await self._read(runs.get_value, key)
 
     async def values_with_prefix(self, prefix: str) -> dict[str, Any]:
+        """Returns the values of all keys that begin with `prefix`."""
         return await self._read(runs.values_with_prefix, prefix)
 
     async def minutes_between(self, start: int, end: int, step: int) -> list[tuple[int, str]]:
+        """Returns every `step`-th minute from `start` to `end`, in order, with its numbers."""
         return list(await self._read(minutes_between, start, end, step))
 
     async def find_lease(self, lease_id: str) -> LeaseFacts:
+        """Returns a lease. Raises NotFoundError if it does not exist."""
         found = await self._read(facts_where, leases.c.lease_id == lease_id)
         if not found:
             raise NotFoundError(f"There is no lease {lease_id}.", lease_id=lease_id)
@@ -216,10 +276,14 @@ class DatabaseLookups(GroupLookups):
 
     async def open_leases(self, run: str) -> list[LeaseFacts]:
         # A literal, because of the partial index; see groups.py.
+        """Returns a run's open leases, soonest due first."""
         is_open = leases.c.state == literal_column("'open'")
         return await self._read(facts_where, is_open & (leases.c.run == run))
 
     async def leased_groups(self, run: str, limit: int) -> tuple[list[LeasedGroup], int]:
+        """Returns up to `limit` groups in a run's open leases, oldest lease first, and how many
+        there are. Raises NotFoundError if the run does not exist.
+        """
         async with self._reading() as connection:
             of = await runs.get_run(connection, run)
             queue = queue_of(of.name, of.delivery)
@@ -230,34 +294,205 @@ class DatabaseLookups(GroupLookups):
             for group_id, env, leased_at, expires_at in found
         ], count
 
+    @property
+    def statistics(self) -> StoreStatistics:
+        """Counts of commits and leases since the store was opened."""
+        return self._writer.statistics
 
-async def leased_rows(
-    connection: AsyncConnection, run: str, queue: str, limit: int
-) -> tuple[Sequence[Any], int]:
-    """Returns (group id, environment, leased at, expires at) of `limit` leased groups of a run,
-    oldest lease first, and the number of all.
+    @property
+    def waiting_operations(self) -> int:
+        """Number of changes that wait for the next commit."""
+        return self._writer.waiting
+
+    @property
+    def disk_problem(self) -> str:
+        """Why new groups may be refused for lack of disk space; "" if there is space."""
+        return self._writer.disk_problem
+
+    async def counts(self) -> dict[GroupState, int]:
+        """Returns the number of groups in each state in the shared queue, also removed ones."""
+        return self._writer.memory.counts(SHARED)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the bodies of all groups that are kept, as stored."""
+        return self._writer.memory.stored_bytes
+
+    def most_waiting(self) -> int:
+        """Returns the number of groups that wait, or are leased, in the longest queue from which a
+        run draws.
+        """
+        memory = self._writer.memory
+        waiting = dict.fromkeys(memory.drawn_from(), 0)
+        for (queue, _, state), count in memory.tallies.items():
+            if queue in waiting and state not in SETTLED:
+                waiting[queue] += count
+        return max(waiting.values(), default=0)
+
+    async def depths(self) -> dict[str, int]:
+        """Returns for each open run how many groups are queued or leased for it."""
+        memory = self._writer.memory
+        return {
+            name: memory.waiting(run) for name, run in memory.runs.items() if run.state == "open"
+        }
+
+    async def counters(self) -> dict[str, int]:
+        """Returns totals since the store was created: `expired` (leases), `nacked` and `nacked:
+        REASON` (leases), `set_aside: REASON`, `rewound`, `stale_dropped` (deliveries), `removed`,
+        `damaged` (groups); and since it was opened `conflicting_puts`: puts whose id existed with
+        another body (the first body stays). Zero counters are missing.
+        """
+        memory = self._writer.memory
+        return {**memory.counters, "conflicting_puts": memory.conflicting_puts}
+
+    @property
+    def changes(self) -> int:
+        """A number that grows whenever a group is queued (put, moved, given back, expired, rewound)
+        or a run is closed.
+        """
+        return self._writer.changes.number
+
+    async def wait_for_change(
+        self, timeout: float | None = None, *, since: int | None = None
+    ) -> int:
+        """Waits at most `timeout` seconds until `changes` differs from `since` (None: from its
+        value now); returns `changes`. Closing the store wakes everybody as well.
+
+        To miss nothing, read `changes` before looking at the store, and pass that value as `since`.
+        """
+        self._writer.check_open()
+        known = self._writer.changes.number if since is None else since
+        return await self._writer.changes.wait(known, timeout)
+
+    @property
+    def last_seq(self) -> int:
+        """`seq` of the group that arrived last, as of the last commit; numbers have no gaps."""
+        return self._writer.memory.next_seq - 1
+
+    @property
+    def tallies(self) -> Mapping[tuple[str, str, GroupState], int]:
+        """Number of deliveries by (queue, environment, state), as of the last commit."""
+        return self._writer.memory.tallies
+
+    def may_hold_older(self, version: int) -> bool:
+        """Returns whether groups older than this policy version may be queued."""
+        known = self._writer.memory.versions
+        return any(UNKNOWN_VERSION < one < version for one in known)
+
+    @property
+    def open_runs(self) -> Mapping[str, KnownRun]:
+        """The open runs by name, as of the last commit."""
+        known = self._writer.memory.runs
+        return {name: run for name, run in known.items() if run.state == "open"}
+
+    def hungry_for(self, run: str) -> int:
+        """Returns the `min_groups` of the run's latest lease if too little was queued, otherwise
+        0.
+        """
+        return self._writer.memory.hungry.get(run, 0)
+
+    @property
+    def activity(self) -> int:
+        """A number that grows with every change of a delivery or a run."""
+        return self._writer.activity.number
+
+    async def wait_for_activity(self, timeout: float | None, *, since: int) -> int:
+        """Like `wait_for_change`, for `activity`."""
+        self._writer.check_open()
+        return await self._writer.activity.wait(since, timeout)
+
+
+class StoreReader(GroupLookups):
+    """The groups of a database with the tables of a store."""
+
+    def __init__(self, name: str, engine: AsyncEngine) -> None:
+        self.name = name
+        self._engine = engine
+
+    async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
+        return await asyncio.to_thread(decode_all, group_ids, await self.stored_bodies(group_ids))
+
+    async def arrived_after(self, seq: int, limit: int) -> list[GroupRow]:
+        """Returns up to `limit` kept groups that arrived after number `seq`, in order."""
+        return await self._read(arrived_after, seq, limit)
+
+    @asynccontextmanager
+    async def _reading(self) -> AsyncIterator[AsyncConnection]:
+        with typed_failures():
+            async with self._engine.connect() as connection:
+                yield connection
+
+
+@asynccontextmanager
+async def open_reader(where: str) -> AsyncIterator[StoreReader]:
+    """Opens the store at `where` for reading."""
+    url = _locate(where)
+    name = where if url.get_backend_name() == "sqlite" else url.render_as_string()
+    async with only_reading(url) as engine:
+        reader = StoreReader(name, engine)
+        async with reader._reading() as connection:
+            await _check_version(connection, reader.name)
+        yield reader
+
+
+@asynccontextmanager
+async def only_reading(
+    url: URL, prepare: Callable[[Any], None] | None = None
+) -> AsyncIterator[AsyncEngine]:
+    """Connects to a database in a way that cannot change it."""
+    engine = create_async_engine(url, isolation_level="AUTOCOMMIT", hide_parameters=True)
+    if url.get_backend_name() == "sqlite":
+
+        @event.listens_for(engine.sync_engine, "connect")
+        def only_read(connection: Any, record: object) -> None:
+            cursor = connection.cursor()
+            cursor.execute("PRAGMA busy_timeout=10000")
+            cursor.execute("PRAGMA query_only=ON")
+            cursor.close()
+            if prepare is not None:
+                prepare(connection)
+
+    try:
+        yield engine
+    finally:
+        await engine.dispose()
+
+
+def sqlite_url(path: Path) -> URL:
+    """Returns the URL of a SQLite file that is opened for reading only.
+    Raises NotFoundError: there is no such file.
     """
-    # A literal, because of the partial index; see groups.py.
-    is_open = leases.c.state == literal_column("'open'")
-    columns = (leases.c.lease_id, leases.c.group_ids, leases.c.created_at, leases.c.expires_at)
-    query = select(*columns).where(is_open & (leases.c.run == run)).order_by(leases.c.created_at)
-    named = [
-        (group_id, row.created_at, row.expires_at)
-        for row in await connection.execute(query)
-        for group_id in msgspec.json.decode(row.group_ids, type=list[str])
-    ]
-    shown = named[:limit]
-    rows = await groups.kept_rows(connection, [one[0] for one in shown], queue)
-    return [(name, rows[name].env, *times) for name, *times in shown if name in rows], len(named)
+    if not path.is_file():
+        raise NotFoundError(f"There is no store {str(path)!r}.")
+    file = path.resolve().as_uri()
+    return URL.create("sqlite+aiosqlite", database=file, query={"mode": "ro", "uri": "true"})
 
 
-async def facts_where(
-    connection: AsyncConnection, condition: ColumnElement[bool]
-) -> list[LeaseFacts]:
-    """Returns the leases that match `condition`, soonest due first."""
-    columns = (leases.c.lease_id, leases.c.run, leases.c.state, leases.c.expires_at)
-    query = select(*columns, leases.c.group_ids).where(condition).order_by(leases.c.expires_at)
-    return [
-        LeaseFacts(*row[:4], msgspec.json.decode(row.group_ids, type=list[str]))
-        for row in await connection.execute(query)
-    ]
+async def _check_version(connection: AsyncConnection, name: str) -> None:
+    names = await connection.run_sync(lambda sync: inspect(sync).get_table_names())
+    if schema_version.name not in names:
+        raise ConfigError(f"{name} is not a store of envserver.")
+    version = await connection.scalar(select(schema_version.c.version))
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"The store {name} has tables of version {version}; this envserver reads "
+            f"{SCHEMA_VERSION}.",
+            hint="`envserver serve` brings an older one up to date; for a newer one, upgrade.",
+        )
+
+
+def _locate(where: str) -> URL:
+    if "://" not in where:
+        return sqlite_url(Path(where))
+    try:
+        url = make_url(where)
+    except ArgumentError as error:
+        raise ConfigError("The store's URL cannot be read.") from error
+    if url.get_backend_name() == "sqlite":
+        return sqlite_url(Path(url.database or ""))
+    if importlib.util.find_spec("asyncpg") is None:
+        raise ConfigError(
+            "A store in PostgreSQL needs asyncpg, which is not installed.",
+            hint=f"Install it with: {install_command('postgres')}",
+        )
+    return url.set(drivername="postgresql+asyncpg")

@@ -26,10 +26,9 @@ from sqlalchemy import ColumnElement, Row, delete, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .groups import kept_rows
-from .rows import Compacted
+from .rows import Compacted, GroupState, check_group
 from .runs import last_but_one
 from .schema import SHARED, bodies, deliveries, gone, group_facts, leases, runs
-from .states import GroupState, check_group
 from .transaction import Memory, Transaction
 
 _READ_AT_ONCE: Final = 400
@@ -118,7 +117,6 @@ async def _remove_some(
 async def _removable(
     connection: AsyncConnection, memory: Memory, seqs: Sequence[int], before: float
 ) -> dict[int, Sequence[Row[Any]]]:
-    """Returns all deliveries of those of these groups that may be removed, in order."""
     of = deliveries.c
     queues = {SHARED, *(run.queue for run in memory.runs.values())}
     acked_by = (leases.c.run, leases.c.ack_number)
@@ -223,7 +221,6 @@ async def _needed(
 
 
 async def _remove_ended(tx: Transaction, lease_ids: Sequence[str], before: float) -> Compacted:
-    """Removes these leases, except those that were opened again."""
     of = leases.c
     where = (of.lease_id.in_(lease_ids), of.ended_at <= before)
     done = await tx.connection.execute(delete(leases).where(*where))

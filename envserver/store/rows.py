@@ -2,13 +2,111 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final, Literal, get_args
 
 import msgspec
+from envserver_records.errors import ConflictError
 
 from ..rollouts.estimates import Scored
-from .facts import GroupFacts
-from .states import GroupState, RunState
+from ..telemetry.numbers import SHORT_SECONDS, Distribution
+from .packed import GroupFacts
+
+# A delivery is one group in one queue:
+#
+#     buffered ──move──▶ queued ──lease──▶ leased ──ack──▶ acked
+#        │                 │  ◀──give_back──┘                │
+#        │                 │  ◀─────────────rewind───────────┘
+#        └──────move───────┴──move, drop_stale, compact──▶ dropped
+#
+# And set_aside leads from leased, drop_damaged from buffered, queued and leased to dropped.
+#
+# Only queued groups are leased. Acked is final unless the run rewinds to a checkpoint; dropped is
+# always final. Buffered groups are accepted as well and wait for others.
+#
+# A lease is open until it is acked, nacked (given back) or expired. An expired lease whose groups
+# have not been leased again is still valid: `resume` opens it again, so a late ack counts. Closing
+# or rewinding a run revokes its leases: a revoked lease can no longer be acked or nacked.
+
+GroupState = Literal["buffered", "queued", "leased", "acked", "dropped"]
+LeaseState = Literal["open", "expired", "acked", "nacked", "revoked"]
+RunState = Literal["open", "closed"]
+GroupEvent = Literal[
+    "move",
+    "lease",
+    "ack",
+    "give_back",
+    "set_aside",
+    "rewind",
+    "drop_stale",
+    "drop_damaged",
+    "compact",
+]
+LeaseEvent = Literal["ack", "nack", "expire", "resume", "close", "rewind"]
+
+GROUP_STATES: Final[tuple[GroupState, ...]] = get_args(GroupState)
+LEASE_STATES: Final[tuple[LeaseState, ...]] = get_args(LeaseState)
+RUN_STATES: Final[tuple[RunState, ...]] = get_args(RunState)
+
+FIRST_STATES: Final[frozenset[GroupState]] = frozenset({"queued", "buffered", "dropped"})
+"""States in which a group may be put. A group put as dropped is for no run, but can be read by
+id.
+"""
+
+SETTLED: Final[frozenset[GroupState]] = frozenset({"acked", "dropped"})
+"""Final states: the delivery waits for nothing any more."""
+
+GROUP_TRANSITIONS: Final[Mapping[GroupEvent, frozenset[tuple[GroupState, GroupState]]]] = {
+    "move": frozenset({("buffered", "queued"), ("buffered", "dropped"), ("queued", "dropped")}),
+    "lease": frozenset({("queued", "leased")}),
+    "ack": frozenset({("leased", "acked")}),
+    "give_back": frozenset({("leased", "queued")}),
+    "set_aside": frozenset({("leased", "dropped")}),
+    "rewind": frozenset({("acked", "queued")}),
+    "drop_stale": frozenset({("queued", "dropped")}),
+    "drop_damaged": frozenset(
+        {("buffered", "dropped"), ("queued", "dropped"), ("leased", "dropped")}
+    ),
+    "compact": frozenset({("queued", "dropped")}),
+}
+
+LEASE_TRANSITIONS: Final[Mapping[LeaseEvent, frozenset[tuple[LeaseState, LeaseState]]]] = {
+    "ack": frozenset({("open", "acked")}),
+    "nack": frozenset({("open", "nacked")}),
+    "expire": frozenset({("open", "expired")}),
+    "resume": frozenset({("expired", "open")}),
+    "close": frozenset({("open", "revoked"), ("expired", "revoked")}),
+    "rewind": frozenset({("open", "revoked"), ("expired", "revoked"), ("acked", "revoked")}),
+}
+
+
+def check_group(group_id: str, source: GroupState, target: GroupState, event: GroupEvent) -> None:
+    """Checks that `event` may take a delivery from `source` to `target`.
+    Raises ConflictError: the table has no such transition.
+    """
+    if (source, target) not in GROUP_TRANSITIONS[event]:
+        raise ConflictError(
+            f"Group {group_id} is {source}; {event} cannot make it {target}.",
+            group_id=group_id,
+            state=source,
+        )
+
+
+def check_lease(lease_id: str, source: LeaseState, target: LeaseState, event: LeaseEvent) -> None:
+    """Checks that `event` may take a lease from `source` to `target`.
+    Raises ConflictError: the table has no such transition.
+    """
+    if (source, target) not in LEASE_TRANSITIONS[event]:
+        raise ConflictError(
+            f"Lease {lease_id} is {source}, which is final.",
+            hint="Its run was closed or rewound to a checkpoint." if source == "revoked" else "",
+            lease_id=lease_id,
+            state=source,
+        )
+
 
 Delivery = Literal["shared", "broadcast"]
 """shared: each group goes to one of these runs; broadcast: the run gets every group."""
@@ -124,11 +222,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A point to which a run can rewind.
-
-    Args:
-        acked_groups: groups that the run had acked by then, including those of this checkpoint.
-    """
+    """A point to which a run can rewind."""
 
     name: str
     acked_groups: int
@@ -147,3 +241,87 @@ class Compacted(msgspec.Struct, frozen=True):
     groups: int
     stored_bytes: int
     leases: int
+
+
+_SIZES: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+
+
+_MOST_ENVIRONMENTS: Final = 200
+_OTHER: Final = "other"
+
+
+class Arrived:
+    """The groups of one environment, local and remote. `rewards` has no bounds: sum and count."""
+
+    def __init__(self) -> None:
+        self.groups = self.equal = self.tokens = 0
+        self.rewards = Distribution(())
+
+    def add(self, facts: GroupFacts | None) -> None:
+        self.groups += 1
+        if facts is None or facts.reward_mean is None:
+            return
+        self.equal += facts.rated > 1 and facts.reward_min == facts.reward_max
+        self.tokens += facts.completion_tokens or 0
+        self.rewards.counts[0] += facts.rated
+        self.rewards.total += facts.reward_mean * facts.rated
+
+
+class StoreStatistics:
+    """Counts commits, leases and groups.
+
+    Args:
+        commit_seconds: seconds of each transaction, from its first statement until it is durable.
+        commit_sizes: operations in each commit.
+        leases: number of leases that were leased, acked, nacked.
+        arrived: groups that were stored, by environment.
+        on_lease: called with each lease that is handed out.
+    """
+
+    def __init__(self) -> None:
+        self.commit_seconds = Distribution(SHORT_SECONDS)
+        self.commit_sizes = Distribution(_SIZES)
+        self.leases: Counter[str] = Counter()
+        self.arrived: dict[str, Arrived] = {}
+        self.on_lease: Callable[[Lease], None] | None = None
+
+    def committed(self, operations: int, seconds: float) -> None:
+        self.commit_seconds.add(seconds)
+        self.commit_sizes.add(operations)
+
+    def stored(self, environment: str, facts: GroupFacts | None) -> None:
+        if environment not in self.arrived and len(self.arrived) >= _MOST_ENVIRONMENTS:
+            environment = _OTHER
+        self.arrived.setdefault(environment, Arrived()).add(facts)
+
+    def leased(self, lease: Lease | None) -> Lease | None:
+        """Counts `lease` unless it is None, and returns it."""
+        if lease is not None:
+            self.leases["leased"] += 1
+            if self.on_lease is not None:
+                self.on_lease(lease)
+        return lease
+
+
+class Changes:
+    """A number that grows, and any number of coroutines that wait for it to change."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._grown = asyncio.Event()
+
+    def announce(self, number: int) -> None:
+        """Sets the number and wakes all waiting coroutines, if it is a new one."""
+        if number == self.number:
+            return
+        self.number = number
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
+
+    async def wait(self, since: int, timeout: float | None) -> int:
+        """Returns the number as soon as it differs from `since`, or after `timeout` seconds."""
+        if self.number == since:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._grown.wait()
+        return self.number

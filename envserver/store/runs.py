@@ -105,7 +105,6 @@ async def open_some(tx: Transaction, name: str) -> Run:
 
 
 async def get_run(connection: AsyncConnection, name: str) -> Run:
-    """Returns a run. Raises NotFoundError if it does not exist."""
     row = (await connection.execute(select(runs).where(runs.c.name == name))).one_or_none()
     if row is None:
         raise NotFoundError(f"There is no run {name}.", run=name)
@@ -113,13 +112,11 @@ async def get_run(connection: AsyncConnection, name: str) -> Run:
 
 
 async def list_runs(connection: AsyncConnection) -> list[Run]:
-    """Returns all runs, oldest first."""
     query = select(runs).order_by(runs.c.created_at, runs.c.name)
     return [_run(row) for row in await connection.execute(query)]
 
 
 async def set_run(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
-    """Changes columns of a run. Raises NotFoundError if it does not exist."""
     run = await _change(tx, name, changes)
     if changes.get("environments") is not None:
         tx.memory.changes += 1
@@ -179,20 +176,17 @@ def require_open(tx: Transaction, name: str) -> KnownRun:
 
 
 async def get_value(connection: AsyncConnection, key: str) -> Any:
-    """Returns the value of `key`, or None if it was never set."""
     stored = await connection.scalar(select(values.c.value).where(values.c.key == key))
     return None if stored is None else msgspec.json.decode(stored)
 
 
 async def values_with_prefix(connection: AsyncConnection, prefix: str) -> dict[str, Any]:
-    """Returns the values of all keys that begin with `prefix`."""
     begins = func.substr(values.c.key, 1, len(prefix)) == prefix
     found = await connection.execute(select(values.c.key, values.c.value).where(begins))
     return {key: msgspec.json.decode(value) for key, value in found}
 
 
 async def set_values(tx: Transaction, texts: Mapping[str, str | None]) -> None:
-    """Sets keys to JSON texts; removes those whose text is None."""
     await tx.connection.execute(delete(values).where(values.c.key.in_(texts)))
     rows = [{"key": key, "value": value} for key, value in texts.items() if value is not None]
     if rows:
@@ -217,7 +211,6 @@ async def mark(tx: Transaction, run: str, name: str, ack_number: int) -> None:
 
 
 async def list_checkpoints(connection: AsyncConnection, run: str) -> list[Checkpoint]:
-    """Returns a run's checkpoints, oldest first. Raises NotFoundError if the run does not exist."""
     await get_run(connection, run)
     query = select(checkpoints).where(checkpoints.c.run == run)
     return [
@@ -270,12 +263,6 @@ async def last_but_one(connection: AsyncConnection) -> dict[str, int]:
 
 
 async def put_minute(tx: Transaction, minute: int, numbers: str, keep_from: int) -> None:
-    """Stores the numbers of a minute, once; removes what is older than the minute `keep_from`.
-
-    Args:
-        minute: seconds since 1970, divided by 60.
-        numbers: JSON text.
-    """
     of = history.c.minute
     await tx.connection.execute(delete(history).where((of < keep_from) | (of == minute)))
     await tx.connection.execute(insert(history).values(minute=minute, numbers=numbers))
@@ -284,7 +271,6 @@ async def put_minute(tx: Transaction, minute: int, numbers: str, keep_from: int)
 async def minutes_between(
     connection: AsyncConnection, start: int, end: int, step: int
 ) -> Sequence[tuple[int, str]]:
-    """Returns every `step`-th minute from `start` to `end`, in order, with its numbers."""
     of = history.c
     wanted = (of.minute >= start, of.minute <= end, of.minute % step == 0)
     query = select(of.minute, of.numbers).where(*wanted).order_by(of.minute)

@@ -34,7 +34,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from .states import GROUP_STATES, LEASE_STATES, RUN_STATES
+from .rows import GROUP_STATES, LEASE_STATES, RUN_STATES
 
 SCHEMA_VERSION: Final = 8
 """Version of the tables; a store with a higher version is refused."""

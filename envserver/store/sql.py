@@ -1,4 +1,4 @@
-"""The SQL implementation of a store (`interface.GroupStore`), and how it is opened.
+"""The store, and how it is opened.
 
     async with open_store("data/envserver.db") as store:
         await store.put([GroupPut(...)])
@@ -7,121 +7,53 @@
         await store.ack(lease.lease_id)
 
 What always holds: when a method that changes something returns, the change is on disk. When it
-raises a UsageError or StoreFull, nothing changed. Any method may raise StoreError: the change was
-made completely or not at all, and calling it again is safe. The store works on after either, but
-not after StoreLost. The README says what it does in each kind of failure.
+raises a UsageError (InputError, NotFoundError, ConflictError) or StoreFull, nothing changed. Any
+method may raise StoreError: the change was made completely or not at all, and calling it again is
+safe; after StoreLost the store cannot be used any more. All methods are called from one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from envserver_records.errors import InputError
+from envserver_records.errors import InputError, StoreFull
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import Scored
-from . import damage, deliveries, leases, retention, runs
+from . import deliveries, leases, retention, runs
 from . import groups as estimates
-from .database import Database, DatabaseUnreachable, RetryGate
-from .failures import is_unreachable, typed, typed_failures
+from .database import (
+    Database,
+    DatabaseUnreachable,
+    ForwardClock,
+    RetryGate,
+    SteadyClock,
+    is_unreachable,
+    open_database,
+    typed,
+    typed_failures,
+)
 from .groups import EncodedPut, encode_puts
-from .lock import save_time
-from .lookups import DatabaseLookups
-from .rows import UNKNOWN_VERSION, Compacted, Delivery, GroupPut, Lease, Run
+from .lookups import StoreLookups
+from .rows import (
+    UNKNOWN_VERSION,
+    Compacted,
+    Delivery,
+    GroupPut,
+    GroupState,
+    Lease,
+    Run,
+    RunState,
+)
 from .runs import put_minute
-from .schema import SHARED
-from .states import SETTLED, GroupState, RunState
-from .statistics import StoreStatistics
-from .transaction import KnownRun, Transaction
-from .writer import Writer
-
-
-class MemoryLookups:
-    """The part of `interface.LookUp` that is answered from memory."""
-
-    _writer: Writer
-
-    @property
-    def statistics(self) -> StoreStatistics:
-        return self._writer.statistics
-
-    @property
-    def waiting_operations(self) -> int:
-        return self._writer.waiting
-
-    @property
-    def disk_problem(self) -> str:
-        return self._writer.disk_problem
-
-    async def counts(self) -> dict[GroupState, int]:
-        return self._writer.memory.counts(SHARED)
-
-    @property
-    def stored_bytes(self) -> int:
-        return self._writer.memory.stored_bytes
-
-    def most_waiting(self) -> int:
-        memory = self._writer.memory
-        waiting = dict.fromkeys(memory.drawn_from(), 0)
-        for (queue, _, state), count in memory.tallies.items():
-            if queue in waiting and state not in SETTLED:
-                waiting[queue] += count
-        return max(waiting.values(), default=0)
-
-    async def depths(self) -> dict[str, int]:
-        memory = self._writer.memory
-        return {
-            name: memory.waiting(run) for name, run in memory.runs.items() if run.state == "open"
-        }
-
-    async def counters(self) -> dict[str, int]:
-        memory = self._writer.memory
-        return {**memory.counters, "conflicting_puts": memory.conflicting_puts}
-
-    @property
-    def changes(self) -> int:
-        return self._writer.changes.number
-
-    async def wait_for_change(
-        self, timeout: float | None = None, *, since: int | None = None
-    ) -> int:
-        self._writer.check_open()
-        known = self._writer.changes.number if since is None else since
-        return await self._writer.changes.wait(known, timeout)
-
-    @property
-    def last_seq(self) -> int:
-        return self._writer.memory.next_seq - 1
-
-    @property
-    def tallies(self) -> Mapping[tuple[str, str, GroupState], int]:
-        return self._writer.memory.tallies
-
-    def may_hold_older(self, version: int) -> bool:
-        known = self._writer.memory.versions
-        return any(UNKNOWN_VERSION < one < version for one in known)
-
-    @property
-    def open_runs(self) -> Mapping[str, KnownRun]:
-        known = self._writer.memory.runs
-        return {name: run for name, run in known.items() if run.state == "open"}
-
-    def hungry_for(self, run: str) -> int:
-        return self._writer.memory.hungry.get(run, 0)
-
-    @property
-    def activity(self) -> int:
-        return self._writer.activity.number
-
-    async def wait_for_activity(self, timeout: float | None, *, since: int) -> int:
-        self._writer.check_open()
-        return await self._writer.activity.wait(since, timeout)
-
+from .transaction import Memory, Transaction, load_memory
+from .writer import StoreLock, Writer, acquire, read_lock, save_time
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -131,8 +63,8 @@ _INLINE_BYTES: Final = 32 * 1024
 """Less than this is compressed on the event loop, which is faster than switching threads."""
 
 
-class Store(DatabaseLookups, MemoryLookups):
-    """A `GroupStore`, made by `open_store`. Any number of tasks of one event loop may use it."""
+class Store(StoreLookups):
+    """An open store, made by `open_store`. Any number of tasks of one event loop may use it."""
 
     def __init__(
         self,
@@ -158,6 +90,15 @@ class Store(DatabaseLookups, MemoryLookups):
         self._writer.retry.open()
 
     async def put(self, groups: Sequence[GroupPut]) -> list[bool]:
+        """Stores all of these groups, or none.
+
+        Returns:
+            For each group: True if it was stored, False if its id already exists (nothing changes).
+
+        Raises:
+            InputError: a group has no id, or a state that it cannot be put in.
+            StoreFull: there is no space.
+        """
         if not groups:
             return []
         is_small = sum(len(group.body) for group in groups) < _INLINE_BYTES
@@ -165,9 +106,16 @@ class Store(DatabaseLookups, MemoryLookups):
         return await self._writer.put(encoded)
 
     async def put_encoded(self, groups: Sequence[EncodedPut]) -> list[bool]:
+        """Like `put`, for groups whose bodies are already compressed."""
         return await self._writer.put(groups) if groups else []
 
     async def count_dropped(self, news: Sequence[Scored]) -> int:
+        """Counts scored groups that are not stored in the estimates of their tasks, each id once;
+        `put` counts those that it stores.
+
+        Returns:
+            How many were not counted before.
+        """
         work = partial(estimates.count_dropped, news=list(news))
         return await self._writer.do(work, adds=True)
 
@@ -181,16 +129,40 @@ class Store(DatabaseLookups, MemoryLookups):
         self._writer.discount = discount
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
+        """Returns the bodies of these groups, in order.
+
+        Raises:
+            NotFoundError: a group does not exist or is no longer kept.
+            DamagedBodies: some bodies cannot be read; see `drop_damaged`.
+        """
         stored = await self.stored_bodies(group_ids)
-        return await self._in_thread(partial(damage.decode_all, group_ids), stored)
+        return await self._in_thread(partial(deliveries.decode_all, group_ids), stored)
 
     async def drop_damaged(
         self, reasons: Mapping[str, str], *, undo: str | None = None
     ) -> list[str]:
-        work = partial(damage.drop_damaged, reasons=dict(reasons), undo=undo)
+        """Drops groups whose bodies cannot be read from every queue where they are waiting or
+        leased. Each is counted once, and its reason is kept.
+
+        Args:
+            reasons: reason by group id.
+            undo: id of an open lease that no client has received yet: its other groups are queued
+                again, and the id can be used again.
+
+        Returns:
+            The ids of groups that were not known to be damaged.
+        """
+        work = partial(deliveries.drop_damaged, reasons=dict(reasons), undo=undo)
         return await self._writer.do(work)
 
     async def move(self, group_ids: Sequence[str], to: GroupState) -> None:
+        """Moves groups of the shared queue from buffered to queued, or from either to dropped; all
+        or none. Broadcast runs get the queued ones as well.
+
+        Raises:
+            NotFoundError: a group does not exist.
+            ConflictError: the state of a group does not allow it.
+        """
         await self._writer.do(partial(deliveries.move, group_ids=list(group_ids), target=to))
 
     async def lease(
@@ -207,6 +179,31 @@ class Store(DatabaseLookups, MemoryLookups):
         seconds: float,
         lease_id: str | None = None,
     ) -> Lease | None:
+        """Leases the oldest queued groups to `run` for `seconds`; expired leases are taken back
+        first.
+
+        Args:
+            max_groups, max_sequences, max_tokens: upper limits (None: no limit); at least one group
+                is leased even if it is larger.
+            min_groups: lease nothing if fewer groups match.
+            environments: only groups of these environments, as far as the run takes them; None: all
+                that the run takes.
+            min_version: only groups of this policy version or a later one, or of an unknown one;
+                never of one before `oldest_version`.
+            group_ids: lease exactly these groups, in this order; no limit or filter may be given.
+            lease_id: id of the new lease; if it is an open lease of this run, that lease is
+                returned.
+
+        Returns:
+            None when nothing, or too little, is queued.
+
+        Raises:
+            InputError: an argument is out of range, or `group_ids` is combined with a limit or
+                filter.
+            NotFoundError: the run or a group does not exist.
+            ConflictError: the run is closed, a group is not queued or not of the run's
+                environments, or `lease_id` belongs to another lease or to one that has ended.
+        """
         leases.check_seconds(seconds)
         limits = {
             "max_groups": max_groups,
@@ -234,31 +231,75 @@ class Store(DatabaseLookups, MemoryLookups):
         return self.statistics.leased(await self._writer.do(leased))
 
     async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
+        """Acknowledges a lease: its groups are delivered. Repeating it has no effect. A late ack
+        counts as long as none of the groups was leased again.
+
+        Args:
+            checkpoint: name of the checkpoint that holds this and all earlier acks of the run, to
+                which the run can `rewind`. A name that is used again moves.
+
+        Raises:
+            NotFoundError: the lease does not exist.
+            ConflictError: the lease was given back, its run was closed or rewound, or it expired
+                and one of its groups was leased again.
+        """
         await self._writer.do(partial(leases.ack, lease_id=lease_id, checkpoint=checkpoint))
         self.statistics.leases["acked"] += 1
 
     async def nack(self, lease_id: str, *, reason: str = "") -> None:
+        """Gives a lease back: its groups are queued again in their old places. Repeating it has no
+        effect. `reason` is counted in `counters` as `nacked:REASON`. Raises as `ack`.
+        """
         await self._writer.do(partial(leases.nack, lease_id=lease_id, reason=reason))
         self.statistics.leases["nacked"] += 1
 
     async def set_aside(self, lease_id: str, group_ids: Sequence[str], *, reason: str) -> None:
+        """Drops some groups of a lease from the queue of its run: they are never delivered there
+        again. The lease keeps the others. Repeating it has no effect. `reason` is counted in
+        `counters` as `set_aside: REASON`.
+
+        Raises:
+            NotFoundError: the lease or a group does not exist.
+            ConflictError: as for `ack`, or the lease does not hold a group.
+        """
         ids = list(group_ids)
         await self._writer.do(
             partial(leases.set_aside, lease_id=lease_id, group_ids=ids, reason=reason)
         )
 
     async def extend(self, lease_id: str, seconds: float) -> float:
+        """Lets a lease expire `seconds` from now; returns that time. Raises as `ack`, and
+        ConflictError if the lease was acked.
+        """
         leases.check_seconds(seconds)
         return await self._writer.do(partial(leases.extend, lease_id=lease_id, seconds=seconds))
 
     async def expire(self, now: float | None = None) -> list[str]:
+        """Queues the groups of leases that are due at `now` (None: the current time) again; returns
+        the ids of these leases.
+        """
         at = self._clock() if now is None else now
         return await self._writer.do(partial(leases.expire, now=at))
 
     async def rewind(self, run: str, checkpoint: str | None) -> list[str]:
+        """Takes a run back to a checkpoint (None: its start) and queues again what it acked since.
+
+        Its open leases are given back, and its earlier leases can no longer be acked.
+
+        Returns:
+            The ids of the groups whose acks were undone, oldest first.
+
+        Raises:
+            NotFoundError: the run or the checkpoint does not exist.
+            ConflictError: groups that were acked after it are no longer kept; nothing changed.
+        """
         return await self._writer.do(partial(leases.rewind, name=run, checkpoint=checkpoint))
 
     async def drop_stale(self, below_version: int) -> int:
+        """Drops queued groups of policy versions below this one; returns how many deliveries.
+
+        Leased groups and groups of an unknown version stay.
+        """
         dropped = 0
         while True:
             now = await self._writer.do(
@@ -269,6 +310,13 @@ class Store(DatabaseLookups, MemoryLookups):
                 return dropped
 
     async def compact(self, *, acked_hours: float = 24.0, max_gb: float | None = None) -> Compacted:
+        """Removes groups that every run acked, or that were dropped, at least `acked_hours` ago.
+
+        The ids stay, so that a removed group is not stored again, and counts still include it.
+        Groups that a run acked after its last checkpoint but one stay as well. `max_gb`: limit for
+        all bodies, in GB (1e9 bytes): above it the oldest groups are removed earlier. None: no
+        limit.
+        """
         access = retention.Access(self._reading, self._writer.do, lambda: self._writer.memory)
         return await retention.compact(
             access,
@@ -286,6 +334,16 @@ class Store(DatabaseLookups, MemoryLookups):
         delivery: Delivery = "shared",
         environments: Collection[str] = (),
     ) -> Run:
+        """Creates a run and opens it, or opens the run of this name if its arguments are the same.
+
+        Args:
+            delivery: shared: each group goes to one of the shared runs. broadcast: this run gets
+                all groups, from the oldest that is kept and was not dropped.
+            environments: only groups of these environments; empty: of all.
+
+        Raises:
+            ConflictError: a run of this name has other arguments.
+        """
         text = runs.to_json(settings or {}, "settings")
         run = await self._writer.do(
             partial(
@@ -307,6 +365,9 @@ class Store(DatabaseLookups, MemoryLookups):
                 return run
 
     async def close_run(self, name: str) -> Run:
+        """Closes a run and gives its leases back. `create_run` opens it again; a broadcast run then
+        gets what arrived meanwhile and is still kept. Raises NotFoundError if it does not exist.
+        """
         return await self._writer.do(partial(leases.close_run, name=name))
 
     async def set_run(
@@ -319,6 +380,9 @@ class Store(DatabaseLookups, MemoryLookups):
         environments: Collection[str] | None = None,
         state: RunState | None = None,
     ) -> Run:
+        """Changes what is not None; `state` acts like `close_run` and `create_run`. Raises
+        NotFoundError if the run does not exist.
+        """
         given = {
             "batch_size": batch_size,
             "settings": None if settings is None else runs.to_json(settings, "settings"),
@@ -335,9 +399,13 @@ class Store(DatabaseLookups, MemoryLookups):
         return await self._open_run(name) if state == "open" else run
 
     async def set_value(self, key: str, json_value: Any) -> None:
+        """Sets the value of `key`. Raises InputError if it is not JSON-like."""
         await self.set_values({key: json_value})
 
     async def set_values(self, json_values: Mapping[str, Any]) -> None:
+        """Sets several values in one transaction; None removes a value. Raises InputError as
+        `set_value`.
+        """
         texts = {
             key: None if value is None else runs.to_json(value, "value")
             for key, value in json_values.items()
@@ -350,6 +418,8 @@ class Store(DatabaseLookups, MemoryLookups):
         await self._writer.do(lambda tx: save_time(tx.connection, tx.now), adds=True)
 
     async def put_minute(self, minute: int, numbers: str, keep_from: int) -> None:
+        """Stores the server's numbers of a minute (since 1970), as JSON text; removes those before
+        the minute `keep_from`."""
         put = partial(put_minute, minute=minute, numbers=numbers, keep_from=keep_from)
         await self._writer.do(put)
 
@@ -371,3 +441,85 @@ class Store(DatabaseLookups, MemoryLookups):
         self._writer.check_open()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, argument)
+
+
+_THREADS: Final = 2
+"""Threads that compress and decompress bodies."""
+
+
+@asynccontextmanager
+async def open_store(
+    where: str | Path,
+    *,
+    clock: Callable[[], float] | None = None,
+    wait_seconds: float = 0.0,
+    reserve_bytes: int = 0,
+    shared: bool = False,
+) -> AsyncIterator[Store]:
+    """Opens the store at `where`, or creates it; only one process at a time can have it open.
+
+    Args:
+        where: a path (missing folders are made), `sqlite:///path` or `postgresql://user@host/name`.
+        clock: returns seconds; leases expire by it. Default: a `SteadyClock`, which does not follow
+            changes of the system clock; it begins at PostgreSQL's time, or that of this machine.
+        wait_seconds: for PostgreSQL, how long to wait for one that does not answer yet.
+        reserve_bytes: for SQLite, disk space held back for leases and acks; see `reserve.py`.
+        shared: other servers wait for the store: if one has it, refuse at once; see `leadership`.
+    """
+    async with open_database(where, wait_seconds, reserve_bytes, shared=shared) as database:
+        # The file stays locked as long as this process lives. Nothing has to be written to hold the
+        # lock, which would fail on a full disk.
+        is_file = database.files is not None
+        with typed_failures():
+            if is_file:
+                async with database.reader.begin() as connection:
+                    lock, memory = await _known(read_lock, connection)
+                await _check_writable(database, lock)
+            else:
+                lock, memory = await database.writer.transact(partial(_known, acquire))
+            now = await database.now()
+        time_now = ForwardClock(clock or SteadyClock(lambda: now), lock.last_time)
+        writer = Writer(database, memory, time_now, lock.owner)
+        with ThreadPoolExecutor(_THREADS, "store") as threads:
+            async with _running(writer):
+                yield Store(database, writer, threads, time_now)
+
+
+async def _check_writable(database: Database, lock: StoreLock) -> None:
+    """Raises StoreError if nothing can be written. A full disk is let pass: trainers drain it."""
+    try:
+        with typed_failures():
+            await database.writer.transact(partial(save_time, now=lock.last_time))
+    except StoreFull:
+        if database.reserve is not None:
+            database.reserve.full = True
+
+
+async def _known(
+    find: Callable[[AsyncConnection], Awaitable[StoreLock]], connection: AsyncConnection
+) -> tuple[StoreLock, Memory]:
+    return await find(connection), await load_memory(connection, trust_written=True)
+
+
+@asynccontextmanager
+async def _running(writer: Writer) -> AsyncIterator[None]:
+    """Runs `writer` while the body runs; cancels the body when the store is lost."""
+    body = asyncio.current_task()
+    assert body is not None
+    stop = False
+
+    def cancel_body(task: asyncio.Task[None]) -> None:
+        nonlocal stop
+        stop = True
+        body.cancel()
+
+    task = asyncio.create_task(writer.run(), name="store-writer")
+    task.add_done_callback(cancel_body)
+    try:
+        yield
+    finally:
+        task.remove_done_callback(cancel_body)
+        if stop:
+            body.uncancel()
+        writer.close()
+        await task

@@ -7,7 +7,7 @@ process was killed) or may be wrong (a commit failed), the deliveries are counte
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -15,9 +15,8 @@ from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import DISCOUNT
-from .rows import Delivery
+from .rows import GROUP_STATES, Delivery, GroupState, RunState
 from .schema import SHARED, checkpoints, counters, deliveries, gone, groups, leases, runs, values
-from .states import GROUP_STATES, GroupState, RunState
 
 T = TypeVar("T")
 
@@ -43,8 +42,6 @@ def queue_of(name: str, delivery: Delivery) -> str:
 
 
 class _DeliveryCount(msgspec.Struct, array_like=True):
-    """Number of deliveries of one queue, environment and state."""
-
     queue: str
     env: str
     state: GroupState
@@ -95,20 +92,11 @@ class Memory:
     filled: dict[str, int] = field(default_factory=dict)
 
     def copy(self) -> Memory:
-        return Memory(
-            dict(self.runs),
-            dict(self.counters),
-            self.next_seq,
-            self.next_ack,
-            dict(self.tallies),
-            dict(self.versions),
-            self.stored_bytes,
-            self.changes,
-            self.conflicting_puts,
-            self.activity,
-            dict(self.hungry),
-            dict(self.filled),
-        )
+        """Returns a copy whose dictionaries can change."""
+        tables: dict[str, Any] = {
+            name: dict(value) for name, value in vars(self).items() if isinstance(value, dict)
+        }
+        return replace(self, **tables)
 
     def tally(self, queue: str, env: str, state: GroupState, count: int) -> None:
         """Adds `count` (may be negative) to a number of deliveries."""
@@ -117,13 +105,11 @@ class Memory:
         self.activity += 1
 
     def queued(self, seq: int, policy_version: int) -> None:
-        """Notes that a group was queued in some queue."""
         first, last = self.versions.get(policy_version, (seq, seq))
         self.versions[policy_version] = (min(first, seq), max(last, seq))
         self.changes += 1
 
     def counts(self, queue: str) -> dict[GroupState, int]:
-        """Returns the number of deliveries of a queue in each state."""
         counts: dict[GroupState, int] = dict.fromkeys(GROUP_STATES, 0)
         for (of, _, state), count in self.tallies.items():
             if of == queue:
@@ -135,7 +121,6 @@ class Memory:
         return self.in_state(run, ("queued", "leased"))
 
     def in_state(self, run: KnownRun, states: Sequence[GroupState]) -> int:
-        """Returns how many groups of the run's environments are in one of these states."""
         return sum(
             count
             for (queue, env, state), count in self.tallies.items()
@@ -145,7 +130,6 @@ class Memory:
         )
 
     def queued_environments(self, queue: str) -> set[str]:
-        """Returns the environments that have queued groups."""
         return {
             env
             for (of, env, state), count in self.tallies.items()
@@ -185,7 +169,6 @@ class Transaction:
     """Discount of task estimates."""
 
     async def count(self, name: str, more: int = 1) -> None:
-        """Adds `more` to the stored counter `name`."""
         known = self.memory.counters.get(name)
         self.memory.counters[name] = (known or 0) + more
         row = {"name": name, "value": self.memory.counters[name]}
@@ -197,11 +180,8 @@ class Transaction:
 
 
 async def load_memory(connection: AsyncConnection, *, trust_written: bool) -> Memory:
-    """Loads the memory from the database.
-
-    Args:
-        trust_written: use the saved memory. If False, or if none was saved, all deliveries are
-            counted, which takes longer the more there are.
+    """Loads the memory from the database. `trust_written`: use the saved memory. If False, or if
+    none was saved, all deliveries are counted, which takes longer the more there are.
     """
     known = {
         row.name: KnownRun(

@@ -1,36 +1,136 @@
 """The task that commits all changes; changes that wait during a commit share the next one.
 
-In: operations from any number of callers. Out: each caller gets its own result after the commit
-that contains it is durable, or its own error. If an operation breaks the transaction, all of them
-are run again one by one, so that no other fails. Operations take effect in the order of arrival.
-
-If the database does not answer, waiting operations fail; the first one after a pause tries again.
-After another process has opened the store, or its files are gone, every operation fails.
+Each caller gets its result after the commit that contains it is durable, or its own error. If an
+operation breaks the transaction, all of them are run again one by one. Operations take effect in
+the order of arrival. If the database does not answer, waiting operations fail, and the first one
+after a pause tries again. After another process has opened the store, every operation fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final, TypeVar, cast
 
+import msgspec
 import structlog
 from envserver_records.errors import ConflictError, StoreError, StoreFull, StoreLost, UsageError
+from sqlalchemy import insert, text, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import DISCOUNT
-from .database import Database, DatabaseUnreachable, RetryGate
-from .failures import is_unreachable, typed
+from .database import Database, DatabaseUnreachable, RetryGate, is_unreachable, typed
 from .groups import EncodedPut, put_all
-from .lock import is_owner, lock_lost, save_time
 from .reserve import free_bytes_inside
-from .statistics import Changes, StoreStatistics
+from .rows import Changes, StoreStatistics
+from .runs import get_value, to_json
+from .schema import values
 from .transaction import Memory, Transaction, forget_written, load_memory, write_memory
+
+# After a lost connection is re-established, the owner recorded here shows whether another process
+# opened the store in between. If so, what this process has in memory is outdated and it must stop.
+# While the connection lasts, the database's own lock keeps other processes out. Servers that share
+# a store read here which of them has it open.
+
+_HOLDER: Final = "store.holder"
+_TIME: Final = "store.time"
+_LEADER: Final = "store.leader"
+# The condition is looked at again once another owner's change of the row is committed: a process
+# that has lost the store never overwrites what its successor says.
+_RENEW: Final = text(
+    "UPDATE \"values\" SET value = :row WHERE key = :key AND CAST(value AS json)->>'owner' = :owner"
+)
+
+
+@dataclass(frozen=True)
+class StoreLock:
+    """The ownership of an open store.
+
+    Args:
+        owner: random id of the owning process; None for SQLite, whose file lock cannot be lost.
+        last_time: the latest store time that was saved; 0 for a new store.
+    """
+
+    owner: str | None
+    last_time: float
+
+
+class Leader(msgspec.Struct, frozen=True):
+    """What the process that has a PostgreSQL store open says to the servers that wait for it.
+
+    Args:
+        owner: its random id. Only who can read the database knows it.
+        pid: process id of the session that holds the lock; 0: this process shares the store with
+            no other, and no process may end its session.
+        beat: grows while the process lives.
+        url: where it answers; "" until it does.
+        since: when it became the leader, in seconds since the epoch.
+    """
+
+    owner: str
+    pid: int = 0
+    beat: int = 0
+    url: str = ""
+    since: float = 0.0
+
+
+async def acquire(connection: AsyncConnection) -> StoreLock:
+    """Records this process as the owner. The caller must hold the database's lock."""
+    owner = uuid.uuid4().hex
+    await _write(connection, _HOLDER, owner)
+    await _write(connection, _LEADER, msgspec.to_builtins(Leader(owner)))
+    return StoreLock(owner, (await read_lock(connection)).last_time)
+
+
+async def read_lock(connection: AsyncConnection) -> StoreLock:
+    """Like `acquire`, but writes nothing: for databases whose lock cannot be lost."""
+    return StoreLock(None, float(await get_value(connection, _TIME) or 0.0))
+
+
+async def is_owner(connection: AsyncConnection, owner: str) -> bool:
+    """Returns whether `owner` was the last process to acquire the store."""
+    return bool(await get_value(connection, _HOLDER) == owner)
+
+
+async def read_leader(connection: AsyncConnection) -> Leader | None:
+    """Returns what the latest owner wrote; None if there never was one."""
+    found = await get_value(connection, _LEADER)
+    return None if found is None else msgspec.convert(found, Leader)
+
+
+async def renew(connection: AsyncConnection, leader: Leader) -> bool:
+    """Writes what this owner has to say; returns False, and writes nothing, if another process has
+    acquired the store."""
+    row = to_json(msgspec.to_builtins(leader), _LEADER)
+    named = {"row": row, "key": _LEADER, "owner": leader.owner}
+    return bool((await connection.execute(_RENEW, named)).rowcount)
+
+
+def lock_lost() -> StoreLost:
+    """Returns the error for a store that another process has acquired."""
+    return StoreLost(
+        "Another process has opened the store since its database was last reached.",
+        hint="Only one process may have it open; this process stops.",
+    )
+
+
+async def save_time(connection: AsyncConnection, now: float) -> None:
+    """Saves the store's time for the next `acquire`."""
+    await _write(connection, _TIME, now)
+
+
+async def _write(connection: AsyncConnection, key: str, value: Any) -> None:
+    text = to_json(value, key)
+    changed = await connection.execute(update(values).where(values.c.key == key).values(value=text))
+    if not changed.rowcount:
+        await connection.execute(insert(values).values(key=key, value=text))
+
 
 log = structlog.get_logger(__name__)
 
@@ -92,7 +192,6 @@ class Writer:
         self._time_saved = clock()
 
     async def put(self, groups: Sequence[EncodedPut]) -> list[bool]:
-        """Stores groups; see `groups.put_all`."""
         accepted = cast(list[bool], await self._submit(_Entry(_Put(groups), adds=True)))
         for item, is_new in zip(groups, accepted, strict=True):
             if is_new:
@@ -101,9 +200,7 @@ class Writer:
 
     async def do(self, operation: Operation[T], *, adds: bool = False) -> T:
         """Runs `operation` in a transaction. It may run more than once; one run is committed.
-
-        Args:
-            adds: refuse it while the disk is full, as a put.
+        `adds`: refuse it while the disk is full, as a put.
         """
         return cast(T, await self._submit(_Entry(operation, adds)))
 
@@ -149,8 +246,6 @@ class Writer:
                 _answer(self._queue.popleft(), self._lost or _too_late())
 
     async def _next_batch(self) -> list[_Entry]:
-        """Returns all waiting operations, up to a limit; empty if all were cancelled or it was
-        closed."""
         await self._work_came.wait()
         for _ in range(_GATHERING_ROUNDS):
             await asyncio.sleep(0)
@@ -187,7 +282,7 @@ class Writer:
             self._check_way()
             await self._check_space(batch)
             outcomes = await self._transact([entry.work for entry in batch])
-        except Exception as error:  # noqa: BLE001 (it goes to whoever asked)
+        except Exception as error:  # noqa: BLE001 (the caller gets it)
             problem = await self._problem(error)
             again = (
                 not isinstance(problem, DatabaseUnreachable | StoreLost)
@@ -205,7 +300,6 @@ class Writer:
         return True
 
     def _check_way(self) -> None:
-        """Raises StoreError until the next try is due, and StoreLost if there will be none."""
         if self._lost is not None:
             raise self._lost
         self.retry.check()
@@ -236,8 +330,6 @@ class Writer:
         return reserve.refusal().message if reserve is not None and reserve.full else ""
 
     async def _problem(self, error: Exception) -> Exception:
-        """Returns `error` as an error of this package, and notes what it means for later
-        operations."""
         problem = typed(error)
         if isinstance(problem, ConflictError):  # raised while connecting: the lock is taken
             problem = await self._why_locked()
@@ -259,18 +351,15 @@ class Writer:
             await self._database.end_former_session()
         except StoreLost as lost:
             return lost
-        except Exception as error:  # noqa: BLE001 (it goes to whoever asked)
+        except Exception as error:  # noqa: BLE001 (the caller gets it)
             return DatabaseUnreachable(str(typed(error)))
         return DatabaseUnreachable("The database has not yet ended a connection that was lost.")
 
     async def _require_held(self, connection: AsyncConnection) -> None:
-        """Raises StoreLost if another process has opened the store since the last connection."""
         if self.owner is not None and not await is_owner(connection, self.owner):
             raise lock_lost()
 
     async def _write_down(self) -> None:
-        """Saves the time and the counts, so that the next start continues from them."""
-
         async def write(connection: AsyncConnection) -> None:
             await self._require_held(connection)
             await save_time(connection, self._clock())

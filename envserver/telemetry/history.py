@@ -1,7 +1,7 @@
 """The numbers of the last hours, so that a page that is opened late has its curves.
 
-In: samples of metrics, every few seconds. Out: columns by sample. Memory is bounded: the oldest row
-leaves when a row comes, and names beyond `MOST_NAMES` are not kept.
+Memory is bounded: the oldest row leaves when a row comes, and names beyond `MOST_NAMES` are not
+kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEPT: Final = frozenset(
         *("children_resident_bytes", "followers"),
     )
 ) | {"process_resident_memory_bytes", "process_cpu_seconds_total"}
-"""Names of the samples that are kept; see the table in this room's README."""
+"""Names of the samples that are kept; see docs/observing.md."""
 
 
 class Name(msgspec.Struct, frozen=True):
@@ -72,7 +72,6 @@ def as_json(numbers: Numbers) -> str:
 
 
 def from_json(text: str) -> dict[Name, float]:
-    """Returns what `as_json` wrote."""
     listed = msgspec.json.decode(text, type=list[_Listed])
     return {Name(name, labels): value for name, labels, value in listed if value is not None}
 

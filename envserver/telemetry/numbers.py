@@ -113,7 +113,6 @@ def counter(
 
 
 def gauge(name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, float]]) -> Metric:
-    """Returns a gauge family."""
     family = GaugeMetricFamily(name, words, labels=labels)
     for of, value in values:
         family.add_metric(of, value)
@@ -131,12 +130,10 @@ def histogram(
 
 
 def single(value: float) -> list[tuple[Labels, float]]:
-    """Returns the values of a family without labels."""
     return [((), value)]
 
 
 def by_key(values: Mapping[str, float]) -> list[tuple[Labels, float]]:
-    """Returns the values of a family with one label."""
     return [((key,), value) for key, value in sorted(values.items())]
 
 

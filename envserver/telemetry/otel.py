@@ -37,13 +37,9 @@ _SEND_SECONDS = 5
 async def otlp_tracer(
     endpoint: str, *, service_name: str, sample_ratio: float, texts: bool = False
 ) -> AsyncIterator[OtelTracer]:
-    """Sends traces to `endpoint` (`http://host:4318`) in the background; flushes on exit.
-
-    Args:
-        texts: spans have prompts and answers, too.
-    """
+    """Sends traces to `endpoint` (`http://host:4318`) in the background; flushes on exit."""
     provider = TracerProvider(
-        resource=_resource(service_name),
+        resource=Resource.create({"service.name": service_name, "service.version": __version__}),
         sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
     )
     exporter = OTLPSpanExporter(_address(endpoint), timeout=_SEND_SECONDS)
@@ -52,10 +48,6 @@ async def otlp_tracer(
         yield OtelTracer(provider.get_tracer("envserver", __version__), texts)
     finally:
         await asyncio.to_thread(provider.shutdown)
-
-
-def _resource(service_name: str) -> Resource:
-    return Resource.create({"service.name": service_name, "service.version": __version__})
 
 
 def _address(endpoint: str) -> str:
@@ -77,8 +69,6 @@ class OtelTracer:
 
 
 class _OtelSpan:
-    """A `tracing.Span`."""
-
     def __init__(self, tracer: ApiTracer, span: ApiSpan, texts: bool) -> None:
         self._tracer = tracer
         self._span = span

@@ -115,11 +115,7 @@ COST_OF_A_LINE = 200
 
 
 class LogBudget:
-    """A bucket of log bytes. `now` is the seconds of any monotonic clock.
-
-    Args:
-        total_bytes: what may be written altogether; default: no limit.
-    """
+    """A bucket of log bytes. `now` is the seconds of any monotonic clock."""
 
     def __init__(self, now: float, total_bytes: float = math.inf) -> None:
         self._bucket = Bucket(BYTES_PER_SECOND, BURST_BYTES, now)

@@ -1,14 +1,9 @@
-"""Forms batches from the queue of waiting groups. Pure functions.
+"""Forms batches of the Atropos protocol from the queue of waiting groups, and encodes them.
 
-In: the waiting groups, oldest first, the trainer's batch size in sequences, the minimum shares of
-the environments that are alive. Out: batches of exactly `batch_size` sequences, oldest first, and
-why no further batch could be formed. What holds: no group is in two batches, groups keep their
-order within a batch, no group is changed or lost.
-
-The rule is that of the Atropos protocol. With M the size of the largest waiting group, groups of
-equal size are collected until they add up to M sequences (a pack); batches consist of whole packs.
-So batch_size must be a multiple of M and every group size must divide M, or no batch forms; the
-reason then says so.
+Batches have exactly `batch_size` sequences, oldest first; no group is in two. The rule is that of
+the protocol. With M the size of the largest waiting group, groups of equal size are collected until
+they add up to M sequences (a pack); batches consist of whole packs. So batch_size must be a
+multiple of M and every group size must divide M, or no batch forms; the reason then says so.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from envserver_records.errors import StoreError
 from envserver_records.records import Group, unpack
 
 from ..formats.atropos import ScoreRange, group_to_atropos
-from ..store import GroupStore
+from ..store import Store
 
 WORK_LIMIT: Final = 2_000_000
 """Maximum number of group visits in one `form_batches`; the next call forms the rest."""
@@ -172,7 +167,6 @@ def _why_not(queue: Sequence[Waiting], batch_size: int, largest: int, packed: in
 def _with_minimums(
     queue: Sequence[Waiting], batch_size: int, minimums: Mapping[Lane, float]
 ) -> tuple[list[list[Waiting]], str]:
-    """Returns one batch that gives each lane its minimum, or the reason why there is none."""
     if not queue:
         return [], "no group waits"
     packed = _packed_by_lane(queue)
@@ -304,7 +298,6 @@ class WaitingQueue:
         self._sizes_of.setdefault(group.env_id, Counter())[group.size] += 1
 
     def remove(self, group_id: str) -> None:
-        """Removes a group if it is in the queue."""
         group = self._groups.pop(group_id, None)
         if group is None:
             return
@@ -318,7 +311,6 @@ class WaitingQueue:
             del self._sizes_of[group.env_id]
 
     def replace(self, groups: Iterable[Waiting]) -> None:
-        """Replaces the queue by these groups, sorted by their order."""
         for group_id in list(self._groups):
             self.remove(group_id)
         for group in sorted(groups, key=lambda group: group.order):
@@ -334,7 +326,6 @@ class WaitingQueue:
         return max(self._sizes_of.get(env_id, ()), default=0)
 
     def sequences_of(self, env_id: int | None) -> int:
-        """Returns the number of waiting sequences of an environment."""
         return self._sequences[env_id]
 
     def environments(self) -> list[int | None]:
@@ -354,7 +345,6 @@ class EnvironmentStatus(msgspec.Struct, frozen=True):
 
 
 def grown_group_size(queue: WaitingQueue, environments: Sequence[Registered], env_id: int) -> int:
-    """Returns the environment's group size, or that of its largest waiting group if greater."""
     return max(environments[env_id].group_size, queue.largest_of(env_id))
 
 
@@ -366,7 +356,6 @@ def environment_status(
     batch_size: int,
     step: int,
 ) -> EnvironmentStatus:
-    """Returns the status of environment `env_id`, which must be registered."""
     connected = [env for env in environments if env.connected]
     group_size = max(1, grown_group_size(queue, environments, env_id))
     own = queue.sequences_of(env_id)
@@ -432,31 +421,28 @@ class BrokenBody(StoreError):
 
 
 class EncodedGroups:
-    """Reads bodies through a cache of `most_bytes` that evicts the least recently used."""
+    """Reads bodies through a bounded cache that evicts the least recently used."""
 
     def __init__(
         self,
-        store: GroupStore,
+        store: Store,
         *,
         include_messages: bool,
         score_range: ScoreRange,
-        most_bytes: int = _MOST_BYTES,
     ) -> None:
         self._store = store
         self._include_messages = include_messages
         self._score_range: ScoreRange = score_range
-        self._most_bytes = most_bytes
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
 
     def _keep(self, group_id: str, encoded: bytes) -> None:
-        """Caches an encoded group if there is room."""
         self.forget(group_id)
-        if len(encoded) > self._most_bytes:
+        if len(encoded) > _MOST_BYTES:
             return
         self._kept[group_id] = encoded
         self._bytes += len(encoded)
-        while self._bytes > self._most_bytes:
+        while self._bytes > _MOST_BYTES:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= len(oldest)
 

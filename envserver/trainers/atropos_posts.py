@@ -1,10 +1,9 @@
 """Request bodies of the Atropos protocol and their validation.
 
-In: raw JSON. Out: validated models, or `Refused` with errors in FastAPI's form. Types are as lax
-as in the original protocol (1.0, "7" and true are valid token ids). In addition, these are refused,
-each with its place: NaN and infinities, mismatched lengths, groups without a token, token ids that
-are negative or have more than 31 bits, numbers beyond float32, logprobs of trained tokens below
--1000, and masks that name another token than their row.
+Types are as lax as in the original protocol (1.0, "7" and true are valid token ids). In addition,
+these are refused, each with its place: NaN and infinities, mismatched lengths, groups without a
+token, token ids that are negative or have more than 31 bits, numbers beyond float32, logprobs of
+trained tokens below -1000, and masks that name another token than their row.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..formats.atropos import NOT_TRAINED
 from ..http.requests import Refused, parse_body, refusal
-from ..store import compression
+from ..store import packed
 
 _MOST_ERRORS: Final = 100
 _INT64: Final = 2**63 - 1
@@ -116,10 +115,8 @@ _PER_ROW: Final = ("advantages", "messages", "distill_token_ids", "distill_logpr
 
 
 def check_groups(groups: Sequence[ScoredData], *, listed: bool) -> None:
-    """Refuses groups that have the right types but cannot be used.
-
-    Args:
-        listed: whether the groups came as a list, so that places start with an index.
+    """Refuses groups that have the right types but cannot be used. `listed`: whether the groups
+    came as a list, so that places start with an index.
     """
     errors: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
@@ -176,7 +173,6 @@ def _unlike_tokens(
 
 
 def _wrong_labels(group: ScoredData) -> Iterator[dict[str, Any]]:
-    """Yields the first error of each row of `masks` that is not of one of the two kinds."""
     for row, (tokens, labels) in enumerate(zip(group.tokens, group.masks, strict=False)):
         if tokens == labels or {0, 1}.issuperset(labels):
             continue
@@ -227,7 +223,6 @@ def _bad_messages(group: ScoredData) -> Iterator[dict[str, Any]]:
 
 
 def _not_finite(field: str, value: Any) -> Iterator[dict[str, Any]]:
-    """Yields errors for numbers that JSON cannot represent, anywhere inside a free-form field."""
     if _all_finite(value):
         return
     stack: list[tuple[list[str | int], Any]] = [([field], value)]
@@ -291,16 +286,14 @@ class PostedGroup:
 def encoded(groups: Sequence[PostedGroup]) -> list[PostedGroup]:
     """Returns the groups with their bodies encoded for the store."""
     return [
-        replace(group, encoded=compression.encode(group.body)) if group.encoded is None else group
+        replace(group, encoded=packed.encode(group.body)) if group.encoded is None else group
         for group in groups
     ]
 
 
 def read_group(raw: bytes, gzipped: bytes | None = None) -> PostedGroup:
-    """Parses the body of `POST /scored_data`.
-
-    Args:
-        gzipped: `raw` as one gzip member, as it came: stored as it is where that is enough.
+    """Parses the body of `POST /scored_data`. `gzipped`: `raw` as one gzip member, as it came:
+    stored as it is where that is enough.
     """
     found = _read_quickly(raw, gzipped) if len(raw) <= _QUICK_BYTES else None
     if found is not None:
@@ -311,7 +304,7 @@ def read_group(raw: bytes, gzipped: bytes | None = None) -> PostedGroup:
 
 
 def read_groups(raw: bytes) -> list[PostedGroup]:
-    """Parses the body of `POST /scored_data_list`; raises as `read_group` does."""
+    """Parses the body of `POST /scored_data_list`."""
     found = _read_list_quickly(raw) if len(raw) <= _QUICK_BYTES else None
     if found is not None:
         return found
@@ -380,7 +373,6 @@ class _Unsure(Exception):
 
 
 def _read_quickly(raw: bytes, gzipped: bytes | None = None) -> PostedGroup | None:
-    """Parses with the quick parser; None if the careful parser is needed."""
     parser = _parsers.parser if len(raw) <= _KEPT_PARSER_BYTES else simdjson.Parser()
     try:
         return _group_quickly(raw, parser.parse(raw), gzipped)
@@ -435,7 +427,7 @@ def _group_quickly(raw: bytes, document: Any, gzipped: bytes | None) -> PostedGr
     group = _GROUP.validate_json(_with_one_token(known, len(lengths)))
     check_groups([group], listed=False)
     if gzipped is not None and len(known) == len(rest) and _stays_the_same(group, known, raw):
-        stored, body = compression.as_posted(gzipped, raw, _keys_it_lacks(values))
+        stored, body = packed.as_posted(gzipped, raw, _keys_it_lacks(values))
         return _made(group, body, lengths, stored)
     texts = {name: orjson.Fragment(column.text) for name, column in columns.items()}
     return _made(group, orjson.dumps(vars(group) | texts), lengths)
@@ -455,7 +447,6 @@ def _found(pattern: re.Pattern[bytes], first: bytes, raw: bytes) -> Iterator[re.
 
 
 def _json(value: Any) -> bytes:
-    """Returns a value of simdjson as JSON."""
     if isinstance(value, simdjson.Array | simdjson.Object):
         return cast(bytes, value.mini)  # the library's stub says str
     return orjson.dumps(value)

@@ -172,7 +172,6 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
 
 
 def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
-    """Returns the endpoints for posts of groups, by path."""
     threads = ThreadPoolExecutor(_READERS, "posts")
 
     async def scored_data(request: Request) -> Response:
@@ -211,7 +210,6 @@ def _add_group_routes(
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Describes the errors of a route besides those of every route (`document.py`)."""
     return {status: {"description": MEANINGS[status]} for status in statuses}
 
 
@@ -229,7 +227,6 @@ async def _groups(
     service: AtroposService,
     threads: ThreadPoolExecutor,
 ) -> list[PostedGroup]:
-    """Returns the posted groups, checked and encoded; counts refusals."""
     raw = await request.body()
     gzipped = request.scope.get(GZIPPED)
 

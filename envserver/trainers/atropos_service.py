@@ -1,9 +1,8 @@
 """The operations of the Atropos protocol over the durable store.
 
-In: validated models. Out: plain results, which `routes` turns into HTTP. What holds: a post is
-answered after its groups are on disk; a batch is formed, leased and recorded under one lock,
-oldest first; a delivered group is never delivered again unless its trainer uses leases and let one
-expire.
+A post is answered after its groups are on disk. A batch is formed, leased and recorded under one
+lock, oldest first. A delivered group is never delivered again unless its trainer uses leases and
+let one expire.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from msgspec import structs
 from ..formats.atropos import ScoreRange
 from ..rollouts.estimates import scored
 from ..runners.runner import Heartbeats
-from ..store import ATROPOS_RUN, UNKNOWN_VERSION, GroupPut, GroupRow, GroupStore, compression
-from ..store.damage import DamagedBodies
-from ..store.facts import facts_of_rewards
+from ..store import ATROPOS_RUN, UNKNOWN_VERSION, GroupPut, GroupRow, Store, packed
+from ..store.deliveries import DamagedBodies
 from ..store.groups import EncodedPut
-from ..store.lookups import LeaseFacts
+from ..store.leases import LeaseFacts
+from ..store.packed import facts_of_rewards
 from .atropos_batches import (
     BrokenBody,
     EncodedGroups,
@@ -48,14 +47,12 @@ _INT64: Final = 2**63
 
 
 class Posts:
-    """Stores posts; `under_way` contains the ids of groups being stored right now.
-
-    Args:
-        version: returns the current policy version, which is that of groups that name none: their
-            tokens are not newer.
+    """Stores posts; `under_way` contains the ids of groups being stored right now. `version`:
+    returns the current policy version, which is that of groups that name none: their tokens are not
+    newer.
     """
 
-    def __init__(self, store: GroupStore, view: View, version: Callable[[], int]) -> None:
+    def __init__(self, store: Store, view: View, version: Callable[[], int]) -> None:
         self._version = version
         self._store = store
         self._view = view
@@ -131,7 +128,6 @@ class Posts:
         return True
 
     async def _put_new(self, encoded: Sequence[EncodedPut]) -> list[GroupPut]:
-        """Stores the groups; returns those that were not stored before."""
         puts = [item.put for item in encoded]
         mine = {put.group_id for put in puts}
         self.under_way |= mine
@@ -171,7 +167,7 @@ def _as_puts(
     encoded: list[EncodedPut] = []
     for index, group in enumerate(groups):
         put = _as_put(group, _group_id(key, index), state, version)
-        encoded.append(EncodedPut(put, *(group.encoded or compression.encode(put.body))))
+        encoded.append(EncodedPut(put, *(group.encoded or packed.encode(put.body))))
     return encoded
 
 
@@ -228,7 +224,7 @@ class AtroposService:
 
     def __init__(
         self,
-        store: GroupStore,
+        store: Store,
         *,
         lease_seconds: float,
         include_messages: bool = True,
@@ -289,7 +285,6 @@ class AtroposService:
         return self._state
 
     async def queue_size(self) -> int:
-        """Returns the number of groups in the queue."""
         await self._follow_store()
         return len(self._view.queue)
 
@@ -304,7 +299,10 @@ class AtroposService:
             if not self._state.registered:
                 return Batch(None, "no trainer is registered")
             await self._give_back_undelivered()
-            lease_id = None if key is None else f"atropos-{_hash(key)}"
+            lease_id = None
+            if key is not None:
+                digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+                lease_id = f"atropos-{digest[:40]}"
             if lease_id is not None and (known := await self._find_lease(lease_id)) is not None:
                 if known.state in ("open", "acked"):
                     return await self._deliver_again(known, leased)
@@ -338,7 +336,6 @@ class AtroposService:
         return Batch(bodies, lease_id=known.lease_id if leased else None)
 
     async def _deliver(self, leased: bool, lease_id: str | None) -> Batch | None:
-        """Leases and returns the first formed batch; None if a part of it is missing or broken."""
         groups = self._view.formed[0]
         ids = [group.group_id for group in groups]
         try:
@@ -381,14 +378,12 @@ class AtroposService:
         return Batch(bodies, lease_id=lease.lease_id if leased else None)
 
     async def _give_back_undelivered(self) -> None:
-        """Requeues groups that were leased for a response that could not be sent."""
         while self._undelivered:
             await self._give_back(self._undelivered[-1])
             self._undelivered.pop()
             self._stale = True
 
     async def acknowledge(self, lease_id: str) -> None:
-        """Acknowledges a batch."""
         async with self._lock:
             await self._store.ack(lease_id)
             # A late ack: the groups were about to be delivered again.
@@ -457,7 +452,6 @@ class AtroposService:
     async def register_environment(self, wanted: EnvironmentRegistration) -> int | None:
         """Registers an environment; returns its number, or None until a trainer has asked for a
         batch.
-        Raises StoreFull: there are already 4096 environments.
         """
         async with self._lock:
             if not self._state.started:
@@ -491,9 +485,7 @@ class AtroposService:
             return True
 
     async def environment_status(self, env_id: int) -> EnvironmentStatus:
-        """Returns the numbers by which an environment decides how many groups to make.
-        Raises NotFoundError: the environment is not registered.
-        """
+        """Returns the numbers by which an environment decides how many groups to make."""
         await self._follow_store()
         if not self._state.knows(env_id):
             raise NotFoundError(f"No environment is registered as {env_id}.", env_id=env_id)
@@ -551,7 +543,6 @@ class AtroposService:
         return {env.desired_name for env in self._state.environments}
 
     def count_refusal(self, kind: str) -> None:
-        """Counts a refused post."""
         self._refused[kind] += 1
 
     def snapshot(self) -> dict[str, Any]:
@@ -634,7 +625,3 @@ class AtroposService:
     async def _save(self, state: WireState) -> None:
         await self._store.set_value(KEY, to_json_like(state))
         self._state = state
-
-
-def _hash(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:40]

@@ -1,10 +1,8 @@
 """An in-memory view of the groups that wait in the store: queue, buffers and formed batches.
 
-The store is the source of truth; the view has the order and form that the protocol needs. It
-changes with every post and batch, and is merged with the store's rows after other changes (by a
-native trainer, a native environment, an expired lease).
-
-What holds: a group is in exactly one place: the queue, one buffer, or one formed batch.
+The store is the source of truth. The view changes with every post and batch, and is merged with the
+store's rows after other changes. A group is in exactly one place: the queue, one buffer, or one
+formed batch.
 """
 
 from __future__ import annotations
@@ -80,7 +78,7 @@ class WireState(msgspec.Struct, kw_only=True):
         wandb_group .. num_steps: as registered by the trainer; the values after a reset are those
             of the original protocol.
         registered: whether a trainer has registered since the start or the last reset.
-        started: whether it has asked for a batch; until then environments are told to wait.
+        started: whether it has asked for a batch; until then environments must wait.
         step: number of batches formed, counted from the trainer's starting step.
         ahead: how many of those are not delivered yet.
         environments: by number.
@@ -133,7 +131,6 @@ class WireState(msgspec.Struct, kw_only=True):
         self.leases = {}
 
     def add_environment(self, environment: Registered) -> int:
-        """Adds an environment and returns its number."""
         self.environments.append(environment)
         return len(self.environments) - 1
 
@@ -167,7 +164,6 @@ class View:
         return len(self.queue) + formed + sum(len(parts) for parts in self.buffers.values())
 
     def ids(self) -> set[str]:
-        """Returns the ids of all groups in the view."""
         return {group.group_id for group in self._all()}
 
     def next_order(self) -> float:
@@ -185,7 +181,6 @@ class View:
         self.buffers.setdefault(env_id, []).append(group)
 
     def buffered_sequences(self, env_id: int) -> int:
-        """Returns the number of sequences in an environment's buffer."""
         return sum(group.size for group in self.buffers.get(env_id, ()))
 
     def fitting(self, env_id: int, group_size: int) -> list[Waiting]:

@@ -1,10 +1,8 @@
 """Encodes groups: the responses for leases, streams of leases and single groups.
 
-In: leases, and bodies as stored. Out: chunks to write one after another, never joined. What
-holds: a body is read once for all runs that lease it at about the same time, and is checked for
-damage then, before the first byte of a response. Clients that accept zstd get bodies as stored:
-concatenated zstd frames are one zstd content, so the bytes between bodies get frames of their
-own.
+A body is read once for all runs that lease it at about the same time, and is checked for damage
+before the first byte of a response. Clients that accept zstd get bodies as stored: concatenated
+zstd frames are one zstd content, so the bytes between bodies get frames of their own.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from starlette.types import Receive, Scope, Send
 from ..formats.atropos import expert_rows, group_to_atropos, image_data
 from ..http.transfer import accepts
 from ..store import GroupRow, Lease
-from ..store.compression import RAW, ZSTD, decode
-from ..store.damage import DamagedBodies, decode_all
-from ..store.interface import ReadGroups
+from ..store.deliveries import DamagedBodies, decode_all
+from ..store.lookups import GroupLookups
+from ..store.packed import RAW, ZSTD, decode
 
 V = TypeVar("V")
 
@@ -57,13 +55,11 @@ class Cache(Generic[V]):
         most_bytes: int,
         *,
         idle_seconds: float = 120.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._load = load
         self._size_bytes = size_bytes
         self._most_bytes = most_bytes
         self._idle_seconds = idle_seconds
-        self._clock = clock
         self._kept: OrderedDict[str, tuple[float, V]] = OrderedDict()
         self._bytes = 0
         self._loading: dict[str, asyncio.Task[dict[str, V]]] = {}
@@ -71,7 +67,7 @@ class Cache(Generic[V]):
     async def get(self, keys: Sequence[str]) -> list[V]:
         """Returns the values of `keys`, in order; raises what `load` raises."""
         found: dict[str, V] = {}
-        now = self._clock()
+        now = time.monotonic()
         for key in keys:
             if key in self._kept:
                 _, found[key] = self._kept[key]
@@ -101,7 +97,7 @@ class Cache(Generic[V]):
         size = self._size_bytes(value)
         if size > self._most_bytes:
             return
-        now = self._clock()
+        now = time.monotonic()
         self._kept[key] = (now, value)
         self._bytes += size
         while self._bytes > self._most_bytes or self._oldest() < now - self._idle_seconds:
@@ -109,7 +105,6 @@ class Cache(Generic[V]):
             self._bytes -= self._size_bytes(value)
 
     def _oldest(self) -> float:
-        """Returns when the least recently used value was last used."""
         return next(iter(self._kept.values()))[0]
 
 
@@ -120,19 +115,15 @@ _LEVEL: Final = 1
 
 
 def zstd_frame(content: bytes) -> bytes:
-    """Compresses `content` into one zstd frame."""
     return zstd.compress(content, level=_LEVEL)
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A body as stored: compressed or plain."""
-
     encoding: int
     data: bytes
 
     def size(self) -> int:
-        """Size in bytes when decompressed."""
         if self.encoding == ZSTD:
             return zstd.get_frame_info(self.data).decompressed_size or 0
         return len(self.data)
@@ -178,22 +169,17 @@ class Packed:
 
 
 class GroupEncoder:
-    """Encodes leases and groups; one per app.
-
-    Args:
-        most_bytes: cache size for bodies that other runs may also get, and again for groups
-            in JSON.
+    """Encodes leases and groups; one per app. `most_bytes`: cache size for bodies that other runs
+    may also get, and again for groups in JSON.
     """
 
-    def __init__(self, store: ReadGroups, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, store: GroupLookups, most_bytes: int = _MOST_BYTES) -> None:
         self._store = store
         self._stored = Cache(self._read, lambda body: len(body.data), most_bytes)
         self._json = Cache(self._encode, len, most_bytes)
 
     async def lease(self, lease: Lease) -> Packed:
-        """Encodes a lease with its bodies in MessagePack.
-        Raises DamagedBodies: some bodies cannot be read.
-        """
+        """Encodes a lease with its bodies in MessagePack."""
         start = msgspec.msgpack.encode(WireLease(lease.lease_id, lease.expires_at, []))
         # Replace the last byte, an empty array, with an array header of the real length.
         pieces: list[bytes | _Stored] = [start[:-1] + struct.pack(">BI", 0xDD, len(lease.groups))]
@@ -203,14 +189,11 @@ class GroupEncoder:
         return Packed(pieces)
 
     async def group(self, row: GroupRow) -> Packed:
-        """Encodes one group with its body in MessagePack."""
         (body,) = await self._stored.get([row.group_id])
         return Packed(_pieces(row, body))
 
     async def lease_as_json(self, lease: Lease) -> bytes:
-        """Encodes a lease in JSON; each group has the keys of the Atropos protocol.
-        Raises DamagedBodies: some bodies cannot be read.
-        """
+        """Encodes a lease in JSON; each group has the keys of the Atropos protocol."""
         groups = await self._json.get([row.group_id for row in lease.groups])
         found = [_json_object(row, body) for row, body in zip(lease.groups, groups, strict=True)]
         return orjson.dumps(
@@ -235,7 +218,7 @@ class GroupEncoder:
 
 
 def _looked_through(group_ids: Sequence[str], found: Sequence[tuple[int, bytes]]) -> list[_Stored]:
-    """Checks bodies; compressed ones stay so. Raises DamagedBodies, naming all damaged groups."""
+    """Checks bodies; compressed ones stay so."""
     plain = decode_all(group_ids, found)
     return [
         _Stored(encoding, data) if encoding == ZSTD else _Stored(RAW, body)

@@ -1,8 +1,7 @@
-"""Engines that are registered while the server runs.
+"""Engines that are registered while the server runs (POST /v1/engines).
 
-book    what the store keeps of them
-routes  POST /v1/engines, and what is done with one engine
-telling what runners on other machines hear of them
+A registration, a version, a drain and a pause are on disk before they are answered; only some
+heartbeats are written, so that many engines do not write all the time.
 """
 
 from __future__ import annotations
@@ -25,15 +24,12 @@ from ..models.replicas import Registration, Replica
 from ..proxy.gate import InFlight
 from ..runners.messages import EngineList, ToldEngine
 from ..settings.section import Described, check_url
-from ..store import GroupStore
+from ..store import Store
 from .bodies import VERSION_LIMIT
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet
 
-
-# A registration, a version, a drain and a pause are on disk before they are answered; of heartbeats
-# only some are written, so that many engines do not write all the time.
 
 _KEY: Final = "engines"
 _WRITTEN_SHARE: Final = 0.5
@@ -43,7 +39,7 @@ _WRITTEN_SHARE: Final = 0.5
 class EngineBook:
     """The stored registrations of `fleet`; call `load` first."""
 
-    def __init__(self, fleet: Fleet, store: GroupStore) -> None:
+    def __init__(self, fleet: Fleet, store: Store) -> None:
         self.fleet = fleet
         self._store = store
         self._written: list[Registration] = []
@@ -62,9 +58,7 @@ class EngineBook:
             self._written = now
 
     async def tell_version(self, named: Sequence[str], version: int) -> None:
-        """Notes that the engines with these ids or addresses serve `version`.
-        Raises NotFoundError: there is no such engine; then nothing was changed.
-        """
+        """Notes that the engines with these ids or addresses serve `version`."""
         for replica in [self.fleet.named(one) for one in named]:
             self.fleet.tell_version(replica, version)
         await self.save()
@@ -95,7 +89,7 @@ class EngineRegistration(_Body):
     ttl_seconds: float | None = Field(default=None, ge=1, le=_LONGEST_TTL_SECONDS)
     """Seconds after which the registration ends unless it is repeated; unset: it does not end."""
     version: int | None = Field(default=None, ge=0, le=VERSION_LIMIT, strict=True)
-    """The policy version that it serves. An engine that tells none has each version that is
+    """The policy version that it serves. An engine that reports none has each version that is
     published, if it was registered before the first one."""
     wait_seconds: float = Field(default=10.0, ge=0, le=_LONGEST_WAIT_SECONDS)
     """Maximum wait for the check of a new engine."""
@@ -139,7 +133,6 @@ Rows = Callable[[], list[dict[str, Any]]]
 
 
 def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
-    """Returns the routes that change the fleet of `book`."""
     router = APIRouter(tags=["engines"])
     fleet = book.fleet
 
@@ -222,7 +215,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
         responses=answers(EngineAnswer, 404, body=True, what="It is used again."),
     )
     async def resume(engine_id: str, request: Request) -> Response:
-        """Ends a pause or a drain; with `version`, tells its version first."""
+        """Ends a pause or a drain; with `version`, reports its version first."""
         replica = fleet.named(engine_id)
         wanted = await read_body(request, _RESUME)
         if wanted.version is not None:

@@ -31,12 +31,10 @@ from ..formats.shown_text import token_texts
 from ..http.answers import answers, json_answer
 from ..settings.section import Described
 from ..store import GroupRow
-from ..store.compression import CHECKED, DamagedBody, decode
-from ..store.facts import facts_of
-from ..store.interface import ReadGroups
 from ..store.listing import GroupQuery, ListedGroup, Order, TaskOrder
-from ..store.lookups import RewardCounts
-from ..store.states import GroupState
+from ..store.lookups import GroupLookups, RewardCounts
+from ..store.packed import CHECKED, DamagedBody, decode, facts_of
+from ..store.rows import GroupState
 from .bodies import (
     MOST_GROUPS,
     GroupsAnswer,
@@ -87,7 +85,6 @@ class GroupFilter(BaseModel):
     """part of its id or of its task's"""
 
     def query(self) -> GroupQuery:
-        """Returns the parameters as a query."""
         return GroupQuery(**self._values())
 
     def _values(self) -> dict[str, Any]:
@@ -130,7 +127,7 @@ class FoundPage(msgspec.Struct):
 
 
 async def find(
-    store: ReadGroups, query: GroupQuery, words: str, cursor: str, limit: int
+    store: GroupLookups, query: GroupQuery, words: str, cursor: str, limit: int
 ) -> FoundPage:
     """Returns the next page of at most `limit` groups of `query` whose conversations or outputs
     have `words`, upper and lower case alike (of ASCII letters).
@@ -149,7 +146,7 @@ async def find(
     return FoundPage(found, cursor, searched)
 
 
-async def _bodies(store: ReadGroups, group_ids: list[str]) -> list[tuple[int, bytes]]:
+async def _bodies(store: GroupLookups, group_ids: list[str]) -> list[tuple[int, bytes]]:
     """Returns the stored bodies; an empty one for a group that cannot be read."""
     try:
         return await store.stored_bodies(group_ids)
@@ -171,7 +168,6 @@ def _those(
 
 
 def _texts(one: ListedGroup, encoding: int, data: bytes, words: bytes) -> bytes:
-    """Returns the texts of a group as JSON; b"" where there are none, or it is damaged."""
     try:
         body = decode(encoding, data)
     except DamagedBody:
@@ -191,7 +187,7 @@ _COUNT_SECONDS: Final = 5.0
 _MOST_COUNTS: Final = 64
 
 
-def add_group_routes(router: APIRouter, store: ReadGroups, encoder: GroupEncoder) -> None:
+def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncoder) -> None:
     @router.get("/v1/groups", responses=answers(GroupsAnswer, 422, what="A page of groups."))
     async def list_groups(wanted: Annotated[GroupSearch, Query()]) -> Response:
         """Lists groups by what is known of them: filtered, sorted, page by page; without parameters
@@ -243,7 +239,6 @@ def add_group_routes(router: APIRouter, store: ReadGroups, encoder: GroupEncoder
 
 
 def summary(one: ListedGroup) -> dict[str, Any]:
-    """Returns a row of the list of groups."""
     # Omit the lease id: anyone who knows it could acknowledge the lease.
     summary = msgspec.convert(one.row, GroupSummary, from_attributes=True)
     facts = msgspec.structs.asdict(one.facts) if one.facts is not None else {}
@@ -261,7 +256,7 @@ _OF_PICTURES: Final = {
 _Number = Annotated[int, Path(ge=0, le=_MOST_ROLLOUTS, description="position in the group, from 0")]
 
 
-def add_rollout_routes(router: APIRouter, store: ReadGroups) -> None:
+def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
     @router.get(
         "/v1/groups/{group_id:path}/rollouts",
         responses=answers(RolloutsAnswer, 404, 409, 422, what="The rollouts."),
@@ -329,14 +324,14 @@ def add_rollout_routes(router: APIRouter, store: ReadGroups) -> None:
         return json_answer(await asyncio.to_thread(_columns, tokens, group.model, start, count))
 
 
-async def _read(store: ReadGroups, group_id: str, number: int) -> tuple[Group, Trajectory]:
+async def _read(store: GroupLookups, group_id: str, number: int) -> tuple[Group, Trajectory]:
     _, group = await _read_group(store, group_id)
     if number >= len(group.trajectories):
         raise NotFoundError(f"{group_id} has {len(group.trajectories)} rollouts.")
     return group, group.trajectories[number]
 
 
-async def _read_group(store: ReadGroups, group_id: str) -> tuple[GroupRow, Group]:
+async def _read_group(store: GroupLookups, group_id: str) -> tuple[GroupRow, Group]:
     (stored,) = await store.rows([group_id])
     if stored.format != "group":
         raise ConflictError(
@@ -411,7 +406,7 @@ class SeenTasksAnswer(Described):
     """Leads to the next page with the same parameters; "" on the last one."""
 
 
-def add_task_routes(router: APIRouter, store: ReadGroups) -> None:
+def add_task_routes(router: APIRouter, store: GroupLookups) -> None:
     @router.get("/v1/tasks/seen", responses=answers(SeenTasksAnswer, 422, what="A page of tasks."))
     async def list_seen_tasks(
         environment: Annotated[

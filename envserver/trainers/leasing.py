@@ -1,7 +1,10 @@
-"""Leases groups for a trainer, at once or after a wait, and detects disconnected clients.
+"""Leases groups for a trainer: at once, after a wait, or pushed over a stream.
 
-What holds: a client that has disconnected is leased nothing; waiting uses no CPU until something
-changes.
+A client that has disconnected is leased nothing; waiting uses no CPU until something changes. A
+stream has at most `window` unacknowledged leases, in one of two encodings:
+
+    binary    4-byte length (big-endian), a lease in MessagePack; length 0 is a keep-alive
+    events    id: the lease's id, event: lease, data: the lease in JSON; comments as keep-alive
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from starlette.types import Receive, Scope, Send
 from ..http.middleware import TooManyRequests
 from ..http.requests import Hangup, key_of
 from ..http.transfer import accepts
-from ..store import GroupStore, Lease
-from ..store.damage import DamagedBodies
+from ..store import Lease, Store
+from ..store.deliveries import DamagedBodies
 from .bodies import MOST_GROUPS, Limits, StreamRequest
 from .encoding import GroupEncoder, zstd_frame
 from .policy import PolicyVersion
@@ -43,7 +46,7 @@ class Leasing:
 
     def __init__(
         self,
-        store: GroupStore,
+        store: Store,
         policy: PolicyVersion,
         default_seconds: float,
         on_change: Callable[[], None],
@@ -57,10 +60,8 @@ class Leasing:
         self._perhaps_open: dict[str, int] = {}
 
     async def lease(self, run: str, wanted: Limits, lease_id: str | None = None) -> Lease | None:
-        """Leases the groups available now; None if there are too few.
-
-        Args:
-            lease_id: id for the lease; if a lease with this id is open, it is returned again.
+        """Leases the groups available now; None if there are too few. `lease_id`: id for the lease;
+        if a lease with this id is open, it is returned again.
         """
         bounded = wanted.max_groups or wanted.max_sequences or wanted.max_tokens
         max_groups = wanted.max_groups or MOST_GROUPS
@@ -96,7 +97,6 @@ class Leasing:
         self._on_change()
 
     def _min_version(self, wanted: Limits) -> int | None:
-        """Lowest acceptable policy version now; it increases as versions are published."""
         if wanted.max_staleness is None:
             return wanted.min_version
         return max(wanted.min_version or 0, self._policy.version - wanted.max_staleness)
@@ -106,7 +106,6 @@ class Leasing:
     ) -> Lease | None:
         """Leases what becomes available within `seconds`; None if nothing does or the client
         disconnects.
-        Raises TooManyRequests: the run has its maximum number of open leases.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -140,17 +139,12 @@ class Leasing:
 
 
 def lease_id_of(run: str, request: Request) -> str | None:
-    """Returns the lease id derived from the request's Idempotency-Key; None without a key.
-    Raises InputError: the key is too long.
-    """
+    """Returns the lease id derived from the request's Idempotency-Key; None without a key."""
     key = key_of(request)
     if key is None:
         return None
     return hashlib.blake2b(f"{run}\0{key}".encode(), digest_size=16).hexdigest()
 
-
-#     binary    4-byte length (big-endian), a lease in MessagePack; length 0 is a keep-alive
-#     events    id: the lease's id, event: lease, data: the lease in JSON; comments as keep-alive
 
 log = structlog.get_logger(__name__)
 
@@ -209,7 +203,7 @@ class LeaseStream:
 
     def __init__(
         self,
-        store: GroupStore,
+        store: Store,
         leasing: Leasing,
         run: str,
         wanted: StreamRequest,
@@ -299,7 +293,6 @@ class LeaseStream:
         return len(self._open) >= self._wanted.window
 
     async def _some_ended(self) -> bool:
-        """Returns whether an open lease has ended; queries the store only after a change."""
         changes = self._store.changes
         if changes == self._looked_at:
             return False
@@ -317,7 +310,6 @@ class LeaseStream:
         return f"{self._name}.{self._last_number:020d}"
 
     async def _wait(self, hangup: Hangup, seen: int, seconds: float) -> None:
-        """Waits until another lease may be possible, for at most `seconds`."""
         room = asyncio.create_task(self._room.wait())
         if self._is_full():
             await hangup.wait(room, seconds=min(_AGAIN_SECONDS, seconds))
@@ -335,8 +327,6 @@ class LeaseStream:
 
 
 class _Format(Protocol):
-    """Encoding of a lease stream."""
-
     media_type: str
     encoding: str
     keep_alive: bytes

@@ -1,9 +1,9 @@
-"""Live events in a ring, for any number of watchers that come, go and come again.
+"""Live events (GET /v1/events) in a ring, for any number of watchers.
 
-In: events, each encoded once. Out: bytes of server-sent events after a cursor. What holds: memory
-is bounded and does not depend on the watchers, who are woken a few times a second at most; a cursor
-that the ring still has continues without a gap and without a repetition. A cursor is
-`<boot>.<number of the event>.<seq of the last group>`: `boot` changes when the server starts.
+Memory is bounded and does not depend on the watchers: events are encoded once for all, and a
+watcher that reads too slowly is disconnected. A cursor is `<boot>.<number of the event>.<seq of the
+last group>`, which browsers send back as Last-Event-ID; `boot` changes when the server starts. A
+cursor that the ring still has continues without a gap and without a repetition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from ..http.answers import answers
 from ..http.middleware import TooManyRequests
 from ..http.requests import ABORT, Hangup
-from ..store.statistics import Changes
+from ..store.rows import Changes
 
 MOST_EVENTS: Final = 4096
 MOST_BYTES: Final = 8 * 1024 * 1024
@@ -48,7 +48,7 @@ class Start(msgspec.Struct, frozen=True):
 
     Args:
         number: of the last event that it has, or may miss.
-        seq: of the last group that it was told of, or finds in lists.
+        seq: of the last group that it received, or finds in lists.
         told: of the last group before the events that follow; groups between were missed.
         resync: why it cannot just continue: restarted, missed; "": it can.
     """
@@ -60,7 +60,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class _Event(msgspec.Struct, frozen=True):
-    """An event; it tells of the groups after number `before`, up to number `seq`."""
+    """An event about the groups after number `before`, up to number `seq`."""
 
     number: int
     before: int
@@ -70,31 +70,22 @@ class _Event(msgspec.Struct, frozen=True):
 class Feed:
     """The events of one server.
 
-    Args:
-        boot: names this start of the server; default: a random name.
-
     Attributes:
+        boot: names this start of the server.
         number: of the last event.
-        seq: of the last group that was told of. Set it before the first watcher comes.
+        seq: of the last published group. Set it before the first watcher comes.
     """
 
-    def __init__(
-        self,
-        *,
-        most_events: int = MOST_EVENTS,
-        most_bytes: int = MOST_BYTES,
-        boot: str = "",
-    ) -> None:
-        self.boot = boot or secrets.token_hex(4)
+    def __init__(self, *, most_events: int = MOST_EVENTS) -> None:
+        self.boot = secrets.token_hex(4)
         self.number = 0
         self.seq = 0
         self.watchers = 0
         self.watched = asyncio.Event()
-        """Set while somebody watches."""
+        """Set while there are watchers."""
         self._ring: deque[_Event] = deque()
         self._bytes = 0
         self._most_events = most_events
-        self._most_bytes = most_bytes
         self._told = Changes()
         self._waking: asyncio.TimerHandle | None = None
 
@@ -103,7 +94,7 @@ class Feed:
 
         Args:
             data: JSON-like.
-            seq: of the last group that it tells of.
+            seq: of the last group that it is about.
         """
         before = self.seq
         self.number += 1
@@ -111,7 +102,7 @@ class Feed:
         event = _Event(self.number, before, self.encoded(name, data, self.number, self.seq))
         self._ring.append(event)
         self._bytes += len(event.data)
-        while len(self._ring) > self._most_events or self._bytes > self._most_bytes:
+        while len(self._ring) > self._most_events or self._bytes > MOST_BYTES:
             self._bytes -= len(self._ring.popleft().data)
         if self.watchers and self._waking is None:
             loop = asyncio.get_running_loop()
@@ -155,9 +146,7 @@ class Feed:
         return Start(number, seq, self._ring[-ahead].before if ahead else self.seq)
 
     def after(self, number: int) -> tuple[bytes, int]:
-        """Returns events after `number`, some 100 KB of them, and the number of the last one.
-        Raises FellBehind: the next one is no longer there.
-        """
+        """Returns events after `number`, some 100 KB of them, and the number of the last one."""
         if self.number - number > len(self._ring):
             raise FellBehind
         newest_first = list(islice(reversed(self._ring), self.number - number))
@@ -173,15 +162,6 @@ class Feed:
         while self.number <= number or self._waking is not None:
             await self._told.wait(self._told.number, None)
 
-
-#     id: <boot>.<number>.<seq>     the cursor; browsers send it back as Last-Event-ID
-#     event: group                  the kinds are listed in this room's README
-#     data: {...}                   JSON in one line
-#
-# A connection begins with `hello`; groups of its `seq` or less are in the lists, and each later one
-# is told of exactly once, also over broken connections and restarts of the server. What a watcher
-# costs does not grow with what is watched: events are encoded once for all, and who reads too
-# slowly is disconnected.
 
 log = structlog.get_logger(__name__)
 
@@ -256,7 +236,7 @@ class EventsAnswer(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": more})
 
         with self._feed.watching():
-            # A first watcher must not be told of all groups that came while nobody watched.
+            # A first watcher must not get all groups that came without watchers.
             await self._look()
             start = self._feed.start(self._last_id)
             async with Hangup(receive) as hangup:
@@ -273,8 +253,6 @@ class EventsAnswer(Response):
                     await hangup.wait(seconds=_AGAIN_SECONDS)
 
     def _first(self, start: Start) -> bytes:
-        """Returns the first events of a connection."""
-
         def event(name: str, data: dict[str, Any], seq: int) -> bytes:
             return feed.encoded(name, data, start.number, seq)
 

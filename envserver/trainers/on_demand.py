@@ -1,8 +1,7 @@
 """Makes rollouts of tasks that the caller names, in that order, and lists the tasks.
 
-For trainers that bring their own order of tasks; a lease, in contrast, delivers what the server
-chose to make. What holds: repeating a request with the same key returns the same rollouts, even
-after the server was killed in between; the hidden part of a task is never sent.
+Repeating a request with the same key returns the same rollouts, even after the server was killed in
+between. The hidden part of a task is never sent.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from ..http.answers import answers, json_answer
 from ..http.middleware import TooManyRequests
 from ..http.requests import Hangup, key_of, read_body, request_body
 from ..rollouts.ordered import GroupsOrder, Orders
-from ..store import GroupStore, Lease
-from ..store.damage import DamagedBodies
+from ..store import Lease, Store
+from ..store.deliveries import DamagedBodies
 from .bodies import LONGEST_WAIT_SECONDS, MOST_GROUPS, Body, LeaseAnswer, Name, TaskId
 from .encoding import GroupEncoder
 from .runs import lease_answer
@@ -73,7 +72,7 @@ _ROLLOUTS: Final = TypeAdapter(RolloutsRequest)
 
 
 def add_on_demand_routes(
-    router: APIRouter, orders: Orders, store: GroupStore, encoder: GroupEncoder
+    router: APIRouter, orders: Orders, store: Store, encoder: GroupEncoder
 ) -> None:
     @router.post(
         "/v1/rollouts",
@@ -142,7 +141,6 @@ def add_on_demand_routes(
 
 
 def _order_of(wanted: RolloutsRequest, key: str, orders: Orders) -> GroupsOrder:
-    """Builds the order."""
     split = wanted.split or orders.environment(wanted.environment).config.split
     order = GroupsOrder(
         key=key,
@@ -161,7 +159,6 @@ def _order_of(wanted: RolloutsRequest, key: str, orders: Orders) -> GroupsOrder:
 
 
 def _require_room(orders: Orders, order: GroupsOrder) -> None:
-    """Raises TooManyRequests if too many rollouts are in progress."""
     if orders.is_open(order) or not orders.open_rollouts:
         return
     if orders.open_rollouts + order.rollouts > _MOST_ROLLOUTS:

@@ -1,5 +1,4 @@
-"""The routes of each environment: an application of its own, with its own document, as OpenEnv's
-clients and its `openenv validate` expect.
+"""OpenEnv: an application for each environment, with its own document, as OpenEnv's clients expect.
 
 Over HTTP each request is an episode of its own, as in OpenEnv: an episode of several turns needs
 the WebSocket.
@@ -272,18 +271,14 @@ class Session:
 
 
 def failure_text(error: EnvserverError) -> str:
-    """Returns what a client is told of an episode that failed, and logs the rest: what a scorer
+    """Returns what a client learns of an episode that failed, and logs the rest: what a scorer
     raised may name the hidden answer."""
     _log.warning("episode_failed", kind=error.kind, error=str(error))
     return f"The episode failed through no fault of the model: {error.kind}."
 
 
 def _newest(messages: list[Message], seen: int) -> str:
-    """Returns the text of the messages after the last turn, or of all at the beginning.
-
-    Args:
-        seen: number of messages of the request before.
-    """
+    """Returns the text of the messages after the last turn, or of all at the beginning."""
     if seen and len(messages) > seen:
         messages = [one for one in messages[seen:] if one.get("role") != "assistant"]
     return "\n\n".join(filter(None, map(text_of, messages)))
@@ -307,11 +302,7 @@ _FAILED: Final = -32603
 
 
 async def answer_rpc(request: Any, session: Session | None) -> dict[str, Any]:
-    """Returns the answer to a JSON-RPC request.
-
-    Args:
-        session: None: the request belongs to none.
-    """
+    """Returns the answer to a JSON-RPC request. `session`: None: the request belongs to none."""
     if not isinstance(request, dict) or request.get("jsonrpc") != "2.0":
         return rpc_error(None, INVALID_REQUEST, "This is no JSON-RPC 2.0 request.")
     number, method, params = request.get("id"), request.get("method"), request.get("params") or {}
@@ -544,7 +535,6 @@ def _application(episodes: Episodes, name: str, idle_seconds: float) -> FastAPI:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Answers an error; what failed in an episode is not told."""
     assert isinstance(error, EnvserverError)
     if isinstance(error, UsageError):
         return await on_ours(request, error)
@@ -553,6 +543,5 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def _description(environment: Environment) -> str:
-    """Returns the first line of its docstring, or its name."""
     text = inspect.getdoc(type(environment)) or ""
     return text.partition("\n")[0] or environment.name

@@ -1,4 +1,8 @@
-"""The policy version: published by trainers, durable, never decreasing."""
+"""The policy version, pauses during weight updates, and evaluations of a version.
+
+The version is durable and never decreases. Calls stay paused until a trainer resumes them, also
+when the server restarts or another one takes over in the midst of an update.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from ..http.requests import key_of, read_body, request_body
 from ..proxy.gate import Gate, InFlight
 from ..runners.registry import RunnerRegistry
 from ..settings.section import Described
-from ..store import GroupStore
+from ..store import Store
 from .bodies import VERSION_LIMIT, PolicyVersionAnswer, PolicyVersionRequest
 
 _POLICY_VERSION: Final = "policy_version"
@@ -28,13 +32,9 @@ _VERSION: Final = TypeAdapter(PolicyVersionRequest)
 
 
 class PolicyVersion:
-    """The policy version that trainers publish: durable, never decreasing.
+    """The policy version that trainers publish: durable, never decreasing."""
 
-    Args:
-        on_change: called with each new version, and with the stored version after a restart.
-    """
-
-    def __init__(self, store: GroupStore, on_change: Callable[[int], None] | None) -> None:
+    def __init__(self, store: Store, on_change: Callable[[int], None] | None) -> None:
         self._store = store
         self._on_change = on_change
         self._lock = asyncio.Lock()
@@ -43,16 +43,13 @@ class PolicyVersion:
         self.version = -1
 
     async def load(self) -> None:
-        """Loads the stored version."""
         stored = await self._store.get_value(_POLICY_VERSION)
         if stored is not None:
             self._set(int(stored))
 
     async def publish(self, version: int, engines: Sequence[str] = ()) -> None:
         """Makes `version` the current version; publishing the current version again is allowed.
-
-        Args:
-            engines: ids or addresses of engines that tell their own versions and serve it.
+        `engines`: ids or addresses of engines that tell their own versions and serve it.
         """
         async with self._lock:
             if version < self.version:
@@ -144,13 +141,6 @@ def _state(evaluations: HeldOutEvaluations) -> dict[str, Any]:
     return {"running": evaluations.busy, "evaluations": evaluations.listed()}
 
 
-# POST /v1/policy/pause stops new calls; the request chooses what happens to running calls POST
-# /v1/policy/resume lets calls continue; with `version`, publishes the new version first GET
-# /v1/policy whether calls are paused, running and waiting calls, policy version
-#
-# Calls stay paused until a trainer resumes them, also when the server restarts or another one takes
-# over in the midst of an update.
-
 log = structlog.get_logger(__name__)
 
 _LONGEST_WAIT_SECONDS: Final = 3600.0
@@ -197,7 +187,7 @@ _RESUME: Final = TypeAdapter(ResumeRequest)
 class WeightPause:
     """The pause of the calls behind `gate` and of those of runners; durable."""
 
-    def __init__(self, store: GroupStore, gate: Gate, environments: RunnerRegistry) -> None:
+    def __init__(self, store: Store, gate: Gate, environments: RunnerRegistry) -> None:
         self._store = store
         self.gate = gate
         self._news = environments.news
@@ -226,10 +216,8 @@ class WeightPause:
 def weight_routes(
     pausing: WeightPause, policy: PolicyVersion, evaluations: HeldOutEvaluations | None
 ) -> APIRouter:
-    """Returns the routes that pause and resume calls.
-
-    Args:
-        evaluations: what a pause may wait for (`evaluate.hold_seconds`).
+    """Returns the routes that pause and resume calls. `evaluations`: what a pause may wait for
+    (`evaluate.hold_seconds`).
     """
     gate = pausing.gate
     router = APIRouter(tags=["native"])

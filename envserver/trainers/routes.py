@@ -1,8 +1,4 @@
-"""The native routes under /v1 (runs, leases, groups, policy versions, status), and health.
-
-What holds: creating a run is idempotent by its name; a lease is delivered once; acknowledging
-twice is allowed; the policy version never decreases. Errors are problem details (RFC 9457).
-"""
+"""The native routes under /v1, and logins of the page."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from ..http.middleware import Forbidden, Strangers, Unauthorized
 from ..http.requests import read_body, request_body
 from ..settings.section import Described
 from ..settings.server import ServerConfig
-from ..store import GroupStore
+from ..store import Store
 from ..telemetry.alarms import AlarmBook
 from .atropos_service import AtroposService
 from .bodies import Body
@@ -147,7 +143,7 @@ def _answer(token: Token | None, *, needs_login: bool) -> Response:
 
 
 def native_routes(
-    store: GroupStore,
+    store: Store,
     atropos: AtroposService,
     policy: PolicyVersion,
     *,
@@ -163,14 +159,10 @@ def native_routes(
     set_aside: SetAside,
     evaluations: HeldOutEvaluations | None,
 ) -> APIRouter:
-    """Returns all native routes.
+    """Returns all native routes; parts that are None have none.
 
     Args:
         present: returns the names of all environments.
-        orders: None if the server has no environment that can make rollouts on demand.
-        recorder, alarms: None if the server counts nothing.
-        logins: None if no access tokens are required.
-        evaluations: None if the server makes no rollouts.
         set_aside: called with groups that a trainer cannot use, and its reason.
     """
     router = APIRouter(tags=["native"])

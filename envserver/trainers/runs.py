@@ -1,4 +1,8 @@
-"""Runs: each is the subscription of one trainer or export. Creating is idempotent by name."""
+"""Runs, each the subscription of one trainer or export, and their leases.
+
+Creating a run is idempotent by name. A lease is delivered once; acknowledging twice is allowed;
+only the run that holds a lease can close it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ from starlette.responses import Response
 
 from ..http.answers import answers, json_answer
 from ..http.requests import Hangup, read_body, request_body
-from ..store import ATROPOS_RUN, UNKNOWN_VERSION, GroupRow, GroupStore, Lease, Run
-from ..store.damage import DamagedBodies
+from ..store import ATROPOS_RUN, UNKNOWN_VERSION, GroupRow, Lease, Run, Store
+from ..store.deliveries import DamagedBodies
 from .atropos_service import AtroposService
 from .bodies import (
     Ack,
@@ -48,14 +52,10 @@ _LONGEST_HEADER: Final = 1000
 
 
 class FilterWarnings:
-    """The warnings of one server.
-
-    Args:
-        present: returns the names of the environments that are registered or local.
-    """
+    """The warnings of one server."""
 
     def __init__(
-        self, store: GroupStore, policy: PolicyVersion, present: Callable[[], Collection[str]]
+        self, store: Store, policy: PolicyVersion, present: Callable[[], Collection[str]]
     ) -> None:
         self._store = store
         self._policy = policy
@@ -75,7 +75,6 @@ class FilterWarnings:
         return [f"No environment is called {names} so far; known: {shown}{more}."]
 
     def of_limits(self, wanted: Limits) -> list[str]:
-        """Returns the warnings for the filters of a lease."""
         warnings = self.of_names(wanted.environments or ())
         if wanted.max_staleness is not None and self._policy.version == UNKNOWN_VERSION:
             warnings.append(
@@ -99,7 +98,7 @@ MOST_OPEN_RUNS: Final = 4096
 
 def add_run_routes(
     router: APIRouter,
-    store: GroupStore,
+    store: Store,
     atropos: AtroposService,
     streams: Streams,
     filters: FilterWarnings,
@@ -126,7 +125,7 @@ def add_run_routes(
         `{"name": "my-run", "checkpoint": "step-40"}` goes back to a checkpoint that an ack named:
         groups acknowledged after it are delivered again, and the run's open leases are returned.
         With an `Idempotency-Key`, repeating the request does not go back a second time.
-        A closed run is reopened. `warnings` names environments of the filter that nobody knows.
+        A closed run is reopened. `warnings` names unknown environments of the filter.
         """
         wanted = await read_body(request, _RUN)
         _require_native(wanted.name)
@@ -183,7 +182,7 @@ def _require_native(name: str) -> None:
         raise ConflictError(f"The name {ATROPOS_RUN} is reserved for Atropos trainers.")
 
 
-async def _created(store: GroupStore, wanted: RunRequest) -> tuple[bool, Run]:
+async def _created(store: Store, wanted: RunRequest) -> tuple[bool, Run]:
     """Creates, or reopens and updates, the run; also returns whether it is new."""
     try:
         run = await store.get_run(wanted.name)
@@ -220,7 +219,7 @@ async def _created(store: GroupStore, wanted: RunRequest) -> tuple[bool, Run]:
     )
 
 
-def _require_room(store: GroupStore) -> None:
+def _require_room(store: Store) -> None:
     if len(store.open_runs) >= MOST_OPEN_RUNS:
         raise ConflictError(
             f"{MOST_OPEN_RUNS} runs are open, and each costs time with every group.",
@@ -228,7 +227,7 @@ def _require_room(store: GroupStore) -> None:
         )
 
 
-async def _go_back(store: GroupStore, wanted: RunRequest, key: str | None) -> int:
+async def _go_back(store: Store, wanted: RunRequest, key: str | None) -> int:
     """Goes back as requested and returns how many groups will be delivered again.
 
     Returns 0 if a request with this key was already handled: a delayed duplicate would undo what
@@ -243,9 +242,6 @@ async def _go_back(store: GroupStore, wanted: RunRequest, key: str | None) -> in
     return len(again)
 
 
-# A lease is delivered once; acknowledging twice is allowed; only the run that holds a lease can
-# close it.
-
 log = structlog.get_logger(__name__)
 
 SetAside = Callable[[Sequence[GroupRow], str], None]
@@ -259,7 +255,7 @@ _LEASE_OF_STREAM: Final = re.compile(r"[A-Za-z0-9_-]{8,64}\.\d{20}")
 
 def add_lease_routes(
     router: APIRouter,
-    store: GroupStore,
+    store: Store,
     atropos: AtroposService,
     leasing: Leasing,
     encoder: GroupEncoder,
@@ -402,21 +398,17 @@ def add_lease_routes(
 
 
 async def lease_answer(lease: Lease, encoder: GroupEncoder, headers: Headers) -> Response:
-    """Encodes the lease in the format that the client accepts.
-    Raises DamagedBodies: some groups cannot be read.
-    """
+    """Encodes the lease in the format that the client accepts."""
     if GROUPS_MSGPACK in headers.get("accept", ""):
         return PackedAnswer(await encoder.lease(lease), GROUPS_MSGPACK, headers)
     return Response(await encoder.lease_as_json(lease), media_type="application/json")
 
 
-async def _require_open(store: GroupStore, run: str) -> None:
-    """Raises NotFoundError if the run does not exist, ConflictError if it is closed."""
+async def _require_open(store: Store, run: str) -> None:
     if (await store.get_run(run)).state == "closed":
         raise ConflictError(f"The run {run} is closed.", run=run)
 
 
-async def _require_own(store: GroupStore, run: str, lease_id: str) -> None:
-    """Raises NotFoundError if the run has no such lease."""
+async def _require_own(store: Store, run: str, lease_id: str) -> None:
     if (await store.find_lease(lease_id)).run != run:
         raise NotFoundError(f"The run {run} has no lease {lease_id}.", lease_id=lease_id)

@@ -1,4 +1,4 @@
-"""GET /v1/status, and what it leaves out: alarms, series, source, estimates, evaluations."""
+"""The server's status, alarms, series, source and estimates; the tasks that record them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from starlette.responses import Response
 from ..http.answers import answers, json_answer
 from ..settings.section import Described
 from ..settings.server import AlarmsConfig, RetentionConfig
-from ..store import DamagedGroup, GroupStore
+from ..store import DamagedGroup, Store
 from ..store.groups import EstimateRow
-from ..telemetry.alarms import NEEDED, AlarmBook, AlarmFacts, Finding, Situation, findings
-from ..telemetry.alarms.situation import Curves
+from ..telemetry.alarm_facts import AlarmFacts, Curves, Finding, Situation
+from ..telemetry.alarms import NEEDED, AlarmBook, findings
 from ..telemetry.history import History, Numbers, Row, as_json, curves, from_json, numbers_of
 from ..telemetry.numbers import by_key, gauge
 from ..version import __version__
@@ -54,7 +54,7 @@ class Recorder:
     def __init__(
         self,
         metrics: Metrics,
-        store: GroupStore,
+        store: Store,
         clock: Callable[[], float] = time.time,
         then: Callable[[float, History], Awaitable[None]] | None = None,
         tell: Callable[[float, Numbers], None] = lambda now, numbers: None,
@@ -107,9 +107,7 @@ class Recorder:
 
     async def between(self, start: float, end: float, points: int) -> list[Row]:
         """Returns the rows from `start` to `end` in order: by the minute, then what memory has.
-
-        Args:
-            points: number of rows that are wanted; of long spans every n-th minute is read.
+        `points`: number of rows that are wanted; of long spans every n-th minute is read.
         """
         recent = await asyncio.to_thread(self._history.between, start, end)
         # The first row in memory is its minute's in the store, too.
@@ -131,10 +129,8 @@ _ALARM_SECONDS = 2 * 3600.0
 
 
 class AlarmWatch:
-    """The alarms of one server.
-
-    Args:
-        facts: what is known beside the numbers; called on the event loop, so it must be fast.
+    """The alarms of one server. `facts`: what is known beside the numbers; called on the event
+    loop, so it must be fast.
     """
 
     def __init__(self, config: AlarmsConfig, facts: Callable[[], AlarmFacts] = AlarmFacts) -> None:
@@ -164,7 +160,7 @@ _FULL_SECONDS: Final = 5.0
 """Seconds between looks at a full disk."""
 
 
-async def remove_old(store: GroupStore, retention: RetentionConfig) -> None:
+async def remove_old(store: Store, retention: RetentionConfig) -> None:
     """Deletes groups that were delivered long ago, every few minutes until cancelled; retries when
     the store fails. While the disk is full, deletes at once all that no run can go back to.
     """
@@ -196,7 +192,7 @@ _DAMAGED_SHOWN: Final = 20
 
 def add_status_routes(
     router: APIRouter,
-    store: GroupStore,
+    store: Store,
     atropos: AtroposService,
     policy: PolicyVersion,
     joined: Callable[[], dict[str, int]],
@@ -298,7 +294,7 @@ class SourceAnswer(Described):
     title: str
     """Its title: the environments, or the name of a file."""
     live: bool
-    """Whether there is more to come, told by `/v1/events`."""
+    """Whether there is more to come, sent by `/v1/events`."""
     parts: list[str]
     """Pages that have something to show."""
     version: str
@@ -351,7 +347,7 @@ def _title(names: list[str]) -> str:
 _NUMBER_LIMIT = 2**63 - 1
 
 
-def add_estimate_routes(router: APIRouter, store: GroupStore) -> None:
+def add_estimate_routes(router: APIRouter, store: Store) -> None:
     @router.get(
         "/v1/tasks/estimates",
         responses=answers(EstimatesAnswer, 422, what="A page of estimates."),

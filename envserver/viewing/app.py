@@ -24,11 +24,11 @@ from ..http.access import rules_of
 from ..http.answers import answer_errors, error_answer, json_answer
 from ..http.middleware import KnownNames, KnownPages
 from ..http.transfer import CompressedAnswers
-from ..store.interface import ReadGroups
+from ..store.lookups import GroupLookups
 from ..trainers.bodies import MOST_GROUPS
 from ..trainers.encoding import GroupEncoder
-from ..trainers.failures import FailureLog, add_failure_routes
 from ..trainers.groups import add_group_routes, add_rollout_routes, add_task_routes
+from ..trainers.live import FailureLog, add_failure_routes
 from ..trainers.live_events import Feed, add_event_routes
 from ..trainers.routes import add_session_routes
 from ..version import __version__
@@ -55,7 +55,7 @@ class ComparisonSearch(BaseModel):
 
 
 def create_viewer(
-    groups: ReadGroups,
+    groups: GroupLookups,
     feed: Feed,
     source: Source,
     evaluations: Evaluations | None = None,

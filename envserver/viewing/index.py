@@ -27,12 +27,10 @@ from sqlalchemy import text as sql
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from ..store.compression import RAW, decode, encode
-from ..store.facts import facts_row
-from ..store.failures import typed_failures
+from ..store.database import typed_failures
 from ..store.listing import GroupQuery, Page
-from ..store.lookups import GroupLookups, RewardCounts
-from ..store.reading import only_reading, sqlite_url
+from ..store.lookups import GroupLookups, RewardCounts, only_reading, sqlite_url
+from ..store.packed import RAW, decode, encode, facts_row
 from ..store.schema import SCHEMA_VERSION, SHARED, bodies, deliveries, group_facts, groups
 from .scanning import Found, group_of_line
 
@@ -362,7 +360,7 @@ _PLACE = text(
 
 
 class IndexReader(GroupLookups):
-    """The groups of an index; `ReadGroups` for the routes."""
+    """The groups of an index; `GroupLookups` for the routes."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine

@@ -18,8 +18,8 @@ import msgspec
 import structlog
 from envserver_records.errors import StoreError
 
-from ..store.interface import ReadGroups
 from ..store.listing import GroupQuery
+from ..store.lookups import GroupLookups
 from ..trainers.groups import summary
 from ..trainers.live_events import Feed, missed
 from .sources import Viewed
@@ -122,7 +122,7 @@ _MOST_ALONE: Final = 10
 _POLL_SECONDS: Final = 1.0
 
 
-async def follow_index(feed: Feed, groups: ReadGroups, indexing: Indexing) -> None:
+async def follow_index(feed: Feed, groups: GroupLookups, indexing: Indexing) -> None:
     """Reports the groups of each step of an index, until it is cancelled or there is no more."""
     feed.seq = indexing.progress.groups
     resets = indexing.progress.resets
@@ -136,7 +136,7 @@ async def follow_index(feed: Feed, groups: ReadGroups, indexing: Indexing) -> No
             log.warning("view.groups_not_told", error=str(error))
 
 
-async def follow_store(feed: Feed, groups: ReadGroups) -> None:
+async def follow_store(feed: Feed, groups: GroupLookups) -> None:
     """Tells watchers of a store's new groups, until cancelled; feed.seq is set first."""
     while True:
         with suppress(StoreError):
@@ -145,13 +145,13 @@ async def follow_store(feed: Feed, groups: ReadGroups) -> None:
         await feed.watched.wait()
 
 
-async def last_number(groups: ReadGroups) -> int:
+async def last_number(groups: GroupLookups) -> int:
     """Returns the number of the group that arrived last; 0 without groups."""
     page = await groups.list_groups(GroupQuery(order="newest"), "", 1)
     return page.groups[0].row.seq if page.groups else 0
 
 
-async def tell_groups(feed: Feed, groups: ReadGroups, last: int) -> None:
+async def tell_groups(feed: Feed, groups: GroupLookups, last: int) -> None:
     """Reports the groups after the last reported one, up to number `last`."""
     seen = feed.seq
     if last <= seen:

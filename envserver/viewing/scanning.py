@@ -23,7 +23,7 @@ from ..export.stored import group_of, group_record, names_of_foreign
 from ..export.stored_sources import decoded, is_json, opened
 from ..export.unified import FINALIZE, problems_of_trace, unified_of_trace
 from ..formats.atropos import NOT_TRAINED
-from ..store.facts import GroupFacts, facts_of_rewards
+from ..store.packed import GroupFacts, facts_of_rewards
 
 
 class LineFacts(msgspec.Struct, frozen=True, kw_only=True):

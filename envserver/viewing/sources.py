@@ -20,7 +20,7 @@ from ..evaluation.folders import RunFile, groups_path, read_run_file
 from ..export.jsonl import failures_path
 from ..export.stored_sources import DATABASES, ENDINGS, SERVERS, files_of, is_sqlite
 from ..rollouts.events import GroupDropped, RolloutFailed
-from ..trainers.failures import FailureLog
+from ..trainers.live import FailureLog
 from ..trainers.live_events import Feed
 
 Kind = Literal["file", "folder", "store", "server", "evaluation", "comparison"]

@@ -48,7 +48,7 @@ from envserver.rollouts.stream import stream_prefix
 from envserver.runners import messages
 from envserver.runners.messages import KEY_HEADER
 from envserver.store import GroupPut, open_store
-from envserver.store.sink import put_of
+from envserver.store.demand import put_of
 
 T = TypeVar("T")
 AT_A_TIME = 8

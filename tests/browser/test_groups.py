@@ -37,8 +37,8 @@ from support.trajectories import trajectory
 
 from envserver.http.health import Metrics
 from envserver.store import GroupPut
-from envserver.store.facts import facts_of_rewards
-from envserver.store.sink import put_of
+from envserver.store.demand import put_of
+from envserver.store.packed import facts_of_rewards
 
 HOSTILE = (
     "<script>document.title = 'pwned'</script>"

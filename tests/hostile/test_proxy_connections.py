@@ -30,8 +30,7 @@ from envserver import ServerConfig, Settings, Task
 from envserver.http.proxy_server import serve_proxy
 from envserver.http.server import HttpBounds
 from envserver.registry import find
-from envserver.rollouts import StalenessMonitor
-from envserver.rollouts.attempt import Finished, run_attempt
+from envserver.rollouts.attempt import Finished, StalenessMonitor, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec
 from envserver.running import rollout_context
 from envserver.running.metrics import PartsNumbers

@@ -198,7 +198,7 @@ def test_files_that_containers_mount_exist_and_what_is_drawn_is_documented() -> 
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"].values()
     for volume in (one for service in services for one in service.get("volumes", ())):
         assert volume[0] != "." or (DOCKER / volume.split(":")[0]).is_file(), volume
-    names = (DOCKER.parent / "envserver/telemetry/README.md").read_text()
+    names = (DOCKER.parent / "docs/observing.md").read_text()
     for series in dashboard_uses():
         base = re.sub(r"_(bucket|sum|count)$", "", series)
         short = base.replace("envserver_replica", "", 1)

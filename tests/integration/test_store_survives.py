@@ -1,4 +1,4 @@
-"""The store while everything around it fails: the table in envserver/store/README.md, row by row.
+"""The store while everything around it fails: the table in docs/store.md, row by row.
 
 What always holds: acknowledged groups are kept, nothing is delivered twice while a lease holds,
 every refusal is a typed StoreError, and the event loop stays responsive. What PostgreSQL alone can

@@ -20,11 +20,11 @@ from envserver_records.sampling import SamplingSpan
 from envserver import ServerConfig
 from envserver.api.app import create_api
 from envserver.http.server import serve_api
-from envserver.rollouts import group_id as group_id_of
 from envserver.rollouts.stream import GroupRequest
+from envserver.rollouts.stream import group_id as group_id_of
 from envserver.runners.messages import GROUP_LIST_MSGPACK, encode_batch
 from envserver.store import Store, open_store
-from envserver.store.sink import put_of
+from envserver.store.demand import put_of
 
 from .records import sequence as row_of
 from .records import trajectory

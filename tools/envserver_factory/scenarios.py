@@ -20,8 +20,7 @@ from envserver_records.records import Task
 from envserver.environment import Environment
 from envserver.export.unified import problems_of_trace, write_json
 from envserver.models.catalogue import find_model, read_catalogue
-from envserver.rollouts.group import RolloutContext
-from envserver.rollouts.single import run_single
+from envserver.rollouts.group import RolloutContext, run_single
 from envserver.running.context import rollout_context
 from envserver.running.engines import SIMULATED
 from envserver.settings.config import Settings

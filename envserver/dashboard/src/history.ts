@@ -9,7 +9,7 @@ import { type Sample, Series, type SeriesAnswer } from "./series";
 const KEPT = 4200;
 const RETRY_SECONDS = 3;
 
-/** The numbers that pages show; see envserver/telemetry/README.md. */
+/** The numbers that pages show; see docs/observing.md. */
 const NAMES = [
   ...["rollouts_total", "failed_attempts_total", "reward_sum", "reward_count", "group_deviation_sum", "group_deviation_count"],
   ...["groups_equal_total", "groups_delivered_total", "groups_dropped_total", "rollout_turns_sum", "rollout_turns_count"],

@@ -19,7 +19,8 @@ from support.waiting import until
 from envserver.http.health import Metrics
 from envserver.settings.server import AlarmsConfig
 from envserver.store import open_store
-from envserver.telemetry.alarms import AlarmBook, AlarmFacts, Finding
+from envserver.telemetry.alarm_facts import AlarmFacts, Finding
+from envserver.telemetry.alarms import AlarmBook
 from envserver.telemetry.history import MOST_NAMES, History, Name, curves
 from envserver.telemetry.numbers import counter, gauge
 from envserver.trainers.status import AlarmWatch, Recorder

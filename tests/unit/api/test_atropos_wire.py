@@ -31,7 +31,8 @@ from support.extent import examples
 from support.waiting import until
 
 from envserver.http.requests import Refused, Unreadable, parse_body
-from envserver.store import GroupPut, compression
+from envserver.store import GroupPut
+from envserver.store import packed as compression
 from envserver.trainers import atropos_posts
 from envserver.trainers.atropos_batches import Waiting, form_batches
 from envserver.trainers.atropos_posts import PostedGroup, ScoredData, check_groups, read_group

@@ -29,12 +29,11 @@ from envserver.models.sim import SimEngine
 from envserver.rollouts.events import GroupDropped, RolloutFailed
 from envserver.settings.config import SimConfig
 from envserver.settings.server import AlarmsConfig
-from envserver.store.facts import GroupFacts
 from envserver.store.listing import ListedGroup
+from envserver.store.packed import GroupFacts
 from envserver.store.rows import GroupRow
 from envserver.trainers import live_events
-from envserver.trainers.failures import MOST_ROWS
-from envserver.trainers.live import MOST_ALONE, EngineSource, Follower, Live
+from envserver.trainers.live import MOST_ALONE, MOST_ROWS, EngineSource, Follower, Live
 from envserver.trainers.live_events import EventsAnswer, Feed
 from envserver.trainers.status import AlarmWatch
 

@@ -24,8 +24,8 @@ from envserver.api.replicas import LeaderLink, follower_app
 from envserver.http.server import serve_api
 from envserver.settings.server import ServerConfig
 from envserver.store.leadership import Leadership, leadership
-from envserver.store.lock import Leader
-from envserver.telemetry.lag import LoopLag
+from envserver.store.writer import Leader
+from envserver.telemetry.process import LoopLag
 
 OWNER = "0123456789abcdef"
 NOWHERE = "postgresql://user@127.0.0.1:1/name"

@@ -42,7 +42,7 @@ from envserver.registry import builtin_names, find
 from envserver.rollouts.checking import Plays, RowsToCheck, check, secrets_of
 from envserver.rollouts.rewards import rules_of_rewards
 from envserver.rollouts.scorer_process import RowScore, row_scores
-from envserver.rollouts.task_digests import digest_of
+from envserver.rollouts.stream import digest_of
 
 NAMES = builtin_names()
 assert len(NAMES) == 13

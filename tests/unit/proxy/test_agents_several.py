@@ -24,7 +24,7 @@ from envserver.proxy import AttemptSpec, EngineEndpoint, Proxy, ProxyAttempt
 from envserver.proxy.attempts import AgentRoute
 from envserver.registry import find
 from envserver.rollouts.policy import judge_trajectory
-from envserver.rollouts.roles import roles_of
+from envserver.rollouts.rewards import roles_of
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
 from envserver.tokens import build, chosen
 

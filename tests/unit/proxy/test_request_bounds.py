@@ -37,7 +37,7 @@ from envserver.proxy.dialects.base import ModelRequest
 from envserver.proxy.guest import generate_answer
 from envserver.proxy.recorded import RecordedRequests, size_of
 from envserver.proxy.worker import job_of
-from envserver.rollouts import ending_limit
+from envserver.rollouts.attempt import ending_limit
 from envserver.tokens import images
 from envserver.tokens.images import image_size
 from envserver.workers.attempt import _failure

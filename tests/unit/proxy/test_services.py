@@ -40,7 +40,7 @@ from envserver.registry.hosted import HostedServices
 from envserver.registry.installed import Interpreter
 from envserver.registry.service_host import Request, _Host, send
 from envserver.rollout_interface import HookBug, ModelCall
-from envserver.rollouts import ending_limit
+from envserver.rollouts.attempt import ending_limit
 from envserver.tools.serving import services_of
 from envserver.workers.http_client import HttpClient
 from envserver.workers.run import AttemptRun, Job

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from support.clocks import Clock
 
-from envserver.ray_cluster import fleet as fleets
-from envserver.ray_cluster.cluster import CommandSpec
-from envserver.ray_cluster.fleet import Fleet, RunnerFailed
-from envserver.ray_cluster.scaling import Load, Scaling
+from envserver.ray_cluster import cluster as fleets
+from envserver.ray_cluster.cluster import CommandSpec, Fleet, Load, RunnerFailed, Scaling
 from envserver.running.ray_runners import divided
 from envserver.settings.runs import RayConfig
 

@@ -11,7 +11,7 @@ from support.clocks import Clock
 
 from envserver.http.health import Metrics
 from envserver.proxy import Gate
-from envserver.store import GroupStore, open_store
+from envserver.store import Store, open_store
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[GroupStore]:
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
     async with open_store(tmp_path / "store.db") as opened:
         yield opened
 

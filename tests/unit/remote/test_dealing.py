@@ -20,7 +20,8 @@ from support.extent import examples
 from support.waiting import settled
 
 from envserver.http.server import serve_api
-from envserver.rollouts import CATCH_UP_GROUPS, Bounds, Share
+from envserver.rollouts.policy import Bounds
+from envserver.rollouts.scheduler import CATCH_UP_GROUPS, Share
 from envserver.rollouts.stream import GroupRequest
 from envserver.runners import runner
 from envserver.runners.dealing import Dealer, Made, Rules, Take, dealing_app
@@ -34,10 +35,10 @@ from envserver.runners.messages import (
     encode_batch,
 )
 from envserver.runners.news import fair_shares
-from envserver.runners.registry import LocalEnvironmentSink, RunnerRegistry, read_batch
+from envserver.runners.registry import LocalEnvironmentSink, RunnerRegistry
 from envserver.runners.runner import LONGEST_SECONDS
-from envserver.runners.validation import Stream, read_group
-from envserver.store import GroupStore, open_store
+from envserver.runners.validation import Stream, read_batch, read_group
+from envserver.store import Store, open_store
 from envserver.store.demand import Demand
 
 RUNNERS = ("a", "b", "c")
@@ -271,7 +272,7 @@ async def test_what_is_ready_while_one_is_under_way_goes_together() -> None:
 # What a server does for many joiners: registrations, polls, silence, and the room they get
 
 
-def registry_of(store: GroupStore) -> RunnerRegistry:
+def registry_of(store: Store) -> RunnerRegistry:
     return RunnerRegistry(store, Demand(store, Bounds(most_groups=1024, most_batches=3)))
 
 
@@ -310,7 +311,7 @@ async def test_the_registrations_of_an_older_store_are_taken_over(tmp_path: Path
 
 
 async def test_those_that_left_make_room_for_others(
-    store: GroupStore, silence: Clock, monkeypatch: pytest.MonkeyPatch
+    store: Store, silence: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_MOST_RUNNERS", 3)
     registry = registry_of(store)
@@ -367,7 +368,7 @@ def test_places_are_dealt_to_those_who_want_them(
     assert sum(dealt.values()) == min(free, sum(wanted.values()))
 
 
-async def test_one_that_begins_nothing_does_not_get_all_places(store: GroupStore) -> None:
+async def test_one_that_begins_nothing_does_not_get_all_places(store: Store) -> None:
     demand = Demand(store, Bounds(most_groups=256, most_batches=3))
     registry = RunnerRegistry(store, demand, stretches=False)
     stuck, works = [
@@ -395,7 +396,7 @@ async def test_what_was_begun_before_a_restart_of_the_server_counts_for_nothing(
     assert rooms[2:] == [128, 128]
 
 
-async def test_the_servers_own_environments_share_the_room(store: GroupStore) -> None:
+async def test_the_servers_own_environments_share_the_room(store: Store) -> None:
     demand = Demand(store, Bounds(most_groups=4, most_batches=3))
     elsewhere = RunnerRegistry(store, demand, stretches=False)
     own = LocalEnvironmentSink(

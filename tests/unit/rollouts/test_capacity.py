@@ -18,9 +18,17 @@ from support.extent import examples
 from support.stores import group
 from support.waiting import PATIENCE, settled, until
 
-from envserver.rollouts import Bounds, Share, Shares, is_stale, targets
-from envserver.rollouts.capacity import SHARED, Depth, Taker, free_capacity, most_waiting
-from envserver.rollouts.policy import oldest_deliverable
+from envserver.rollouts.policy import (
+    SHARED,
+    Bounds,
+    Depth,
+    Taker,
+    free_capacity,
+    is_stale,
+    most_waiting,
+    oldest_deliverable,
+)
+from envserver.rollouts.scheduler import Share, Shares, targets
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand, Staleness
 

@@ -26,12 +26,11 @@ from support.stores import group
 from support.waiting import PATIENCE
 
 from envserver import CurriculumConfig
-from envserver.rollouts import Scored, group_id
-from envserver.rollouts.estimates import Estimate
+from envserver.rollouts.estimates import Estimate, Scored
 from envserver.rollouts.events import GroupDropped
-from envserver.rollouts.stream import GroupRequest, again_prefix
+from envserver.rollouts.stream import GroupRequest, again_prefix, group_id
 from envserver.rollouts.task_stream import Known, TaskStream
-from envserver.store import GroupPut, GroupStore, open_store
+from envserver.store import GroupPut, Store, open_store
 
 CASES = cases_of(__file__)
 
@@ -292,7 +291,7 @@ def test_serve_counts_what_it_drops_and_brings_unsolved_tasks_back_also_after_a_
 
 
 @pytest.fixture
-async def store(where: str) -> AsyncIterator[GroupStore]:
+async def store(where: str) -> AsyncIterator[Store]:
     async with open_store(where) as opened:
         yield opened
 
@@ -326,7 +325,7 @@ async def test_what_is_scored_counts_once_and_is_there_after_a_restart(where: st
         assert await store.existing(["g-3"]) == set()  # it may still be made and delivered
 
 
-async def test_an_estimate_follows_the_policy(store: GroupStore) -> None:
+async def test_an_estimate_follows_the_policy(store: Store) -> None:
     store.discount = 0.5
     await store.put([put("g-1", "a", 0, policy_version=3)])
     await store.put([put("g-2", "a", 4, policy_version=5)])
@@ -338,7 +337,7 @@ async def test_an_estimate_follows_the_policy(store: GroupStore) -> None:
     assert (estimate.weight, estimate.solved) == (4 + 8 * 0.25, 4)
 
 
-async def test_nothing_of_a_transaction_that_fails_counts(store: GroupStore) -> None:
+async def test_nothing_of_a_transaction_that_fails_counts(store: Store) -> None:
     await store.put([put("g-1", "a", 4)])
     too_large = put("g-3", "a", 4, attempts=2**63)
     with pytest.raises(Exception):  # noqa: B017 - each database has its own

@@ -40,7 +40,7 @@ from support.waiting import settled
 
 from envserver import Group, RolloutsConfig, Score
 from envserver.proxy import ProxyAttempt
-from envserver.rollouts import StalenessMonitor, ending_limit, is_stale
+from envserver.rollouts.attempt import StalenessMonitor, ending_limit
 from envserver.rollouts.events import Event, GroupDropped
 from envserver.rollouts.policy import (
     Drop,
@@ -52,6 +52,7 @@ from envserver.rollouts.policy import (
     counts_as_attempt,
     group_seconds_left,
     is_retried,
+    is_stale,
     judge_group,
     judge_losses,
     limit_of_death,

@@ -23,7 +23,7 @@ from envserver.export.stored import group_of, group_record
 from envserver.export.unified import problems_of, unified_of
 from envserver.proxy.attempts import Timeline
 from envserver.rollouts.attempt import timings_of
-from envserver.rollouts.failures import without_hidden
+from envserver.rollouts.events import without_hidden
 from envserver.rollouts.provenance import MOST_BYTES, bounded_public
 from envserver.workers.output import PrintedLines
 

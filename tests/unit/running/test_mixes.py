@@ -22,8 +22,7 @@ from envserver import ConfigError, MixSettings
 from envserver.cli.command_line import CommandSpec
 from envserver.cli.mixing import read_mix
 from envserver.cli.settings import load_settings
-from envserver.rollouts import Share, Shares, targets
-from envserver.rollouts.mixing import Ending, Turns
+from envserver.rollouts.scheduler import Ending, Share, Shares, Turns, targets
 
 NAMES = "abcde"
 COMMAND = CommandSpec("serve", "", MixSettings)

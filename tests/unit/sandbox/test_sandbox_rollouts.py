@@ -39,9 +39,8 @@ from envserver import (
 )
 from envserver.proxy import ProxyAttempt
 from envserver.registry import find
-from envserver.rollouts import StalenessMonitor, make_group
-from envserver.rollouts.attempt import Finished, run_attempt
-from envserver.rollouts.group import RolloutContext, attempt_spec
+from envserver.rollouts.attempt import Finished, StalenessMonitor, run_attempt
+from envserver.rollouts.group import RolloutContext, attempt_spec, make_group
 from envserver.running import rollout_context
 from envserver.sandbox import Open
 from envserver.sandbox.attempt_sandboxes import summed

@@ -28,8 +28,8 @@ from support.stores import group, ids
 
 from envserver.rollouts.ordered import GroupsOrder
 from envserver.store import open_store, schema
-from envserver.store.facts import facts_of_rewards
 from envserver.store.listing import GroupQuery, Page
+from envserver.store.packed import facts_of_rewards
 
 # id, state, lease
 _GROUPS = [

@@ -40,11 +40,17 @@ from envserver.models.engine import MeasuredEngine
 from envserver.running.bootstrap import bootstrap_server
 from envserver.settings.server import TelemetryConfig
 from envserver.store import database, open_store
-from envserver.telemetry.genai import MOST_CHARACTERS, inputs, outputs, tool_texts
-from envserver.telemetry.lag import TICK_SECONDS, LoopLag
 from envserver.telemetry.numbers import OTHER, Counts, Labelled
+from envserver.telemetry.process import TICK_SECONDS, LoopLag
 from envserver.telemetry.redaction import STRUCK, redacted
-from envserver.telemetry.tracing import NO_SPAN, within
+from envserver.telemetry.tracing import (
+    MOST_CHARACTERS,
+    NO_SPAN,
+    inputs,
+    outputs,
+    tool_texts,
+    within,
+)
 
 CASES = cases_of(__file__)
 

@@ -30,7 +30,7 @@ from support.trajectories import trajectory
 from envserver.export.stored import group_of
 from envserver.models import ProbeResult
 from envserver.proxy.engine_client import client_for
-from envserver.rollouts.kept_calls import calls_in, kept_calls
+from envserver.rollouts.replaying import calls_in, kept_calls
 from envserver.running.delivered import read_line
 from envserver.tokens import ChatFormat, History, PromptPlan, build, check, find_parents, pack_calls
 from envserver.tokens.builder import first_unknown, read_experts

@@ -222,7 +222,7 @@ def _generate(settings: GenerateSettings) -> GroupRun:
         from envserver.cli.loop import SignalStop, run_loop
         from envserver.cli.progress import ProgressView, show_result
         from envserver.registry import find
-        from envserver.rollouts.mixing import Share
+        from envserver.rollouts.scheduler import Share
         from envserver.rollouts.stream import group_requests
         from envserver.running.group_run import GroupRun, Part
         from envserver.running.mix import RunSpec

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...settings.server import AlarmsConfig
-from ..history import Name
+from ..settings.server import AlarmsConfig
+from .history import Name
 
 Array = NDArray[np.float64]
 _OFF_SECONDS: Final = 150.0
@@ -33,7 +33,6 @@ class Curves:
             self._named.setdefault(name.name, []).append((dict(name.labels), np.nan_to_num(values)))
 
     def values_of(self, name: str, label: str, **labels: str) -> list[str]:
-        """Returns the values of a label, sorted."""
         return sorted({of[label] for of, _ in self._matching(name, labels) if label in of})
 
     def level(self, name: str, **labels: str) -> Array:
@@ -62,7 +61,7 @@ class Curves:
     def sums(self, name: str, count: str, **labels: str) -> tuple[Array, Array]:
         """Returns the growth of a sum that may fall, and that of its count.
 
-        The count tells where both began again.
+        The count shows where both began again.
         """
         sums, counts = [], []
         for of, counted in self._matching(count, labels):
@@ -177,7 +176,6 @@ class Situation(msgspec.Struct, frozen=True):
         return threshold * _EASE if (name, about) in self.active else threshold
 
     def reward_range(self, environment: str) -> tuple[float, float]:
-        """Returns the bounds of an environment's rewards."""
         return self.facts.reward_ranges.get(environment, (0.0, 1.0))
 
     def grown(self, name: str, **labels: str) -> float:
