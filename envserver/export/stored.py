@@ -327,18 +327,20 @@ def _check_columns(columns: _Line, facts: _Facts) -> None:
         raise ValueError(f"its rollouts' rows are not its {number} rows, each once")
 
 
-def _conversation(columns: _Line, told: _Rollout) -> list[Message]:
-    if told.messages is not None:
-        return told.messages
-    if not columns.messages or not told.rows:
+def _conversation(columns: _Line, parsed: _Rollout) -> list[Message]:
+    if parsed.messages is not None:
+        return parsed.messages
+    if not columns.messages or not parsed.rows:
         return []
-    others = {other.get("agent") for other in told.others}
-    rows = (row for row, agent in zip(told.rows, told.agents, strict=False) if agent not in others)
-    return columns.messages[next(rows, told.rows[0])]
+    others = {other.get("agent") for other in parsed.others}
+    rows = (
+        row for row, agent in zip(parsed.rows, parsed.agents, strict=False) if agent not in others
+    )
+    return columns.messages[next(rows, parsed.rows[0])]
 
 
-def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
-    messages = _conversation(columns, told)
+def _stored(columns: _Line, facts: _Facts, parsed: _Rollout) -> StoredRollout:
+    messages = _conversation(columns, parsed)
     return StoredRollout(
         env=facts.env,
         task_id=facts.task_id,
@@ -349,37 +351,37 @@ def _stored(columns: _Line, facts: _Facts, told: _Rollout) -> StoredRollout:
         model=facts.model,
         policy_version=facts.policy_version,
         created_at=facts.created_at,
-        rollout_id=told.rollout_id,
-        attempt=told.attempt,
-        reward=told.reward,
-        components=told.components or {},
-        metrics=told.metrics or {},
-        rewards=told.rewards,
-        turn_rewards=told.turn_rewards,
-        logged_turn_rewards=told.logged_turn_rewards,
-        agent_calls=told.agent_calls,
+        rollout_id=parsed.rollout_id,
+        attempt=parsed.attempt,
+        reward=parsed.reward,
+        components=parsed.components or {},
+        metrics=parsed.metrics or {},
+        rewards=parsed.rewards,
+        turn_rewards=parsed.turn_rewards,
+        logged_turn_rewards=parsed.logged_turn_rewards,
+        agent_calls=parsed.agent_calls,
         reward_range=range_from_json(facts.reward_range),
-        agent_metrics=told.agent_metrics or {},
-        output=told.output,
-        finish_reason=told.finish_reason,
-        truncated=told.truncated,
-        limit=told.limit,
-        turns=told.turns,
-        flags=told.flags,
-        tools=told.tools,
+        agent_metrics=parsed.agent_metrics or {},
+        output=parsed.output,
+        finish_reason=parsed.finish_reason,
+        truncated=parsed.truncated,
+        limit=parsed.limit,
+        turns=parsed.turns,
+        flags=parsed.flags,
+        tools=parsed.tools,
         messages=messages,
-        actions=told.actions,
-        others=told.others,
-        usage=told.usage,
-        hooks=told.hooks,
-        egress=told.egress,
-        started_at=told.started_at,
-        timings=[timing_from_json(one) for one in told.timings],
-        attempts=told.attempts,
-        printed=told.printed,
+        actions=parsed.actions,
+        others=parsed.others,
+        usage=parsed.usage,
+        hooks=parsed.hooks,
+        egress=parsed.egress,
+        started_at=parsed.started_at,
+        timings=[timing_from_json(one) for one in parsed.timings],
+        attempts=parsed.attempts,
+        printed=parsed.printed,
         rows=[
-            _row(columns, facts, row, told, number)
-            for number, row in enumerate(told.rows)
+            _row(columns, facts, row, parsed, number)
+            for number, row in enumerate(parsed.rows)
             if columns.tokens[row]
         ],
     )
@@ -392,7 +394,7 @@ def _images(columns: _Line, facts: _Facts, row: int) -> list[RowImage]:
     return told_images(columns.images, row, facts.images, len(columns.tokens[row]))
 
 
-def _row(columns: _Line, facts: _Facts, row: int, told: _Rollout, number: int) -> StoredRow:
+def _row(columns: _Line, facts: _Facts, row: int, parsed: _Rollout, number: int) -> StoredRow:
     tokens = _integers(columns.tokens[row], row, "tokens")
     masks = _integers(columns.masks[row], row, "masks")
     if len(masks) != len(tokens):
@@ -409,9 +411,9 @@ def _row(columns: _Line, facts: _Facts, row: int, told: _Rollout, number: int) -
         tokens=tokens.astype(np.int32),
         mask=mask,
         logprobs=logprobs,
-        agent=told.agents[number] if number < len(told.agents) else None,
-        flags=told.row_flags[number] if number < len(told.row_flags) else told.flags,
-        versions=told.versions[number] if number < len(told.versions) else [],
+        agent=parsed.agents[number] if number < len(parsed.agents) else None,
+        flags=parsed.row_flags[number] if number < len(parsed.row_flags) else parsed.flags,
+        versions=parsed.versions[number] if number < len(parsed.versions) else [],
         images=_images(columns, facts, row),
         experts=row_experts(told_experts(facts.experts, row), mask),
     )

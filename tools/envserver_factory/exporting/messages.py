@@ -123,12 +123,12 @@ def kept_line(group: StoredGroup, rollout_ids: set[str]) -> dict[str, Any]:
     """
     line = group.line
     rows: list[int] = []
-    told = []
+    kept_rollouts = []
     for rollout in line["envserver"]["rollouts"]:
         if rollout["rollout_id"] in rollout_ids:
             begin = len(rows)
             rows += rollout["rows"]
-            told.append({**rollout, "rows": list(range(begin, len(rows)))})
+            kept_rollouts.append({**rollout, "rows": list(range(begin, len(rows)))})
     columns = {key: [line[key][row] for row in rows] for key in _OF_ROWS if line.get(key)}
-    envserver = {**line["envserver"], "rollouts": told}
+    envserver = {**line["envserver"], "rollouts": kept_rollouts}
     return {**line, **columns, "advantages": None, "envserver": envserver}

@@ -329,17 +329,17 @@ def _changed(
         if name not in names:
             continue
         config = _object(folder / name)
-        told = config.get(key)
+        base_name = config.get(key)
         if key == "base_model_name_or_path" and base_model is not None:
             config[key] = base_model
-        elif isinstance(told, str) and _is_here(told):
+        elif isinstance(base_name, str) and _is_here(base_name):
             if key != "_name_or_path":
                 raise InputError(
-                    f"{folder / name} names a folder of this machine as the base: {told}.",
+                    f"{folder / name} names a folder of this machine as the base: {base_name}.",
                     hint="Name the base on the hub: --base_model OWNER/NAME.",
                 )
             del config[key]
-        if config.get(key) != told:
+        if config.get(key) != base_name:
             made[name] = (json.dumps(config, indent=2) + "\n").encode()
     card = folder / _CARD
     text = _text(card) if card.is_file() else f"# {repository}\n"
