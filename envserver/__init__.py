@@ -155,7 +155,7 @@ if TYPE_CHECKING:
         pack,
         unpack,
     )
-    from envserver_records.scores import RewardRange, TurnReward
+    from envserver_records.tasks import RewardRange, TurnReward
 
     from . import aio
     from .cli import main

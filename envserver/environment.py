@@ -38,8 +38,7 @@ from typing import Any, ClassVar, Final, Generic, Literal
 import msgspec
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.sandboxes import SandboxSpec
-from envserver_records.scores import Score
-from envserver_records.tasks import Message, Result, Split, Task, text_of
+from envserver_records.tasks import Message, Result, Score, Split, Task, text_of
 from typing_extensions import TypeVar
 
 from .judge_interface import Judge
@@ -125,7 +124,7 @@ class Environment(abc.ABC, Generic[TaskT]):
     """Offered to the model by `run.loop`: tools, typed functions, MCP servers. None: the methods
     that are marked with `@tool`."""
     exact_demonstrations: ClassVar[bool] = False
-    """Whether the simulated engine plays demonstrations word for word, with no sentence before
+    """Whether the simulated engine repeats demonstrations word for word, with no sentence before
     them. Set it where `rollout` reads an answer as a whole, such as a move of a game."""
     demonstrations_solve: ClassVar[bool] = True
     """Whether demonstrations solve their tasks. False where they are only fair play, as in a game
@@ -224,7 +223,7 @@ class Environment(abc.ABC, Generic[TaskT]):
         """
 
     def harness_task(self, task: TaskT, run: Rollout) -> Awaitable[HarnessTask] | HarnessTask:
-        """Returns what a program gets for `task` that plays the agent instead of `rollout`
+        """Returns what an external agent gets for `task`, which runs instead of `rollout`
         (`--agent`), and how its output is read; may be `async def`.
 
         It runs in the worker, which then runs the program, too: isolation "sandboxed".
@@ -306,8 +305,8 @@ class Environment(abc.ABC, Generic[TaskT]):
     def demonstration(self, task: TaskT) -> list[Message] | Mapping[str, list[Message]] | None:
         """Returns assistant messages that solve `task`, one a turn, or None if there are none.
 
-        The simulated engine plays them, correct or corrupted. With several agents, return messages
-        by agent name; a bare list is played by each trained agent.
+        The simulated engine answers with them, correct or corrupted. With several agents, return
+        messages by agent name; a bare list is of each trained agent.
         """
         return None
 

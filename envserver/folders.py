@@ -1,10 +1,11 @@
-"""Imports an environment of the user from a file or a folder, with the modules beside it.
+"""Imports an environment of the user from a file or a folder, with the modules beside it; finds the
+files that come with envserver (`configs`).
 
     scripts/my_env.py, scripts/helpers.py    a folder of scripts, as when Python runs `my_env.py`
     my_env/__init__.py, my_env/helpers.py    a package, as when Python imports `my_env`
     tools/__init__.py                        a package beside it, where nothing else has its name
 
-In: a path. Out: the modules that may define the environment. What always holds: a module's name
+In: a path. Out: the modules that may define the environment. Invariants: a module's name
 is made from the real path of its folder, so that files of the same name in different folders are
 different modules; `sys.path` stays as it is, and only the files of a folder can import its modules
 by their bare names, so nothing else is shadowed.
@@ -28,9 +29,24 @@ from types import CodeType, ModuleType
 
 from envserver_records.errors import ConfigError, NotFoundError
 
+_HERE = Path(__file__).parent
 _PREFIX = "envserver_folder_"
 ENTRY_FILES = ("env.py", "__init__.py")
 """A folder with one of these is an environment."""
+
+
+def shipped(path: Path) -> Path:
+    """`path`; where nothing is there and it leads into `configs`, the file that came with us.
+
+    So a default like `configs/models.yaml` is a file of one's own where there is one, and works in
+    any folder.
+    """
+    if path.is_absolute() or path.parts[:1] != ("configs",) or path.exists():
+        return path
+    for place in (_HERE, _HERE.parent):
+        if (place / path).is_file():
+            return place / path
+    return path
 
 
 def is_environment_folder(path: Path) -> bool:
@@ -43,10 +59,6 @@ def import_path(path: Path) -> list[ModuleType]:
 
     Returns:
         The modules, the most likely home of the environment first.
-
-    Raises:
-        NotFoundError: there is no such file or folder.
-        ConfigError: it cannot be imported; the message names the file and the line at fault.
     """
     if path.is_dir():
         files = [path / name for name in ENTRY_FILES if (path / name).is_file()]
@@ -73,11 +85,7 @@ def loaded_paths() -> list[Path]:
 
 
 def import_for(importer: str, name: str) -> ModuleType:
-    """Imports the module that `import name` means in the module `importer`.
-
-    Raises:
-        ImportError: there is no such module, or it cannot be imported.
-    """
+    """Imports the module that `import name` means in the module `importer`."""
     folder = _finder.folders.get(importer.partition(".")[0])
     if folder is not None and not name.startswith("."):
         name = folder.module(name, importer) or name

@@ -421,7 +421,7 @@ OutputReader = Callable[[Sandbox, str], Awaitable[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTask:
-    """What a program gets that plays the agent on one task (see `Environment.harness_task`).
+    """What an external agent gets for one task (see `Environment.harness_task`).
 
     Args:
         instruction: what it is to do; its first message.
@@ -443,7 +443,7 @@ class HarnessTask:
 
 
 class HarnessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The program that plays the agents of a run.
+    """The external agent of a run.
 
     Args:
         name: a harness that we know, "command", or "url".

@@ -12,12 +12,11 @@ from typing import Any, Final, Self, Unpack
 
 import httpx
 from envserver_records import ConflictError, EnvserverError, NotFoundError
-from envserver_records.cancelling import cancel_and_wait
+from envserver_records.http_errors import Urls, authorization
 from envserver_records.servers import AsyncServersClient
-from envserver_records.urls import Urls, authorization
+from envserver_records.waiting import cancel_and_wait
 from envserver_records.wire import GroupSummary
 
-from .on_demand import OnDemand
 from .protocol import (
     HAS_ZSTD,
     LONGEST_WAIT_SECONDS,
@@ -28,6 +27,7 @@ from .protocol import (
     Delivery,
     InFlight,
     LeaseStreamReader,
+    OnDemand,
     Retries,
     batch_of,
     checked,

@@ -2,7 +2,7 @@
 
     python -m envserver_clients.dpo --model FOLDER --data data/dpo --output out/dpo --lora
 
-What always holds: of both answers only tokens that the assistant wrote count, even if tools
+Invariants: of both answers only tokens that the assistant wrote count, even if tools
 answered in between; after a kill the same command continues to the same weights. See
 `envserver_clients/finetuning/README.md`.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from envserver_clients.finetuning.data import parts_of
+from envserver_clients.finetuning.conversation import parts_of
 from envserver_clients.finetuning.settings import (
     DpoSettings,
     check_libraries,
@@ -25,8 +25,7 @@ from envserver_clients.finetuning.settings import (
 )
 
 if TYPE_CHECKING:
-    from envserver_clients.finetuning.examples import Example, ExampleCounts
-    from envserver_clients.finetuning.tokens import Encoder
+    from envserver_clients.finetuning.examples import Encoder, Example, ExampleCounts
 
 
 def train(arguments: Sequence[str] | None, console: Console) -> None:

@@ -10,7 +10,7 @@ the policy's tokens more or less likely accordingly, within bounds relative to t
 logprobs (GRPO, arXiv 2402.03300; `envserver_clients.training.loss` has the formula). Then it saves
 a checkpoint, acknowledges the batch, and transfers the weights to the engine.
 
-What always holds: `kill -9` of trainer, engine or server at any moment neither loses a batch nor
+Invariants: `kill -9` of trainer, engine or server at any moment neither loses a batch nor
 learns from one twice, because of the order of writes: metrics, checkpoint, acknowledgement. Killed
 before the checkpoint, the step never happened: its line is removed from the metrics, and its batch
 comes again. Killed after it, the acknowledgement is repeated at the start. With several processes

@@ -28,8 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
 from envserver_clients.training.children import Children
-from envserver_clients.training.held_out import HELD_OUT, write_held_out
-from envserver_clients.training.metrics import Line, read_lines
+from envserver_clients.training.metrics import HELD_OUT, Line, read_lines, write_held_out
 from envserver_clients.training.settings import end_at_sigterm, from_flags
 
 _CONFIGS: Final = Path(__file__).parent / "training"
@@ -140,7 +139,6 @@ def _engine(settings: LearnSettings, model: Path, address: str) -> list[str]:
 
 
 def _newest(folder: Path) -> Path | None:
-    """Returns the folder of the highest version, the last one if it was saved again."""
     found = []
     for path in folder.glob("version-*"):
         if match := re.fullmatch(r"version-(\d+)(?:\.(\d+))?", path.name):
@@ -231,7 +229,6 @@ def _has_reward(line: Line) -> bool:
 
 
 def _picture(rewards: Sequence[float]) -> str:
-    """Returns a bar for each part of the run."""
     width = min(_PICTURE_WIDTH, len(rewards))
     edges = [round(place * len(rewards) / width) for place in range(width + 1)]
     means = [sum(rewards[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]

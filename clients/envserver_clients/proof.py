@@ -30,8 +30,7 @@ from envserver_records.files import replace_file
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from envserver_clients.training.held_out import HELD_OUT, draw_held_out
-from envserver_clients.training.metrics import read_lines
+from envserver_clients.training.metrics import HELD_OUT, draw_held_out, read_lines
 from envserver_clients.training.settings import from_flags
 
 Task = Literal["sort", "tool"]
@@ -112,7 +111,6 @@ def prove(settings: ProofSettings, console: Console) -> None:
 
 
 def _start(settings: ProofSettings, task: Task) -> Path:
-    """Returns the folder of the model that the runs of a task start from."""
     return settings.output / ("tiny-many" if settings.start == "spoiled" else f"tiny-half_{task}")
 
 

@@ -192,8 +192,6 @@ def _rows_of_trajectory(
 
 
 class _Post(msgspec.Struct):
-    """The fields of a group on the Atropos wire that trainers need."""
-
     tokens: list[list[int]]
     masks: list[list[int]]
     scores: list[float]

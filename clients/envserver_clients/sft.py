@@ -5,8 +5,8 @@
 
 For a folder of `envserver sft build` each tool gets a separate model in a folder below `--output`;
 `--tool NAME` trains only that one, in `--output` itself; `--whole` trains one model for all tools.
-What always holds: only tokens that the assistant wrote are trained, with any chat template
-(`finetuning/tokens.py`); after a kill the same command continues to the same weights. See
+Invariants: only tokens that the assistant wrote are trained, with any chat template
+(`finetuning/examples.py`); after a kill the same command continues to the same weights. See
 `envserver_clients/finetuning/README.md`.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from envserver_clients.finetuning.data import parts_of
+from envserver_clients.finetuning.conversation import parts_of
 from envserver_clients.finetuning.settings import (
     SftSettings,
     check_libraries,
@@ -28,9 +28,8 @@ from envserver_clients.finetuning.settings import (
 )
 
 if TYPE_CHECKING:
-    from envserver_clients.finetuning.examples import Example, ExampleCounts
+    from envserver_clients.finetuning.examples import Encoder, Example, ExampleCounts
     from envserver_clients.finetuning.heldout import HeldOut
-    from envserver_clients.finetuning.tokens import Encoder
 
 
 def train(arguments: Sequence[str] | None, console: Console) -> None:

@@ -10,12 +10,11 @@ from typing import Any, Self, Unpack
 
 from anyio.from_thread import start_blocking_portal
 from envserver_records import Split, Trajectory
-from envserver_records.urls import Urls
+from envserver_records.http_errors import Urls
 from envserver_records.wire import GroupSummary
 
 from .aio import EnvClient
-from .on_demand import TaskEstimate, TaskSummary
-from .protocol import BatchLimits, InFlight
+from .protocol import BatchLimits, InFlight, TaskEstimate, TaskSummary
 from .records import Batch, ClientGroup
 
 
@@ -102,7 +101,6 @@ class SyncEnvClient:
         )
 
     def _each(self, batches: AsyncGenerator[Batch, None]) -> Iterator[Batch]:
-        """Yields `batches` one by one and closes them, however the caller leaves."""
         try:
             while True:
                 try:

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
         unpack,
     )
     from .sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
-    from .scores import RewardRange, Score, TurnReward
-    from .tasks import Message, PublicTask, Result, Split, Task
+    from .tasks import Message, PublicTask, Result, RewardRange, Score, Split, Task, TurnReward
 
 __all__ = [
     "AgentError",
@@ -120,8 +119,16 @@ _HOMES = {
         "StoreError",
     },
     "sandboxes": {"ExecResult", "SandboxLimits", "SandboxSpec", "SandboxUsage"},
-    "scores": {"RewardRange", "Score", "TurnReward"},
-    "tasks": {"Message", "PublicTask", "Result", "Split", "Task"},
+    "tasks": {
+        "Message",
+        "PublicTask",
+        "Result",
+        "RewardRange",
+        "Score",
+        "Split",
+        "Task",
+        "TurnReward",
+    },
 }
 """Modules that do without numpy, and their names."""
 

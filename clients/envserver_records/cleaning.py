@@ -54,8 +54,6 @@ def clean_text(text: str) -> str:
 
 
 class _Cleaner:
-    """Counts what is left of the size while it walks through a value."""
-
     def __init__(self, max_characters: int) -> None:
         self._left = max_characters
         self.changes: set[Change] = set()

@@ -1,7 +1,7 @@
 """Costs of a rollout: prices, the judge's part, and sums in one currency.
 
 In: prices of a million tokens, and counts. Out: a `Cost` for each rollout. A cost is known only
-where somebody gave a price: what has no price is left out, and never counts as free.
+where a price is given: what has no price is left out, and never counts as free.
 """
 
 from __future__ import annotations

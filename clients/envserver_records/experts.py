@@ -38,9 +38,7 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
     @property
     def table(self) -> Table:
-        """The experts as [N, layers, per_token].
-        Raises ValueError: their number is no multiple of that.
-        """
+        """The experts as [N, layers, per_token]."""
         return self.ids.reshape(-1, self.layers, self.per_token)
 
 
@@ -50,12 +48,7 @@ def experts_from(table: Table, start: int = 0) -> RoutedExperts:
 
 
 def row_experts(experts: RoutedExperts | None, mask: NDArray[np.uint8]) -> Table | None:
-    """Returns the experts of a row's first tokens; None if it has none.
-
-    Raises:
-        ValueError: they are not those of at least all tokens before the last trained one, or not of
-            fewer tokens than the row has.
-    """
+    """Returns the experts of a row's first tokens; None if it has none."""
     if experts is None:
         return None
     table = experts.table
@@ -69,9 +62,7 @@ def row_experts(experts: RoutedExperts | None, mask: NDArray[np.uint8]) -> Table
 
 
 def told_experts(told: Any, row: int) -> RoutedExperts | None:
-    """Returns the experts of a row as JSON tells them: a text or null for each row.
-    Raises ValueError: they have another form.
-    """
+    """Returns the experts of a row as JSON tells them: a text or null for each row."""
     if told is None:
         return None
     text = told[row] if isinstance(told, list) and row < len(told) else 0
@@ -88,9 +79,7 @@ def table_to_text(table: Table) -> str:
 
 
 def table_from_text(text: str) -> Table:
-    """Reads what `table_to_text` writes; signed numbers become uint8 or uint16.
-    Raises ValueError: it is something else, or a number is not one of an expert.
-    """
+    """Reads what `table_to_text` writes; signed numbers become uint8 or uint16."""
     file = io.BytesIO(base64.b64decode(text, validate=True))
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("routed experts are not an .npy file of version 1.0")

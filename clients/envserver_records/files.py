@@ -1,6 +1,6 @@
 """Replaces files and folders as a whole: readers see the old content or the new one, never a part.
 
-In: content. Out: a file or folder under its name. What always holds: the content is written beside
+In: content. Out: a file or folder under its name. Invariants: the content is written beside
 its place under a hidden name that ends in `.partial` (`PARTIAL_FILES`), and renamed when it is
 whole, so a killed process leaves no partial file under the real name. An error removes it. With
 `sync` the content and its name survive a loss of power, too.
@@ -31,9 +31,6 @@ def replace_file(path: Path, data: bytes | str, *, sync: bool = True, mode: int 
     Args:
         sync: wait until it is on disk.
         mode: of the new file, less the process's umask.
-
-    Raises:
-        OSError: it cannot be written; `path` is as it was.
     """
     with replacing(path, sync=sync, mode=mode) as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -85,7 +82,6 @@ def replace_folder(made: Path, place: Path, aside: Path) -> None:
     """Renames the folder `made` to `place`, and what was there to `aside`, on disk on return.
 
     Between the two renames nothing is at `place`: a process that is killed then leaves `aside`.
-    Raises OSError: it cannot be renamed.
     """
     if place.exists():
         place.rename(aside)
@@ -109,11 +105,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def user_folder(variable: str, below_home: str) -> Path:
-    """Returns the folder that an XDG variable names, or one below the user's home.
-
-    Raises:
-        ConfigError: the variable is unset, and the user has no home.
-    """
+    """Returns the folder that an XDG variable names, or one below the user's home."""
     if folder := os.environ.get(variable):
         return Path(folder)
     try:
@@ -125,12 +117,7 @@ def user_folder(variable: str, below_home: str) -> Path:
 
 @contextmanager
 def storing(path: Path, hint: str = "") -> Iterator[None]:
-    """Turns errors of the file system within the block into ours.
-
-    Raises:
-        StoreFull: the disk is full, a quota is used up, or the file is too large.
-        StoreError: `path` cannot be written for another reason.
-    """
+    """Turns errors of the file system within the block into ours."""
     try:
         yield
     except OSError as error:

@@ -37,9 +37,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields the bodies that `data` completes, empty ones too.
-        Raises ValueError: a frame is too large; nothing that follows can be read.
-        """
+        """Yields the bodies that `data` completes, empty ones too."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             size = _size(self._buffer, self.max_bytes)
@@ -53,12 +51,7 @@ class FrameReader:
 
 
 def receive_frame(channel: socket.socket, max_bytes: int | None = None) -> bytes:
-    """Returns the body of the next frame; waits for it, no longer than the socket's timeout.
-
-    Raises:
-        ValueError: the frame is too large.
-        OSError: the other side is gone, or the socket timed out.
-    """
+    """Returns the body of the next frame; waits for it, no longer than the socket's timeout."""
     size = _size(_exactly(channel, _LENGTH.size), max_bytes)
     return _exactly(channel, size)
 

@@ -1,4 +1,4 @@
-"""Turns failed HTTP answers of the server into typed errors.
+"""Turns failed HTTP answers of the server into typed errors; reads lists of servers' URLs.
 
 In: status and body. Out: the error that the server raised, where its body has the form
 `{"error": {"message", "code", "limit" or "param"}}`; else one by the status.
@@ -6,7 +6,8 @@ In: status and body. Out: the error that the server raised, where its body has t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ import msgspec
 
 from .errors import (
     AgentError,
+    ConfigError,
     EngineError,
     EngineGarbage,
     EnvserverError,
@@ -110,3 +112,25 @@ def _problem(body: bytes) -> dict[str, Any] | None:
     except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
         return None
     return problem if isinstance(problem, dict) and "message" in problem else None
+
+
+TOKEN_VARIABLE = "ENVSERVER_TOKEN"
+TRUST_HINT = "Put its authority's certificate into a file, and name that file by SSL_CERT_FILE."
+"""For a server whose certificate is signed by itself or by an authority of your own."""
+Urls = str | Sequence[str]
+"""URLs of equal servers; a text separates them with commas."""
+
+
+def server_urls(urls: Urls) -> tuple[str, ...]:
+    """Returns the URLs without repetitions. Raises ConfigError: there is none."""
+    listed = urls.split(",") if isinstance(urls, str) else urls
+    found = tuple(dict.fromkeys(url for one in listed if (url := one.strip())))
+    if not found:
+        raise ConfigError("Which server?", hint="Give its URL, such as http://host:8000.")
+    return found
+
+
+def authorization(token: str | None = None) -> dict[str, str]:
+    """Returns the authorization header for `token`. Default: the environment variable's token."""
+    known = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+    return {"authorization": f"Bearer {known}"} if known else {}

@@ -55,10 +55,6 @@ def images_of(spans: list[ImageSpan], held: dict[str, bytes], size: int) -> list
 
     Args:
         size: number of tokens of the row.
-
-    Raises:
-        ValueError: the bytes of one are not among `held`, or are others; or the tokens of one are
-            not in the row, or are another's.
     """
     at = 0
     for span in spans:
@@ -78,9 +74,7 @@ def images_of(spans: list[ImageSpan], held: dict[str, bytes], size: int) -> list
 
 
 def told_images(told: Any, row: int, held: dict[str, bytes], size: int) -> list[RowImage]:
-    """Returns the images of a row as JSON tells them: a list for each row, of spans as objects.
-    Raises ValueError: they have another form; or as in `images_of`.
-    """
+    """Returns the images of a row as JSON tells them: a list for each row, of spans as objects."""
     try:
         spans = [ImageSpan(**one) for one in told[row]]
         found = [msgspec.convert(msgspec.to_builtins(one), ImageSpan) for one in spans]

@@ -27,22 +27,21 @@ from .images import ImageSpan
 from .packing import pack as pack
 from .packing import ready
 from .packing import unpack as unpack
-from .proxy_events import EgressRequest, HookEvent
 from .sampling import LogprobsKind, SamplingSpan
 from .sandboxes import ExecResult as ExecResult
 from .sandboxes import KilledBy as KilledBy
 from .sandboxes import SandboxLimits as SandboxLimits
 from .sandboxes import SandboxSpec as SandboxSpec
 from .sandboxes import SandboxUsage as SandboxUsage
-from .scores import UNIT_RANGE, RewardRange, TurnReward
-from .scores import Score as Score
+from .tasks import UNIT_RANGE, RewardRange, TurnReward
 from .tasks import Message as Message
 from .tasks import PublicTask as PublicTask
 from .tasks import Result as Result
+from .tasks import Score as Score
 from .tasks import Split as Split
 from .tasks import Task as Task
 from .tasks import text_of as text_of
-from .timings import FailedAttempt, Printed, Timing
+from .timings import EgressRequest, FailedAttempt, HookEvent, Printed, Timing
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.uint8]

@@ -1,7 +1,7 @@
 """Advantages of trajectories and of single turns over their group. Pure.
 
 In: what each trajectory of one task and one agent earned. Out: how much better it was than the
-others. What always holds: with a baseline, the advantages of a turn add up to 0 over the
+others. Invariants: with a baseline, the advantages of a turn add up to 0 over the
 trajectories that are compared, and are all 0 if their rewards are equal: such a group teaches
 nothing, and rounding errors are not amplified. Rewards of different agents are never compared.
 """

@@ -1,7 +1,7 @@
 """HTTP clients for several equal servers: what one cannot answer, the next one is asked.
 
 In: requests of an ordinary httpx client, and the servers' URLs; HTTP_PROXY, HTTPS_PROXY, ALL_PROXY
-and NO_PROXY. Out: the first answer. What holds: with one URL these are httpx's clients; with
+and NO_PROXY. Out: the first answer. Invariants: with one URL these are httpx's clients; with
 several, a request goes to each server at most once, beginning with the one that answered last, and
 the caller's own retries begin another round. So each request must be harmless when it is repeated,
 as ours are: by id, by key or by sequence number. Loopback and private addresses, and names of the
@@ -27,9 +27,9 @@ from urllib.request import (  # type: ignore[attr-defined]
 import httpx
 import msgspec
 
-from .cancelling import cancel_and_wait
 from .errors import ConfigError
-from .urls import TRUST_HINT, Urls, server_urls
+from .http_errors import TRUST_HINT, Urls, server_urls
+from .waiting import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,7 @@ _OF_GATEWAYS: Final = frozenset({403, 407, 502, 503, 504})
 
 
 def proxy_of(url: httpx.URL | str) -> str | None:
-    """Returns the address of the proxy for a request; None: there is none.
-
-    Raises:
-        ConfigError: the variable names no proxy that can be used.
-    """
+    """Returns the address of the proxy for a request; None: there is none."""
     url = httpx.URL(url)
     named = getproxies_environment()
     kind = url.scheme if named.get(url.scheme) else "all"
@@ -203,9 +199,7 @@ class ServersClient(httpx.Client):
         super().__init__(base_url=self._servers.urls[0], transport=transport, **more)
 
     def send(self, request: httpx.Request, *, stream: bool = False, **how: Any) -> httpx.Response:
-        """Sends `request` as `httpx.Client.send` does.
-        Raises NoServerAnswered: there are several servers, and none can answer now.
-        """
+        """Sends `request` as `httpx.Client.send` does."""
         attempts = self._servers.round(request, self.base_url)
         if attempts is None:
             return super().send(request, stream=stream, **how)
@@ -253,9 +247,7 @@ class AsyncServersClient(httpx.AsyncClient):
     async def send(
         self, request: httpx.Request, *, stream: bool = False, **how: Any
     ) -> httpx.Response:
-        """Sends `request` as `httpx.AsyncClient.send` does.
-        Raises NoServerAnswered: there are several servers, and none can answer now.
-        """
+        """Sends `request` as `httpx.AsyncClient.send` does."""
         attempts = self._servers.round(request, self.base_url)
         if attempts is None:
             return await super().send(request, stream=stream, **how)
@@ -336,8 +328,6 @@ async def _parts(body: httpx.AsyncByteStream) -> Any:
 
 
 class _Servers:
-    """Knows which of the servers is asked first."""
-
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = urls
         self._bases = [httpx.URL(url if url.endswith("/") else f"{url}/") for url in urls]
@@ -351,14 +341,11 @@ class _Servers:
         return _Round(self, list(self._bases), request, base)
 
     def leave(self, server: httpx.URL) -> None:
-        """Puts a server that failed behind the others."""
         if self._bases[0] == server:
             self._bases.append(self._bases.pop(0))
 
 
 class _Round:
-    """One request's way from server to server."""
-
     def __init__(
         self, servers: _Servers, bases: Sequence[httpx.URL], request: httpx.Request, base: httpx.URL
     ) -> None:
@@ -373,14 +360,12 @@ class _Round:
         request.extensions = {**request.extensions, "timeout": timeouts}
 
     def __iter__(self) -> Iterator[httpx.URL]:
-        """Yields each server, to which the request leads then."""
         for base in self._bases:
             self._request.url = base.copy_with(raw_path=base.raw_path + self._path)
             self._request.headers["host"] = base.netloc.decode("ascii")
             yield base
 
     def failed(self, server: httpx.URL, problem: Exception | httpx.Response) -> None:
-        """Notes why the server cannot answer."""
         self._servers.leave(server)
         self._why.append(f"{_shown(server)}: {_reason(problem)}")
         log.info("another server is asked, because of %s", self._why[-1])
@@ -390,7 +375,6 @@ class _Round:
 
 
 def _shown(url: httpx.URL | str) -> str:
-    """Returns the URL as it was given, without a user's name and password."""
     return str(httpx.URL(url).copy_with(username=None, password=None)).rstrip("/")
 
 

@@ -1,12 +1,185 @@
-"""Tasks and results: what workers, environments and scorers exchange. No arrays, so no numpy."""
+"""Tasks, results and scores: what workers, environments and scorers exchange, without numpy."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from .scores import TurnReward
+#     an agent's reward = its outcome + the sum of its turn rewards
+#     its outcome       = `rewards[agent]`, or `reward` if `rewards` does not name the agent
+#
+# `Score.reward` is the single number to show, filter and estimate with: the outcome (without
+# `reward`, the mean of the trained agents' outcomes) plus the mean of the trained agents' sums of
+# turn rewards. A scorer gives outcomes; the score of a `Trajectory` has the sums (`with_totals`),
+# so a reader of `reward` alone reads all of it.
+
+
+class TurnReward(msgspec.Struct, frozen=True):
+    """The reward of one turn of an agent: one model call that it received an answer to.
+
+    Args:
+        turn: number of the turn among those of its agent, from 0.
+        value: any finite number.
+        agent: name of the agent; None: the only one, or the main agent.
+        call: index of the recorded call (`Call.index`); the server sets it. -1: unknown.
+    """
+
+    turn: int
+    value: float
+    agent: str | None = None
+    call: int = -1
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """The score of one rollout; the module's docstring says how rewards add up.
+
+    Args:
+        reward: a number in the environment's `reward_range`; of several agents, the reward of each
+            that `rewards` does not name. None without `rewards`, `turns` and weighted `components`:
+            not scorable, so the rollout is dropped and never trained on.
+        rewards: rewards by agent; every trained agent needs one if `reward` is None.
+        turns: rewards of single turns, in addition to those of `run.reward`.
+        components: named parts of the reward. Without `reward` and `rewards`, the reward is their
+            sum weighted by `Environment.component_weights`.
+        metrics: other numbers to average.
+        error: set if scoring failed without the model's fault; then the rewards are ignored and the
+            rollout is retried, then dropped.
+    """
+
+    reward: float | None = None
+    components: dict[str, float] = msgspec.field(default_factory=dict)
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    error: str | None = None
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
+    turns: list[TurnReward] = msgspec.field(default_factory=list)
+
+    def of_agent(self, agent: str | None) -> float | None:
+        """Returns the reward (of a trajectory's score) or outcome (of a scorer's) of `agent`."""
+        return self.rewards.get(agent or "", self.reward)
+
+    def turn_sum(self, agent: str | None) -> float:
+        """Returns the sum of the turn rewards of `agent`."""
+        return math.fsum(one.value for one in self.turns if one.agent == agent)
+
+    def call_rewards(self, agent: str | None) -> dict[int, float]:
+        """Returns the turn rewards of `agent` by the index of their call, summed for each."""
+        rewards: dict[int, float] = {}
+        for one in self.turns:
+            if one.agent == agent:
+                rewards[one.call] = rewards.get(one.call, 0.0) + one.value
+        return rewards
+
+
+class RewardRange(msgspec.Struct, frozen=True):
+    """The rewards that an environment can give.
+
+    Args:
+        low, high: bounds of every agent's reward; may be infinite.
+        solved_at: the least reward of a solved task; finite.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    solved_at: float = 1.0
+
+    def holds(self, reward: float) -> bool:
+        """Returns whether `reward` is finite and within the bounds, up to rounding of sums."""
+        ends = [abs(end) for end in (self.low, self.high) if math.isfinite(end)]
+        slack = 1e-9 * max([1.0, *ends])
+        return math.isfinite(reward) and self.low - slack <= reward <= self.high + slack
+
+    def is_solved(self, reward: float) -> bool:
+        """Returns whether `reward` is that of a solved task, up to rounding."""
+        return reward >= self.solved_at - 1e-9 * max(1.0, abs(self.solved_at))
+
+    def share(self, reward: float) -> float:
+        """Returns how far `reward` is from `low` (0) to `solved_at` (1), clipped.
+
+        Without a finite lower bound it is 1 for a solved task, else 0.
+        """
+        if self.low == 0.0 and self.solved_at == 1.0:
+            return min(max(reward, 0.0), 1.0)
+        if not math.isfinite(self.low) or self.solved_at <= self.low:
+            return float(self.is_solved(reward))
+        return min(max((reward - self.low) / (self.solved_at - self.low), 0.0), 1.0)
+
+    @property
+    def axis(self) -> tuple[float, float]:
+        """Both ends of a line to draw rewards on: the bounds where they are finite, else `worst`
+        and `solved_at`."""
+        low = self.worst
+        high = self.high if math.isfinite(self.high) else self.solved_at
+        return low, high if high > low else low + 1.0
+
+    @property
+    def worst(self) -> float:
+        """The reward of an answer that cannot be scored through the model's fault."""
+        return self.low if math.isfinite(self.low) else min(0.0, self.high)
+
+
+UNIT_RANGE = RewardRange()
+
+
+def range_as_json(bounds: RewardRange) -> dict[str, float | None]:
+    """Returns the range with null for infinite ends, which JSON lacks."""
+    return {
+        name: value if math.isfinite(value) else None
+        for name, value in msgspec.structs.asdict(bounds).items()
+    }
+
+
+def range_from_json(told: Mapping[str, float | None]) -> RewardRange:
+    """Returns the range that `range_as_json` wrote; without entries, [0, 1]."""
+    low, high = told.get("low", 0.0), told.get("high", 1.0)
+    solved_at = told.get("solved_at", 1.0)
+    return RewardRange(
+        low=-math.inf if low is None else low,
+        high=math.inf if high is None else high,
+        solved_at=1.0 if solved_at is None else solved_at,
+    )
+
+
+def outcome(score: Score, trained: Collection[str]) -> float | None:
+    """Returns the single number of a scorer's score without turn rewards; None: not scorable.
+
+    Args:
+        trained: names of the trained agents; of all agents if none is trained.
+    """
+    if score.reward is not None:
+        return score.reward
+    named = [score.rewards[name] for name in trained if name in score.rewards]
+    named = named or list(score.rewards.values())
+    if named:
+        return math.fsum(named) / len(named)
+    return 0.0 if score.turns else None
+
+
+def with_totals(score: Score, agents: Mapping[str, bool]) -> Score:
+    """Returns the score to deliver: turn rewards added to the rewards of their agents.
+
+    Args:
+        score: as a scorer gave it, without totals.
+        agents: whether each declared agent is trained; empty: a single agent without a name.
+    """
+    trained = [name for name, is_trained in agents.items() if is_trained] or list(agents)
+    single = outcome(score, trained)
+    if single is None:
+        return score
+    if not score.turns:
+        return msgspec.structs.replace(score, reward=single)
+    sums = [score.turn_sum(name) for name in trained] or [score.turn_sum(None)]
+    names = [name for name in agents if name in score.rewards or score.reward is not None]
+    totals = {
+        name: math.fsum((score.rewards.get(name, single), score.turn_sum(name)))
+        for name in (names or agents)
+    }
+    return msgspec.structs.replace(
+        score, reward=math.fsum((single, math.fsum(sums) / len(sums))), rewards=totals
+    )
+
 
 Split = Literal["train", "validation", "test"]
 

@@ -2,7 +2,7 @@
 
 In: settings, numbers by step, rows of rollouts. Out: a run in each tracker, which works without
 network unless the user logged in or set an address. Packages are imported when a tracker is opened.
-What holds: steps that go back never reach a tracker; a number that is not finite is left out.
+Invariants: steps that go back never reach a tracker; a number that is not finite is left out.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from envserver_tools.visible import visible_text
+from envserver_tools.calling import visible_text
 
 MAX_JSON_CHARACTERS = 100_000
 """JSON is looked for in the last characters of a text, as many as this."""

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EnvserverError
+from envserver_records.waiting import cancel_and_wait
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send

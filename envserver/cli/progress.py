@@ -14,7 +14,7 @@ from textwrap import shorten
 
 from envserver_records.costs import added
 from envserver_records.records import Group
-from envserver_records.scores import RewardRange
+from envserver_records.tasks import RewardRange
 from rich.markup import escape
 from rich.progress import (
     BarColumn,

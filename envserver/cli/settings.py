@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from envserver_records.errors import ConfigError
-from envserver_records.urls import TOKEN_VARIABLE
+from envserver_records.http_errors import TOKEN_VARIABLE
 from pydantic import BaseModel
 
 from ..running.options import (

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 from envserver_records.errors import UsageError
-from envserver_records.urls import authorization
+from envserver_records.http_errors import authorization
 from pydantic import Field
 
 from ..settings.config import LogFormat, LogLevel

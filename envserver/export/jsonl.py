@@ -22,7 +22,7 @@ import structlog
 from envserver_records.errors import ConfigError, Failure, InputError, StoreError
 from envserver_records.files import replacing_path, write_failure
 from envserver_records.records import Group, Split, Tokens, Trajectory, chained, digest_after
-from envserver_records.scores import TurnReward, range_as_json, range_from_json
+from envserver_records.tasks import TurnReward, range_as_json, range_from_json
 from envserver_records.timings import compact_timing
 
 from ..formats.atropos import ScoreRange, expert_rows, group_to_atropos, image_data

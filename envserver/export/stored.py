@@ -21,7 +21,6 @@ from envserver_records.errors import Failure, InputError
 from envserver_records.experts import Table, experts_from, row_experts, told_experts
 from envserver_records.images import ImageSpan, RowImage, told_images
 from envserver_records.packing import ready
-from envserver_records.proxy_events import EgressRequest, HookEvent
 from envserver_records.records import (
     Conversation,
     Group,
@@ -34,9 +33,15 @@ from envserver_records.records import (
     Trajectory,
     Usage,
 )
-from envserver_records.scores import RewardRange, TurnReward, range_from_json
-from envserver_records.tasks import Split
-from envserver_records.timings import FailedAttempt, Printed, Timing, timing_from_json
+from envserver_records.tasks import RewardRange, Split, TurnReward, range_from_json
+from envserver_records.timings import (
+    EgressRequest,
+    FailedAttempt,
+    HookEvent,
+    Printed,
+    Timing,
+    timing_from_json,
+)
 
 from ..formats.atropos import NOT_TRAINED
 from .stored_sources import open_source

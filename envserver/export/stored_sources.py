@@ -25,9 +25,9 @@ import msgspec
 import orjson
 import structlog
 from envserver_records.errors import ConflictError, InputError, NotFoundError
+from envserver_records.http_errors import authorization
 from envserver_records.records import Group, unpack
 from envserver_records.servers import ServersClient
-from envserver_records.urls import authorization
 from envserver_records.wire import GROUP_MSGPACK, WireGroup
 from envserver_records.zstd import zstd
 

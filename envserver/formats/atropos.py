@@ -17,7 +17,7 @@ import numpy as np
 from envserver_records.experts import table_to_text
 from envserver_records.records import Group, Message, Sequence, Trajectory
 from envserver_records.returns import Earned, token_advantages, turn_advantages
-from envserver_records.scores import RewardRange
+from envserver_records.tasks import RewardRange
 
 NOT_TRAINED: Final = -100
 """Value in `masks`: this token is not trained."""

@@ -1,4 +1,4 @@
-"""Programs of others that play the agents: how each is started, and how it is installed."""
+"""External agents: how each is started, and how it is installed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ HARNESSES: Final[dict[str, Harness]] = {
 
 
 def harness_of(name: str) -> Harness:
-    """Returns the harness of this name ("command": whatever the user names).
-    Raises NotFoundError: there is none.
-    """
+    """Returns the harness of this name ("command": whatever the user names)."""
     if name == COMMAND.name:
         return COMMAND
     if name in HARNESSES:

@@ -103,7 +103,6 @@ def _install_npm(package: Package, version: str, place: Path) -> None:
 
 
 def _node() -> str:
-    """Returns the real path of a Node.js that is new enough."""
     hint = f"Install Node.js {LEAST_NODE} or newer: https://nodejs.org"
     found = shutil.which("node")
     if found is None:

@@ -1,4 +1,4 @@
-"""How a program is started: what it is told (`Session`), and what follows from it (`Launch`)."""
+"""How a program is started: its task (`Session`), and its command line (`Launch`)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """A program that plays agents.
+    """An external agent.
 
     Args:
         launch: says how it is started.

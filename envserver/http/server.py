@@ -24,8 +24,8 @@ from typing import Any, Final, Literal, Self, cast
 
 import structlog
 import uvicorn
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, UsageError
+from envserver_records.waiting import cancel_and_wait
 from starlette.types import ASGIApp, Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 

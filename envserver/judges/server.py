@@ -1,7 +1,7 @@
 """The server's side of the judge: answers scorers over a Unix socket; only it has the engine's key.
 
 In: a scorer's messages. Out: an answer of the judge's engine, from the cache where it is there.
-What holds: equal calls are made once, also side by side; no more than `max_concurrent` are at the
+Invariants: equal calls are made once, also side by side; no more than `max_concurrent` are at the
 engine; a failed call is tried again by the engine's client, then it is a JudgeError; nothing here
 is recorded as a call of a rollout.
 """
@@ -25,7 +25,6 @@ from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.costs import JudgeUsage
 from envserver_records.errors import (
     ConfigError,
@@ -34,6 +33,7 @@ from envserver_records.errors import (
     EnvserverError,
     JudgeError,
 )
+from envserver_records.waiting import cancel_and_wait
 
 from ..judge_interface import JudgeReply
 from ..models.engine import Engine
@@ -56,9 +56,6 @@ class AnswerCache:
     Args:
         path: of the file; it is made when it is missing.
         most_bytes: size at which the oldest tenth is dropped.
-
-    Raises:
-        ConfigError: the file cannot be opened, or is something else.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
@@ -93,7 +90,7 @@ class AnswerCache:
                 return None
 
     def put(self, key: bytes, answer: JudgeReply) -> None:
-        """Stores an answer; a full disk is told in the log and costs only the cache."""
+        """Stores an answer; a full disk is logged and costs only the cache."""
         values = key, msgspec.msgpack.encode(answer)
         with self._lock:
             try:
@@ -152,9 +149,6 @@ class JudgeServer:
     Args:
         engine: the judge's, open.
         cache_path: file of the cache.
-
-    Raises:
-        ConfigError: the cache cannot be opened.
     """
 
     def __init__(self, engine: Engine, config: JudgeConfig, cache_path: Path) -> None:
@@ -230,12 +224,7 @@ class JudgeServer:
             return JudgeAnswer(failure=error.failure())
 
     async def chat(self, request: JudgeRequest) -> JudgeReply:
-        """Answers one call.
-
-        Raises:
-            JudgeError: the engine failed, also when it was tried again.
-            ConfigError: the scorer's arguments are wrong.
-        """
+        """Answers one call."""
         assert self._cache is not None
         started = time.monotonic()
         try:
@@ -315,7 +304,6 @@ def _typed() -> Any:
 
 
 def _key(body: dict[str, Any], attempt: int) -> bytes:
-    """Returns the digest of all that an answer depends on."""
     content = msgspec.json.encode([body, attempt], order="deterministic")
     return hashlib.blake2b(content, digest_size=32).digest()
 

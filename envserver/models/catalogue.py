@@ -17,9 +17,9 @@ import orjson
 from envserver_records.errors import ConfigError, NotFoundError
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from ..folders import shipped
 from ..settings.config import Backend
 from ..settings.section import Section
-from ..shipped import shipped
 from .probe import ProbeResult, sentence
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

@@ -32,7 +32,7 @@ from envserver_records.errors import (
     EngineUnavailable,
     InputError,
 )
-from envserver_records.urls import TRUST_HINT
+from envserver_records.http_errors import TRUST_HINT
 
 from ..telemetry.tracing import current
 from .http_client import (

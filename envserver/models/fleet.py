@@ -21,8 +21,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 import structlog
-from envserver_records.backoff import Backoff
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     ConfigError,
     ConflictError,
@@ -33,6 +31,7 @@ from envserver_records.errors import (
     NotFoundError,
     StoreFull,
 )
+from envserver_records.waiting import Backoff, cancel_and_wait
 
 from ..settings.config import EnginesConfig
 from ..settings.section import check_url

@@ -25,8 +25,8 @@ from typing import IO, Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
-from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, EngineUnavailable
+from envserver_records.waiting import Backoff
 
 from ..settings.config import Backend, EngineConfig
 from . import vllm_extension

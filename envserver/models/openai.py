@@ -21,8 +21,6 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
-from envserver_records.backoff import Backoff
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     ConfigError,
     EngineError,
@@ -31,6 +29,7 @@ from envserver_records.errors import (
     EngineTimeout,
     EngineUnavailable,
 )
+from envserver_records.waiting import Backoff, cancel_and_wait
 from yarl import URL
 
 from ..settings.config import OpenAIConfig

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 import structlog
-from envserver_records.backoff import Backoff
+from envserver_records.waiting import Backoff
 
 from ..telemetry.numbers import SECONDS, Distribution
 

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextvars import ContextVar, Token
 from typing import Final, Literal, TypeVar
 
-from envserver_records.backoff import Backoff
 from envserver_records.errors import EngineError, EngineRefused, EngineTimeout, EngineUnavailable
+from envserver_records.waiting import Backoff
 
 from .connections import RetryableError
 from .replicas import Origin, Replica, ReplicaRequest

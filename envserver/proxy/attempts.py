@@ -29,11 +29,11 @@ from envserver_records.errors import (
     SandboxUnavailable,
     ServiceError,
 )
-from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call, ServiceCall, Task
 from envserver_records.timings import (
     MOST_PRINTED,
     MOST_TIMINGS,
+    HookEvent,
     Printed,
     Stream,
     Timing,

@@ -22,8 +22,8 @@ from envserver_records.errors import (
     EngineUnavailable,
     EnvserverError,
 )
-from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call, text_of
+from envserver_records.timings import HookEvent
 
 from ..models.routing import SampledVersions
 from ..telemetry.tracing import (

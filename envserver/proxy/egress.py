@@ -21,8 +21,8 @@ from typing import Protocol
 
 import orjson
 import structlog
-from envserver_records.cancelling import cancel_and_wait
-from envserver_records.proxy_events import EgressEnd, EgressRequest
+from envserver_records.timings import EgressEnd, EgressRequest
+from envserver_records.waiting import cancel_and_wait
 
 from .attempts import ProxyAttempt
 from .bounds import OverBound

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from envserver_records.errors import ConfigError, UsageError
-from envserver_records.proxy_events import EgressEnd, EgressRequest
+from envserver_records.timings import EgressEnd, EgressRequest
 
 _LABEL = "[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*")

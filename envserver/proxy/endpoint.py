@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 import structlog
-from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, EngineError, EngineRefused, EngineUnavailable
 from envserver_records.records import Call, Message
 from envserver_records.sampling import LogprobsKind
+from envserver_records.waiting import Backoff
 
 from ..models.catalogue import find_model_files, model_source, without_folders
 from ..models.engine import Engine, count_as_waiting

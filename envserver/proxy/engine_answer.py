@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from envserver_records.errors import EngineGarbage
 from envserver_records.experts import RoutedExperts
-from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call, Message
+from envserver_records.timings import HookEvent
 
 from ..tokens.builder import read_experts
 from .dialects.base import ModelRequest

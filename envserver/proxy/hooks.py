@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 from envserver_records.errors import ConflictError, HookError, InputError, ServiceError
-from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Message
+from envserver_records.timings import HookEvent
 
 from ..environment import Environment
 from ..rollout_interface import Caller, HookBug, ModelCall

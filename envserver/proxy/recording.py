@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import numpy as np
 from envserver_records.images import ImageSpan
-from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call, Dialect, Message, VersionSpan
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING, LogprobsKind
+from envserver_records.timings import HookEvent
 from numpy.typing import NDArray
 
 from ..tokens.history import PromptPlan

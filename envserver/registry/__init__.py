@@ -52,7 +52,6 @@ def entry_point_names() -> dict[str, EntryPoint]:
 
 
 def known_names() -> list[str]:
-    """All names that `find` takes, sorted."""
     return sorted({*entry_point_names(), *with_own_interpreter()})
 
 
@@ -100,7 +99,6 @@ def _found(reference: str, current: Path | None) -> type[Environment]:
 
 
 def _not_found(reference: str) -> NotFoundError:
-    """Names the nearest environment, or scheme of another framework."""
     start, colon, rest = reference.partition(":")
     schemes = sorted(installed.integration_points())
     names = schemes if colon else known_names()
@@ -185,7 +183,6 @@ def _load_path(path: Path, class_name: str, reference: str) -> type[Environment]
 
 
 def _checked(environment: type[Environment], reference: str) -> type[Environment]:
-    """Returns `environment`, with plain tasks, if it is complete."""
     missing = ", ".join(sorted(environment.__abstractmethods__))
     levels = get_args(Isolation)
     if missing:

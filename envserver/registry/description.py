@@ -184,9 +184,6 @@ def main(out: str, *references: str) -> None:
     """Writes the descriptions of environments, as Python's JSON, to the file `out`.
 
     Exits with the message of a usage error.
-
-    Args:
-        references: as `--env` takes them.
     """
     import json
 

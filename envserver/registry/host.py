@@ -58,7 +58,6 @@ def answer(request: bytes) -> HostAnswer:
 
 
 def settings() -> dict[str, Any]:
-    """Returns the environment's settings, JSON-like."""
     made: dict[str, Any] = _environment().config.model_dump(mode="json")
     return made
 
@@ -92,7 +91,6 @@ def _environment() -> Environment:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Returns what an environment raised as data."""
     if isinstance(error, EnvserverError):
         return error.failure()
     return Failure(

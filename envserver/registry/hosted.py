@@ -23,7 +23,6 @@ from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     ConfigError,
     EnvserverError,
@@ -35,6 +34,7 @@ from envserver_records.errors import (
     by_kind,
 )
 from envserver_records.records import Message, PublicTask, Result, Score, Split, Task
+from envserver_records.waiting import cancel_and_wait
 from pebble import ProcessExpired, ProcessPool
 
 from ..environment import AgentRole, Caller, Environment, KnownResult, Service, Services
@@ -71,7 +71,6 @@ class HostedServices:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Services]:
-        """Yields the services, while their process runs."""
         try:
             offer = (await self._current()).offer
             services: dict[str, Service] = {
@@ -88,9 +87,6 @@ class HostedServices:
                 await self._process.end()
 
     async def hook(self, name: str, call: ModelCall) -> None:
-        """Runs the hook `name` on `call`.
-        Raises HookBug: it raised. EnvserverError: it raised that, or its process died.
-        """
         data = HookData(
             agent=call.agent,
             messages=call.messages,
@@ -138,7 +134,6 @@ class HostedServices:
         return shown
 
     async def _current(self) -> _HostProcess:
-        """Returns the process, started if there is none that lives."""
         async with self._starting:
             if self._process is None or self._process.ended:
                 if self._process is not None:
@@ -186,15 +181,11 @@ class HostedServices:
 
 
 class _State(msgspec.Struct, frozen=True, eq=False):
-    """A state that a process holds."""
-
     process: _HostProcess
     number: int
 
 
 class _HostProcess:
-    """One process, and the connection to it. Made by `start`."""
-
     def __init__(
         self, process: BaseProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -234,7 +225,6 @@ class _HostProcess:
     async def ask(
         self, flag: Callable[[str], object], what: str, arguments: tuple[Any, ...]
     ) -> Answer:
-        """Returns the answer to a request, which ends if this call is cancelled."""
         if self.ended:
             raise self._died()
         number = next(self._numbers)
@@ -304,9 +294,7 @@ _ATTEMPTS = 2
 
 
 def hosted_class(one: Installed, described: Description) -> type[Environment]:
-    """Returns the class that stands for an environment in the server.
-    Raises ConfigError: its interpreter cannot be used any more.
-    """
+    """Returns the class that stands for an environment in the server."""
     interpreter = usable_interpreter(one)
     low, high = described.declared["reward_range"]
     members: dict[str, Any] = {

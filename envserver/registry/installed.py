@@ -78,12 +78,10 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folder(self) -> Path:
-        """The folder that holds it."""
         return home() / self.package
 
     @property
     def names(self) -> list[str]:
-        """The names that `--env` takes."""
         return [one.name for one in self.environments]
 
 
@@ -93,9 +91,6 @@ def this_version() -> str:
 
 
 def usable_interpreter(one: Installed) -> Interpreter:
-    """Returns the own interpreter of a package.
-    Raises ConfigError: it is gone, or of another version than the one that runs this.
-    """
     python = one.interpreter
     assert python is not None
     if python.version != this_version() or not Path(python.executable).exists():
@@ -117,9 +112,7 @@ def _again(one: Installed) -> str:
 
 
 def home() -> Path:
-    """The folder of installed packages: `$XDG_DATA_HOME/envserver/environments`.
-    Raises ConfigError: the variable is unset, and this user has no home.
-    """
+    """The folder of installed packages: `$XDG_DATA_HOME/envserver/environments`."""
     return user_folder("XDG_DATA_HOME", ".local/share") / "envserver" / "environments"
 
 
@@ -219,9 +212,7 @@ def split(reference: str) -> tuple[str, str] | None:
 
 @functools.cache
 def integration(scheme: str) -> Integration:
-    """Returns the integration of a scheme.
-    Raises ConfigError: its module cannot be imported, or offers something else.
-    """
+    """Returns the integration of a scheme."""
     point = integration_points()[scheme]
     try:
         loaded = point.load()
@@ -269,5 +260,4 @@ def _not_installed(scheme: str, rest: str, one: Integration) -> NotFoundError:
 
 
 def _runs_in(one: Installed) -> bool:
-    """Whether this process runs in the package's own interpreter."""
     return one.interpreter is not None and one.interpreter.executable == sys.executable

@@ -27,9 +27,7 @@ PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 def interpreter_of(reference: str) -> Interpreter | None:
-    """Returns the interpreter that an environment needs; None: the one of this process.
-    Raises ConfigError: it cannot be used any more.
-    """
+    """Returns the interpreter that an environment needs; None: the one of this process."""
     from . import absolute, entry_point_names
 
     if reference in entry_point_names():
@@ -89,8 +87,8 @@ class _Popen(popen_spawn_posix.Popen):
         data = io.BytesIO()
         set_spawning_popen(self)
         try:
-            told = {**preparation(process_obj.name), "sys_path": python.search_path}
-            reduction.dump(told, data)
+            facts = {**preparation(process_obj.name), "sys_path": python.search_path}
+            reduction.dump(facts, data)
             reduction.dump(process_obj, data)
         finally:
             set_spawning_popen(None)
@@ -109,7 +107,7 @@ class _Popen(popen_spawn_posix.Popen):
 
 
 def preparation(name: str) -> dict[str, Any]:
-    """Returns what a process is told first.
+    """Returns the facts that a process gets first.
 
     It does not import the caller's script, as multiprocessing would: that would run it again where
     it has no `if __name__ == "__main__"`.

@@ -48,9 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_manifests(text: str, place: str) -> dict[str, Manifest]:
-    """Returns the manifests in a file's text, by environment.
-    Raises ConfigError: it is not YAML, or a field is unknown or ill-typed.
-    """
+    """Returns the manifests in a file's text, by environment."""
     try:
         documents = [each for each in yaml.safe_load_all(text) if each is not None]
         made = [msgspec.convert(each, Manifest, strict=False) for each in documents]
@@ -62,11 +60,7 @@ def read_manifests(text: str, place: str) -> dict[str, Manifest]:
 def completed(
     manifest: Manifest, described: Description | None, version: str, licence: str, place: str
 ) -> Manifest:
-    """Returns the manifest with the facts of the package filled in.
-
-    Args:
-        described: the environment's class, if it is known here.
-    """
+    """Returns the manifest with the facts of the package filled in."""
     facts: dict[str, Any] = {"version": version, "licence": licence}
     if described is not None:
         low, high = described.declared["reward_range"]
@@ -89,7 +83,6 @@ def _shown(value: Any) -> str:
 
 
 def as_yaml(manifests: list[Manifest]) -> str:
-    """Returns the text of a manifest file."""
     data = [msgspec.to_builtins(one) for one in manifests]
     for one in data:
         one["reward_range"] = list(one["reward_range"] or ()) or None

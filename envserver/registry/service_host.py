@@ -1,7 +1,7 @@
 """Runs services and hooks of an environment in its own interpreter; `hosted_services` asks it.
 
 In: requests over a socket, each a frame. Out: answers, in the order in which they are ready. All
-requests run at the same time on one event loop, as they would in the server. What holds: one that
+requests run at the same time on one event loop, as they would in the server. Invariants: one that
 fails is answered with its failure and disturbs no other; when the server hangs up, all are
 cancelled, states are left, and the process ends.
 """
@@ -19,9 +19,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Any
 
 import msgspec
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EnvserverError, Failure
 from envserver_records.records import Message, Task
+from envserver_records.waiting import cancel_and_wait
 
 from ..environment import Caller, Environment, Service, Services
 from ..rollout_interface import ModelCall
@@ -160,7 +160,6 @@ class _Host:
         """Tasks that use a state, by its number."""
 
     def offer(self) -> Answer:
-        """Returns the first answer."""
         has_state = self._services.state is not None
         return self._answer(0, Offer(names=list(self._services), has_state=has_state))
 
@@ -215,7 +214,6 @@ class _Host:
     async def service(
         self, number: int, name: str, arguments: dict[str, Any], caller: CallerData
     ) -> Any:
-        """Calls a service."""
         return await self._services[name](arguments, self._caller(number, caller))
 
     async def hook(self, number: int, name: str, call: HookData, caller: CallerData) -> Any:
@@ -243,7 +241,6 @@ class _Host:
         await stack.aclose()
 
     async def shown(self, number: int, group_id: str) -> dict[str, Any]:
-        """Returns what the services showed to the rollouts of a group."""
         shown = self._services.shown(group_id)
         return await shown if inspect.isawaitable(shown) else shown
 

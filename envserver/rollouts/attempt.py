@@ -36,7 +36,6 @@ from envserver_records.errors import (
     WorkerGarbage,
     by_kind,
 )
-from envserver_records.proxy_events import EgressRequest, HookEvent
 from envserver_records.records import (
     Call,
     Conversation,
@@ -47,8 +46,8 @@ from envserver_records.records import (
     TracedCall,
     Usage,
 )
-from envserver_records.scores import TurnReward
-from envserver_records.timings import MOST_TIMINGS, Timing
+from envserver_records.tasks import TurnReward
+from envserver_records.timings import MOST_TIMINGS, EgressRequest, HookEvent, Timing
 
 from ..environment import NO_REWARDS, Isolation
 from ..proxy.attempts import AttemptSpec, PostedReward, ProxyAttempt, Timeline

@@ -24,7 +24,7 @@ from envserver_records.errors import (
     UsageError,
 )
 from envserver_records.records import Message, Split, Task
-from envserver_records.scores import TurnReward
+from envserver_records.tasks import TurnReward
 
 from ..environment import Environment
 from ..models.engine import Asked, PlayedEngine

@@ -27,7 +27,7 @@ from typing import Final
 
 import msgspec
 from envserver_records.records import Group, Split
-from envserver_records.scores import UNIT_RANGE, RewardRange
+from envserver_records.tasks import UNIT_RANGE, RewardRange
 
 DISCOUNT: Final = 0.98
 """Default discount per policy version: half of the weight is left after 34 versions."""

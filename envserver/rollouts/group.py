@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import Failure, RolloutError
 from envserver_records.records import Group, Score, Task, Trajectory, sealed
 from envserver_records.timings import FailedAttempt
+from envserver_records.waiting import cancel_and_wait
 from structlog.contextvars import bind_contextvars
 
 from ..environment import Environment, Isolation

@@ -17,9 +17,9 @@ from typing import Final, Protocol, Self
 
 import msgspec
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import NotFoundError, StoreError
 from envserver_records.records import Group, Split, Task
+from envserver_records.waiting import cancel_and_wait
 from structlog.contextvars import bind_contextvars
 
 from ..environment import Environment

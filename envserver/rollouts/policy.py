@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 import numpy as np
 import structlog
-from envserver_records.backoff import Backoff
 from envserver_records.errors import (
     Outcome,
     RolloutError,
@@ -23,6 +22,7 @@ from envserver_records.errors import (
 )
 from envserver_records.records import Call, Group, Score, Trajectory
 from envserver_records.records import Sequence as Row
+from envserver_records.waiting import Backoff
 
 from ..tokens.flags import FLAGS, Actions, flags_of
 from .estimates import Scored

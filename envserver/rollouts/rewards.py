@@ -2,7 +2,7 @@
 
 In: an environment's declarations (`reward_range`, `solved_at`, `component_weights`, `agents`) and a
 score of it. Out: the score as plain numbers, with the turn rewards of the rollout, or a
-RewardError: the environment's code is wrong and no retry helps. `envserver_records.scores` says how
+RewardError: the environment's code is wrong and no retry helps. `envserver_records.tasks` says how
 rewards add up.
 """
 
@@ -17,8 +17,7 @@ from typing import NoReturn
 
 import msgspec
 from envserver_records.errors import ConfigError, RewardError, ScorerError
-from envserver_records.scores import RewardRange, Score, TurnReward, with_totals
-from envserver_records.tasks import Result
+from envserver_records.tasks import Result, RewardRange, Score, TurnReward, with_totals
 
 from ..environment import AgentRole, Environment
 from ..settings.section import AgentConfig

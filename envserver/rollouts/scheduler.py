@@ -18,7 +18,6 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 import numpy as np
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     AllFailed,
     ConfigError,
@@ -27,6 +26,7 @@ from envserver_records.errors import (
     TooMuchUntrained,
 )
 from envserver_records.records import Group
+from envserver_records.waiting import cancel_and_wait
 from numpy.typing import NDArray
 from structlog.contextvars import bind_contextvars
 

@@ -44,8 +44,7 @@ from envserver_records.errors import (
     ScorerError,
 )
 from envserver_records.framing import frame, receive_frame
-from envserver_records.scores import Score
-from envserver_records.tasks import Result, Task
+from envserver_records.tasks import Result, Score, Task
 from pydantic import ValidationError
 
 from ..environment import Environment

@@ -112,9 +112,6 @@ class RowCounts:
             name: the data set's name.
             read: for each row its place, and its task or why there is none.
             hint: hint of the error if no row is usable.
-
-        Raises:
-            ConfigError: no row is usable, or none of the first MAX_UNUSABLE_ROWS.
         """
         return self.reported(name, self.tasks(name, read), hint=hint)
 
@@ -235,11 +232,7 @@ class Columns:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def task(self, task_id: str, row: Row) -> Task:
-        """Returns the task of `row`.
-
-        Raises:
-            InputError: a column is missing or holds no such value; `detail["column"]` names it.
-        """
+        """Returns the task of `row`."""
         asked = columns_in(self.prompt)
         answer = self.answer or (ANSWER if ANSWER in row else "")
         took([*(f"prompt: {name}" for name in asked), *([f"answer: {answer}"] if answer else [])])
@@ -281,9 +274,7 @@ class Columns:
 
 
 def columns_in(template: str) -> list[str]:
-    """Returns the columns of a prompt: its own name, or those in its braces.
-    Raises ConfigError: its braces do not match.
-    """
+    """Returns the columns of a prompt: its own name, or those in its braces."""
     if "{" not in template:
         return [template]
     try:

@@ -101,10 +101,6 @@ class Layout:
         Args:
             split: a name of a split, or of files: "verified" for `verified-00000-of-00002.parquet`.
             subset: the configuration; None: the only one, or that of no folder of its own.
-
-        Raises:
-            NotFoundError: there is no such split or configuration; the message names those there.
-            ConfigError: there are several configurations and none is chosen.
         """
         splits = self._configuration(subset)
         same = same_split(split, splits)
@@ -208,7 +204,6 @@ def _place_of(path: Path) -> tuple[str, str]:
 
 
 def _split_in(name: str) -> str | None:
-    """The split that the last such word of a name says."""
     found = _SPLIT.findall(_without_suffix(name))
     return _SPLITS[found[-1]] if found else None
 
@@ -246,8 +241,6 @@ class Rows:
         count: number of rows.
         place: returns where the row of a number is.
         read: returns the row of a number, from 0.
-            Raises InputError: it is not a row; the message has no place.
-        has_splits: each split of the source has rows of its own.
     """
 
     count: int
@@ -273,13 +266,7 @@ class Source:
     listed: Sequence[Mapping[str, Any]] | None = None
 
     def open(self, split: str) -> Rows:
-        """Opens the rows of `split`.
-
-        Raises:
-            NotFoundError: there is no such file, split or configuration; the message names those
-                that are there.
-            ConfigError: the source cannot be read, or a library is missing.
-        """
+        """Opens the rows of `split`."""
         if self.listed is not None:
             return _listed(self.listed)
         name = self.splits.get(split, split)
@@ -299,12 +286,7 @@ class Source:
 
 
 def every_row(path: Path) -> Iterator[Row]:
-    """Yields the rows of a file, in order.
-
-    Raises:
-        NotFoundError, ConfigError: it cannot be read.
-        InputError: something in it is not a row; the message has its place.
-    """
+    """Yields the rows of a file, in order."""
     rows = Source(str(path)).open("train")
     for number in range(rows.count):
         try:
@@ -369,7 +351,6 @@ def _file(path: Path, split: str) -> Rows:
 
 
 def _unpacked(path: Path, kind: str) -> Any:
-    """Returns a temporary file with what is packed in `path`."""
     unpacked = tempfile.NamedTemporaryFile(prefix="envserver-rows-", suffix=kind)  # noqa: SIM115 - rows hold it
     try:
         if path.suffix.lower() == ".gz":
@@ -528,14 +509,7 @@ def _hub(reference: str, subset: str | None, split: str) -> Rows:
 
 
 def on_the_hub(name: str, subset: str | None, split: str, **arguments: Any) -> Rows:
-    """The rows of a data set on the hub.
-
-    Args:
-        arguments: for `datasets.load_dataset`.
-
-    Raises:
-        ConfigError: it cannot be loaded, or `datasets` is not installed.
-    """
+    """The rows of a data set on the hub."""
     data = _loaded(name, subset, split, **arguments)
     return Rows(
         len(data),

@@ -11,7 +11,7 @@
             yield Sum("sum-0", "1 + 1?", 2)
 
 In: an environment class of such rows. Out: `plain(it)`, a subclass whose methods take and give
-`Task`s, as everything behind the registry does. What always holds: a worker gets a row without its
+`Task`s, as everything behind the registry does. Invariants: a worker gets a row without its
 hidden fields; reading one there raises an AttributeError that says so.
 """
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import httpx
 import msgspec
 import structlog
-from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError
 from envserver_records.packing import pack, ready, unpack
 from envserver_records.records import Group
 from envserver_records.servers import AsyncServersClient
+from envserver_records.waiting import Backoff
 
 from ..rollouts.events import RolloutFailed, RolloutScored
 from ..rollouts.policy import Drop

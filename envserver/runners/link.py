@@ -27,12 +27,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 import httpx
 import msgspec
 import structlog
-from envserver_records.backoff import Backoff
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError, InputError
+from envserver_records.http_errors import Urls
 from envserver_records.records import Group, Split, pack
 from envserver_records.servers import AsyncServersClient
-from envserver_records.urls import Urls
+from envserver_records.waiting import Backoff, cancel_and_wait
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..proxy.gate import Aborted, Gate

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
+from envserver_records.waiting import cancel_and_wait
 from starlette.types import ASGIApp
 
 from ..api.bootstrap import BootstrapApp, FromFollowers, leads_metric, role

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EngineError
 from envserver_records.extras import install_command
+from envserver_records.waiting import cancel_and_wait
 
 from ..environment import AgentRole, Environment, Isolation
 from ..harnesses import harness_of

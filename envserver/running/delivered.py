@@ -20,12 +20,12 @@ import numpy as np
 from envserver_records import Group, Sequence, Trajectory, unpack
 from envserver_records.errors import ConflictError, InputError, NotFoundError
 from envserver_records.experts import row_experts, told_experts
+from envserver_records.http_errors import authorization
 from envserver_records.images import RowImage, images_of, told_images
 from envserver_records.packing import ready
 from envserver_records.records import Tokens, digest_after, is_intact, link_of
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from envserver_records.servers import AsyncServersClient
-from envserver_records.urls import authorization
 from envserver_records.wire import GROUP_MSGPACK, WireGroup
 from numpy.typing import NDArray
 

@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from urllib.parse import urlsplit
 
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
+from envserver_records.http_errors import server_urls
 from envserver_records.records import Group
-from envserver_records.urls import server_urls
+from envserver_records.waiting import cancel_and_wait
 
 from ..environment import Environment
 from ..models.replicas import Registration as KnownEngine

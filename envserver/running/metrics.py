@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, get_args
 import msgspec
 from envserver_records.costs import Cost, added
 from envserver_records.records import Group, Usage
-from envserver_records.scores import UNIT_RANGE, RewardRange, Score
+from envserver_records.tasks import UNIT_RANGE, RewardRange, Score
 from prometheus_client.core import Metric
 
 from ..models.engine import ReplicaHealth

@@ -19,9 +19,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 from envserver_records.records import Group
+from envserver_records.waiting import cancel_and_wait
 from pydantic import BaseModel, SecretStr
 
 from ..environment import Environment

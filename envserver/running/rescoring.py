@@ -20,10 +20,10 @@ from typing import IO, Any
 
 import msgspec
 import orjson
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, InputError, NotFoundError, RolloutError
 from envserver_records.records import Result, Score, Task
-from envserver_records.scores import range_from_json
+from envserver_records.tasks import range_from_json
+from envserver_records.waiting import cancel_and_wait
 
 from ..export.jsonl import OutputFile, cut_torn_line, lock, open_appending
 from ..export.stored import StoredGroup, StoredRollout, read_groups

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
+from envserver_records.http_errors import server_urls
 from envserver_records.tasks import Split
-from envserver_records.urls import server_urls
 from pydantic import Field, SecretStr, field_validator
 
 from ..runners.messages import NAME_PATTERN

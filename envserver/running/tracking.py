@@ -22,11 +22,11 @@ from typing import Any, Final
 
 import orjson
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
 from envserver_records.extras import missing_module_hint
 from envserver_records.records import Group, Message, Trajectory, text_of
 from envserver_records.tracking import Row, Tracker, TrackerName, open_tracker
+from envserver_records.waiting import cancel_and_wait
 from pydantic import BaseModel
 
 from ..rollouts.events import (

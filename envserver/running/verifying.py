@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, EngineError, EngineUnavailable, UsageError
+from envserver_records.waiting import cancel_and_wait
 
 from ..models.engine import Engine
 from ..rollouts.audit import (

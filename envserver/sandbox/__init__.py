@@ -1,6 +1,6 @@
 """Runs programs that a model wrote: without network, away from the server's files, with limits.
 
-In: specs. Out: sandboxes (`sandbox_interface.Sandboxes`). What always holds: a sandbox ends with
+In: specs. Out: sandboxes (`sandbox_interface.Sandboxes`). Invariants: a sandbox ends with
 the connection that opened it, and all sandboxes end with the server; if no backend holds, nothing
 starts. README.md names the files in reading order.
 """

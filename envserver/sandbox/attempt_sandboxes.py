@@ -2,7 +2,7 @@
 
 A worker asks over HTTP (`requests`), the proxy identifies the attempt, and each attempt has its own
 sandboxes: no other attempt can name them. Model-written code may have taken over a worker, so a
-request never gets more than the environment declares. What always holds: sandboxes are closed when
+request never gets more than the environment declares. Invariants: sandboxes are closed when
 their attempt is sealed, and their usage is added up.
 """
 
@@ -19,12 +19,12 @@ from weakref import WeakKeyDictionary
 import msgspec
 import structlog
 from envserver_records.errors import EnvserverError, InputError, SandboxLost, SandboxUnavailable
-from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+from envserver_records.records import SandboxSpec, SandboxUsage
 
 from ..proxy.attempts import ProxyAttempt, ended
 from ..proxy.egress import Egress
 from ..sandbox_interface import Sandbox
-from .maker import SandboxMaker, TalkingProgram, TalkingSandbox
+from .maker import SandboxMaker, TalkingProgram, TalkingSandbox, not_lost
 from .requests import (
     Exec,
     Open,
@@ -35,6 +35,8 @@ from .requests import (
     Start,
     Write,
     cut_down,
+    execute,
+    execute_python,
     plain,
     variables,
 )
@@ -152,12 +154,14 @@ class AttemptSandboxes:
                 attempt.check_time()
                 command = _decoded(body, Exec)
                 with attempt.timeline.timed("sandbox", command.argv[0] if command.argv else ""):
-                    return await tenant.perform(self._exec(tenant.sandbox, command))
+                    program = execute(tenant.sandbox, command, self._most.limits)
+                    return await tenant.perform(not_lost(program))
             case "python":
                 attempt.check_time()
                 code = _decoded(body, RunPython)
                 with attempt.timeline.timed("sandbox", "python"):
-                    return await tenant.perform(self._run_python(tenant.sandbox, code))
+                    program = execute_python(tenant.sandbox, code, self._most.limits)
+                    return await tenant.perform(not_lost(program))
             case "start":
                 attempt.check_time()
                 return await tenant.start(_decoded(body, Start), attempt.seconds_left)
@@ -180,28 +184,7 @@ class AttemptSandboxes:
                 write = _decoded(body, Write)
                 return await sandbox.write(plain(write.path), write.data)
 
-    async def _exec(self, sandbox: Sandbox, asked: Exec) -> ExecResult:
-        result = await sandbox.exec(
-            [plain(word) for word in asked.argv],
-            stdin=asked.stdin,
-            cwd=plain(asked.cwd),
-            env=variables(asked.env) if asked.env is not None else None,
-            limits=self._limits(asked.limits),
-        )
-        return _not_lost(result)
-
-    async def _run_python(self, sandbox: Sandbox, asked: RunPython) -> ExecResult:
-        result = await sandbox.run_python(
-            asked.code,
-            argv=[plain(word) for word in asked.argv],
-            stdin=asked.stdin,
-            cwd=plain(asked.cwd),
-            limits=self._limits(asked.limits),
-        )
-        return _not_lost(result)
-
     async def _open(self, attempt: ProxyAttempt, state: _AttemptState, asked: Open) -> Opened:
-        """Opens a sandbox for the attempt."""
         spec = self._most if asked.spec is None else self._allowed(attempt, asked.spec)
         attempt.check_time()
         if state.sealed:
@@ -238,7 +221,6 @@ class AttemptSandboxes:
                     server.close()
 
     def _allowed(self, attempt: ProxyAttempt, asked: SandboxSpec) -> SandboxSpec:
-        """Returns `asked`, limited to the environment's own spec."""
         most = self._most
         if not set(asked.preload) <= set(most.preload):
             raise InputError(f"Only these modules may be preloaded: {', '.join(most.preload)}.")
@@ -254,9 +236,6 @@ class AttemptSandboxes:
             preload=most.preload if asked.preload else (),
             limits=cut_down(asked.limits, most.limits),
         )
-
-    def _limits(self, asked: SandboxLimits | None) -> SandboxLimits | None:
-        return None if asked is None else cut_down(asked, self._most.limits)
 
 
 @dataclass(eq=False)
@@ -315,20 +294,17 @@ class _Tenant:
 
     @property
     def sandbox(self) -> TalkingSandbox:
-        """Returns the open sandbox."""
         if not self.opened.done():
             raise InputError("The sandbox is not open yet.")
         return self.opened.result()
 
     @property
     def program(self) -> TalkingProgram:
-        """Returns the program that was started."""
         if self._program is None:
             raise InputError("No program was started in this sandbox.")
         return self._program
 
     async def start(self, asked: Start, seconds: float) -> None:
-        """Starts the program that the worker talks to."""
         if self._program is not None:
             raise InputError("A program was started in this sandbox before.")
         if not asked.argv:
@@ -387,7 +363,7 @@ class _Tenant:
         except asyncio.CancelledError:
             self._failed(ended())
             raise
-        except Exception as error:  # noqa: BLE001 - told to whoever asked for it
+        except Exception as error:  # noqa: BLE001 - the requester gets it
             self._failed(error)
         return usage
 
@@ -396,19 +372,13 @@ class _Tenant:
             _log.warning("sandbox_failed", error=str(error))
         else:
             self.opened.set_exception(error)
-            self.opened.exception()  # mark as retrieved, even if nobody awaits it any more
+            self.opened.exception()  # mark as retrieved: there may be no waiter
 
 
 def _cancel_once(work: asyncio.Task[Any]) -> None:
     """Cancels `work` once: a second cancel would interrupt the wait for a program's end."""
     if not work.cancelling():
         work.cancel()
-
-
-def _not_lost(result: ExecResult) -> ExecResult:
-    if result.killed_by == "lost":
-        raise SandboxLost("The sandbox lost the program that ran in it.")
-    return result
 
 
 def _none_free() -> SandboxUnavailable:

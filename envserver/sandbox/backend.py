@@ -170,7 +170,7 @@ class HostBackend:
         if self._confined:
             from . import landlock
 
-            # A link that a program leaves must not lead the in-sandbox server elsewhere.
+            # A link that a program leaves must not lead the in-sandbox server out of the folder.
             landlock.restrict([*self._readable, "/proc"], [self._root], listed=self._listed)
 
     def enclose(self, processes: int) -> None:
@@ -245,7 +245,6 @@ class HostBackend:
         return sockets * _SOCKET_BYTES
 
     def _unnamed(self) -> int:
-        """Returns the bytes of removed files that a program still has open."""
         device = os.stat(self._root).st_dev
         found = {}
         for place in self._descriptors():
@@ -258,7 +257,6 @@ class HostBackend:
         return sum(found.values())
 
     def _descriptors(self) -> Iterator[str]:
-        """Yields the paths in /proc of all descriptors that programs have open."""
         for pid in self.programs():
             try:
                 yield from [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]

@@ -71,7 +71,7 @@ def command(
     shown = set(visible)
     parents = {str(parent) for path in visible for parent in Path(path).parents}
     for path in sorted({*_DIRECTORIES, *parents} - {"/", *shown}):
-        words += ["--dir", path]  # those that bubblewrap makes by itself nobody else could enter
+        words += ["--dir", path]  # other users cannot enter those that bubblewrap makes by itself
     for path in visible:
         words += _show(path)
     if folder:
@@ -93,9 +93,7 @@ def enter_outer(
     then: Callable[[], None],
     shown: str = "",
 ) -> int:
-    """Runs `then` inside a fresh outer layer; see `namespaces.enter_outer`.
-    Raises OSError: bubblewrap is not there, failed, or its namespaces cannot be joined.
-    """
+    """Runs `then` inside a fresh outer layer; see `namespaces.enter_outer`."""
     program = installed()
     if program is None:
         raise OSError("bwrap is not installed")
@@ -154,7 +152,6 @@ def _file_with(stack: ExitStack, text: str) -> IO[bytes]:
 
 
 def _join(backend: int, then: Callable[[], None]) -> int:
-    """Joins it in a single-threaded process, as user namespaces require."""
     own_users = 0 if os.geteuid() == 0 else linux.CLONE_NEWUSER
     linux.join(backend, _NAMESPACES | own_users)
     return _child(lambda: _inside(then), 0)

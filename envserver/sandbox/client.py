@@ -185,9 +185,7 @@ class ConnectedSandbox:
         """Came with answers."""
 
     async def set_up(self, spec: SandboxSpec) -> None:
-        """Sends the files, variables and limits of the sandbox.
-        Raises InputError, SandboxLost, SandboxUnavailable: see `Sandboxes.open`.
-        """
+        """Sends the files, variables and limits of the sandbox."""
         self._limits = spec.limits
         request = {
             "files": spec.files,
@@ -238,7 +236,6 @@ class ConnectedSandbox:
         return self._checked(await self._ask(_FILE_SECONDS, "total"), SandboxUsage)
 
     async def lead_out(self, serve: OnConnection) -> asyncio.AbstractServer | None:
-        """See `maker.TalkingSandbox`."""
         if not self._dies_whole:
             return None
         await self._ask(_FILE_SECONDS, "lead_out")
@@ -249,7 +246,6 @@ class ConnectedSandbox:
     async def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
     ) -> AsyncIterator[StartedProgram]:
-        """See `maker.TalkingSandbox`. The backend docker cannot do this."""
         if self.isolation == "docker":
             raise SandboxUnavailable("The docker backend does not support interactive programs.")
         request = {"argv": list(argv), "env": dict(env), "wall_seconds": wall_seconds}
@@ -272,7 +268,7 @@ class ConnectedSandbox:
             return
         self._closed = True
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer hears of it
+            self._channel.shutdown(socket.SHUT_RDWR)  # waiting callers get the error
         try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL if self._dies_whole else 0)
             await self._gone()
@@ -286,7 +282,6 @@ class ConnectedSandbox:
                     os.close(descriptor)
 
     def _handed_out(self) -> int:
-        """Returns the descriptor that came with the last answer."""
         if not self._descriptors:
             raise self._lost("it handed out no descriptor")
         return self._descriptors.pop()
@@ -374,7 +369,7 @@ class ConnectedSandbox:
             raise self._lost(f"its answer is not valid: {error}") from error
 
     async def _send_cancel(self) -> None:
-        with contextlib.suppress(ConnectionError):  # whoever waits for an answer hears of it
+        with contextlib.suppress(ConnectionError):  # the waiting caller gets the error
             await asyncio.get_running_loop().sock_sendall(self._channel, encode("cancel"))
 
     async def _cancel(self, exchange: asyncio.Future[list[Any]]) -> None:
@@ -385,7 +380,7 @@ class ConnectedSandbox:
         except (TimeoutError, OSError, ValueError):
             exchange.cancel()
             self._lost("it ignored a cancel request")
-        except asyncio.CancelledError:  # again: nobody waits for the answer, the next would get it
+        except asyncio.CancelledError:  # again: the next request would get its answer
             exchange.cancel()
             self._lost("it was given up")
             raise

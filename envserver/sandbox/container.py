@@ -137,7 +137,6 @@ class _Pipes:
 
 
 def main(preload: list[str]) -> None:
-    """The whole life of a container's server."""
     sys.stdout = sys.stderr  # what a module prints must not come between frames
     for name in preload:
         importlib.import_module(name)

@@ -133,9 +133,7 @@ class ContainerKey(msgspec.Struct, frozen=True):
 
 
 def key_of(engine: Engine, spec: Mapping[str, Any]) -> ContainerKey:
-    """Returns what a container for `spec` (see SandboxSpec, by name) is started with.
-    Raises ValueError: an image or a directory is none that may stand on a command line.
-    """
+    """Returns what a container for `spec` (see SandboxSpec, by name) is started with."""
     image, limits = spec["image"], spec["limits"]
     if image and not _IMAGE.fullmatch(image):
         raise ValueError(f"{image[:80]!r} is not an image name")
@@ -151,11 +149,7 @@ def key_of(engine: Engine, spec: Mapping[str, Any]) -> ContainerKey:
 def find_engine(
     image: str, pull: Pull = "never", environ: Mapping[str, str] = os.environ
 ) -> Engine:
-    """Returns the first engine that answers and has the image.
-
-    Args:
-        pull: whether a missing image is fetched, which may take minutes.
-    """
+    """Returns the first engine that answers and has the image."""
     variables = {name: environ[name] for name in _VARIABLES if name in environ}
     failed = []
     for name in ENGINES:
@@ -200,17 +194,12 @@ def asked(
 def last_line(said: bytes) -> str:
     """The last line of what a command said, which is why it failed; its advice is left out."""
     lines = said.decode(errors="replace").strip().splitlines()
-    told = [line for line in lines if line.strip() and not line.startswith("See '")]
-    return told[-1].strip()[:300] if told else ""
+    reasons = [line for line in lines if line.strip() and not line.startswith("See '")]
+    return reasons[-1].strip()[:300] if reasons else ""
 
 
 def command(engine: Engine, name: str, key: ContainerKey, words: list[str]) -> list[str]:
-    """Returns the command line that starts a container.
-
-    Args:
-        name: of the container.
-        words: arguments of its python3.
-    """
+    """Returns the command line that starts a container."""
     memory = key.memory_mb + key.disk_mb + _SERVER_MB  # files in memory count as well
     mount = f"rw,exec,nosuid,nodev,size={key.disk_mb}m,mode=1777"
     shared = f"rw,exec,nosuid,nodev,size={max(1, key.disk_mb // 2)}m,mode=1777"

@@ -227,7 +227,6 @@ class Pool:
         return None if left == float("inf") else max(_LOOK_SECONDS, left)
 
     def tend(self) -> None:
-        """Gives out, starts and ends containers as is due."""
         self._expire()
         self._give_out()
         self._start_wanted()
@@ -388,7 +387,6 @@ class Pool:
         return all_of_it - sum(wanted.key == key for wanted in self._waiting)
 
     def _lacking(self) -> list[ContainerKey]:
-        """Returns the kinds of which one should be started in advance now."""
         is_quiet = time.monotonic() >= self._quiet_at
         return [
             key
@@ -502,7 +500,6 @@ class _Maker:
         os.waitpid(pid, 0)
 
     def _hear(self, relay: socket.socket) -> None:
-        """A relay wants a container, wants its container killed, or has ended."""
         try:
             data = relay.recv(MAX_MESSAGE_BYTES)
         except OSError:

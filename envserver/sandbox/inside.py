@@ -94,15 +94,10 @@ class Execution:
         self._kills_before = accounts.memory_kills()
 
     def cancel(self) -> None:
-        """Lets `run` end the program at once."""
         self._killed_by = "cancelled"
 
     def run(self, channel: int, asked_to_cancel: Callable[[], bool]) -> dict[str, Any]:
-        """Runs the program until it and all processes that it started have ended.
-
-        Args:
-            channel: a descriptor; when it becomes readable, `asked_to_cancel` is called.
-        """
+        """Runs the program until it and all processes that it started have ended."""
         keep = int(self._limits["output_kb"]) * 1024
         self._outputs = [_Output(keep), _Output(keep)]
         began = time.monotonic()
@@ -410,7 +405,6 @@ class _Server:
             raise RuntimeError(f"the program could not be run: {error}") from error
 
     def _asked_to_cancel(self) -> bool:
-        """Reads requests that arrive while a program runs."""
         self._receive()
         return self._cancel_waits()
 

@@ -153,9 +153,7 @@ class _FilterProgram(ctypes.Structure):
 
 
 def install_filter(program: bytes) -> None:
-    """Installs a system-call filter on this thread and its children, for good.
-    Raises OSError: the kernel does not accept filters.
-    """
+    """Installs a system-call filter on this thread and its children, for good."""
     whole = _FilterProgram(len(program) // 8, program)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     mode, unused = ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.c_ulong(0)
@@ -164,7 +162,6 @@ def install_filter(program: bytes) -> None:
 
 
 def set_hostname(name: str) -> None:
-    """Sets the host name of the current UTS namespace."""
     os_name = _text(name)
     _checked(_libc.sethostname(os_name, len(os_name)), "sethostname")
 

@@ -1,7 +1,7 @@
 """A machine that makes sandboxes for remote clients: each connection is one sandbox.
 
 In: a link to a client (`api/sandboxes.py` makes it of a WebSocket). Out: sandboxes of a
-`SandboxMaker`. What always holds: at most `sandboxes` are open, and at most `room` programs run;
+`SandboxMaker`. Invariants: at most `sandboxes` are open, and at most `room` programs run;
 further requests wait in order; a sandbox ends with its link; a client names no sandbox, so it
 cannot name another's.
 """
@@ -35,7 +35,18 @@ from .machine_messages import (
     problem_of,
 )
 from .maker import SandboxMaker, TalkingProgram, TalkingSandbox
-from .requests import Exec, Read, RunPython, Send, Write, cut_down, plain, variables
+from .requests import (
+    Exec,
+    Read,
+    RunPython,
+    Send,
+    Write,
+    cut_down,
+    execute,
+    execute_python,
+    plain,
+    variables,
+)
 from .wire import MAX_FRAME_BYTES
 
 _OPEN_SECONDS = 60.0
@@ -92,7 +103,6 @@ class SandboxMachine:
 
     @property
     def load(self) -> Load:
-        """How busy it is now."""
         return Load(
             backend=self.backend,
             sandboxes=self._places.most,
@@ -139,7 +149,6 @@ class SandboxMachine:
                     self._empty.set()
 
     async def run(self, execution: Callable[[], Awaitable[ExecResult]]) -> ExecResult:
-        """Runs a program when there is room."""
         async with self._room.one():
             result = await execution()
         self.ended[result.killed_by or "ok"] += 1
@@ -148,8 +157,6 @@ class SandboxMachine:
 
 
 class _Places:
-    """A number of places, given in order of the requests."""
-
     def __init__(self, most: int) -> None:
         self.most = most
         self.taken = 0
@@ -172,8 +179,6 @@ class _Places:
 
 
 class _Conversation:
-    """One connection with its sandbox."""
-
     def __init__(self, machine: SandboxMachine, link: FramedLink) -> None:
         self._machine = machine
         self._link = link
@@ -209,7 +214,6 @@ class _Conversation:
             _log.warning("sandbox_client_refused", reason=str(error))
 
     async def _requests(self) -> AsyncIterator[tuple[int, str, bytes]]:
-        """Yields what comes."""
         async for body in self._link.bodies():
             try:
                 number, word, raw = msgspec.msgpack.decode(body, type=Request)
@@ -249,7 +253,7 @@ class _Conversation:
                 await self._say(number, "ok", Opened(sandbox.isolation, self._machine.load))
                 await self._over.wait()
                 await self._end_work()
-        except Exception as error:  # noqa: BLE001 - told to the client, and logged if it is ours
+        except Exception as error:  # noqa: BLE001 - the client gets it; ours is logged
             await self._tell(number if self._sandbox is None else self._closing, error)
         else:
             if self._closing is not None:
@@ -258,7 +262,6 @@ class _Conversation:
             await self._end_work()
 
     def _spec(self, word: str, raw: bytes) -> SandboxSpec:
-        """Returns the spec of the sandbox."""
         if word != "open":
             raise InputError("A connection must begin with `open`.")
         spec: SandboxSpec = _decoded(word, raw)
@@ -289,7 +292,7 @@ class _Conversation:
             value = await self._done(word, raw)
         except asyncio.CancelledError:
             await self._say(number, "error", Problem("cancelled", "The request was cancelled."))
-        except Exception as error:  # noqa: BLE001 - told to the client, and logged if it is ours
+        except Exception as error:  # noqa: BLE001 - the client gets it; ours is logged
             await self._tell(number, error)
         else:
             await self._say(number, "ok", value)
@@ -305,20 +308,19 @@ class _Conversation:
             await self._say(number, "error", problem_of(error))
 
     async def _say(self, number: int, word: str, value: object) -> None:
-        with contextlib.suppress(ConnectionError):  # whoever listens hears of it
+        with contextlib.suppress(ConnectionError):  # the listening task gets the error
             await self._link.send(framed(number, word, value))
 
     async def _done(self, word: str, raw: bytes) -> Any:
-        """Carries out one request and returns its answer."""
         sandbox = self._sandbox
         if sandbox is None:
             raise InputError("The sandbox is not open yet.")
         body = _decoded(word, raw) if word in BODIES else None
         match word, body:
             case "exec", Exec():
-                return await self._machine.run(lambda: self._exec(sandbox, body))
+                return await self._machine.run(lambda: execute(sandbox, body, self._limits))
             case "python", RunPython():
-                return await self._machine.run(lambda: self._run_python(sandbox, body))
+                return await self._machine.run(lambda: execute_python(sandbox, body, self._limits))
             case "read", Read():
                 if not 0 <= body.max_bytes <= _LONGEST_READ:
                     raise InputError(f"max_bytes must be from 0 to {_LONGEST_READ}.")
@@ -345,27 +347,6 @@ class _Conversation:
                 return await self._outside.receive(body)
         raise InputError(f"A sandbox cannot {word[:40]!r}.")
 
-    async def _exec(self, sandbox: TalkingSandbox, asked: Exec) -> ExecResult:
-        return await sandbox.exec(
-            [plain(text) for text in asked.argv],
-            stdin=asked.stdin,
-            cwd=plain(asked.cwd),
-            env=None if asked.env is None else variables(asked.env),
-            limits=self._tighter(asked.limits),
-        )
-
-    async def _run_python(self, sandbox: TalkingSandbox, asked: RunPython) -> ExecResult:
-        return await sandbox.run_python(
-            asked.code,
-            argv=[plain(text) for text in asked.argv],
-            stdin=asked.stdin,
-            cwd=plain(asked.cwd),
-            limits=self._tighter(asked.limits),
-        )
-
-    def _tighter(self, asked: SandboxLimits | None) -> SandboxLimits | None:
-        return None if asked is None else cut_down(asked, self._limits)
-
     async def _start(self, sandbox: TalkingSandbox, asked: StartProgram) -> None:
         if self._program is not None:
             raise InputError("A program was started in this sandbox before.")
@@ -384,7 +365,6 @@ class _Conversation:
 
 
 async def _ended(task: asyncio.Task[T]) -> None:
-    """Ends a task, and raises what it failed with."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task

@@ -36,7 +36,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, Protocol
 
 import msgspec
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     EnvserverError,
     InputError,
@@ -48,37 +47,13 @@ from envserver_records.errors import (
 from envserver_records.framing import FrameReader, frame
 from envserver_records.packing import ready
 from envserver_records.records import ExecResult, SandboxSpec, SandboxUsage
+from envserver_records.waiting import cancel_and_wait
 
 from ..proxy.egress import Closable, OnConnection
 from ..proxy.egress_rules import MOST_HEAD_BYTES
 from .maker import TalkingSandbox
 from .requests import Exec, Read, Received, RunPython, Send, Write
 from .wire import MAX_FRAME_BYTES
-
-# Binary messages carry a stream of frames (4 bytes of length, then MessagePack), cut anywhere:
-#
-#     client     [number, word, body]
-#     machine    [number, "ok", value]  or  [number, "error", Problem]
-#
-#     open       SandboxSpec -> Opened    comes first
-#     exec       Exec -> ExecResult
-#     python     RunPython -> ExecResult
-#     read       Read -> bytes
-#     write      Write -> None
-#     total      None -> SandboxUsage
-#     start      StartProgram -> None     the only program of this sandbox
-#     send       Send -> None             input of the program
-#     receive    None -> Received         waits for output, or the program's end
-#     ended      None -> ExecResult       ends the program if it still runs
-#     lead_out   None -> bool             whether its programs have an HTTP proxy from now on
-#     accept     None -> int              waits until a program connects to the proxy
-#     pass       Pass -> None             bytes to such a connection; none: they have ended
-#     take       int -> bytes             waits for bytes of one; none: they have ended
-#     close      None -> None             when all its processes are gone
-#     cancel     int                      gives a request up; that is answered "cancelled"
-#
-# Requests may overlap; each side sends the next piece of a stream when the one before was answered,
-# so nothing piles up.
 
 PROTOCOL: Final = 1
 """Version of these messages; client and machine must have the same."""
@@ -171,9 +146,6 @@ for _kind in (*BODIES.values(), ExecResult, SandboxUsage, Received, Opened, Prob
 
 
 def framed(number: int, word: str, body: object) -> bytes:
-    """Returns one message as a frame.
-    Raises InputError: it is too large, or text in it is not valid Unicode.
-    """
     try:
         packed = msgspec.msgpack.encode((number, word, body))
     except UnicodeEncodeError as error:  # half a surrogate pair: a model can write that
@@ -195,7 +167,6 @@ def problem_of(error: Exception) -> Problem:
 
 
 def error_of(problem: Problem) -> EnvserverError:
-    """Returns the error that `problem` describes."""
     return _ERRORS.get(problem.kind, SandboxLost)(problem.message, hint=problem.hint)
 
 
@@ -222,7 +193,6 @@ class FramedLink:
         self._turn = asyncio.Lock()
 
     def accept_at_most(self, max_bytes: int) -> None:
-        """Changes the largest frame that is accepted."""
         self._reader.max_bytes = max_bytes
 
     async def send(self, frame: bytes) -> None:
@@ -235,9 +205,7 @@ class FramedLink:
                 await self._link.send(frame[begin : begin + PIECE_BYTES])
 
     async def bodies(self) -> AsyncIterator[bytes]:
-        """Yields the bodies of the frames that come, until the end of the connection.
-        Raises ValueError: a frame is too large.
-        """
+        """Yields the bodies of the frames that come, until the end of the connection."""
         while piece := await self._link.receive():
             for body in self._reader.feed(piece):
                 yield body
@@ -280,7 +248,6 @@ class Outside:
         self._came.put_nowait(number)
 
     async def accept(self) -> int:
-        """Returns the number of the next connection."""
         return await self._came.get()
 
     async def send(self, number: int, data: bytes) -> None:
@@ -303,7 +270,6 @@ class Outside:
             return b""
 
     def close(self) -> None:
-        """Ends all connections, and takes no more."""
         if self._server is not None:
             self._server.close()
         for _, writer in self._streams.values():
@@ -343,7 +309,6 @@ class Arrivals:
                 task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, number: int) -> None:
-        """Carries one connection."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket_pair()
         reader, writer = await asyncio.open_unix_connection(sock=theirs, limit=MOST_HEAD_BYTES)
@@ -358,7 +323,6 @@ class Arrivals:
                 await self._ask("pass", Pass(number=number, data=b""), None)
 
     async def _take(self, number: int, ours: socket.socket) -> None:
-        """Hands on what the program sends."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(EnvserverError, OSError):
             while data := await self._ask("take", number, bytes):

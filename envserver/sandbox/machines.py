@@ -1,7 +1,7 @@
-"""Chooses the machine for each sandbox: the one with the most free room of those that answer.
+"""The client of sandbox machines: chooses the machine with the most free room for each sandbox.
 
-A process knows its machines once, whatever event loops it has: their load as they last told it, and
-which of them do not answer. What is older than a second is asked for again before a choice.
+A process keeps one record of its machines for all its event loops: their last known load, and which
+of them do not answer. A load that is older than a second is asked for again before a choice.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 import structlog
-from envserver_records.backoff import Backoff
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     ConfigError,
     EnvserverError,
@@ -31,6 +29,7 @@ from envserver_records.errors import (
     SandboxUnavailable,
 )
 from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+from envserver_records.waiting import Backoff, cancel_and_wait
 
 from ..proxy.egress import OnConnection
 from .machine_messages import (
@@ -218,7 +217,7 @@ class MachineSandbox:
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             await self._send(frame)
-            told, raw = await asyncio.shield(answer)
+            status, raw = await asyncio.shield(answer)
         except asyncio.CancelledError:
             await self._give_up(number, answer)
             raise
@@ -226,7 +225,7 @@ class MachineSandbox:
             self._answers.pop(number, None)
             if answer.done() and not answer.cancelled():
                 answer.exception()  # mark as retrieved
-        return self._value(told, raw, kind)
+        return self._value(status, raw, kind)
 
     async def _send(self, frame: bytes) -> None:
         try:
@@ -241,12 +240,12 @@ class MachineSandbox:
                 await asyncio.shield(answer)
         except SandboxLost:
             return
-        except (TimeoutError, asyncio.CancelledError):  # nobody waits for the program's end
+        except (TimeoutError, asyncio.CancelledError):  # no caller waits for the program's end
             self._lose("it ignored a cancel request")
 
-    def _value(self, told: str, raw: msgspec.Raw, kind: type[T]) -> T:
+    def _value(self, status: str, raw: msgspec.Raw, kind: type[T]) -> T:
         try:
-            if told == "ok":
+            if status == "ok":
                 return msgspec.msgpack.decode(raw, type=kind)
             problem = msgspec.msgpack.decode(raw, type=Problem)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -257,10 +256,10 @@ class MachineSandbox:
         reason = "the connection to its machine ended"
         try:
             async for body in self._link.bodies():
-                number, told, raw = msgspec.msgpack.decode(body, type=Answer)
+                number, status, raw = msgspec.msgpack.decode(body, type=Answer)
                 answer = self._answers.get(number)
                 if answer is not None and not answer.done():
-                    answer.set_result((told, raw))
+                    answer.set_result((status, raw))
         except (ValueError, msgspec.DecodeError) as error:
             reason = f"its machine sent what is not an answer: {error}"
         except asyncio.CancelledError:
@@ -298,9 +297,6 @@ class _ClientLink:
         message = await self._websocket.receive()
         return message.data if message.type is aiohttp.WSMsgType.BINARY else b""
 
-
-# A process knows its machines once, whatever event loops it has: their load as they last told it,
-# and which of them do not answer. What is older than a second is asked for again before a choice.
 
 _FRESH_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
@@ -342,7 +338,6 @@ class Machine:
         return time.monotonic() < self._aside_until
 
     def answered(self, load: Load) -> None:
-        """Records its load as it is now."""
         if self.problem:
             _log.info("sandbox_machine_is_back", machine=self.url)
         self.load, self.problem, self._failures = load, "", 0
@@ -420,9 +415,9 @@ class Machines:
             tried += 1
             pause = _PAUSE.seconds(tried, random.random())
             if time.monotonic() + pause > until:
-                reasons |= {one.url: one.problem for one in self.known if one.problem}
-                told = "; ".join(f"{url}: {why}" for url, why in reasons.items())
-                raise SandboxUnavailable(f"No sandbox machine can make a sandbox. {told}")
+                reasons |= {known.url: known.problem for known in self.known if known.problem}
+                problems = "; ".join(f"{url}: {why}" for url, why in reasons.items())
+                raise SandboxUnavailable(f"No sandbox machine can make a sandbox. {problems}")
             await asyncio.sleep(pause)
 
     async def _made_on(self, machine: Machine, spec: SandboxSpec) -> MachineSandbox:
@@ -453,14 +448,17 @@ class Machines:
         return sandbox
 
     async def _in_order(self) -> Sequence[Machine]:
-        """Returns the machines that answer, the emptiest first."""
         await self.look()
-        able = [one for one in self.known if not one.is_aside and _takes(one)]
-        return sorted(able, key=lambda one: (one.fullness, random.random()))
+        able = [
+            machine
+            for machine in self.known
+            if not machine.is_aside and (machine.load is None or not machine.load.draining)
+        ]
+        return sorted(able, key=lambda machine: (machine.fullness, random.random()))
 
     async def look(self) -> None:
-        """Asks those machines for their load of which it is not known."""
-        await asyncio.gather(*(self._look(one) for one in self.known if not one.is_fresh))
+        """Asks machines for their load where it is not known."""
+        await asyncio.gather(*(self._look(each) for each in self.known if not each.is_fresh))
 
     async def _look(self, machine: Machine) -> None:
         assert self._session is not None
@@ -487,10 +485,10 @@ class Machines:
     async def check(self) -> None:
         """Looks whether there is a machine that answers. Raises ConfigError: there is none."""
         await self.look()
-        if all(one.problem for one in self.known):
-            told = "; ".join(f"{one.url}: {one.problem}" for one in self.known)
+        if all(machine.problem for machine in self.known):
+            problems = "; ".join(f"{machine.url}: {machine.problem}" for machine in self.known)
             raise ConfigError(
-                f"No sandbox machine answers. {told}.",
+                f"No sandbox machine answers. {problems}.",
                 hint="Start one: envserver sandboxes serve. Is the token right?",
             )
 
@@ -499,10 +497,6 @@ class Machines:
         while True:
             await self.look()
             await asyncio.sleep(_FRESH_SECONDS)
-
-
-def _takes(machine: Machine) -> bool:
-    return machine.load is None or not machine.load.draining
 
 
 def _reason(error: Exception) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from envserver_records.errors import ConfigError, InputError
+from envserver_records.errors import ConfigError, InputError, SandboxLost
 from envserver_records.sandboxes import ExecResult, SandboxSpec
 
 from ..sandbox_interface import Sandbox
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import ssl
 
     from ..proxy.egress import Closable, OnConnection
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,7 @@ class RemoteAddress:
 
     @functools.cache  # noqa: B019 - a process has few addresses
     def tls(self) -> ssl.SSLContext | None:
-        """Returns the TLS settings; None: those of this machine.
-        Raises ConfigError: a file cannot be read.
-        """
+        """Returns the TLS settings; None: those of this machine."""
         if not self.ca_certs and not self.certfile:
             return None
         import ssl
@@ -154,9 +154,9 @@ class TalkingProgram:
         except BaseException as error:
             for waited in (self._streams, self._result):
                 if not waited.done():
-                    told = error if isinstance(error, Exception) else InputError("It was ended.")
-                    waited.set_exception(told)
-                    waited.exception()  # mark as retrieved: nobody may wait for it
+                    cause = error if isinstance(error, Exception) else InputError("It was ended.")
+                    waited.set_exception(cause)
+                    waited.exception()  # mark as retrieved: there may be no waiter
             raise
 
     async def started(self) -> None:
@@ -173,7 +173,6 @@ class TalkingProgram:
             return
 
     async def receive(self) -> Received:
-        """Returns output, or how the program ended."""
         reader, _ = await asyncio.shield(self._streams)
         async with self._reading:
             try:
@@ -189,3 +188,11 @@ class TalkingProgram:
         """Ends the program, unless it has ended or is about to; returns how it ended."""
         self._over.set()
         return await asyncio.shield(self._result)
+
+
+async def not_lost(request: Coroutine[Any, Any, T]) -> T:
+    """Awaits `request`. Raises SandboxLost: its program was lost with the sandbox."""
+    result = await request
+    if isinstance(result, ExecResult) and result.killed_by == "lost":
+        raise SandboxLost("The sandbox lost the program that ran in it.")
+    return result

@@ -33,7 +33,7 @@ from .linux import (
 
 # Each namespace inside the outer layer copies its mounts, and hundreds of them (one for each
 # package) take 1 to 2 ms of CPU. Overlayfs shows the folder below a layer of whiteouts: what these
-# name is not there, for whoever looks. Names that come later are seen.
+# name is not there. Names that come later are seen.
 
 _READ_ONLY = MS_RDONLY | MS_NOSUID | MS_NODEV
 _SPECIAL = frozenset(":,\\ \t\n")
@@ -73,7 +73,7 @@ def _like(path: str, folder: str, spare: str) -> str:
         _like(os.path.dirname(path), folder, spare)
         os.makedirs(made, exist_ok=True)
     state = os.stat(path)
-    if os.geteuid() == 0:  # nobody else can
+    if os.geteuid() == 0:  # only root can
         os.chown(made, state.st_uid, state.st_gid)
     os.chmod(made, stat.S_IMODE(state.st_mode))
     return made
@@ -183,11 +183,7 @@ def owner(uid: int | None) -> tuple[int, int]:
 
 
 def settle_inner(user: int, group: int) -> None:
-    """Makes the child of `fork_inner` the only user of its namespace, for good.
-
-    Args:
-        user, group: as `owner` returned them.
-    """
+    """Makes the child of `fork_inner` the only user of its namespace, for good."""
     linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
     _map_ids({INNER_ID: user}, {INNER_ID: group})
     become_inner()

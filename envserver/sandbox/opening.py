@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from envserver_records.errors import SandboxError, SandboxLost, SandboxUnavailable
-from envserver_records.sandboxes import ExecResult, SandboxSpec
+from envserver_records.errors import SandboxError, SandboxUnavailable
+from envserver_records.sandboxes import SandboxSpec
 
 from ..sandbox_interface import Sandbox
-from .maker import ForeignAddress, RemoteAddress, SandboxAddress, SandboxMaker
+from .maker import ForeignAddress, RemoteAddress, SandboxAddress, SandboxMaker, not_lost
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,12 +72,10 @@ class WatchedSandboxes:
 def _watched(
     method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[_WatchedSandbox, P], Coroutine[Any, Any, T]]:
-    """Derives a method of `_WatchedSandbox` from the method of `Sandbox`."""
-
     @functools.wraps(method)
     async def call(self: _WatchedSandbox, /, *args: P.args, **kwargs: P.kwargs) -> T:
         request = getattr(self.sandbox, method.__name__)(*args, **kwargs)
-        result: T = await self.watcher.watch(_not_lost(request))
+        result: T = await self.watcher.watch(not_lost(request))
         return result
 
     return call
@@ -100,11 +98,3 @@ class _WatchedSandbox:
 
     async def close(self) -> None:
         await self.sandbox.close()
-
-
-async def _not_lost(request: Coroutine[Any, Any, T]) -> T:
-    """Awaits `request`."""
-    result = await request
-    if isinstance(result, ExecResult) and result.killed_by == "lost":
-        raise SandboxLost("The sandbox lost the program that ran in it.")
-    return result

@@ -22,14 +22,7 @@ _USERS = {"sandbox": (30000, 60000), "worker": (20000, 30000)}
 
 
 def prepare(backend: str, private: Sequence[str]) -> dict[str, Any]:
-    """Moves Python if a sandbox would hide it, and makes a user namespace for an ordinary user.
-
-    Args:
-        private: see `system.hidden_paths`.
-
-    Returns:
-        What programs will see; see `system.describe`.
-    """
+    """Moves Python if a sandbox would hide it, and makes a user namespace for an ordinary user."""
     seen = _described(backend, tuple(private))
     if seen["moves"]:
         from . import system

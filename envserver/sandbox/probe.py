@@ -63,15 +63,7 @@ print(json.dumps(seen[:5]))
 
 
 async def visible_graders(sandbox: Sandbox, private: Sequence[str]) -> tuple[ExecResult, list[str]]:
-    """Looks for environments in `sandbox`, from a new Python and from the warm one.
-
-    Args:
-        private: paths of environments and data that are not installed.
-
-    Returns:
-        The last program's result, and what was visible, at most ten things. If a program failed,
-        its result tells why.
-    """
+    """Looks for environments in `sandbox`, from a new Python and from the warm one."""
     packages = {name: package_places(name) for name in environment_packages()}
     facts = {
         "modules": list(packages),
@@ -256,13 +248,7 @@ def unavailable(backend: str, failure: str) -> ProbeReport:
 
 
 async def examine(address: str, backend: str, private: Sequence[str] = ()) -> ProbeReport:
-    """Tries a backend.
-
-    Args:
-        address: of a supervisor that makes sandboxes behind it.
-        backend: its name.
-        private: paths of environments and data that are not installed.
-    """
+    """Tries a backend."""
     limits = SandboxLimits(
         disk_mb=_DISK_MB, memory_mb=_MEMORY_MB, processes=_PROCESSES, wall_seconds=_LONGEST_SECONDS
     )
@@ -500,7 +486,6 @@ def _checks(private: Sequence[str]) -> list[Callable[[Sandbox], Awaitable[Check]
 
 
 def _words(result: ExecResult) -> str:
-    """Describes in one line how a program ended."""
     if result.killed_by:
         return f"killed by its limit of {result.killed_by}"
     lines = result.stderr.decode(errors="replace").strip().splitlines()

@@ -20,6 +20,8 @@ import msgspec
 from envserver_records.errors import InputError
 from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec
 
+from ..sandbox_interface import Sandbox
+
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`spec` None: the environment's own."""
@@ -89,9 +91,7 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
-    """Returns `asked` with each limit reduced to at most that of `most`.
-    Raises InputError: a limit is not a positive number.
-    """
+    """Returns `asked` with each limit reduced to at most that of `most`."""
     limits = {}
     for name, value in msgspec.structs.asdict(asked).items():
         if not value > 0:  # also rejects NaN
@@ -108,11 +108,31 @@ def plain(text: str) -> str:
 
 
 def variables(env: dict[str, str]) -> dict[str, str]:
-    """Returns `env` if it can be a program's environment.
-    Raises InputError: a name or a value cannot.
-    """
+    """Returns `env` if it can be a program's environment."""
     for name, value in env.items():
         if not name or "=" in plain(name):
             raise InputError(f"A variable cannot be called {name[:40]!r}.")
         plain(value)
     return env
+
+
+async def execute(sandbox: Sandbox, asked: Exec, most: SandboxLimits) -> ExecResult:
+    """Runs the command within the limits of `most`."""
+    return await sandbox.exec(
+        [plain(word) for word in asked.argv],
+        stdin=asked.stdin,
+        cwd=plain(asked.cwd),
+        env=None if asked.env is None else variables(asked.env),
+        limits=None if asked.limits is None else cut_down(asked.limits, most),
+    )
+
+
+async def execute_python(sandbox: Sandbox, asked: RunPython, most: SandboxLimits) -> ExecResult:
+    """Runs the code within the limits of `most`."""
+    return await sandbox.run_python(
+        asked.code,
+        argv=[plain(word) for word in asked.argv],
+        stdin=asked.stdin,
+        cwd=plain(asked.cwd),
+        limits=None if asked.limits is None else cut_down(asked.limits, most),
+    )

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Self
 
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError
+from envserver_records.waiting import cancel_and_wait
 
 from ..settings.config import LocalSandboxConfig
 from . import bubblewrap, landlock
@@ -40,11 +40,8 @@ def candidates(backend: str) -> tuple[str, ...]:
 
 
 def missing(backend: str, *, by_name: bool) -> ProbeReport | None:
-    """The report on a backend of which it is plain, before anything is started, that it cannot be.
-
-    Args:
-        by_name: a person chose it, weaknesses and all.
-    """
+    """The report on a backend of which it is plain, before anything is started, that it cannot
+    be."""
     if backend == "bubblewrap" and bubblewrap.installed() is None:
         return unavailable(backend, "bwrap is not installed")
     if backend == "landlock":
@@ -162,7 +159,6 @@ class SandboxService:
             raise
 
     def _use_engine(self) -> None:
-        """Finds a container engine, and removes what killed servers left in it."""
         wanted = self._config
         self._engine = find_engine(wanted.docker_image, wanted.docker_pull)
         self._rules = PoolRules(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, Self, TypeVar
 
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import (
     ConfigError,
     InputError,
@@ -20,6 +19,7 @@ from envserver_records.errors import (
     SandboxUnavailable,
 )
 from envserver_records.sandboxes import SandboxSpec
+from envserver_records.waiting import cancel_and_wait
 
 from ..folders import import_path
 from ..sandbox_interface import Sandbox, Sandboxes
@@ -31,9 +31,6 @@ T = TypeVar("T")
 
 
 def maker_class(reference: str) -> Callable[[], Sandboxes]:
-    """Returns the class that `reference` names.
-    Raises ConfigError: it cannot be imported, or has no `open`.
-    """
     place, _, name = reference.rpartition(":")
     try:
         if place.endswith(".py"):
@@ -68,7 +65,6 @@ class ForeignSandboxes:
 
     @asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[ForeignSandbox]:
-        """See `sandbox_interface.Sandboxes.open`."""
         async with AsyncExitStack() as stack:
             try:
                 sandbox = await stack.enter_async_context(self._made.open(spec))
@@ -82,8 +78,6 @@ class ForeignSandboxes:
 def _typed(
     method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[ForeignSandbox, P], Coroutine[Any, Any, T]]:
-    """Derives a method of `ForeignSandbox` from the method of `Sandbox`."""
-
     @functools.wraps(method)
     async def call(self: ForeignSandbox, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -116,12 +110,10 @@ class ForeignSandbox:
     async def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
     ) -> AsyncIterator[StartedProgram]:
-        """Refuses."""
         self._cannot("run interactive programs")
         yield
 
     async def lead_out(self, serve: Any) -> NoReturn:
-        """Refuses."""
         self._cannot("reach hosts outside through the server (`egress`)")
 
     def _cannot(self, what: str) -> NoReturn:
@@ -162,9 +154,7 @@ class RemoteSource:
 
 
 def foreign(reference: str) -> RemoteSource:
-    """Returns the sandboxes of a class; see `SandboxConfig.maker`.
-    Raises ConfigError: there is no such class.
-    """
+    """Returns the sandboxes of a class; see `SandboxConfig.maker`."""
     place, _, name = reference.rpartition(":")
     if place.endswith(".py"):
         reference = f"{Path(place).absolute()}:{name}"  # for processes with other folders
@@ -174,22 +164,20 @@ def foreign(reference: str) -> RemoteSource:
 
 @asynccontextmanager
 async def machines_of(config: SandboxConfig) -> AsyncIterator[RemoteSource]:
-    """Yields the sandboxes of the machines in the settings, whose load is watched meanwhile.
-    Raises ConfigError: none of them answers, or a file cannot be read.
-    """
+    """Yields the sandboxes of the machines in the settings, whose load is watched meanwhile."""
     from .machines import Machines
 
     address = address_of(config)
     async with Machines(address) as machines:
         await machines.check()
-        for one in machines.known:
-            load = one.load
+        for machine in machines.known:
+            load = machine.load
             _log.info(
                 "sandbox_machine",
-                machine=one.url,
+                machine=machine.url,
                 backend=load.backend if load else "",
                 sandboxes=load.sandboxes if load else 0,
-                problem=one.problem,
+                problem=machine.problem,
             )
         watching = asyncio.create_task(machines.watch(), name="sandbox-machines")
         try:
@@ -199,9 +187,7 @@ async def machines_of(config: SandboxConfig) -> AsyncIterator[RemoteSource]:
 
 
 def address_of(config: SandboxConfig) -> RemoteAddress:
-    """Returns the address of the machines in the settings.
-    Raises ConfigError: the file of the token cannot be read.
-    """
+    """Returns the address of the machines in the settings."""
     token = config.remote_token.get_secret_value()
     if config.remote_token_file is not None:
         try:

@@ -4,7 +4,7 @@
            <--("opened", id, isolation; socket of the sandbox, pidfd)----
 
 It listens on a unix socket. A client (same user only) owns the sandboxes that it opened, and they
-die with its connection. What always holds: at most `concurrent` sandboxes live, further requests
+die with its connection. Invariants: at most `concurrent` sandboxes live, further requests
 wait in order; the supervisor dies with the server, the zygotes with it, and every sandbox with its
 zygote.
 
@@ -107,7 +107,6 @@ _PAUSE_SECONDS = 0.01
 
 
 def main(boot_json: str) -> None:
-    """Runs the supervisor."""
     boot = msgspec.json.decode(boot_json, type=SupervisorBoot)
     control = socket.socket(fileno=boot.control_fd)
     # Act as if the server had closed its end: an exception could interrupt the clean-up.

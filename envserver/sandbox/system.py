@@ -139,9 +139,6 @@ def visible_paths(private: tuple[str, ...] = ()) -> list[str]:
 
     A link stands for itself only: what it leads to is visible if its real place is. They are those
     of this interpreter: call it after `move_python`, if that is needed.
-
-    Args:
-        private: see `system.hidden_paths`.
     """
     roots = _seen_in_roots(private).values()
     return list(dict.fromkeys(path for seen in roots for path in seen if seen[path]))
@@ -152,9 +149,6 @@ def partly_visible(private: tuple[str, ...] = ()) -> dict[str, list[str]]:
     """Returns the folders of which programs see all but some paths, and these paths.
 
     So `visible_paths` has everything else in such a folder.
-
-    Args:
-        private: see `system.hidden_paths`.
     """
     found: dict[str, list[str]] = {}
     shown = visible_paths(private)
@@ -205,11 +199,7 @@ def variables() -> dict[str, str]:
 
 
 def etc_files(user: int = 1000) -> dict[str, str]:
-    """Returns the files of /etc that programs get instead of the host's, by name.
-
-    Args:
-        user: the number of the programs' user and group.
-    """
+    """Returns the files of /etc that programs get instead of the host's, by name."""
     return {
         "passwd": (
             "root:x:0:0:root:/:/usr/sbin/nologin\n"
@@ -398,7 +388,6 @@ def describe(backend: str, private: tuple[str, ...]) -> dict[str, Any]:
 
 
 def tell(backend: str, private: tuple[str, ...], descriptor: int) -> None:
-    """Writes the description, or the failure, as JSON."""
     try:
         text = json.dumps(["ok", describe(backend, private)])
     except Exception as error:  # noqa: BLE001 - whatever it is, the zygote must hear of it

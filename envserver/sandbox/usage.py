@@ -35,7 +35,6 @@ class Totals:
         self.killed: dict[str, int] = {}
 
     def add(self, other: Totals) -> None:
-        """Sums, and the highest peaks."""
         self.cpu_exact = other.cpu_exact
         if other.memory_exact:  # what comes after it, and is sampled, was less
             self.peak_memory, self.memory_exact = other.peak_memory, True
@@ -49,7 +48,6 @@ class Totals:
             self.killed[reason] = self.killed.get(reason, 0) + count
 
     def as_record(self) -> dict[str, Any]:
-        """Returns it in the fields of SandboxUsage."""
         return {
             "wall_seconds": self.wall_seconds,
             "cpu_seconds": self.cpu_seconds,

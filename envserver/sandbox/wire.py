@@ -38,9 +38,6 @@ _MARK = "$bytes"
 
 
 def encode(*parts: Any) -> bytes:
-    """One frame.
-    Raises TypeError, ValueError: a part that JSON cannot hold (half a surrogate pair, too).
-    """
     attached: list[bytes] = []
 
     def attach(value: object) -> dict[str, int]:
@@ -67,9 +64,7 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[list[Any]]:
-        """The messages of the frames that `data` completes.
-        Raises ValueError: the other end breaks the protocol.
-        """
+        """The messages of the frames that `data` completes."""
         self._buffer += data
         found = []
         while len(self._buffer) >= _lengths.size:
@@ -102,7 +97,6 @@ def _decode(body: bytes, text_size: int) -> list[Any]:
 
 
 def _restored(value: Any, pieces: list[bytes]) -> Any:
-    """`value` with the bytes in their places."""
     if isinstance(value, list):
         return [_restored(item, pieces) for item in value]
     if isinstance(value, dict):

@@ -143,7 +143,6 @@ def _make(
 
 
 def _host_directory(boot: Boot, request_id: int, uid: int | None) -> str:
-    """Makes an empty directory that belongs to the sandbox's own user."""
     directory = f"{boot.root}/sandbox-{request_id}"
     os.mkdir(directory, 0o700)
     if uid is not None:

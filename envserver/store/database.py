@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, cast
 
 import structlog
-from envserver_records.backoff import Backoff
 from envserver_records.errors import (
     ConfigError,
     ConflictError,
@@ -37,6 +36,7 @@ from envserver_records.errors import (
     StoreLost,
 )
 from envserver_records.extras import install_command
+from envserver_records.waiting import Backoff
 from sqlalchemy import (
     URL,
     AsyncAdaptedQueuePool,

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import StoreError
 from envserver_records.records import Group, pack
+from envserver_records.waiting import cancel_and_wait
 
 from ..rollouts.estimates import Scored, scored_of
 from ..rollouts.policy import (

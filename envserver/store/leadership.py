@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
+from envserver_records.waiting import cancel_and_wait
 from sqlalchemy import text
 from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 from envserver_records.errors import TooLargeError
 from envserver_records.records import Group
-from envserver_records.scores import RewardRange
+from envserver_records.tasks import RewardRange
 from envserver_records.zstd import zstd
 from isal import isal_zlib
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Self
 
 import structlog
-from envserver_records.cancelling import cancel_and_wait
+from envserver_records.waiting import cancel_and_wait
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 

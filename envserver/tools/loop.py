@@ -28,12 +28,7 @@ from .typed import as_tool
 
 @asynccontextmanager
 async def open_tools(tools: Tools, run: Rollout) -> AsyncIterator[Mapping[str, Tool]]:
-    """Yields tools by name; MCP servers that are not shared run within the block.
-
-    Raises:
-        TypeError: two have the same name, or a function cannot be a tool (see `typed.tool`).
-        ConfigError, ServiceError: an MCP server is not set up well, or failed.
-    """
+    """Yields tools by name; MCP servers that are not shared run within the block."""
     async with AsyncExitStack() as stack:
         opened: list[Tool] = []
         for one in tools.values() if isinstance(tools, Mapping) else tools:

@@ -47,7 +47,7 @@ async def over_program(program: RunningProgram) -> AsyncIterator[Any]:
             while (data := await program.receive()) and len(begun) <= _MOST_LINE_BYTES:
                 *lines, begun = (begun + data).split(b"\n")
                 for line in filter(bytes.strip, lines):
-                    with contextlib.suppress(anyio.BrokenResourceError):  # nobody listens any more
+                    with contextlib.suppress(anyio.BrokenResourceError):  # the reader has gone
                         await received_writer.send(_message(line))
 
     async def write() -> None:
@@ -74,14 +74,7 @@ def _message(line: bytes) -> SessionMessage | Exception:
 
 
 async def import_mcp(purpose: str) -> None:
-    """Imports what `mcp_client` and `mcp_server` use; the event loop goes on.
-
-    Args:
-        purpose: what needs it, for the error.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Imports what `mcp_client` and `mcp_server` use; the event loop goes on."""
     try:
         await asyncio.to_thread(_import)
     except ModuleNotFoundError as error:
@@ -211,12 +204,7 @@ class McpConnection:
         self._program = program
 
     async def describe(self) -> list[dict[str, Any]]:
-        """Returns its tools: `{"name", "tool"}`, its own name and an OpenAI function tool.
-
-        Raises:
-            ConfigError: `only` names a tool that it does not have.
-            ServiceError: it does not answer.
-        """
+        """Returns its tools: `{"name", "tool"}`, its own name and an OpenAI function tool."""
         listed: list[Any] = []
         cursor: str | None = None
         while cursor or not listed:
@@ -232,12 +220,7 @@ class McpConnection:
         return [self._described(one) for one in listed if one.name in only]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Calls a tool by its own name; returns the result as text.
-
-        Raises:
-            ToolError: the tool says that the call failed, or the server that its arguments are bad.
-            ServiceError: the server failed.
-        """
+        """Calls a tool by its own name; returns the result as text."""
         result = await self._within(self._client.call_tool(name, arguments))
         text = "\n".join(map(_text_of, result.content))
         if not result.content and result.structured_content is not None:
@@ -278,16 +261,7 @@ class McpConnection:
 
 @asynccontextmanager
 async def connect(server: McpServer, run: Programs | None = None) -> AsyncIterator[McpConnection]:
-    """Starts or reaches the server; ends it with its processes at the end of the block.
-
-    Args:
-        run: the rollout, for a server in a sandbox.
-
-    Raises:
-        ConfigError: the extra is missing, the program does not exist, or a variable is not set.
-        ServiceError: it cannot be reached.
-        SandboxError: there is no sandbox for it.
-    """
+    """Starts or reaches the server; ends it with its processes at the end of the block."""
     await import_mcp(f"The MCP server {server.name!r}")
     program = _Program()
     async with AsyncExitStack() as stack:

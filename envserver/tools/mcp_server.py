@@ -29,15 +29,7 @@ _STOP_SECONDS = 5
 async def serve_tools(
     tools: Mapping[str, Tool], on_result: Callable[[ToolResult], None] = lambda result: None
 ) -> AsyncIterator[str]:
-    """Yields the address of an MCP server with these tools; calls run at the same time.
-
-    Args:
-        on_result: called with the result of each call.
-
-    Raises:
-        ConfigError: the extra is missing.
-        Exception: the first failure of a call that was not the model's.
-    """
+    """Yields the address of an MCP server with these tools; calls run at the same time."""
     import uvicorn
 
     await import_mcp("An agent that speaks MCP")

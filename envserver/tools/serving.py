@@ -28,9 +28,7 @@ _log = structlog.get_logger("envserver.services")
 
 @asynccontextmanager
 async def services_of(environment: Environment) -> AsyncIterator[Mapping[str, Service]]:
-    """Enters the environment's services, with its tools on the server among them.
-    Raises ConfigError: a tool has the name of a service.
-    """
+    """Enters the environment's services, with its tools on the server among them."""
     tools: dict[str, Service] = {
         one.name: partial(_serve, one) for one in server_tools(environment)
     }

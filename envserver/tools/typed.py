@@ -179,8 +179,8 @@ def _typed(
     if not _NAME.fullmatch(named):
         raise TypeError(f"{named!r} is not a name for a tool: letters, digits, _ and -, up to 64.")
     doc = parse_docstring(inspect.getdoc(function) or "")
-    told = doc.description if description is None else description
-    if not told:
+    text = doc.description if description is None else description
+    if not text:
         lost = " Python was told to drop all of them (-OO)." if sys.flags.optimize > 1 else ""
         raise TypeError(
             f"The tool {named!r} needs a docstring: the model reads what it does.{lost}"
@@ -188,7 +188,7 @@ def _typed(
     struct = _arguments(named, function, doc.arguments, hides_caller=on_server)
     described = {
         "type": "function",
-        "function": {"name": named, "description": told, "parameters": schema_of(struct)},
+        "function": {"name": named, "description": text, "parameters": schema_of(struct)},
     }
     return TypedTool(
         described, _showing(named, function), max_characters,
@@ -226,9 +226,9 @@ def _meaning(name: str, error: Exception) -> Exception:
 
 
 def _arguments(
-    name: str, function: Callable[..., Any], told: dict[str, str], *, hides_caller: bool
+    name: str, function: Callable[..., Any], described: dict[str, str], *, hides_caller: bool
 ) -> type[msgspec.Struct]:
-    """Returns the struct of a function's arguments, described by the docstring where `told`."""
+    """Returns the struct of a function's arguments, with the texts of `described`."""
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError as error:
@@ -244,9 +244,9 @@ def _arguments(
             raise TypeError(f"The tool {name!r} takes {one}: a model names each argument.")
         if one.name not in hints:
             raise TypeError(f"The parameter {one.name!r} of the tool {name!r} needs a type.")
-        type_ = _described(hints[one.name], told.get(one.name))
+        type_ = _described(hints[one.name], described.get(one.name))
         fields.append((one.name, type_, *_default(one.default)))
-    if unknown := told.keys() - {one.name for one in parameters}:
+    if unknown := described.keys() - {one.name for one in parameters}:
         raise TypeError(f"The docstring of {name!r} describes {sorted(unknown)}, which it lacks.")
     try:
         struct = msgspec.defstruct(
@@ -267,11 +267,11 @@ def _default(value: Any) -> tuple[Any, ...]:
     )
 
 
-def _described(hint: Any, told: str | None) -> Any:
+def _described(hint: Any, description: str | None) -> Any:
     """Adds a description to a type: that of `Annotated[type, "..."]`, else the docstring's."""
     metadata: tuple[Any, ...] = getattr(hint, "__metadata__", ())
     own = [one for one in metadata if isinstance(one, str)]
-    text = own[0] if own else told
+    text = own[0] if own else description
     bare = hint.__origin__ if metadata else hint
     limits = [one for one in metadata if isinstance(one, msgspec.Meta)]
     for one in (*limits, *([msgspec.Meta(description=text)] if text else [])):

@@ -15,9 +15,9 @@ from typing import Any, Final, Literal
 
 import orjson
 import structlog
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConflictError, EnvserverError, InputError, UsageError
 from envserver_records.records import Message, Split, text_of
+from envserver_records.waiting import cancel_and_wait
 from fastapi import FastAPI, Request, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.responses import Response

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final
 
 import httpx
 from envserver_records.errors import EnvserverError, NotFoundError
+from envserver_records.http_errors import authorization
 from envserver_records.servers import AsyncServersClient
-from envserver_records.urls import authorization
 from fastapi import APIRouter, FastAPI, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.background import BackgroundTask

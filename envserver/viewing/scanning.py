@@ -17,7 +17,7 @@ import msgspec
 import orjson
 from envserver_records.errors import InputError
 from envserver_records.records import Group
-from envserver_records.scores import range_from_json
+from envserver_records.tasks import range_from_json
 
 from ..export.stored import group_of, group_record, names_of_foreign
 from ..export.stored_sources import decoded, is_json, opened

@@ -116,11 +116,6 @@ async def ask_remote_agent(
     run: AttemptRun,
     sandbox: SandboxSpec | None,
 ) -> Any:
-    """Returns the rollout's output.
-
-    Args:
-        sandbox: the environment's sandbox, for its files; None: it has none.
-    """
     archive = base64.b64encode(task.archive).decode()
     body = {
         "task": task_id,
@@ -325,7 +320,6 @@ class WorkerAttempt:
     async def _played(
         self, environment: Environment[Any], job: Job, spec: HarnessSpec, run: AttemptRun
     ) -> Any:
-        """Runs an external agent, here or on another machine."""
         if not spec.url:
             return await play(environment, job.task, spec, run, self._record)
         task = await harness_task(environment, job.task, run)
@@ -349,11 +343,7 @@ class WorkerAttempt:
     async def _request(
         self, method: str, path: str, body: bytes | None = None, *, also: int | None = None
     ) -> bytes:
-        """Asks the server, again when the connection breaks (it takes a result only once).
-
-        Args:
-            also: a status of an error that is a good answer, too.
-        """
+        """Asks the server, again when the connection breaks (it takes a result only once)."""
         headers = {"content-type": "application/json"} if body is not None else {}
         for tries_left in reversed(range(HTTP_TRIES)):
             try:
@@ -399,6 +389,5 @@ def _failure(error: BaseException, run: AttemptRun | None = None) -> bytes:
 
 
 def _noted(run: AttemptRun) -> dict[str, Any]:
-    """Returns what `run` noted beside its output."""
     printed = [(at, stream, sendable(text)) for at, stream, text in run.printed.taken()]
     return {"metrics": run.metrics, "tools": run.tool_times, "printed": printed}

@@ -13,10 +13,6 @@ import select
 import socket
 import struct
 
-# `Environment.companion` names its function. The process is forked from a Python that has imported
-# hardly more than that function's module (`workers.lean`), so it costs a fraction of a fork of the
-# worker, and has none of the worker's memory.
-
 _READY = b"\0"
 _STATUS = struct.Struct("i")
 
@@ -37,7 +33,6 @@ class Companion:
 
     @property
     def descriptors(self) -> set[int]:
-        """Returns what the worker has open for it."""
         return {self.channel.fileno(), self._status}
 
     def let_in(self) -> None:
@@ -53,12 +48,10 @@ class Companion:
             return False
 
     def close(self) -> None:
-        """Closes this side."""
         self.channel.close()
         os.close(self._status)
 
     def is_alive(self) -> bool:
-        """Returns whether it has its side open."""
         poll = select.poll()
         poll.register(self.channel, 0)  # POLLHUP comes unasked
         return not poll.poll(0)
@@ -71,9 +64,9 @@ class Companion:
 
     def wait(self) -> int:
         """Waits for its end, then closes this side; returns its status, as waitpid(2) does."""
-        told = os.read(self._status, _STATUS.size)
+        report = os.read(self._status, _STATUS.size)
         self.close()
-        return int(_STATUS.unpack(told)[0]) if told else 1 << 8
+        return int(_STATUS.unpack(report)[0]) if report else 1 << 8
 
 
 def wait_to_be_let_in(channel: socket.socket) -> bool:
@@ -82,16 +75,10 @@ def wait_to_be_let_in(channel: socket.socket) -> bool:
 
 
 def tell_joined(channel: socket.socket) -> None:
-    """Tells the worker that it has joined."""
     channel.send(_READY)
 
 
 def tell_status(descriptor: int, status: int) -> None:
-    """Tells how a companion ended.
-
-    Raises:
-        BrokenPipeError: its worker has ended, too.
-    """
     os.write(descriptor, _STATUS.pack(status))
 
 
@@ -99,7 +86,6 @@ _given: list[Companion] = []
 
 
 def give_companion(companion: Companion) -> None:
-    """Makes it this process's own."""
     _given.append(companion)
 
 

@@ -36,7 +36,6 @@ class DebugPool:
         """What the agent raised, with its traceback."""
 
     async def run(self, assignment: Assignment) -> None:
-        """Runs it to its end."""
         instances = Instances(nullcontext)
         async with HttpClient() as http:
             with ThreadPoolExecutor() as threads:
@@ -64,8 +63,6 @@ class DebugPool:
 
 
 class _Attempt(WorkerAttempt):
-    """Keeps what the agent raised."""
-
     error: Exception | None = None
 
     async def _output(self, job: Job, run: AttemptRun) -> Any:

@@ -3,7 +3,7 @@
     server --(fork id + socket, kill id)--> forkserver --(forked, lines, exit)--> server
 
 It imports the worker's code and the environments once, so that a fork is ready in milliseconds.
-What always holds: it dies with the server; a worker's whole process tree dies with the worker (each
+Invariants: it dies with the server; a worker's whole process tree dies with the worker (each
 worker adopts the orphans among its descendants, the forkserver those of a dead worker, and it kills
 every child that is not a worker); workers' output never waits for the server to read it.
 
@@ -62,13 +62,6 @@ class _Worker:
 def main(
     boot_json: str, seen: dict[str, Any], lean: LeanParent | None, failure: OSError | None
 ) -> None:
-    """Runs the forkserver.
-
-    Args:
-        seen: the file view of sandboxed workers; see `sandbox.system.describe`.
-        lean: forks the companions of workers.
-        failure: why sandboxes cannot be made.
-    """
     boot = msgspec.json.decode(boot_json, type=Boot)
     control = socket.socket(fileno=boot.control_fd)
     try:
@@ -295,7 +288,7 @@ class Forkserver:
             return
         self._next_look = now + LOOK_SECONDS
         for pid, worker in self._workers.items():
-            # What was dropped while the server was busy, if no line has told it since.
+            # Reports what was dropped while the server was busy, if no line has since.
             self._pass_on(worker, [], worker.lines.take_dropped(now))
             trouble = worker.watch.trouble() if worker.watch is not None else ""
             if trouble:
@@ -401,7 +394,7 @@ def _preload(references: list[str]) -> set[str]:
             f"({', '.join(sorted(set(threads)))}), which do not exist in workers. Start threads in "
             "setup() instead.\n"
         )
-    return {one.companion for one in classes if one.companion and one.isolation == "sandboxed"}
+    return {each.companion for each in classes if each.companion and each.isolation == "sandboxed"}
 
 
 def _threads() -> list[str]:

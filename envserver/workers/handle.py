@@ -125,7 +125,7 @@ class _RunningRollout:
             self.done.set_result(None)
         else:
             self.done.set_exception(error)
-            self.done.exception()  # mark as retrieved even if nobody awaits it
+            self.done.exception()  # mark as retrieved: there may be no waiter
 
 
 class WorkerHandle(asyncio.Protocol):
@@ -171,7 +171,6 @@ class WorkerHandle(asyncio.Protocol):
         return not ending and not self.gone.is_set()
 
     async def run(self, assignment: Assignment) -> None:
-        """See `pool.WorkerPool.run`."""
         if assignment.rollout_id in self.rollouts:
             raise ConflictError(f"Rollout {assignment.rollout_id} is already running here.")
         if not self.alive:

@@ -60,7 +60,6 @@ class OwnWorkspace:
         (home / "tmp").mkdir(parents=True, exist_ok=True)
 
     def fill(self, archive: bytes, files: Mapping[str, bytes]) -> None:
-        """Unpacks the tar file and writes the files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if archive:
             with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -236,11 +235,7 @@ async def _feed(stream: asyncio.StreamWriter | None, data: bytes) -> None:
 
 
 def end_descendants(kept: Collection[int] = ()) -> None:
-    """Kills the processes that this worker started, with all that these started.
-
-    Args:
-        kept: children that may live.
-    """
+    """Kills the processes that this worker started, with all that these started."""
     while ours := [pid for pid in _children(os.getpid()) if pid not in kept]:
         found = [*ours]
         for pid in found:
@@ -262,7 +257,6 @@ def _children(pid: int) -> list[int]:
 
 
 def children() -> frozenset[int]:
-    """Returns the processes that this one started."""
     return frozenset(_children(os.getpid()))
 
 
@@ -362,7 +356,6 @@ def ending_of(status: int | None, seen: CallRecord, *, in_time: bool) -> Ending:
 async def harness_task(
     environment: Environment[Any], public: PublicTask, run: AttemptRun
 ) -> HarnessTask:
-    """Asks the environment what the program gets."""
     task = environment.harness_task(public, run)
     return await task if inspect.isawaitable(task) else task
 
@@ -381,7 +374,6 @@ def _folders() -> tuple[Path, Path]:
 def _launch(
     task: HarnessTask, spec: HarnessSpec, run: AttemptRun, workspace: OwnWorkspace, mcp_url: str
 ) -> Launch:
-    """Writes the files of the program's HOME, and returns how to start it."""
     instruction_file = workspace.home / "instruction.md"
     instruction_file.write_text(task.instruction)
     launch = harness_of(spec.name).launch(

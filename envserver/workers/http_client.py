@@ -97,7 +97,6 @@ async def _addresses(host: str, port: int) -> list[Any]:
 
 
 def _new_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Returns a socket for an entry of getaddrinfo."""
     made = socket.socket(*address[:3])
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return made

@@ -3,7 +3,7 @@
     forkserver --(fork, worker id; pidfd, channel, pipe)--> lean parent --(fork)--> companion
                <--(ended, worker id, CPU seconds, peak)---              --(status)--> worker
 
-What always holds: it reads nothing that a worker sends. Before a worker runs foreign code, its
+Invariants: it reads nothing that a worker sends. Before a worker runs foreign code, its
 companion has joined its namespaces and has its user, limits and filter; until then it runs no code
 but this module's. It ends with its worker, since it is in that one's pid namespace.
 """
@@ -85,13 +85,6 @@ class LeanParent:
         return Companion(self.function, channel, reading), [theirs.detach(), writing]
 
     def fork(self, worker_id: str, pid: int, descriptors: list[int], output: int) -> None:
-        """Has the companion of a worker forked.
-
-        Args:
-            pid: of the worker, not reaped yet.
-            descriptors: as `prepare` returned them.
-            output: the pipe for all that it prints.
-        """
         worker = os.pidfd_open(pid)
         self._tell("fork", worker_id, descriptors=[worker, *descriptors, output])
         os.close(worker)
@@ -130,8 +123,6 @@ def load(function: str) -> tuple[Callable[[socket.socket], None] | None, str]:
 
 
 class _Server:
-    """The process itself."""
-
     def __init__(self, control: socket.socket, sandbox: dict[str, Any], seen: dict[str, Any]):
         self._control = control
         self._sandbox = sandbox
@@ -154,7 +145,6 @@ class _Server:
                     return
 
     def _obey(self) -> bool:
-        """Returns whether there was a message."""
         data, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 4)
         if not data:
             return False
@@ -224,7 +214,6 @@ class _Server:
             os._exit(1)
 
     def _confine(self, worker: int) -> None:
-        """Joins the worker's namespaces, and takes on its user and limits."""
         sandbox = self._sandbox
         linux.join(worker, _JOINED)
         os.close(worker)

@@ -37,7 +37,7 @@ _ended: set[int] = set()
 _WATCH = """
 import os, select, signal, sys, time
 if os.fork():
-    os._exit(0)  # nobody's child
+    os._exit(0)  # it is no child of the process that it watches
 ends = select.poll()
 ends.register(int(sys.argv[1]), select.POLLIN)
 ends.poll()
@@ -51,7 +51,7 @@ for second in range(1, 8):  # what is killed may be starting another
                     marked.append(sys.argv[2].encode() in file.read())
             if marked[0] or (second > 4 and marked[1]):
                 os.kill(int(pid), signal.SIGKILL)
-            elif marked[1]:  # what ends by itself can do so, also if somebody stopped it
+            elif marked[1]:  # lets a stopped process end by itself
                 os.kill(int(pid), signal.SIGCONT)
         except OSError:  # it ended meanwhile, or we may not read it (nor kill it)
             continue
@@ -230,7 +230,6 @@ def open_descriptors() -> set[int]:
 
 
 def close_all_but(kept: Iterable[int]) -> None:
-    """Closes every other descriptor."""
     low = 0
     for fd in sorted(kept):
         if low < fd:  # an empty range at 0 would close everything

@@ -1,7 +1,7 @@
 """The pool of worker processes on this machine.
 
 Assignments come in by `run`; each goes to the least loaded of the warm pooled processes, or to a
-process of its own. What always holds: never more than the configured number at a time (the others
+process of its own. Invariants: never more than the configured number at a time (the others
 wait in order); a process that is gone is replaced at once; nothing survives the pool.
 """
 
@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any
 
 import structlog
-from envserver_records.backoff import Backoff
 from envserver_records.errors import WorkerDied, WorkerError
+from envserver_records.waiting import Backoff
 
 from .. import registry
 from ..settings.config import WorkersConfig
@@ -48,7 +48,6 @@ class _Slot:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Context in which one more rollout has its place here."""
         self.load += 1
         try:
             yield
@@ -192,7 +191,6 @@ class LocalPool:
 
     @asynccontextmanager
     async def _pooled_worker(self, deadline: float) -> AsyncIterator[WorkerHandle]:
-        """Reserves a place in the least loaded process."""
         with ExitStack() as taken:
             async with self._waiting_until(deadline):
                 await self._pooled_room.acquire()
@@ -225,7 +223,6 @@ class LocalPool:
 
     @asynccontextmanager
     async def _waiting_until(self, deadline: float) -> AsyncIterator[None]:
-        """Limits the wait in its body."""
         try:
             if self._closing:
                 raise TimeoutError

@@ -29,7 +29,6 @@ _decoder = msgspec.msgpack.Decoder(list[str])
 
 
 def encode(*parts: str) -> bytes:
-    """Returns one frame."""
     return framing.frame(msgspec.msgpack.encode(parts))
 
 
@@ -44,9 +43,6 @@ class FrameReader:
         self._reader = framing.FrameReader(max_bytes)
 
     def feed(self, data: bytes) -> Iterator[list[str]]:
-        """Yields the frames that `data` completes.
-        Raises ValueError: what came is not a frame; nothing that follows can be read.
-        """
         for body in self._reader.feed(data):
             parts = _decoder.decode(body)
             if not parts:

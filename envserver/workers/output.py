@@ -48,7 +48,6 @@ class OutputLimiter:
         return self._within_budget(whole, now)
 
     def finish(self, now: float) -> list[str]:
-        """Returns the last line, if it had no end."""
         rest, self._rest = self._rest, b""
         return self._within_budget([rest], now) if rest else []
 
@@ -65,7 +64,6 @@ class OutputLimiter:
         return dropped
 
     def tail(self) -> str:
-        """Returns the last bytes written, decoded."""
         return _decoded(self._tail).strip()
 
     def _within_budget(self, lines: list[bytes], now: float) -> list[str]:

@@ -197,7 +197,6 @@ def open_blocking(post: Post, spec: SandboxSpec | None, wait: Wait) -> Iterator[
 
 
 async def _answer(post: Post, path: str, body: Any, kind: type[T]) -> T:
-    """Sends one request and decodes its answer as `kind`."""
     answer = await post(path, msgspec.msgpack.encode(body))
     try:
         return msgspec.msgpack.decode(answer, type=kind)
@@ -255,7 +254,6 @@ class EventUploader:
             self._sending_steps = _started(self._send_steps())
 
     async def finish(self) -> None:
-        """Sends what waits."""
         self._hurry.set()
         if self._sending_steps is not None:
             await self._sending_steps
@@ -295,7 +293,6 @@ class EventUploader:
         return steps
 
     async def _post(self, path: str, body: bytes) -> bool:
-        """Returns whether the server took it."""
         headers = {"content-type": "application/json"}
         try:
             answer = await self._http.request(
@@ -461,7 +458,6 @@ class AttemptRun:
         return end
 
     def tool_called(self, name: str, began: float, seconds: float) -> None:
-        """See `tools.calling.Timed`."""
         if len(self.tool_times) < MOST_TIMINGS:
             self.tool_times.append((name, began, seconds))
 
@@ -609,7 +605,6 @@ class AttemptRun:
             raise _is_over() from None
 
     def _wait(self, request: Coroutine[Any, Any, Any]) -> Any:
-        """Runs `request` on the loop while its thread waits."""
         asked = asyncio.run_coroutine_threadsafe(request, self._loop)
         self._asked_from_threads.add(asked)
         try:
@@ -621,7 +616,6 @@ class AttemptRun:
 
 
 def reply_of(answer: bytes) -> Reply:
-    """Decodes a chat completion into a Reply."""
     try:
         completion = _completions.decode(answer)
         choice = completion.choices[0]

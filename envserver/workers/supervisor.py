@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import orjson
 import structlog
-from envserver_records.backoff import Backoff
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError, WorkerDied
+from envserver_records.waiting import Backoff
 
 from ..registry.interpreters import PYTHON_VARIABLES, interpreter_of
 from ..sandbox.places import temporary_folder
@@ -103,9 +103,6 @@ class ForkserverProcess:
         self._open = False
 
     async def start(self) -> None:
-        """Starts it and waits for its imports.
-        Raises ConfigError, NotFoundError: an environment cannot be found or imported.
-        """
         self._spawn()
         try:
             async with asyncio.timeout(IMPORT_SECONDS):
@@ -244,7 +241,6 @@ class ForkserverProcess:
             self._up.set_exception(error)
 
     def _detach(self) -> None:
-        """Closes the server's ends, which tells the forkserver to end."""
         if not self._open:
             return
         self._open = False
@@ -321,9 +317,6 @@ class Supervisor:
         self._lost = asyncio.Event()
 
     async def start(self) -> None:
-        """Starts the forkserver.
-        Raises ConfigError, NotFoundError: an environment cannot be found or imported.
-        """
         self._lost.clear()
         self._nursery = ForkserverProcess(
             self._references,
@@ -360,9 +353,7 @@ class Supervisor:
                 handle.tick()
 
     async def fork(self) -> WorkerHandle:
-        """Forks a worker that takes rollouts at once; waits while there is no forkserver.
-        Raises WorkerDied: the server may open no more files.
-        """
+        """Forks a worker that takes rollouts at once; waits while there is no forkserver."""
         handle = WorkerHandle(
             f"worker-{next(self._ids)}",
             kill_grace_seconds=self._kill_grace_seconds,

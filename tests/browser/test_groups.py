@@ -25,7 +25,7 @@ from envserver_records.records import (
     Trajectory,
     Usage,
 )
-from envserver_records.scores import TurnReward
+from envserver_records.tasks import TurnReward
 from envserver_records.timings import FailedAttempt, Printed, Timing
 from playwright.sync_api import Locator, Page, Route, expect
 from support.api import Api, running_api

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final, Literal, Self
 
 import httpx
+from envserver_records.http_errors import Urls
 from envserver_records.servers import ServersClient
-from envserver_records.urls import Urls
 from prometheus_client.parser import text_string_to_metric_families
 from support.commands import ENVSERVER, environment_variables, free_port, until
 from support.postgres import Postgres

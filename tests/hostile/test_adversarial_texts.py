@@ -23,8 +23,8 @@ from envserver_environments.mhqa import agent as mhqa
 from envserver_environments.proposer_solver.env import answer_of, result_of
 from envserver_environments.swe.agent import blocks_of
 from envserver_environments.twenty_questions.env import said
+from envserver_tools.calling import visible_text
 from envserver_tools.protocol import parse_message
-from envserver_tools.visible import visible_text
 from support.adversarial_texts import adversarial_texts
 from support.cases import cases_of
 from support.cpu import cpu_limit

@@ -9,8 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from envserver_environments.kuhn.game import exploitability
-from envserver_environments.kuhn.measure import strategy_of
+from envserver_environments.kuhn.game import exploitability, strategy_of
 from support.backends import install
 from support.foreign_trainers import SUPPORT, alone, house, printed, trainer
 from support.learning import learning, mean

@@ -22,7 +22,7 @@ import typing_extensions
 from envserver_clients.adapters import skyrl as skyrl_adapter
 from envserver_clients.adapters import verl as verl_adapter
 from envserver_records.records import Trajectory, unpack
-from envserver_records.scores import Score, TurnReward
+from envserver_records.tasks import Score, TurnReward
 
 torch.set_num_threads(1)
 PROMPT, RESPONSE = 8, 16

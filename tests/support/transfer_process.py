@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import PromptCheck, Published, Transfer
-from envserver_clients.weights.links import Bucket
+from envserver_clients.weights.transfer import Bucket
 from envserver_records import EnvserverError
 from versions_process import Versions
 

@@ -16,9 +16,9 @@ from typing import IO, Any
 
 import numpy as np
 import orjson
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import ConfigError, StoreError
 from envserver_records.records import Group, Trajectory
+from envserver_records.waiting import cancel_and_wait
 
 from envserver.environment import Environment
 from envserver.export.jsonl import append_durably, cut_torn_line

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import orjson
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.errors import EngineRefused, NotFoundError, UsageError
+from envserver_records.waiting import cancel_and_wait
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
         run_tool_call,
         toolbox,
         use_tool,
+        visible_text,
     )
     from .loop import LoopEnd, chat_with_tools
     from .protocol import ProtocolRun, describe_tools, parse_message, run_protocol
     from .sandboxed import PRELOAD, read_patch, sandbox_tools
     from .smolagents_adapter import as_smolagents
-    from .visible import visible_text
 
 # The programs in a sandbox import this package too, so it must not import the tools itself.
 _MODULES = {
@@ -51,7 +51,7 @@ _MODULES = {
     "read_patch": "sandboxed",
     "sandbox_tools": "sandboxed",
     "as_smolagents": "smolagents_adapter",
-    "visible_text": "visible",
+    "visible_text": "calling",
 }
 
 __all__ = [

@@ -5,7 +5,7 @@
 
 `parse_message` is pure: a message in, its parts out, in linear time and never an exception.
 `run_protocol` is the loop: model, tools, model, until FINAL or a limit. One call per message; text
-after a call is dropped, and the model is told so.
+after a call is dropped, and the model is notified.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from envserver import Message, Reply
 
-from .calling import StrictDecoder, Tool, ToolResult, check_characters, use_tool
-from .visible import visible_text
+from .calling import StrictDecoder, Tool, ToolResult, check_characters, use_tool, visible_text
 
 PartType = Literal["thought", "tool_call", "final", "error"]
 ErrorCode = Literal[

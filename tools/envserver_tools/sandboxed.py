@@ -322,7 +322,6 @@ def _only_seconds(seconds: float) -> SandboxLimits:
 
 
 async def _ask(sandbox: Sandbox, tool: str, **arguments: Any) -> dict[str, Any]:
-    """Sends a request to the tool inside and returns its answer."""
     result = await _run(sandbox, _request(tool, **arguments))
     answer = _decoded(result)
     if answer is None:

@@ -18,8 +18,8 @@ from typing import Any, Final, Self
 import httpx
 import msgspec
 from envserver_records import ConflictError, InputError, NotFoundError
+from envserver_records.http_errors import Urls, authorization
 from envserver_records.servers import ServersClient
-from envserver_records.urls import Urls, authorization
 
 from envserver_clients.protocol import (
     Answer,
@@ -112,7 +112,7 @@ class AtroposTrainerClient:
 
     def lease(self, *, wait_seconds: float = 0.0) -> Batch | None:
         """Returns the next batch, or None if there is none within `wait_seconds`.
-        Raises ConflictError: no trainer is registered: somebody reset the server.
+        Raises ConflictError: no trainer is registered: the server was reset.
         """
         deadline = time.monotonic() + wait_seconds
         while True:

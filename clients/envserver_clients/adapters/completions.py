@@ -1,7 +1,7 @@
 """Orders complete groups, and splits trajectories into the prompts and completions of trainers.
 
 In: tasks; the training sequences of a trajectory. Out: trajectories in the order of the tasks; for
-each sequence, the tokens before its first trained token and those from there on. What always holds:
+each sequence, the tokens before its first trained token and those from there on. Invariants:
 prompt and completion together are the sequence's tokens (nothing is tokenised again); mask,
 logprobs and versions have the completion's length, and logprobs are 0 where the mask is. A rollout
 lost without the model's fault never becomes a reward of 0: its whole group is ordered again, so

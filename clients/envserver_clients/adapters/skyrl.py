@@ -27,7 +27,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 from envserver_records import InputError, Split, Trajectory
-from envserver_records.urls import Urls
+from envserver_records.http_errors import Urls
 
 from envserver_clients.http import EnvClient
 from envserver_clients.records import pixels

@@ -24,7 +24,7 @@ from typing import Any
 
 import typing_extensions
 from envserver_records import ConfigError
-from envserver_records.urls import TOKEN_VARIABLE
+from envserver_records.http_errors import TOKEN_VARIABLE
 
 from .skyrl import EnvserverGenerator
 from .trainers_engines import TrainersEngines

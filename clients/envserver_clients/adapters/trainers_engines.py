@@ -1,7 +1,7 @@
 """Connects the engines that a trainer runs itself to a server's agents, and its weights to engines.
 
 In: the addresses of a trainer's engines, and its calls before and after each change of their
-weights. Out: a server that asks these engines. What always holds: no call reaches an engine between
+weights. Out: a server that asks these engines. Invariants: no call reaches an engine between
 `pause` and `publish`, and every token carries the version of the weights that sampled it. Engines
 are registered when they first have weights, not earlier: many begin with random ones.
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from envserver_records import EngineRefused
-from envserver_records.urls import Urls
+from envserver_records.http_errors import Urls
 
 from envserver_clients.http import EnvClient
 from envserver_clients.protocol import InFlight

@@ -9,7 +9,7 @@
     )
 
 In: leases of groups. Out: `RolloutSample`s on `rollout_buffer`, one for each row, with advantages.
-What always holds: a sample's tokens, mask and score are those of the server; its `model_version` is
+Invariants: a sample's tokens, mask and score are those of the server; its `model_version` is
 that of its oldest token; a lease is acknowledged when the trainer has learned from all of it, so a
 trainer that dies loses nothing. With `checkpoints`, a trainer that restarts from a checkpoint
 (`checkpoint="step-40"`) continues with the groups after it. Written for TRL 1.16.0
@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import numpy as np
 from envserver_records import ConfigError, ConflictError, EnvserverError, InputError, Message
-from envserver_records.urls import Urls
+from envserver_records.http_errors import Urls
 
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.records import Batch, ClientGroup, Row
@@ -297,8 +297,6 @@ def _version(row: Row, base: int, unknown: int) -> int:
 
 
 class _Held:
-    """Counts how many samples of each open lease the trainer has taken."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._left: dict[str, int] = {}
@@ -313,7 +311,6 @@ class _Held:
                 self._taken[-1].append(lease_id)
 
     def take(self, lease_id: str) -> None:
-        """Counts a sample of this lease as taken."""
         with self._lock:
             self._left[lease_id] -= 1
             if not self._left[lease_id]:
@@ -334,7 +331,6 @@ class _Held:
             return [lease_id for leases in self._taken for lease_id in leases]
 
     def untaken(self) -> list[str]:
-        """Returns, at the end, the other leases."""
         with self._lock:
             return list(self._left)
 
@@ -373,7 +369,6 @@ class _Transfer:
         """Does nothing: `send_weights` pauses the server's calls itself."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Saves the weights to a folder that the engine loads."""
         self._sent += 1
         if self._weights is None:
             for _ in iterator:  # on other ranks it takes part in gathering the weights

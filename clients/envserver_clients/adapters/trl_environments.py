@@ -8,7 +8,7 @@
 
 TRL generates and parses the calls, so this works for environments whose tools run in the trainer's
 process and whose score depends only on the tool calls. For agents, sandboxes and exact tokens use a
-server (`trl_rollouts`). What always holds: each tool has the signature of its JSON schema and
+server (`trl_rollouts`). Invariants: each tool has the signature of its JSON schema and
 refuses calls that violate it; the model never sees the answer. Written for TRL 1.16.0
 (`GRPOTrainer.__init__`, `_generate_and_score_completions`).
 """
@@ -167,7 +167,6 @@ def math_environment(
 
 
 def _method(tools: Tools, tool: Tool) -> Callable[..., str]:
-    """Makes a method whose name, signature and docstring give TRL the tool's schema."""
     function = tool.description["function"]
     properties: dict[str, Any] = function["parameters"].get("properties", {})
     required = set(function["parameters"].get("required", ()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast, get_args
 
 from envserver_records import InputError, Split
-from envserver_records.urls import Urls
+from envserver_records.http_errors import Urls
 
 from envserver_clients.http import SyncEnvClient
 

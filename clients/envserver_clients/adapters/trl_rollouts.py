@@ -7,7 +7,7 @@
         rollout_func=rollouts, reward_funcs=environment_reward,
     )
 
-What always holds: there is exactly one sequence for each prompt, in order, with the ids and
+Invariants: there is exactly one sequence for each prompt, in order, with the ids and
 logprobs that the engine sampled; groups are complete, even across two ranks; before each generation
 the engine has the trainer's weights (both score a row of the last batch), and the policy version is
 the trainer's step. The reward of a truncated rollout counts, but nothing is learned from it. A
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from envserver_records import EnvserverError, Trajectory
-from envserver_records.urls import Urls
+from envserver_records.http_errors import Urls
 
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import WeightPush

@@ -3,7 +3,7 @@
 In: a row of verl's data set whose `extra_info` (or a separate column) names `task_id` and, if it
 varies, `environment`. Out: verl's `AgentLoopOutput`: `prompt_ids` up to the
 first sampled token, `response_ids` from there on with `response_mask` 1 where the policy sampled,
-`response_logprobs` 0.0 elsewhere. verl pads; no text is tokenised again.
+`response_logprobs` 0.0 at other tokens. verl pads; no text is tokenised again.
 
 Images of a row are `multi_modal_data`, from which verl makes pixels as the engine did; verl needs
 Pillow for them, and a response that is cut is cut before an image that would lose tokens.
@@ -33,7 +33,7 @@ import math
 from typing import Any, Final, Literal
 
 from envserver_records import InputError, Split, Trajectory
-from envserver_records.urls import Urls
+from envserver_records.http_errors import Urls
 
 from envserver_clients.http import EnvClient
 from envserver_clients.records import opened

@@ -2,21 +2,153 @@
 
 In: rows of `envserver export --to messages` or `--to dpo`, of `envserver sft build`, or with a
 `prompt` and a `completion`, or with recorded tokens. Out: `Conversation` (messages, of which the
-first ones are not trained), `Plain` or `Tokens`. What always holds: arguments of tool calls are
+first ones are not trained), `Plain` or `Tokens`. Invariants: arguments of tool calls are
 objects, as chat templates need them, even if the row has them as JSON text. `calls_in` reads the
 calls that a model wrote.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from envserver_records import InputError
+from envserver_records import ConfigError, InputError
+from envserver_records.extras import CLIENTS, install_command
 
-from .data import Row
+Row = dict[str, Any]
+
+_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".parquet")
+_TRAIN: Final = "train"
+_VALIDATION: Final = ("val", "validation")
+_BLOCK: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """The data of one model.
+
+    Args:
+        tool: the tool of `envserver sft build`; None: rows of no single tool.
+        train: files of training rows.
+        validation: files of validation rows; may be empty.
+    """
+
+    tool: str | None
+    train: tuple[Path, ...]
+    validation: tuple[Path, ...]
+
+
+def parts_of(data: Path, *, tool: str | None = None, whole: bool = False) -> list[Part]:
+    """Returns the parts of `data`, one for each model."""
+    by_tool = _parts_by_tool(data) if data.is_dir() else []
+    if by_tool and tool is None:
+        return [_joined(by_tool)] if whole else by_tool
+    if tool is not None:
+        found = [part for part in by_tool if part.tool == tool]
+        there = ", ".join(str(part.tool) for part in by_tool) or "no tools"
+        if not found:
+            raise ConfigError(f"{data} has no rows of the tool {tool}: it has {there}.")
+        return found
+    return [_part_of(data)]
+
+
+def _parts_by_tool(folder: Path) -> list[Part]:
+    return [
+        Part(one.name, train, _split(one, *_VALIDATION))
+        for one in sorted(folder.iterdir())
+        if one.is_dir() and (train := _split(one, _TRAIN))
+    ]
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    train = tuple(path for part in parts for path in part.train)
+    return Part(None, train, tuple(path for part in parts for path in part.validation))
+
+
+def _part_of(data: Path) -> Part:
+    if data.is_file():
+        return Part(None, (data,), ())
+    if not data.is_dir():
+        raise ConfigError(f"{data} is neither a file nor a folder.")
+    if train := _split(data, _TRAIN):
+        return Part(None, train, _split(data, *_VALIDATION))
+    shards = tuple(path for path in sorted(data.iterdir()) if path.name.endswith(_SUFFIXES))
+    if not shards:
+        raise ConfigError(
+            f"{data} does not contain rows.",
+            hint=f"It must have files ending in {', '.join(_SUFFIXES)}, or folders with "
+            "train.jsonl.",
+        )
+    return Part(None, shards, ())
+
+
+def _split(folder: Path, *names: str) -> tuple[Path, ...]:
+    places = (folder / f"{name}{suffix}" for name in names for suffix in _SUFFIXES)
+    return tuple(path for path in places if path.is_file())
+
+
+def rows_of(paths: Sequence[Path]) -> Iterator[tuple[str, Row]]:
+    """Yields rows with their places, such as `train.jsonl, line 7`."""
+    for path in paths:
+        yield from _parquet(path) if path.suffix == ".parquet" else _lines(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Row]]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    place = f"{path}, line {number}"
+                    yield place, _object(line, place)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+
+
+def _object(line: str, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{place}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise InputError(f"{place}: a row must be a JSON object, not {type(row).__name__}.")
+    return row
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ConfigError(
+            "Parquet is read with pyarrow.", hint=install_command("train", CLIENTS)
+        ) from error
+    try:
+        number = 0
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", row
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+
+
+def digest_of(paths: Sequence[Path]) -> str:
+    """Returns the sha256 of the files' contents, in order; their names do not matter."""
+    digest = hashlib.sha256()
+    for path in paths:
+        one = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                one.update(block)
+        digest.update(one.digest())
+    return digest.hexdigest()
+
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
@@ -71,9 +203,6 @@ def read_row(
         place: the row's place, for errors.
         plain: decides whether a text prompt is used as it is; None: never.
         recorded: read `tokens` and `mask` instead of messages.
-
-    Raises:
-        InputError: the row has none of the known forms.
     """
     if recorded:
         return _tokens(row.get("tokens"), row.get("mask"), place)
@@ -99,9 +228,7 @@ def read_row(
 
 def read_pair(row: Row, place: str) -> Pair:
     """Reads a row for preference training: prompt, chosen and rejected, each messages or text.
-    Without a prompt, the common beginning of chosen and rejected is the prompt.
-    Raises InputError: the row has another form, or its answers do not differ.
-    """
+    Without a prompt, the common beginning of chosen and rejected is the prompt."""
     if missing := [name for name in ("chosen", "rejected") if name not in row]:
         raise InputError(f"{place}: a pair must have chosen and rejected; {missing[0]} is missing.")
     chosen = _answer(row["chosen"], "chosen", place)
@@ -158,7 +285,6 @@ def _prompt(value: Any, place: str) -> list[Message]:
 
 
 def _alike(first: Sequence[Message], second: Sequence[Message]) -> int:
-    """Returns the number of messages that both begin with."""
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other:
@@ -186,7 +312,6 @@ def _message(value: Any, place: str) -> Message:
 
 
 def _with_object(call: Any, place: str) -> dict[str, Any]:
-    """Returns a tool call with its arguments as an object."""
     try:
         function = call["function"]
         arguments = function["arguments"]

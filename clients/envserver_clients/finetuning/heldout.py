@@ -1,6 +1,6 @@
 """Measures a model on held-out rows: perplexity, and how good its turns and tool calls are.
 
-In: files of validation rows. Out: numbers by name, which start with `heldout_`. What always holds:
+In: files of validation rows. Out: numbers by name, which start with `heldout_`. Invariants:
 means are over trained tokens or over turns, whatever the batches; a turn's tokens are predicted
 from the ids that an engine would have had before them.
 """
@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from .conversation import Tools, are_valid, calls_in
-from .tokens import Encoded, Span
+from .examples import Encoded, Span
 
 Row = tuple[Encoded, Tools | None]
 
@@ -111,7 +111,6 @@ class HeldOut:
     def _score(
         self, model: Any, batch: Sequence[Row], device: Any, everything: _Sums, called: _Sums
     ) -> None:
-        """Adds the turns of a batch, from one forward pass."""
         longest = max(len(row.ids) for row, _ in batch)
         ids = torch.zeros((len(batch), longest), dtype=torch.long)
         attention = torch.zeros_like(ids)

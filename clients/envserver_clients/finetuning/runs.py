@@ -29,11 +29,10 @@ from transformers import TrainerCallback
 from envserver_clients.training.metrics import JsonLines, read_lines
 
 from .card import CardFacts, base_name, card_of
-from .data import Part, digest_of
-from .examples import Example, ExampleCounts, written
+from .conversation import Part, digest_of
+from .examples import Encoder, Example, ExampleCounts, written
 from .heldout import PREFIX, HeldOut
 from .settings import FinetuneSettings
-from .tokens import Encoder
 
 MEASURED: Final = "heldout_loss"
 _LEFT_OUT = ("total_flos", "num_tokens", "train_runtime", "train_samples_per_second")

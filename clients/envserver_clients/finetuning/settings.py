@@ -167,14 +167,7 @@ class DpoSettings(FinetuneSettings):
 def read_settings(
     kind: type[S], section: Literal["sft", "dpo"], arguments: Sequence[str] | None
 ) -> S:
-    """Reads settings from a command line and from the file of `--config`.
-
-    Args:
-        arguments: the command line; None: this process's.
-
-    Raises:
-        ConfigError: the file or a value is wrong.
-    """
+    """Reads settings from a command line and from the file of `--config`."""
 
     def chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         return _chosen(file, section, given.get("preset"))
@@ -203,9 +196,7 @@ _NEEDED = ("torch", "transformers", "trl", "peft", "datasets", "jsonschema")
 
 
 def check_libraries(settings: FinetuneSettings) -> None:
-    """Checks that the libraries of these commands are installed.
-    Raises ConfigError: a library is missing, or 4 bits are wanted without a LoRA.
-    """
+    """Checks that the libraries of these commands are installed."""
     missing = [name for name in _NEEDED if not importlib.util.find_spec(name)]
     if missing:
         raise ConfigError(
@@ -255,7 +246,6 @@ def tell(console: Console, error: EnvserverError) -> None:
 
 
 def _quiet() -> None:
-    """Hides progress bars of short reads, and hints about deliberate choices."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -1,6 +1,6 @@
 """Creates TRL's trainers for examples that are already tokenised.
 
-What always holds: the loss counts exactly the tokens that were counted as trained. TRL's own
+Invariants: the loss counts exactly the tokens that were counted as trained. TRL's own
 preparation, which would render conversations again and train everything after the prompt, is not
 used.
 """
@@ -16,8 +16,8 @@ from envserver_records import ConfigError
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from .examples import NOT_TRAINED
 from .settings import DpoSettings, FinetuneSettings, SftSettings
-from .tokens import NOT_TRAINED
 
 
 def sft_trainer(
@@ -28,16 +28,7 @@ def sft_trainer(
     folder: Path,
     callbacks: Sequence[TrainerCallback],
 ) -> Any:
-    """Creates TRL's SFTTrainer.
-
-    Args:
-        train: data set of `input_ids` and `labels`.
-        validation: the same, or None.
-        folder: for checkpoints.
-
-    Raises:
-        ConfigError: the model and the LoRA settings do not fit together.
-    """
+    """Creates TRL's SFTTrainer."""
     arguments = SFTConfig(
         **_arguments(settings, folder),
         # No row is longer, and TRL packs whole rows only; rows for validation stay apart.
@@ -87,8 +78,6 @@ def dpo_trainer(
 
 
 class _PairsTrainer(DPOTrainer):  # type: ignore[misc]  # a class of a library without types
-    """Accepts tokenised pairs, as SFTTrainer does by default."""
-
     def _prepare_dataset(self, dataset: Any, *more: Any) -> Any:
         return dataset
 

@@ -1,7 +1,7 @@
 """Saves checkpoints in folders `step-N`, which are always complete.
 
-In: the learner's state, and what the server must learn after a restart. Out: `CheckpointInfo`. What
-always holds: a folder named `step-N` is complete and on disk, because it was written under another
+In: the learner's state, and what the server must learn after a restart. Out: `CheckpointInfo`.
+Invariants: a folder named `step-N` is complete and on disk, because it was written under another
 name, synced and renamed, after all ranks had written their parts. `kill -9` at any moment leaves
 the last checkpoint intact.
 

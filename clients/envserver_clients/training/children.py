@@ -1,6 +1,6 @@
 """Runs processes that belong together: starts them in order, restarts them when they die.
 
-In: commands. Out: processes that run as long as their owner. What always holds: each is ended by
+In: commands. Out: processes that run as long as their owner. Invariants: each is ended by
 its id in reverse order, even if the owner fails or is interrupted, and by the kernel if the owner
 is killed.
 """

@@ -1,7 +1,7 @@
 """Selects what to learn from a batch.
 
 In: the groups of a batch, and the version of the learning policy. Out: examples, and statistics of
-the whole batch. What always holds: the weights of all trained tokens are computed from the whole
+the whole batch. Invariants: the weights of all trained tokens are computed from the whole
 batch in advance, so the sums over any parts of it add up to the same loss.
 """
 
@@ -300,7 +300,6 @@ def _share(values: Sequence[bool]) -> float:
 
 
 def _staleness(rows: Sequence[Row], version: int) -> dict[str, float]:
-    """Returns how many versions behind trained tokens are, where that is known."""
     parts = [version - row.versions[(row.mask == 1) & (row.versions >= 0)] for row in rows]
     behind = np.concatenate(parts) if parts else np.zeros(0)
     if not behind.size:

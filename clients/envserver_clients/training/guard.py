@@ -1,7 +1,7 @@
 """Judges each step: did it learn, and from data that the engine and the trainer agree about?
 
 In: the numbers of a step. Out: warnings, and a typed error after several batches in a row from
-which nothing could be learned. What always holds: a batch is acknowledged before it ends a run, so
+which nothing could be learned. Invariants: a batch is acknowledged before it ends a run, so
 no batch can stop a trainer for good.
 """
 
@@ -118,7 +118,7 @@ def disagree(numbers: Mapping[str, Any], most: float) -> bool:
     Those of the policy's own version differ by rounding only: their mean difference decides. An
     earlier version differs legitimately, by any amount. But whatever the two policies are, the
     ratios exp(own - delivered) of tokens that one sampled have a mean of 1 (they are importance
-    weights), and those of logprobs that nobody sampled with do not. So where tokens of earlier
+    weights), and those of logprobs without a sample do not. So where tokens of earlier
     versions had to be compared, that mean must be off, too.
 
     Args:

@@ -1,6 +1,6 @@
 """Makes one optimizer step from one batch.
 
-In: examples. Out: a policy that learned from them, and statistics of the step. What always holds:
+In: examples. Out: a policy that learned from them, and statistics of the step. Invariants:
 the gradient is that of the whole batch, whatever the micro-batches and the number of ranks; a step
 whose logprobs differ too much from the delivered ones, or whose gradient is not finite, changes
 nothing; `state()` returns everything that later steps depend on.
@@ -106,7 +106,6 @@ class Learner:
         return numbers
 
     def _own_parts(self, examples: Sequence[Example]) -> list[Padded]:
-        """Returns this rank's micro-batches, as many as any other rank's."""
         rules, ranks, blank = self._rules, self._ranks, self.policy.blank
         rows = longest_first(examples)[ranks.rank :: ranks.size]
         parts = list(
@@ -194,7 +193,6 @@ class Learner:
         return numbers | _moved(before, self._sample(), self._ranks)
 
     def _sample(self) -> list[Tensor]:
-        """Returns some weights of each parameter, those that have a gradient."""
         found = []
         for value in self.policy.trained.values():
             if value.grad is not None:
@@ -282,7 +280,6 @@ def _added(sums: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _means(total: dict[str, float]) -> dict[str, float]:
-    """Returns means per trained token of the whole batch."""
     tokens = max(1.0, total["tokens"])
     return {
         "clip_fraction": total["clipped"] / tokens,
@@ -336,7 +333,6 @@ def _mismatch(parts: Sequence[Padded], own: Sequence[Tensor], ranks: Ranks) -> N
 
 
 def _differences(parts: Iterable[np.ndarray[Any, Any]]) -> dict[str, float]:
-    """Returns sums over differences of logprobs, which add up over ranks."""
     away = np.concatenate([np.zeros(0), *parts])
     bounded = np.clip(away, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return {

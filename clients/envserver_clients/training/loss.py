@@ -2,10 +2,10 @@
 
 In: logprobs of the learning policy (with gradient), of the policy before this step (`proximal`) and
 of the sampling policy (as delivered with each token, whatever its version), advantages and weights.
-Out: the loss, which adds up over micro-batches and ranks, and sums for the metrics. What always
-holds: nothing is divided by a number of the micro-batch, because weights were computed from the
-whole batch; whatever was delivered, the loss and its gradient are finite, because log-ratios are
-clamped to ±20.
+Out: the loss, which adds up over micro-batches and ranks, and sums for the metrics. Invariants:
+nothing is divided by a number of the micro-batch, because weights were computed from the whole
+batch; whatever was delivered, the loss and its gradient are finite, because log-ratios are clamped
+to ±20.
 
 Two ratios are kept apart. u = exp(logprob - proximal) is what this step changed. w = exp(proximal -
 delivered) is how the policy before the step differs from the one that sampled: that one is some

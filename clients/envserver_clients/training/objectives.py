@@ -1,6 +1,6 @@
 """The loss's settings, and objectives by name: presets of them, with their papers and formulas.
 
-In: names, joined by `+`: `dapo+tis`. Out: values of the trainer's settings. What always holds: a
+In: names, joined by `+`: `dapo+tis`. Out: values of the trainer's settings. Invariants: a
 preset only fills in settings that are not given, and all of them can be given; of two presets, the
 later one takes precedence. What a preset does not set keeps its default, also the bound on tokens
 whose delivered logprob is not the engine's (`correction`), unless the preset is about that.

@@ -1,6 +1,6 @@
 """The processes that train one model together, started by torchrun; one process alone by default.
 
-In: torchrun's variables. Out: who leads, and sums over all ranks. What always holds: rank 0 decides
+In: torchrun's variables. Out: who leads, and sums over all ranks. Invariants: rank 0 decides
 what happens next (`together`), and the others do the same work at the same time (`follow`); so the
 trainer's loop runs on rank 0 only, and reads the same for one process.
 """

@@ -34,7 +34,6 @@ Values = dict[str, Any]
 
 
 def _weights(given: object) -> object:
-    """Reads `name=weight,name=weight` of a flag."""
     if not isinstance(given, str):
         return given
     pairs = [part.partition("=") for part in given.split(",") if part.strip()]

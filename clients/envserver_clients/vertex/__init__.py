@@ -2,13 +2,8 @@
 
 In: rows of `envserver export --to messages`, of `envserver sft build`, or with prompt and
 completion. Out: a tuned model at the service (its endpoint) and, where the service exports one, the
-adapter. What always holds: each step is recorded in the output folder's `state.json` before the
+adapter. Invariants: each step is recorded in the output folder's `state.json` before the
 next begins, so the same command continues after any interruption and never launches a job twice.
-
-    settings     the command's settings
-    examples     rows -> lines in the service's form, within its limits
-    api          the service's tuning jobs over REST, with tokens and retries; files in a bucket
-    command      prepare -> upload -> launch -> watch -> fetch, with their state
 
 Facts are from Google's public documentation: "Prepare supervised fine-tuning data for Gemini
 models", "About supervised fine-tuning for Gemini models" (limits), "Tune an open model", and the

@@ -1,23 +1,28 @@
 """Creates, reads and lists the service's tuning jobs over REST, with tokens and retries.
 
-In: settings and a request body. Out: jobs as the service describes them. What always holds: no
+In: settings and a request body. Out: jobs as the service describes them. Invariants: no
 message contains a token; `create` looks for a job with its label before it tries again; temporary
 failures are retried with growing pauses.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import itertools
+import json
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, Self, TextIO
 
 import httpx
 from envserver_records import (
@@ -25,11 +30,16 @@ from envserver_records import (
     EngineRefused,
     EngineUnavailable,
     EnvserverError,
+    InputError,
     NotFoundError,
 )
-from envserver_records.backoff import Backoff
 from envserver_records.extras import CLIENTS, install_command
+from envserver_records.files import replacing_path
 from envserver_records.servers import ServersClient
+from envserver_records.waiting import Backoff
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from envserver_clients.finetuning.conversation import Conversation, read_row, rows_of
 
 TOKEN: Final = "VERTEX_ACCESS_TOKEN"
 """Environment variable with a token, as from `gcloud auth print-access-token`."""
@@ -122,12 +132,7 @@ class TuningJobs:
         self._client.close()
 
     def create(self, body: Mapping[str, Any]) -> Job:
-        """Launches a job, or returns the one with the same run label.
-
-        Raises:
-            EngineRefused: the service rejected it.
-            EngineUnavailable: it did not answer in time.
-        """
+        """Launches a job, or returns the one with the same run label."""
         run = body["labels"][RUN]
         for pause in self._pauses("launching"):
             if (found := self.find(run)) is not None:
@@ -222,12 +227,7 @@ def _error_text(answer: httpx.Response) -> str:
 
 
 def upload(path: Path, url: str) -> None:
-    """Uploads a file and checks the size of what arrived.
-
-    Raises:
-        ConfigError: no installed library supports such URLs.
-        EnvserverError: the upload failed.
-    """
+    """Uploads a file and checks the size of what arrived."""
     system, place = _place(url)
     try:
         system.makedirs(system._parent(place), exist_ok=True)
@@ -244,10 +244,6 @@ def download(url: str, folder: Path) -> list[str]:
 
     Returns:
         The files' names, relative to the folder.
-
-    Raises:
-        NotFoundError: there are no files.
-        EnvserverError: the download failed.
     """
     system, place = _place(url)
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as name:
@@ -292,3 +288,268 @@ def _failed(what: str, url: str, error: Exception) -> EnvserverError:
         f"Nothing could be {what} {url}: {type(error).__name__}: {error}.",
         hint="Does the bucket exist, and may these credentials use it? Then run the command again.",
     )
+
+
+ADAPTER_SIZES: Final = {
+    1: "ONE",
+    2: "TWO",
+    4: "FOUR",
+    8: "EIGHT",
+    16: "SIXTEEN",
+    32: "THIRTY_TWO",
+}
+_LABEL: Final = re.compile(r"[a-z0-9_-]{1,63}")
+
+
+class VertexSettings(BaseModel):
+    """Tunes a model with Vertex AI: prepares and uploads data, launches a job, watches it, fetches
+    the adapter.
+
+    The same command continues where an earlier one ended; Ctrl-C leaves the job running.
+    """
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    data: Path
+    """A file of rows or a folder, as for `envserver_clients.sft`; a folder's val.jsonl is used."""
+    output: Path
+    """Folder of this training: prepared data, state.json, result.json, the adapter."""
+    bucket: str
+    """Where to upload the data: gs://bucket/prefix, or any other URL that fsspec supports."""
+    project: str
+    """Google Cloud project."""
+    location: str = "us-central1"
+    """Region of the job; the bucket should be in it, too."""
+    base_model: str = "meta/llama3_1@llama-3.1-8b-instruct"
+    """A Gemini model (gemini-2.5-flash), or an open one (publisher/model@version)."""
+    custom_base: str = ""
+    """gs:// folder with initial weights for an open model. Default: its own weights."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Approximate maximum tokens of an example. Default: 131072 (Gemini), 8192 (open models)."""
+    tool: str = ""
+    """Use only this tool's rows in a folder of `envserver sft build`."""
+    form: Literal["auto", "contents", "messages"] = "auto"
+    """Form of the lines: contents (Gemini), messages (open models); auto: by the base model."""
+    validation: Path | None = None
+    """File of validation rows. Default: the folder's own, or `validation_share`."""
+    validation_share: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of the rows for validation if there are no validation rows."""
+    seed: int = 0
+    """Seed of that choice."""
+
+    adapter_size: int = 16
+    """Rank of the adapter: 1, 2, 4, 8, 16 or 32."""
+    epochs: int = Field(default=3, ge=1)
+    """Passes over the data."""
+    learning_rate_multiplier: float | None = Field(default=None, gt=0)
+    """Factor of the service's learning rate. Default: 1."""
+    tuning_mode: Literal["adapter", "full"] = "adapter"
+    """What to train of an open model: a LoRA adapter, or all weights."""
+    display_name: str = "envserver"
+    """Display name of the tuned model."""
+    label: str = "envserver"
+    """Value of the job's label `made_by`."""
+
+    until: Literal["prepare", "upload", "launch", "done"] = "done"
+    """Stop after this step; the same command without it continues."""
+    dry_run: bool = False
+    """Prepare the data and print the requests; sends nothing and needs no credentials."""
+    poll_seconds: float = Field(default=30.0, gt=0)
+    """Seconds between two looks at the job."""
+    patience_minutes: float = Field(default=60.0, gt=0)
+    """Stop watching after this time without an answer; the job continues."""
+    endpoint: str = ""
+    """Address of the API. Default: https://LOCATION-aiplatform.googleapis.com."""
+    keep_uri: str = ""
+    """Where to put an open model's adapter. Default: `tuned` beside the data."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.adapter_size not in ADAPTER_SIZES:
+            raise ValueError(f"adapter_size must be one of {', '.join(map(str, ADAPTER_SIZES))}")
+        if not _LABEL.fullmatch(self.label):
+            raise ValueError("label may have only lower-case letters, digits, _ and -, at most 63")
+        if len(self.display_name) > 128:
+            raise ValueError("display_name may have at most 128 characters")
+        if not self.is_open and (self.custom_base or self.tuning_mode == "full"):
+            raise ValueError("custom_base and tuning_mode full are only for open models")
+        if "://" not in self.bucket:
+            raise ValueError("bucket must be a URL, such as gs://bucket/prefix")
+        return self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the base model's weights are public: publisher/model@version."""
+        return "/" in self.base_model
+
+    @property
+    def address(self) -> str:
+        return self.endpoint or f"https://{self.location}-aiplatform.googleapis.com"
+
+    @property
+    def version(self) -> str:
+        """Version of the API: v1beta1 for features of open models."""
+        return "v1beta1" if self.is_open else "v1"
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens or (8_192 if self.is_open else 131_072)
+
+    @property
+    def lines(self) -> Literal["contents", "messages"]:
+        if self.form == "auto":
+            return "messages" if self.is_open else "contents"
+        return self.form
+
+
+# The form of Gemini's lines follows the page "Prepare supervised fine-tuning data for Gemini
+# models": `contents` of `role` (user, model) and `parts` of `text`, and a `systemInstruction`. Open
+# models take `messages` (role, content). Limits: "About supervised fine-tuning for Gemini models".
+
+Form = Literal["contents", "messages"]
+
+MOST_BYTES: Final = 1_000_000_000
+"""Maximum size of a file."""
+MOST_EXAMPLES: Final = 1_000_000
+"""Maximum number of training examples."""
+MOST_VALIDATION: Final = 5_000
+BYTES_A_TOKEN: Final = 4
+"""A rough estimate: only the service has its tokenizer."""
+_SYSTEM: Final = ("system", "developer")
+
+
+@dataclass
+class RowCounts:
+    """How many rows became examples, and why others were left out."""
+
+    train: int = 0
+    validation: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The files; `validation` is None if there are no rows for it."""
+
+    train: Path
+    validation: Path | None
+    counts: RowCounts
+
+
+def prepare(
+    train: Sequence[Path],
+    validation: Sequence[Path],
+    folder: Path,
+    form: Form,
+    *,
+    most_tokens: int,
+    share: float = 0.0,
+    seed: int = 0,
+) -> Prepared:
+    """Writes the files; each appears when it is complete.
+
+    Args:
+        most_tokens: maximum length of an example, input and output; rows that are likely longer
+            are left out.
+        share: fraction of `train` that becomes validation if `validation` is empty. The choice
+            depends only on each row's content and the seed.
+    """
+    counts = RowCounts()
+    files = {name: folder / f"{name}.jsonl" for name in ("train", "validation")}
+    with ExitStack() as stack:
+        partial = {
+            name: stack.enter_context(replacing_path(path, sync=False))
+            for name, path in files.items()
+        }
+        one = stack.enter_context(partial["train"].open("w"))
+        other = stack.enter_context(partial["validation"].open("w"))
+        for line in _lines(train, form, most_tokens, counts):
+            aside = not validation and _is_aside(line, share, seed)
+            _write(line, other if aside else one)
+            counts.train += not aside
+            counts.validation += aside
+        for line in _lines(validation, form, most_tokens, counts):
+            _write(line, other)
+            counts.validation += 1
+        one.flush()
+        other.flush()
+        _check(counts, partial)
+    return Prepared(files["train"], files["validation"] if counts.validation else None, counts)
+
+
+def line_of(row: dict[str, Any], place: str, form: Form, most_tokens: int) -> dict[str, Any] | str:
+    """Returns a row in the service's form, or the reason to leave it out."""
+    conversation = read_row(row, place)
+    assert isinstance(conversation, Conversation)
+    if conversation.tools or any(
+        one["role"] == "tool" or one.get("tool_calls") for one in conversation.messages
+    ):
+        return "tools"
+    turns: list[tuple[str, str]] = []
+    for message in conversation.messages:
+        text = message.get("content")
+        if not isinstance(text, str):
+            return "no text"
+        _add(turns, "system" if message["role"] in _SYSTEM else message["role"], text)
+    if sum(len(text.encode()) for _, text in turns) > most_tokens * BYTES_A_TOKEN:
+        return "too long"
+    return _formed(turns, form)
+
+
+def _add(turns: list[tuple[str, str]], role: str, text: str) -> None:
+    """Adds a message; adjacent messages of one role are joined, so that roles alternate."""
+    if turns and turns[-1][0] == role:
+        turns[-1] = (role, f"{turns[-1][1]}\n\n{text}")
+    else:
+        turns.append((role, text))
+
+
+def _formed(turns: list[tuple[str, str]], form: Form) -> dict[str, Any] | str:
+    system = turns.pop(0)[1] if turns and turns[0][0] == "system" else ""
+    if not turns or turns[0][0] != "user" or turns[-1][0] != "assistant":
+        return "does not begin with a user and end with the model"
+    if any(role not in ("user", "assistant") for role, _ in turns):
+        return "a system message in the middle"
+    if any(not text.strip() for _, text in turns):
+        return "an empty message"
+    if form == "messages":
+        said = [("system", system), *turns] if system else turns
+        return {"messages": [{"role": role, "content": text} for role, text in said]}
+    line: dict[str, Any] = {}
+    if system:
+        line["systemInstruction"] = {"role": "system", "parts": [{"text": system}]}
+    names = {"user": "user", "assistant": "model"}
+    line["contents"] = [{"role": names[role], "parts": [{"text": text}]} for role, text in turns]
+    return line
+
+
+def _lines(paths: Sequence[Path], form: Form, most_tokens: int, counts: RowCounts) -> Iterator[str]:
+    for place, row in rows_of(paths):
+        line = line_of(row, place, form, most_tokens)
+        if isinstance(line, str):
+            counts.dropped[line] += 1
+        else:
+            yield json.dumps(line, ensure_ascii=False)
+
+
+def _is_aside(line: str, share: float, seed: int) -> bool:
+    digest = hashlib.sha256(f"{seed}\n{line}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def _write(line: str, file: TextIO) -> None:
+    file.write(line + "\n")
+
+
+def _check(counts: RowCounts, files: dict[str, Path]) -> None:
+    dropped = ", ".join(f"{count} {reason}" for reason, count in counts.dropped.most_common())
+    if not counts.train:
+        raise InputError("No row is left to train on.", hint=f"Left out: {dropped or 'nothing'}.")
+    for name, count, most in (
+        ("train", counts.train, MOST_EXAMPLES),
+        ("validation", counts.validation, MOST_VALIDATION),
+    ):
+        if count > most:
+            raise InputError(f"{name}: {count:,} examples; the service accepts {most:,}.")
+        if (size := files[name].stat().st_size) > MOST_BYTES:
+            raise InputError(f"{name}: {size:,} bytes; the service accepts {MOST_BYTES:,}.")

@@ -1,6 +1,6 @@
 """prepare -> upload -> launch -> watch -> fetch; skips the steps that `state.json` has as done.
 
-What always holds: `state.json` is replaced as a whole; `run_id` is chosen before anything is sent,
+Invariants: `state.json` is replaced as a whole; `run_id` is chosen before anything is sent,
 and labels the job, so that a launch whose answer was lost is found again.
 """
 
@@ -29,12 +29,22 @@ from envserver_records import (
 from envserver_records.files import replace_file
 from rich.console import Console
 
-from envserver_clients.finetuning.data import digest_of, parts_of
+from envserver_clients.finetuning.conversation import digest_of, parts_of
 from envserver_clients.training.settings import from_flags
 
-from .api import RUN, Job, Patience, Tokens, TuningJobs, download, upload
-from .examples import Prepared, prepare
-from .settings import ADAPTER_SIZES, VertexSettings
+from .api import (
+    ADAPTER_SIZES,
+    RUN,
+    Job,
+    Patience,
+    Prepared,
+    Tokens,
+    TuningJobs,
+    VertexSettings,
+    download,
+    prepare,
+    upload,
+)
 
 _NAME: Final = "state.json"
 
@@ -60,12 +70,7 @@ class TuningState:
 
 
 def open_state(folder: Path, settings: dict[str, Any]) -> TuningState:
-    """Returns the folder's state, or a new one.
-
-    Raises:
-        ConflictError: it belongs to a training with other settings.
-        InputError: it cannot be read.
-    """
+    """Returns the folder's state, or a new one."""
     path = folder / _NAME
     if not path.is_file():
         return TuningState(uuid.uuid4().hex[:16], settings)
@@ -234,7 +239,6 @@ def _watch(jobs: TuningJobs, name: str, seconds: float, console: Console) -> Job
 
 
 def _finish(settings: VertexSettings, state: TuningState, job: Job, console: Console) -> None:
-    """Writes result.json, and fetches the adapter."""
     write_json(settings.output / "result.json", job)
     ended = str(job.get("state", "")).removeprefix("JOB_STATE_")
     if not ended.endswith("SUCCEEDED"):
@@ -258,7 +262,6 @@ def _finish(settings: VertexSettings, state: TuningState, job: Job, console: Con
 
 
 def _print_requests(settings: VertexSettings, state: TuningState) -> None:
-    """Prints all requests that would be sent, as JSON."""
     base = f"{settings.address.rstrip('/')}/{settings.version}"
     parent = _parent(settings)
     requests: list[dict[str, Any]] = [
@@ -288,7 +291,6 @@ def _print_requests(settings: VertexSettings, state: TuningState) -> None:
 def _lasting(
     settings: VertexSettings, train: Sequence[Path], validation: Sequence[Path]
 ) -> dict[str, Any]:
-    """Returns the settings that define the training, with digests of its rows."""
     said = settings.model_dump(mode="json", exclude=set(_ABOUT_RUNNING) | {"output"})
     return {**said, "rows": digest_of([*train, *validation])}
 
@@ -352,5 +354,4 @@ def _tell(console: Console, error: EnvserverError) -> None:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """Handles SIGTERM like Ctrl-C."""
     raise KeyboardInterrupt

@@ -9,13 +9,11 @@ what to do about each failure. Only `Transfer` needs torch.
 
 from __future__ import annotations
 
-from .check import PromptCheck, WeightsMismatch, WeightsNotSaved
-from .engines import Timeouts
+from .engines import PromptCheck, Timeouts, WeightsMismatch, WeightsNotSaved
 from .full import LocalFull, VllmFull
-from .links import Wire
 from .lora import Lora
 from .push import Published, WeightPush
-from .transfer import Transfer
+from .transfer import Transfer, Wire
 
 __all__ = [
     "LocalFull",

@@ -1,6 +1,6 @@
 """Transfers all weights of a model to engines that reload them from a folder.
 
-In: a version and how to save it. Out: engines that sample with it. What always holds: no token is
+In: a version and how to save it. Out: engines that sample with it. Invariants: no token is
 sampled between the old weights and the new. A failure before the first engine is changed leaves
 everything as it was. A later failure leaves all engines (and the server's calls) paused, so that
 nothing is sampled with unknown weights, until `publish` is called again and succeeds.
@@ -24,8 +24,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from envserver_records import EngineError, EngineTimeout, EngineUnavailable
 
-from .check import PromptCheck, WeightsMismatch
-from .engines import EngineControl, together
+from .engines import EngineControl, PromptCheck, WeightsMismatch, together
 from .push import FolderPush, InFlight, Phases, Published, Save
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,6 @@ class _Full(FolderPush):
             return mended
 
     def _reach(self, engine: EngineControl) -> None:
-        """Checks that the engine answers and can load weights."""
         engine.weights()
         if self.probe:
             engine.must_know(self.probe)
@@ -135,7 +133,6 @@ class _Full(FolderPush):
             raise
 
     def _stand_still(self, phases: Phases) -> None:
-        """Stops calls at the server and pauses the engines."""
         with phases.phase("drain"):
             self._hold_calls(self._in_flight)
         with phases.phase("pause"):

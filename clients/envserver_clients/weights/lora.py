@@ -2,7 +2,7 @@
 
 In: a version and how to save its adapter. Out: engines that serve its name. Nothing is paused: the
 server uses the new name as soon as it knows the version, and running calls finish with the adapter
-that they began with. What always holds: a name means one adapter; adapters that calls need, or may
+that they began with. Invariants: a name means one adapter; adapters that calls need, or may
 ask for, stay loaded and keep their files.
 """
 
@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from envserver_records import EngineError
 
-from .check import PromptCheck, WeightsMismatch
-from .engines import EngineControl, together
+from .engines import EngineControl, PromptCheck, WeightsMismatch, together
 from .push import FolderPush, Phases, Published, Save
 
 log = logging.getLogger(__name__)
@@ -143,7 +142,6 @@ class Lora(FolderPush):
         self._quietly(f"take {self._model(version)} back", back)
 
     def _unload_old(self, version: int) -> None:
-        """Unloads adapters that no call can ask for any more, and removes their files."""
         kept = set(sorted(one for one in self._loaded if one <= version)[-self._keep :])
         needed = set(kept)
         try:

@@ -1,6 +1,6 @@
 """The interface between a trainer and its engines, and what its implementations share.
 
-What always holds: a folder `version-17` is complete and on disk (written under another name,
+Invariants: a folder `version-17` is complete and on disk (written under another name,
 synced, renamed) and never written again. Saving the version again makes `version-17.1`, because an
 engine may still read the first folder and caches what it computed by its path.
 """
@@ -25,8 +25,7 @@ from envserver_records.files import sync_path, sync_tree
 
 from envserver_clients.http import SyncEnvClient
 
-from .check import PromptCheck, WeightsNotSaved
-from .engines import EngineControl, Timeouts, controls
+from .engines import EngineControl, PromptCheck, Timeouts, WeightsNotSaved, controls
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +100,6 @@ class WeightFolders:
         return f"version-{version}.{int(last[2] or 0) + 1}"
 
     def _sweep(self) -> None:
-        """Removes what a trainer left that was killed while saving."""
         for path in self._folder.glob(f"{_UNFINISHED}*"):
             self._remove(path)
 
@@ -178,7 +176,7 @@ class WeightPush(Protocol):
         Raises:
             WeightsNotSaved, InputError: `save` failed, or wrote other files.
             ConflictError: the server is at a higher version.
-            EngineError: an engine failed (see `envserver_clients.weights.check`); the version is
+            EngineError: an engine failed (see `envserver_clients.weights.engines`); the version is
                 not published on any of them.
         """
 

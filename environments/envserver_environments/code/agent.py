@@ -13,9 +13,8 @@ import dataclasses
 from contextlib import nullcontext
 from typing import Annotated, Any, Literal
 
-from envserver_tools.calling import MAX_RESULT_CHARACTERS
+from envserver_tools.calling import MAX_RESULT_CHARACTERS, visible_text
 from envserver_tools.sandboxed import sandbox_tools
-from envserver_tools.visible import visible_text
 from msgspec import Meta
 
 from envserver import Message, PublicTask, Rollout, Sandbox, tool

@@ -245,7 +245,6 @@ class RowTests:
 
 
 def read_tests(value: Any) -> RowTests:
-    """The tests in `value`."""
     value = _unpacked(value) if isinstance(value, str) and _PACKED.fullmatch(value) else value
     match decoded(value):
         case str(script):
@@ -432,12 +431,6 @@ PYTHON3 = 3
 def read_problem(
     row: Row, data_set: str = "rows", columns: Mapping[str, str] | None = None
 ) -> Problem:
-    """The problem in `row`.
-
-    Args:
-        data_set: a name for rows that do not have one.
-        columns: the row's fields by role (`ROLES`), where its names are unknown.
-    """
     found = roles_of(row, ROLES, columns or {})
     text = _instruction(found)
     if not text:
@@ -576,7 +569,6 @@ def a_constant_passes(problem: Problem) -> bool:
 
 
 def normalised(instruction: str) -> str:
-    """Normalises case, spaces and punctuation."""
     return " ".join(re.findall(r"\w+", instruction.lower()))
 
 

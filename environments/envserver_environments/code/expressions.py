@@ -172,7 +172,6 @@ def _as_types(kinds: Any) -> tuple[type, ...]:
 
 
 def _type(value: Any) -> Any:
-    """Returns the type that a name in an expression denotes."""
     return _NAME_OF_TYPE.get(type(value), type(value))
 
 
@@ -293,7 +292,6 @@ class _Evaluator:
         return _EVALUATORS[type(node)](self, node, scope)
 
     def items(self, value: Any) -> list[Any]:
-        """Returns the items of an iteration over `value`."""
         items = list(islice(iter(value), MAX_ITEMS + 1))
         if len(items) > MAX_ITEMS:
             raise Unevaluable("too many items")
@@ -310,11 +308,6 @@ class _Evaluator:
 
 
 def evaluate(expression: ast.expr, values: Scope) -> Any:
-    """Returns the value of `expression`.
-
-    Args:
-        values: by name; a missing name is a call without a value.
-    """
     try:
         return _Evaluator().value(expression, values)
     except (BadValue, KeyError, RecursionError, MemoryError) as error:
@@ -322,11 +315,7 @@ def evaluate(expression: ast.expr, values: Scope) -> Any:
 
 
 def why_unsupported(expression: ast.AST, known: set[str]) -> str | None:
-    """Returns why `expression` cannot be evaluated here, or None if it can.
-
-    Args:
-        known: names that will have values.
-    """
+    """Returns why `expression` cannot be evaluated here, or None if it can."""
     bound = known | set(FUNCTIONS) | set(CONSTANTS)
     for node in ast.walk(expression):
         match node:
@@ -446,7 +435,6 @@ def _lambda(run: _Evaluator, node: ast.Lambda, scope: Scope) -> Callable[..., An
 def _generated(
     run: _Evaluator, parts: Sequence[ast.expr], generators: list[ast.comprehension], scope: Scope
 ) -> Iterator[tuple[Any, ...]]:
-    """The values of `parts` for each turn of the loops."""
     if not generators:
         yield tuple(run.value(part, scope) for part in parts)
         return

@@ -17,7 +17,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-from envserver_tools.visible import visible_text
+from envserver_tools.calling import visible_text
 
 MAX_CODE_CHARACTERS = 50_000
 """Longer programs are ignored."""

@@ -161,7 +161,6 @@ def main() -> None:
 
 
 def loaded(request: "dict[str, Any]") -> "Any":
-    """The function that the program defines."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     sys.argv = ["solution.py"]

@@ -151,8 +151,6 @@ def _calls_of(node: ast.AST, entry_point: str) -> bool:
 
 
 class _Hoister(ast.NodeTransformer):
-    """Replaces each outermost call of the function by a name."""
-
     def __init__(self, entry_point: str) -> None:
         self._entry_point = entry_point
         self.calls: list[str] = []

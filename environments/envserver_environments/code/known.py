@@ -127,7 +127,6 @@ def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
 
 
 def fenced(code: str) -> str:
-    """`code` as a model writes it in a text."""
     return f"```python\n{code.strip()}\n```"
 
 
@@ -400,11 +399,7 @@ SLOW: dict[str, str] = {
 
 
 def known_results(task: Task, *, partial_credit: bool = False) -> Iterator[KnownResult]:
-    """The reference's result, and those that must not be rewarded.
-
-    Args:
-        partial_credit: a program that passes some tests by chance gets that share.
-    """
+    """The reference's result, and those that must not be rewarded."""
     name, code = str(task.public["entry_point"]), task.hidden.get("code")
     if code:
         yield KnownResult("gold", _said(fenced(code)), least=1.0, most=1.0)

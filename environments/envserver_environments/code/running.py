@@ -130,7 +130,6 @@ class Trial:
         ).encode()
 
     def limits(self) -> SandboxLimits:
-        """Returns the limits of the next run."""
         return structs.replace(
             SPEC.limits,
             cpu_seconds=max(LAST_CPU_SECONDS, ALL_CPU_SECONDS - self.cpu_seconds),
@@ -140,7 +139,6 @@ class Trial:
         )
 
     def take(self, result: ExecResult) -> None:
-        """Takes the result of the last request."""
         if result.killed_by in NOT_THE_PROGRAM:
             raise SandboxError(f"The run of a program was {result.killed_by}.")
         self.runs += 1
@@ -170,7 +168,6 @@ class Trial:
 
 
 async def run_trial(trial: Trial, sandbox: Sandbox) -> Trial:
-    """Runs all calls of `trial`."""
     while (request := trial.request()) is not None:
         trial.take(await sandbox.run_python(harness(), stdin=request, limits=trial.limits()))
     return trial
@@ -259,12 +256,6 @@ async def judged_pairs(
     seconds: float | None,
     opened: Callable[[], AbstractAsyncContextManager[Sandbox]],
 ) -> list[Verdict]:
-    """The verdict of each test.
-
-    Args:
-        seconds: of CPU for each.
-        opened: the sandbox for a test.
-    """
     limits = _limits(seconds)
     verdicts: list[Verdict] = []
     slow, wall = 0, 0.0

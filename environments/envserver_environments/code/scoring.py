@@ -78,7 +78,6 @@ def _read(call: str) -> tuple[str, list[Any]] | None:
 
 
 def _changed(value: Any, rng: random.Random) -> Any:
-    """`value` with a small change, of the same type."""
     match value:
         case bool() | None:
             return value
@@ -184,7 +183,6 @@ class References:
 async def score_rollout(
     task: Task, result: Result, rules: ScoringRules, sandboxes: Sandboxes, references: References
 ) -> Score:
-    """The score of `result`."""
     entry_point = str(task.public["entry_point"])
     count = len(all_tests(task))
     metrics = {
@@ -230,7 +228,6 @@ def all_tests(task: Task) -> list[Any]:
 
 
 def program_of(public: dict[str, Any], code: str, tests: Sequence[HoistedTest]) -> Program:
-    """`code` as a program for a task's tests."""
     return Program(
         code,
         str(public["entry_point"]),

@@ -49,7 +49,6 @@ def read_json(text: str) -> Any:
 
 
 def read_value(shape: Any) -> Any:
-    """Returns the value that `shape` encodes."""
     return _Reader().read(shape, MAX_DEPTH)
 
 

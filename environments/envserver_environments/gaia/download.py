@@ -40,14 +40,7 @@ RAW = Source("gaia-benchmark/GAIA", "682dd723ee1e1697e00360edccf2366dc8418dd9")
 
 
 def fetch(source: Source, folder: Path, *, endpoint: str | None = None) -> int:
-    """Brings `folder` in line with the hub.
-
-    Args:
-        endpoint: of another hub; unset: HF_ENDPOINT, or the usual one.
-
-    Returns:
-        How many files there are.
-    """
+    """Brings `folder` in line with the hub."""
     try:
         import huggingface_hub as hub
     except ImportError as error:
@@ -107,7 +100,6 @@ def _expected(hub: Any, source: Source, endpoint: str | None) -> dict[str, _Fact
 
 
 def _explained(error: Exception, source: Source) -> EnvserverError:
-    """The same in words that say what to do."""
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/datasets/{source.repo}"
@@ -140,7 +132,6 @@ def _explained(error: Exception, source: Source) -> EnvserverError:
 
 
 def summary(folder: Path) -> str:
-    """Summarises the usable tasks of a copy."""
     levels: Counter[int] = Counter()
     refused: Counter[str] = Counter()
     attachments = 0

@@ -43,7 +43,6 @@ def _steps(task: Task, agent: Kind) -> list[Message]:
 
 
 def known_results(task: Task, terms: Terms) -> Iterator[KnownResult]:
-    """Returns the known results of any task here."""
     weights = terms.weights
     gold = str(task.hidden["answer"])
     least = 1.0 - weights.steps - weights.tokens - weights.format - weights.errors
@@ -102,7 +101,6 @@ def _right(name: str, answer: str, least: float) -> KnownResult:
 
 
 def _result(answer: Any, replies: Sequence[str] = (), *, turns: int = 1, tokens: int = 1) -> Result:
-    """Returns the result of an agent that saw `replies` and then answered."""
     said: Message = {"role": "assistant", "content": "..."}
     told = [part for reply in replies for part in (said, {"role": "user", "content": reply})]
     output = {"answer": answer, "state": "answered", "steps": []}

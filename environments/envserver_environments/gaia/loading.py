@@ -147,7 +147,6 @@ def _attachment(found: Mapping[str, str], root: Path, folder: Path) -> Path | No
 
 
 def _metadata(copy: Path, split: Split) -> Path:
-    """The file that describes all tasks of a split, or the pattern of one per level."""
     if not copy.is_dir():
         raise NotFoundError(
             f"There is no folder {str(copy)!r}.",

@@ -90,7 +90,6 @@ def as_text(value: Any) -> str | None:
 
 
 def is_number(text: str) -> bool:
-    """Returns whether `float` accepts it."""
     try:
         float(text)
     except ValueError:
@@ -229,7 +228,6 @@ class Items:
 
 
 def items(facts: Facts, weights: Weights) -> Items:
-    """The items that the weights apply to."""
     return Items(
         correct=float(facts.correct),
         steps=_beyond(facts.turns, facts.turn_limit, weights.free_share),
@@ -253,7 +251,6 @@ def fold(found: Items, weights: Weights) -> float:
 
 
 def _beyond(used: int, limit: int, free: float) -> float:
-    """Returns the used share of what exceeds the free amount."""
     allowed = free * limit
     return min(1.0, max(0.0, (used - allowed) / max(limit - allowed, 1.0)))
 
@@ -286,12 +283,6 @@ class Trail:
 
 
 def trail_of(messages: Sequence[Message], turns: int) -> Trail:
-    """The steps in a conversation.
-
-    Args:
-        messages: as recorded: the last request's, and the last answer.
-        turns: calls of the model, as the proxy counted them.
-    """
     replies = [[*map(_text, reply)] for plan, reply in _turns(messages) if not plan]
     missing = max(0, turns - sum(message.get("role") == "assistant" for message in messages))
     ended = Counter(map(_outcome, replies))
@@ -304,7 +295,6 @@ def trail_of(messages: Sequence[Message], turns: int) -> Trail:
 
 
 def _turns(messages: Sequence[Message]) -> Iterator[tuple[bool, list[Message]]]:
-    """Yields for each answer of the model whether it is a plan, and the replies that followed."""
     starts = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     ends = [*starts, len(messages)][1:]
     for at, end in zip(starts, ends, strict=True):

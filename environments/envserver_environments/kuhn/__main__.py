@@ -9,9 +9,9 @@ import sys
 
 from envserver import main
 
-from . import measure
+from . import game
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["exploitability"]:
-        sys.exit(measure.main(sys.argv[2:]))
+        sys.exit(game.main(sys.argv[2:]))
     sys.exit(main(environment="kuhn"))

@@ -14,8 +14,12 @@ game; player 0 bets J with any probability a in [0, 1/3], K with 3a, and never Q
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 Action = Literal["pass", "bet"]
 Spot = tuple[str, str]
@@ -33,7 +37,6 @@ VALUE = -1 / 18
 
 
 def to_move(history: str) -> int:
-    """Returns the player whose turn it is."""
     return len(history) % 2
 
 
@@ -86,3 +89,32 @@ def _best(wins: Callable[[Strategy], float], spots: list[Spot], other: Strategy)
     """Returns the most that a pure strategy at `spots` wins: there are only 64 of them."""
     choices = itertools.product((0.0, 1.0), repeat=len(spots))
     return max(wins({**other, **dict(zip(spots, choice, strict=True))}) for choice in choices)
+
+
+def strategy_of(outputs: Iterable[Any]) -> dict[Spot, float]:
+    """Returns how often the players of `outputs` (of rollouts) bet at each spot.
+
+    By the rule of succession, `(bets + 1) / (seen + 2)`: 1/2 for a spot that was never reached.
+    """
+    seen: Counter[Spot] = Counter()
+    bets: Counter[Spot] = Counter()
+    for output in outputs:
+        for card, history, action in output["moves"]:
+            seen[card, history] += action is not None
+            bets[card, history] += action == "bet"
+    return {spot: (bets[spot] + 1) / (seen[spot] + 2) for spot in SPOTS}
+
+
+def outputs_in(path: Path) -> Iterator[Any]:
+    """Yields the outputs of the rollouts in a file of `envserver process`, in order."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield from (one["output"] for one in json.loads(line)["envserver"]["rollouts"])
+
+
+def main(words: Sequence[str]) -> int:
+    for word in words:
+        outputs = list(outputs_in(Path(word)))
+        found = exploitability(strategy_of(outputs))
+        sys.stdout.write(f"{word}: {found:.3f} chips a game, from {len(outputs)} games\n")
+    return 0

@@ -147,13 +147,6 @@ def read_problem(
     columns: Mapping[str, str] | None = None,
     first: FirstOption = lambda: 0,
 ) -> Problem:
-    """The problem in `row`.
-
-    Args:
-        data_set: a name for rows that do not have one.
-        columns: the row's fields by role (`ROLES`), where its names are unknown.
-        first: the number of the first option.
-    """
     found = roles_of(row, ROLES, columns or {})
     truth = row.get((columns or {}).get("answer", "answer"), row.get("Answer"))
     if isinstance(truth, bool):
@@ -276,7 +269,6 @@ def _unit(number: str, text: str) -> str:
 
 
 def _same_value(parts: list[str]) -> bool:
-    """Returns whether all parts are one number, in several spellings."""
     numbers = {plain_number(readable(part)) for part in parts}
     return len(numbers) == 1 and None not in numbers
 
@@ -298,7 +290,6 @@ def _text(value: Any) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    r"""Without the `$...$` or `\boxed{...}` around all of it."""
     if (boxed := last_boxed(text)) is not None:
         text = boxed.strip()
     if text.count("$") % 2 == 0 and "\\$" not in text:  # one formula, or several: "$8$, $4$"

@@ -22,7 +22,7 @@ from envserver_environments.rows import (
     mixed,
     name_of,
 )
-from envserver_tools.visible import visible_text
+from envserver_tools.calling import visible_text
 from pydantic import Field, field_validator
 
 from envserver import (

@@ -289,7 +289,6 @@ def _residues(latex: str) -> tuple[int, set[int]] | None:
 
 
 def _items(latex: str) -> list[str]:
-    """The parts between the commas that are in no brackets."""
     items, depth = [""], 0
     for sign in _THOUSANDS.sub("", latex):
         depth += (sign in "([{") - (sign in ")]}")

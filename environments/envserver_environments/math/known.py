@@ -16,11 +16,6 @@ from .data_sets import MAX_ANSWER_CHARACTERS
 
 
 def known_answers(task: Task, *, literal: bool | None) -> Iterator[KnownResult]:
-    """Returns the known results of any task here.
-
-    Args:
-        literal: numbers must be written out; None: if the data set's answers are numbers.
-    """
     gold, kind = str(task.hidden["answer"]), task.hidden["kind"]
     box = f"\\boxed{{{gold}}}"
     yield _right("gold, by finish", answer=gold)

@@ -69,7 +69,6 @@ def entry_from_row(row: Entry) -> tuple[str, Entry]:
 
 
 def is_entry(row: dict[str, Any]) -> bool:
-    """Returns whether reasoning-gym made the row."""
     metadata = row.get("metadata")
     return isinstance(metadata, dict) and "source_dataset" in metadata
 
@@ -165,11 +164,7 @@ _WORDS = {"+": "plus", "-": "minus"}
 
 
 def arithmetic_problems(max_operand: int, split: Split, seed: int) -> Iterator[tuple[str, Problem]]:
-    """Yields (id, problem), each problem of the split once; ids look like `arithmetic-7-plus-5`.
-
-    Args:
-        max_operand: largest number in a question; the smallest is 0.
-    """
+    """Yields (id, problem), each problem of the split once; ids look like `arithmetic-7-plus-5`."""
     size = max_operand + 1
     for place in _shuffled(2 * size * size, f"arithmetic-{split}-{seed}"):
         sign, (left, right) = "+-"[place % 2], divmod(place // 2, size)
@@ -190,7 +185,6 @@ def sorting_problems(split: Split, seed: int) -> Iterator[tuple[str, Problem]]:
 
 
 def _split_of(task_id: str) -> Split:
-    """The one split to which a problem belongs."""
     return _SPLITS[zlib.crc32(task_id.encode()) % len(_SPLITS)]
 
 

@@ -124,7 +124,6 @@ def _surely_differ(one: str, other: str) -> bool:
 
 
 def doubts(problem: Problem, row: Row) -> Iterator[str]:
-    """Yields why the gold of a row is doubtful."""
     gold = problem.answer
     if problem.kind == "letter":
         if why := doubtful_option(problem.options, ord(gold) - ord("A")):

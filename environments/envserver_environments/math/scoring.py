@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envserver_environments.answers import choice_index, last_boxed, option_index
-from envserver_tools.visible import visible_text
+from envserver_tools.calling import visible_text
 
 from envserver import Result, Score, Task
 
@@ -50,7 +50,6 @@ class ModelAnswer:
 
     @property
     def answer(self) -> str | None:
-        """The answer of a problem without options."""
         if self.finish is not None:
             boxed = last_boxed(self.finish)
             return self.finish if boxed is None else boxed
@@ -85,7 +84,6 @@ def read_answer(result: Result) -> ModelAnswer:
 
 
 def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
-    """Reads the answer from the last assistant message."""
     for message in reversed(messages):
         if message.get("role") == "assistant":
             content = message.get("content")

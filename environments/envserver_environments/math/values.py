@@ -31,7 +31,6 @@ _LONG_NAME = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")
 
 @lru_cache(maxsize=4096)
 def value_of(latex: str) -> complex | None:
-    """Returns the value of a plain term at the point."""
     plain = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[,;! ]", "", readable(latex))
     if _LONG_NAME.search(plain):
         return None
@@ -57,7 +56,6 @@ class _Reader:
         self._depth = 0
 
     def whole(self) -> complex:
-        """The value of all tokens."""
         value = self._sum()
         if self._peek():
             raise ValueError(self._peek())

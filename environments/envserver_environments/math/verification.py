@@ -379,7 +379,6 @@ def _is_impossible(side: str, number: Fraction) -> bool:
 
 
 def _is_asked(side: str, question: str) -> bool:
-    """Returns whether the question has `side` as a term of its own."""
     term, text = (_BLANK.sub("", _NOT_READ.sub("", part)) for part in (side, question))
     return re.search(rf"(?<![\w.+*/^-]){re.escape(term)}(?![-+*/^=\w(])", text) is not None
 

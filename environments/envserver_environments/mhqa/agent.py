@@ -19,10 +19,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from envserver_tools.calling import ToolError
+from envserver_tools.calling import ToolError, visible_text
 from envserver_tools.loop import chat_with_tools
 from envserver_tools.protocol import parse_message, run_protocol
-from envserver_tools.visible import visible_text
 
 from envserver import HarnessTask, Message, PublicTask, Reply, Rollout, Sandbox
 

@@ -16,7 +16,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.options import option_place, options_of
 from envserver_environments.rows import (
     DataSets,
     FirstOption,
@@ -26,6 +25,8 @@ from envserver_environments.rows import (
     last_message,
     missing,
     objects_of,
+    option_place,
+    options_of,
     roles_of,
     rows_within,
     spelled,
@@ -136,14 +137,6 @@ def read_item(
     aliases: Mapping[str, Sequence[str]] | None = None,
     first: FirstOption = lambda: 0,
 ) -> MultiHopQuestion:
-    """The question in `row`.
-
-    Args:
-        corpus: passages by title, for rows that only name theirs.
-        columns: the row's fields by role (`ROLES`), where its names are unknown.
-        aliases: further right answers by `answer_id` (2Wiki).
-        first: the number of the first option, where the row has options.
-    """
     columns = columns or {}
     found = roles_of(spelled(row), ROLES, columns)
     if isinstance(row.get("choice"), list):
@@ -283,7 +276,6 @@ def _facts(value: Any) -> Iterator[Fact]:
 
 
 def _evidences(value: Any) -> Iterator[tuple[Triple, ...]]:
-    """Triples, or for each one a list of all its forms."""
     for parts in _tuples(value, ("fact", "relation", "entity")):
         is_list = isinstance(parts, list | tuple) and bool(parts)
         nested = is_list and all(isinstance(part, list | tuple) for part in parts)
@@ -291,7 +283,6 @@ def _evidences(value: Any) -> Iterator[tuple[Triple, ...]]:
 
 
 def _tuples(value: Any, names: tuple[str, ...]) -> Iterator[Any]:
-    """The entries of a list, or of a table as columns."""
     columns: list[Any] = [value.get(name) for name in names] if isinstance(value, Mapping) else []
     if columns and all(isinstance(column, list) for column in columns):
         value = list(zip_longest(*columns))

@@ -21,7 +21,6 @@ OTHER = "Qwxzl"
 
 
 def known_answers(task: Task, support_weight: float) -> Iterator[KnownResult]:
-    """Returns the known results of any task here."""
     golds = [str(gold) for gold in task.hidden["golds"]]
     yield from _right_ones(task, golds, support_weight)
     yield from _nothing_said(golds[0])

@@ -40,7 +40,6 @@ class Measure:
 
 
 def normalize_answer(text: str) -> str:
-    """The normal form of an answer."""
     plain = _ARTICLES.sub(" ", _without_punctuation(text.lower()))
     return " ".join(plain.split())
 

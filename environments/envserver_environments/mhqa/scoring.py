@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envserver_environments.answers import json_objects, last_boxed
-from envserver_tools.calling import ToolError, checked_call, toolbox
+from envserver_tools.calling import ToolError, checked_call, toolbox, visible_text
 from envserver_tools.retrieval import passages_from
-from envserver_tools.visible import visible_text
 
 from envserver import Result, Score, Task
 
@@ -118,7 +117,6 @@ def _boxed(seen: str) -> str | None:
 
 
 def _unboxed(answer: str) -> str:
-    r"""`answer` without the \boxed{\text{...}} that is all around it."""
     inside = last_boxed(answer)
     if inside is None or answer != f"\\boxed{{{inside}}}":
         return answer
@@ -252,7 +250,6 @@ def read_answer(result: Result) -> ModelAnswer:
 
 
 def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
-    """Reads the answer from the last assistant message."""
     for message in reversed(messages):
         if message.get("role") == "assistant":
             content = message.get("content")

@@ -38,7 +38,6 @@ MAX_TOP_K = 10
 
 
 def search_of(task: PublicTask, run: Rollout, scope: Scope) -> Search:
-    """Returns the search function of the agent of `run`."""
     if scope != "question":
         return _asking(run)
     few = FewPassages(passages_from(task.public["passages"]))
@@ -64,7 +63,6 @@ async def corpus_services(
 
 @asynccontextmanager
 async def external_services(settings: RetrieverSettings) -> AsyncIterator[Mapping[str, Service]]:
-    """The services over an external retriever."""
     async with HttpRetriever(settings) as retriever:
         yield {SEARCH: _service(retriever.search)}
 
@@ -147,7 +145,6 @@ class Shelf:
         ]
 
     def keys(self, given: Any) -> list[str]:
-        """Keys of the passages that supporting facts name."""
         meant = [self._meant(name) for name, _ in given or []]
         return list(dict.fromkeys(passage.key for passage in meant if passage))
 

@@ -8,15 +8,171 @@ name, in the order of the dependencies, with the results of the steps that it de
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
 
-from envserver import LimitReached, Message, PublicTask, Rollout
+from envserver_environments.answers import last_boxed
+from envserver_environments.code.agent import solve as write_program
+from envserver_environments.code.extraction import extract_code
+from envserver_environments.math.agent import solve as solve_problem
+from envserver_tools.calling import cut, visible_text
+from envserver_tools.loop import chat_with_tools
+from envserver_tools.retrieval import BM25
+from msgspec import Meta
 
-from .course import read_course
-from .plans import Plan, PlanError, Step, as_json, read_plan
+from envserver import ExecResult, LimitReached, LoopEnd, Message, PublicTask, Reply, Rollout, tool
+
+from .course import Plan, PlanError, Step, as_json, read_course, read_plan
 from .prompts import repair_request, system_prompt
-from .subagents import DEFAULT_TOP_K, Brief, Finding, carry_out
+
+# Each gets a brief in words and returns a Finding. They call the model under their own names, so
+# that each has a sequence, and may have a model, of its own. A sub-agent whose last message was cut
+# off has no answer.
+
+MAX_PRINTED_CHARACTERS = 4000
+MAX_TOOL_ERRORS = 10
+DEFAULT_TOP_K = 3
+
+Query = Annotated[str, Meta(max_length=300)]
+TopK = Annotated[int, Meta(ge=1, le=20)]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a step.
+
+    Args:
+        text: text for the steps that depend on it.
+        answer: a short form, if it can answer the query.
+        program: the code agent's program, None for other agents.
+    """
+
+    text: str
+    answer: str
+    program: str | None = None
+
+
+@dataclass(frozen=True)
+class Brief:
+    """The instructions of a sub-agent.
+
+    Args:
+        words: its task and its inputs; it does not see the query.
+        entry_point: the name of the function to write, "": any program that prints.
+        top_k: number of passages that a search shows first.
+    """
+
+    task_id: str
+    words: str
+    documents: Sequence[dict[str, str]] = ()
+    entry_point: str = ""
+    top_k: int = DEFAULT_TOP_K
+
+
+async def carry_out(agent: str, brief: Brief, run: Rollout) -> Finding:
+    """Runs the sub-agent of that name; returns its finding."""
+    own = _OwnRun(run, agent)
+    finding = await SUBAGENTS[agent](brief, cast("Rollout", own))
+    return Finding(finding.text, "") if own.cut_off else finding
+
+
+async def do_math(brief: Brief, run: Rollout) -> Finding:
+    """A problem or a calculation, with a calculator at hand."""
+    public = {"question": brief.words, "options": [], "data_set": "router"}
+    done = await solve_problem(PublicTask(brief.task_id, public), run, "tools")
+    seen = (visible_text(done["text"]) or "").strip()
+    answer = done["answer"] if done["answer"] is not None else last_boxed(seen)
+    return Finding(text=answer or seen, answer=answer or "")
+
+
+async def do_code(brief: Brief, run: Rollout) -> Finding:
+    """Writes a program and runs it; its output is the finding."""
+    public = {
+        "instruction": brief.words,
+        "entry_point": brief.entry_point,
+        "preamble": "",
+        "tests": [],
+        "data_set": "router",
+    }
+    done = await write_program(PublicTask(brief.task_id, public), run, "single", "0")
+    program = extract_code(done["text"], brief.entry_point)
+    if program is None:
+        return Finding("No program was written.", "")
+    async with run.open_sandbox() as sandbox:
+        printed = _printed(await sandbox.run_python(program))
+    lines = [line for line in printed.splitlines() if line.strip()]
+    text = f"Program:\n```python\n{program}\n```\nIt printed:\n{cut(printed)}"
+    return Finding(text, lines[-1].strip() if lines else "", program)
+
+
+async def do_search(brief: Brief, run: Rollout) -> Finding:
+    """A fact from the task's documents: a loop of searches that ends with an answer."""
+
+    @tool
+    def search(query: Query, top_k: TopK = DEFAULT_TOP_K) -> str:
+        """Finds passages of the documents by their words."""
+        return _passages(brief.documents, query, top_k)
+
+    first = _passages(brief.documents, brief.words, brief.top_k)
+    messages: list[Message] = [
+        {"role": "system", "content": system_prompt("search")},
+        {"role": "user", "content": f"{brief.words}\n\nFound so far:\n{first}"},
+    ]
+    end = await run.loop(
+        messages, tools=[search, finish], final="finish", max_tool_errors=MAX_TOOL_ERRORS
+    )
+    if end.result is not None:
+        return Finding(end.result, end.result)
+    seen = (visible_text(end.last_text) or "").strip()
+    return Finding(cut(seen), seen)
+
+
+@tool
+def finish(answer: Annotated[str, Meta(max_length=500)]) -> str:
+    """Gives what was looked for and ends the task."""
+    return answer
+
+
+SUBAGENTS: dict[str, Callable[[Brief, Rollout], Awaitable[Finding]]] = {
+    "math": do_math,
+    "code": do_code,
+    "search": do_search,
+}
+
+
+class _OwnRun:
+    def __init__(self, run: Rollout, agent: str) -> None:
+        self.cut_off = False
+        self._run = run
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    async def chat(self, messages: list[Message], **asked: Any) -> Reply:
+        reply = await self._run.chat(messages, **{**asked, "agent": self._agent})
+        self.cut_off = reply.finish_reason == "length"
+        return reply
+
+    async def loop(self, messages: list[Message], *, tools: Any, **options: Any) -> LoopEnd:
+        return await chat_with_tools(cast("Rollout", self), messages, tools, **options)
+
+
+def _printed(result: ExecResult) -> str:
+    said = result.stdout[:MAX_PRINTED_CHARACTERS].decode(errors="replace")
+    if result.ok:
+        return said
+    if result.killed_by:
+        return f"{said}\n[it passed the limit of {result.killed_by}]"
+    return f"{said}\n[it failed]\n{result.stderr[-1000:].decode(errors='replace')}"
+
+
+def _passages(documents: Sequence[dict[str, str]], query: str, top_k: int) -> str:
+    passages = [f"{one['title']}: {one['text']}" for one in documents]
+    best = BM25(passages).top(query, int(top_k))
+    return "\n".join(passages[number] for number, _ in best) or "Nothing was found."
+
 
 ROUTER = "router"
 READERS = {"graph": read_plan, "coursegpt": read_course}

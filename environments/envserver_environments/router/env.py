@@ -41,7 +41,7 @@ from envserver import (
 )
 from envserver.rows.sources import every_row
 
-from .agent import ROUTER, final_answer, solve
+from .agent import ROUTER, SUBAGENTS, final_answer, solve
 from .known import demonstrate, known_answers
 from .loading import (
     DATA,
@@ -57,7 +57,6 @@ from .loading import (
     read_problem,
 )
 from .scoring import last_plan, score_rollout
-from .subagents import SUBAGENTS
 
 DataSetName = Literal["sample", "coursegpt", "queries"]
 

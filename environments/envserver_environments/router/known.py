@@ -16,8 +16,7 @@ from envserver_environments.demonstrations import call_message, text_message
 from envserver import KnownResult, Message, Result, Task
 
 from .agent import ROUTER
-from .course import course_of
-from .plans import MAX_STEPS, TOOLS, Plan, Step, as_json, plan_of
+from .course import MAX_STEPS, TOOLS, Plan, Step, as_json, course_of, plan_of
 from .scoring import FORM_SHARE, PLAN_SHARE, REPAIR_FACTOR, likeness
 
 _FIRST_STEPS = (("math", "solve", "problem"), ("code", "write", "task"), ("search", "query", "q"))
@@ -78,11 +77,6 @@ CONSTANT = (("search", "math", "code"), ("search", "math"), ("code",), ("search"
 
 
 def known_answers(task: Task, *, execute: bool) -> Iterator[KnownResult]:
-    """Returns the known results of any task here.
-
-    Args:
-        execute: plans are executed if the task has an answer.
-    """
     gold = right_answer(task)
     if gold is None:
         return

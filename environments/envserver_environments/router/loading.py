@@ -35,8 +35,17 @@ from envserver_environments.rows import (
 from envserver import ConfigError, InputError, NotFoundError, Task
 from envserver.rows.sources import every_row
 
-from .course import chain_of, course_of, plan_of_course
-from .plans import COURSE, COURSE_KEYS, Plan, PlanError, as_json, plan_of
+from .course import (
+    COURSE,
+    COURSE_KEYS,
+    Plan,
+    PlanError,
+    as_json,
+    chain_of,
+    course_of,
+    plan_of,
+    plan_of_course,
+)
 
 Profile = Literal["graph", "coursegpt"]
 
@@ -101,11 +110,7 @@ class Problem:
 
 
 def read_problem(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
-    """Reads the problem in a row; without a query if it has none.
-
-    Args:
-        columns: the row's fields by role (`ROLES`), where its names are unknown.
-    """
+    """Reads the problem in a row; without a query if it has none."""
     problem = read_query(row, columns)
     found = roles_of(row, ROLES, columns or {})
     said = last_message(found.get("plan", row), "assistant", "gpt")
@@ -166,7 +171,6 @@ def read_documents(path: Path) -> list[dict[str, str]]:
 
 
 def checked_documents(found: Any, where: str) -> list[dict[str, str]]:
-    """`found` as documents."""
     if not isinstance(found, list) or not all(_is_document(one) for one in found):
         hint = 'A list is needed of {"title": ..., "text": ...}.'
         raise InputError(f"{where} holds no documents.", hint=hint)
@@ -185,7 +189,6 @@ def public_part(problem: Problem, profile: Profile) -> dict[str, Any]:
 
 
 def hidden_part(problem: Problem, profile: Profile) -> dict[str, Any]:
-    """Returns what scoring needs."""
     plan, target = (None, None) if problem.plan is None else problem.gold(profile)
     return {
         "plan": None if plan is None else as_json(plan),
@@ -235,11 +238,7 @@ _logger = logging.getLogger(__name__)
 
 
 def query_tasks(path: Path | None, profile: Profile, *, skip_bad: bool) -> Iterator[Task]:
-    """Yields a task for each query of the file at `path`; any valid plan solves it.
-
-    Args:
-        skip_bad: leave out lines that are not queries.
-    """
+    """Yields a task for each query of the file at `path`; any valid plan solves it."""
     if path is None:
         raise ConfigError(
             "No file of queries is given.", hint="--queries FILE, or --env.data_path FILE."

@@ -24,8 +24,7 @@ from envserver_tools.calculator import calculate
 from envserver import ConfigError, Result, Sandboxes, Score, Task
 
 from .agent import READERS
-from .course import course_metrics
-from .plans import TOOLS, Plan, PlanError, Step, plan_of
+from .course import TOOLS, Plan, PlanError, Step, course_metrics, plan_of
 
 # The likeness of two plans is the F1 of their steps, edges and arguments, under the best map.
 # A map pairs steps of one plan with steps of the other, each at most once, and only steps of the
@@ -82,7 +81,6 @@ def _halves(one: Step, other: Step) -> int:
 
 
 def _step_likeness(one: Step, gold: Step) -> float:
-    """How far two arguments say the same."""
     given, wanted = _request(one), _request(gold)
     if given == wanted:
         return 1.0
@@ -173,12 +171,6 @@ class ModelPlan:
 async def score_rollout(
     task: Task, result: Result, *, execute: bool, sandboxes: Sandboxes | None
 ) -> Score:
-    """The score of `result`.
-
-    Args:
-        execute: plans are run, where the task has an answer.
-        sandboxes: for functions that are the answer.
-    """
     model_plan = read_plan(result)
     # If the plan was executed, only text after it was cut off.
     cut_off = model_plan.cut_off or (result.truncated and not model_plan.executed)
@@ -268,7 +260,6 @@ def _reward(components: dict[str, float]) -> float | None:
 
 
 def _is_number(gold: str, answer: str | None) -> float:
-    """Judges by the rules of the environment `math`."""
     public = {"question": "", "options": []}
     task = Task("number", public, {"answer": gold, "kind": "number"})
     result = Result(output={"answer": answer or "", "text": ""})
@@ -276,7 +267,6 @@ def _is_number(gold: str, answer: str | None) -> float:
 
 
 async def _passes(task: Task, program: str | None, sandboxes: Sandboxes | None) -> float:
-    """Judges by the rules of the environment `code`."""
     if program is None:
         return 0.0
     if sandboxes is None:

@@ -72,11 +72,9 @@ class Check(_Part):
 
     @property
     def title(self) -> str:
-        """Returns its name, or its subject."""
         return self.name or (" ".join(self.run) if self.run else self.file or "answer")
 
     def holds(self, text: str) -> bool:
-        """Returns whether `text` meets the condition."""
         return (
             (self.contains is None or self.contains in text)
             and (self.matches is None or re.search(self.matches, text) is not None)
@@ -105,7 +103,6 @@ class Scenario(_Part):
     solution: list[str] = []
 
     def asked(self, label: str) -> str:
-        """Returns the prompt under `label`."""
         text = self.prompts.get(label, self.prompt)
         if not text.strip():
             known = ", ".join(self.prompts) or "none"
@@ -198,7 +195,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _inner(name: str, path: Path) -> str:
-    """`name` as a path below the workspace."""
     parts = Path(name).parts
     if not parts or name.startswith("/") or ".." in parts or ".git" in parts:
         raise InputError(f"{path}: the file {name!r} is not below the workspace.", place=str(path))

@@ -21,18 +21,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from envserver_tools.calling import Tool, ToolError, toolbox
+from envserver_tools.calling import Tool, ToolError, toolbox, visible_text
 from envserver_tools.loop import chat_with_tools
 from envserver_tools.protocol import describe_tools, run_protocol
 from envserver_tools.sandboxed import read_patch, sandbox_tools
-from envserver_tools.visible import visible_text
 
 from envserver import Message, PublicTask, Reply, Rollout, Sandbox, SandboxSpec
 
-from .images import ImageRules, Images
 from .patches import MAX_PATCH_BYTES
 from .prompts import system_prompt, task_prompt
-from .repositories import workspace
+from .repositories import ImageRules, Images, workspace
 
 CONFIRM = "confirm"
 """The service that asks the user."""
@@ -249,7 +247,6 @@ async def patch_in(commit: str, sandbox: Sandbox, words: str) -> dict[str, Any]:
 async def _prepared(
     public: dict[str, Any], run: Rollout, rules: AgentOptions
 ) -> tuple[SandboxSpec, str]:
-    """The agent's sandbox, and the id of its one commit."""
     image, seconds = public.get("image", ""), rules.command_seconds
     # A large repository takes seconds; others in this process must not wait for it.
     if not image:

@@ -31,7 +31,7 @@ from envserver_environments.rows import (
     name_of,
 )
 from envserver_records.extras import install_command
-from envserver_tools.visible import visible_text
+from envserver_tools.calling import visible_text
 from pydantic import Field
 
 from envserver import (
@@ -53,11 +53,21 @@ from envserver import (
 
 from .agent import CONFIRM, AgentKind, AgentOptions, patch_in, solve
 from .grading import Container, Verdict, grade
-from .images import ImageFiles, ImageRules, Images, image_of
 from .known import demonstrate, known_results, result_of
 from .loading import HUBS, folder_rows, named, read_row, task_folders
 from .prompts import task_prompt
-from .repositories import SPEC, Terminal, asked_task, base_tree, limits_of, workspace
+from .repositories import (
+    SPEC,
+    ImageFiles,
+    ImageRules,
+    Images,
+    Terminal,
+    asked_task,
+    base_tree,
+    image_of,
+    limits_of,
+    workspace,
+)
 from .sample import hidden_tests, sample_tasks, write_folder
 
 DataSetName = Literal[
@@ -234,8 +244,8 @@ class Swe(DataEnvironment):
         return await grade(tree, patch, tests, self.sandboxes, limits, container)
 
     def _task(self, row: dict[str, Any], task_id: str) -> Task:
-        elsewhere = self.config.mirror is not None or row.get("repo_archive")
-        image = "" if elsewhere else image_of(row, self.config.image_name)
+        has_files = self.config.mirror is not None or row.get("repo_archive")
+        image = "" if has_files else image_of(row, self.config.image_name)
         files = self._files_now(image)
         found = None if files is None else (image, files.tree)
         return read_row(row, task_id, self.config.mirror, tuple(self.config.plugins), found)

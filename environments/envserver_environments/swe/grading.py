@@ -28,9 +28,8 @@ from msgspec import structs
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
 from .hoisting import Answer, VeiledAnswer, hoist
-from .images import ImageRules
 from .patches import PatchError, apply_changes, read_patch, split_protected
-from .repositories import GRADING_PRELOAD
+from .repositories import GRADING_PRELOAD, ImageRules
 from .trees import Entry, Tree, tar_of
 from .tripwires import FRAUD, added_suspicions
 from .veiling import veil
@@ -235,7 +234,6 @@ class _Run:
 
     @property
     def compared(self) -> frozenset[int]:
-        """Numbers of the assertions that objects decided, and that hold."""
         return frozenset(self._veiled.compared)
 
     def _without_answers(self) -> dict[str, str]:
@@ -286,7 +284,6 @@ class _Run:
         return Entry("\n\n\n".join(lines).encode())
 
     def request(self) -> bytes:
-        """Returns the harness's standard input."""
         names = list(self._sentinels)
         confined = "." if self._tests.hoisted else "../repo"
         conftests = ["--noconftest"] if self._tests.hoisted else []
@@ -312,7 +309,6 @@ class _Run:
         ).encode()
 
     def _encrypted(self, number: int, question: str) -> str:
-        """The harness can decrypt it, with a key that no program can read."""
         data = question.encode()
         seed = hmac.digest(self._key, b"answer %d" % number, "sha256")
         stream = hashlib.shake_256(seed).digest(len(data))
@@ -395,7 +391,6 @@ class _Veiled:
         self._size = 0
 
     def add(self, path: str, source: str, seen: str, ids: list[str]) -> str:
-        """Returns a test module without its answers."""
         inner = [name.partition("::")[2] for name in ids if name.startswith(f"{path}::")]
         tests = veil(source, seen, inner, len(self._answers))
         self._answers |= tests.answers

@@ -126,13 +126,12 @@ def main() -> None:
     def number_of(item: "Any") -> "Any":
         return numbers.get(item.nodeid, numbers.get(item.name))
 
-    # Not attributes of the plugin, which whoever holds a test's item can find.
+    # Not attributes of the plugin, which code that holds a test's item can find.
     codes: dict[Any, Any] = {}
     returned: set[Any] = set()
     failed: set[Any] = set()
 
     def counted(item: "Any", function: "Any") -> "Any":
-        """The test's function, which says when it was run to its end."""
         if inspect.iscoroutinefunction(function):
 
             async def awaited(*arguments: "Any", **keywords: "Any") -> "Any":

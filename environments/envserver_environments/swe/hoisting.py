@@ -203,7 +203,6 @@ class VeiledAnswer:
         return said == [True, *(False for _ in self._extreme())]
 
     def _extreme(self) -> list[float]:
-        """A number for which an order cannot hold."""
         if self.operator[0] not in "<>" or type(self.literal) not in (int, float):
             return []
         return [-1e300 if self.operator[0] == "<" else 1e300]

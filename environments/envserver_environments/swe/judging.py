@@ -22,11 +22,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def decoys(value: "Any", below: "Callable[[int], int]", count: int = DECOYS) -> "list[Any]":
-    """Returns values that differ from the built-in `value`, each only slightly from another.
-
-    Args:
-        below: a random number below its argument.
-    """
+    """Returns values that differ from the built-in `value`, each only slightly from another."""
     # A chain, in which the value may be anywhere: nothing shows which of them the others come from.
     ends, others, place = [value, value], [], below(count + 1)
     for number in range(count):
@@ -155,11 +151,6 @@ def equality(
     """Returns a function for `left == right`, either of which may be of a class of the tested code.
 
     This is a function because tested code can find every class and replace its methods.
-
-    Args:
-        trusted: see `classes_now`.
-        spaces: the namespaces of test modules, whose classes are trusted, too.
-        below: see `decoys`.
     """
 
     def equal(left: "Any", right: "Any", depth: int = 0) -> bool:

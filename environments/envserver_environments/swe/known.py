@@ -394,7 +394,6 @@ def known_results(task: Task, in_image: Tree | None = None) -> Iterator[KnownRes
 
 
 def result_of(patch: str) -> Result:
-    """The result of an agent that handed `patch` in."""
     return Result(output={"patch": patch, "submitted": True, "reason": ""})
 
 

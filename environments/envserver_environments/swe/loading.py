@@ -38,9 +38,8 @@ from envserver_environments.rows import (
 
 from envserver import InputError, Task
 
-from .images import python_of
 from .patches import PatchError, apply_changes, is_protected, read_patch
-from .repositories import SPEC, archived_tree, git, mirror_tree
+from .repositories import SPEC, archived_tree, git, mirror_tree, python_of
 from .trees import Entry, Tree, make_patch
 
 # Tasks in folders, without git and without images:
@@ -173,11 +172,7 @@ _MOST_BYTES = SPEC.limits.disk_mb * 2**20 // 4
 
 
 def named(row: Row, columns: Mapping[str, str]) -> Row:
-    """The row with the names of SWE-bench, as far as it has such values.
-
-    Args:
-        columns: the row's fields by role (`ROLES`), where its names are unknown.
-    """
+    """The row with the names of SWE-bench, as far as it has such values."""
     row = _unwrapped(row)
     roles = roles_of(row, ROLES, columns)
     if "problem_statement" in roles:

@@ -83,7 +83,6 @@ class Change:
 
 
 def read_patch(text: str) -> list[Change]:
-    """The changes of a patch, in order."""
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
@@ -359,7 +358,6 @@ def _read_hunks(lines: list[bytes]) -> list[Hunk]:
 def _read_hunk(
     lines: list[bytes], place: int, start: int, old_count: int, new_count: int
 ) -> tuple[Hunk, int]:
-    """Returns the hunk whose lines begin at `place`, and the index of the next line."""
     old: list[bytes] = []
     new: list[bytes] = []
     last: list[list[bytes]] = []

@@ -57,7 +57,6 @@ class SampleTask:
         return make_patch(self.tree, {**self.tree, **new})
 
     def task(self) -> Task:
-        """Returns the task in the server's form."""
         tests = hidden_ids(self.hidden)
         return Task(
             f"swe-{self.name}",
@@ -97,7 +96,6 @@ def write_folder(sample: SampleTask, folder: Path) -> None:
 
 
 def hidden_ids(files: dict[str, str]) -> list[str]:
-    """Ids of the test functions in `files`."""
     return [
         f"{path}::{node.name}"
         for path, source in files.items()
@@ -108,12 +106,10 @@ def hidden_ids(files: dict[str, str]) -> list[str]:
 
 @cache
 def sample_tasks() -> tuple[SampleTask, ...]:
-    """Returns all of them, sorted by name."""
     return tuple(read_sample_task(path) for path in sorted(SAMPLE.glob("*.txt")))
 
 
 def read_sample_task(path: Path) -> SampleTask:
-    """The task in one file."""
     files: dict[str, str] = {}
     hidden: dict[str, str] = {}
     changes: dict[str, str] = {}
@@ -141,7 +137,6 @@ def read_sample_task(path: Path) -> SampleTask:
 
 
 def hidden_tests(hidden: dict[str, Any]) -> HiddenTests:
-    """Returns the hidden part of a task in the grader's form."""
     return HiddenTests(
         files=hidden["tests"],
         fail_to_pass=tuple(hidden["fail_to_pass"]),

@@ -46,12 +46,10 @@ Tree = dict[str, Entry]
 
 
 def tree_of(files: Mapping[str, str]) -> Tree:
-    """Plain text files."""
     return {path: Entry(text.encode()) for path, text in sorted(files.items())}
 
 
 def tar_of(tree: Tree, prefix: str = "") -> bytes:
-    """A tar of the tree, below the folder `prefix`."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for path, entry in sorted(tree.items()):
@@ -148,7 +146,6 @@ def _store(objects: dict[str, bytes], kind: str, data: bytes) -> str:
 
 
 def _store_folder(objects: dict[str, bytes], tree: Tree, blobs: dict[str, str]) -> str:
-    """The tree object of the folder whose files are `tree`, with those of the folders in it."""
     folders: dict[str, Tree] = {}
     rows: list[tuple[str, int, str]] = []
     for path, entry in tree.items():

@@ -62,7 +62,6 @@ def literal(node: ast.expr) -> Any:
 
 
 def loop_tables(function: Function) -> Iterator[Table]:
-    """The tables that the loops of a test go through."""
     nodes = [*ast.walk(function)]
     used = Counter(node.id for node in nodes if isinstance(node, ast.Name))
     assigned = {
@@ -82,12 +81,7 @@ def loop_tables(function: Function) -> Iterator[Table]:
 
 
 def parameter_table(function: Function, ids: list[str], name: str) -> Table | None:
-    """The table of the only `parametrize` of a test, if its ids are the ones that are wanted.
-
-    Args:
-        ids: ids of tests in the module.
-        name: the test's id in the module, without parameters.
-    """
+    """The table of the only `parametrize` of a test, if its ids are the ones that are wanted."""
     found = [
         node
         for node in function.decorator_list
@@ -132,7 +126,6 @@ def _columns(names: list[str], rows: list[list[ast.expr]]) -> dict[str, list[ast
 
 
 def _row_id(names: list[str], row: list[ast.expr], place: int) -> str:
-    """The id that pytest makes of a row."""
     values = [literal(cell) for cell in row]
     plain = (str, int, float, complex, bool, type(None))
     return "-".join(
@@ -223,8 +216,6 @@ class _Told:
 
 
 class _Veil:
-    """The work on one module."""
-
     def __init__(self, source: str, seen: str, ids: list[str], first: int) -> None:
         self._seen, self._ids, self._next = seen, ids, first
         self._text = source.encode()
@@ -340,7 +331,6 @@ class _Veil:
         return _Told(f"{self._seen}({numbers[0]}{place}, ({value}))", numbers, by_row)
 
     def _numbered(self, answers: Sequence[VeiledAnswer | None]) -> range:
-        """Keeps answers, and returns their numbers."""
         first = self._next
         self._result.answers |= dict(enumerate(answers, first))
         self._next += len(answers)
@@ -358,7 +348,6 @@ class _Veil:
         )
 
     def _edit(self, node: ast.stmt | ast.expr, text: str) -> None:
-        """Replaces a node by a text that ends with a bracket, on as many lines."""
         start, end = self._span(node)
         lost = self._text[start:end].count(b"\n") - text.count("\n")
         self._edits.append((start, end, f"{text[:-1]}{chr(10) * max(lost, 0)}{text[-1]}"))
@@ -417,7 +406,6 @@ class _Uses:
         return literal(node) if self._outer is None else self._outer.answer(node)
 
     def has_answer(self, node: ast.expr, columns: dict[str, _Column]) -> bool:
-        """Returns whether that is a literal, or stands for some."""
         if isinstance(node, ast.Name) and node.id in columns:
             return True
         return self.answer(node) is not NoLiteral

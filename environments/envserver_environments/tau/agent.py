@@ -18,10 +18,17 @@ from .domains.toolkit import Requestor
 from .domains.world import Domain
 from .episodes import Episode, EpisodeRules
 from .prompts import agent_prompt
-from .speaking import ModelSpeaker, Speaker, TextSpeaker, Utterance
+from .speaking import (
+    ModelSpeaker,
+    Speaker,
+    TextSpeaker,
+    UserKind,
+    Utterance,
+    as_openai,
+    customer_of,
+    seen_by,
+)
 from .tasks import TauMessage, has_text, read_task
-from .users import UserKind, customer_of
-from .wire import as_openai, seen_by
 
 AGENT = "agent"
 """Name of the agent that serves the customer."""

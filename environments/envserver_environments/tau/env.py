@@ -39,13 +39,11 @@ from .agent import AGENT, Manner, Protocol, solve
 from .domains.loading import KINDS, OWN, find_domain
 from .domains.world import Domain
 from .episodes import COMPLETE, GREETING, STOP, Episode, EpisodeRules
-from .evaluation import Strictness
+from .evaluation import Strictness, score_conversation, verdicts
 from .known import demonstrate, known_conversations
 from .replays import RecordedTask, read_recorded_task, replayed
-from .scoring import score_conversation, verdicts
-from .speaking import as_texts
+from .speaking import USER, UserKind, as_texts
 from .tasks import TauTask, read_task
-from .users import USER, UserKind
 
 MINI = "mini_"
 """Name prefix of the built-in domains that have the tools of a tau2-bench domain."""
@@ -278,7 +276,6 @@ class Tau(DataEnvironment):
         return domain, self._counted(_task_of(domain, task.public["task"]["id"])), None
 
     def _counted(self, task: TauTask) -> TauTask:
-        """`task` with what counts by the settings."""
         criteria = task.evaluation_criteria
         if criteria is None or self.config.nl_assertions != "ignore" or not _needs_judge(task):
             return task

@@ -1,28 +1,27 @@
-"""Rewards of a conversation: tau2-bench's, and a stricter one.
+"""Scores one conversation: the reward by tau2-bench's rule or strictly, and metrics.
 
-A reward depends on the messages alone, whose calls are replayed in a fresh world. `evaluate`
-follows tau2-bench's evaluator (src/tau2/evaluator) for every evaluation type: the product of the
-components in the task's `reward_basis`. Where upstream's evaluator crashes (an assertion that
-raises) the assertion fails, and `upstream_error` names the error.
-
-The strict reward closes holes: calls must have all expected arguments, texts must match whole
-words, expected texts count whatever the basis is, long messages do not help, and if doing nothing
-would suffice, there must be a proof of work.
+Metrics, for people and for shaping: `gold_writes_done` (share of the expected changes that were
+made), `extra_writes` (unexpected calls that changed something), `unconfirmed_writes` (changes
+without the customer's yes), `tool_errors`, and how the conversation ended.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from envserver import pass_hat_k
+from pydantic import BaseModel, ValidationError
+
+from envserver import Judge, Score, pass_hat_k
 
 from .domains.world import Domain, World
-from .episodes import COMPLETE
+from .episodes import COMPLETE, OUT_OF_SCOPE, TRANSFER
+from .prompts import judge_messages
 from .tasks import (
     Action,
     Assertion,
@@ -38,6 +37,15 @@ from .tasks import (
     start,
 )
 
+# A reward depends on the messages alone, whose calls are replayed in a fresh world. `evaluate`
+# follows tau2-bench's evaluator (src/tau2/evaluator) for every evaluation type: the product of the
+# components in the task's `reward_basis`. Where upstream's evaluator crashes (an assertion that
+# raises) the assertion fails, and `upstream_error` names the error.
+#
+# The strict reward closes holes: calls must have all expected arguments, texts must match whole
+# words, expected texts count whatever the basis is, long messages do not help, and if doing nothing
+# would suffice, there must be a proof of work.
+
 # `Strictness.UPSTREAM` has the holes of tau2-bench: a call with fewer arguments than expected
 # matches, from either side, and "5" is found in "50".
 
@@ -50,7 +58,6 @@ class Strictness(enum.Enum):
 
 
 def calls_of(messages: Sequence[TauMessage]) -> list[Mapping[str, Any]]:
-    """Returns all calls of a conversation, of both sides, in order."""
     return [call for message in messages for call in message.get("tool_calls") or ()]
 
 
@@ -123,7 +130,6 @@ def _without_thousands_commas(text: str) -> str:
 
 
 def is_success(reward: float) -> bool:
-    """Does a trial count as a success for pass^k?"""
     return abs(reward - 1.0) <= 1e-6
 
 
@@ -391,7 +397,6 @@ def _strict_components(
     messages: Sequence[TauMessage],
     counting: Collection[str],
 ) -> set[str]:
-    """Returns the components of the strict reward besides the basis."""
     said = {"COMMUNICATE"} if criteria.communicate_info else set()
     found.components["BRIEF"] = float(is_brief(messages))
     found.components["PROOF"] = 1.0
@@ -432,11 +437,7 @@ _NO = re.compile(r"\b(no|not|don't|do not|never|wait|stop)\b", re.IGNORECASE)
 def unconfirmed_writes(
     messages: Sequence[TauMessage], mutates: Callable[[str], bool]
 ) -> list[Mapping[str, Any]]:
-    """The assistant's calls that change something without the customer's yes.
-
-    Args:
-        mutates: does the tool of this name change data?
-    """
+    """The assistant's calls that change something without the customer's yes."""
     return [
         call
         for place, call in _assistant_calls(messages)
@@ -473,3 +474,100 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for part in value:
             yield from _texts(part)
+
+
+def score_conversation(
+    domain: Domain,
+    task: TauTask,
+    messages: Sequence[TauMessage],
+    ending: str,
+    *,
+    evaluation_type: EvaluationType = "all",
+    nl_verdicts: Sequence[bool] | None = None,
+    strictness: Strictness = Strictness.UPSTREAM,
+) -> Score:
+    """Scores a whole conversation.
+
+    If a judge's verdicts are needed and missing the reward is None; if the recorded results cannot
+    be those of the calls, the score is an error.
+    """
+    try:
+        found = evaluate(
+            domain,
+            task,
+            messages,
+            ending,
+            evaluation_type=evaluation_type,
+            nl_verdicts=nl_verdicts,
+            strictness=strictness,
+        )
+    except MissingVerdicts:
+        return Score(reward=None, metrics={"missing_verdicts": 1.0})
+    except EvaluationError as error:
+        return Score(reward=None, error=f"The conversation cannot have happened so: {error}")
+    metrics = _metrics(domain, task, messages, found)
+    metrics |= {"complete": float(ending in COMPLETE), f"ended_{ending}": 1.0}
+    components = {name.lower(): value for name, value in found.components.items()}
+    return Score(reward=found.reward, components=components, metrics=metrics)
+
+
+def _metrics(
+    domain: Domain, task: TauTask, messages: Sequence[TauMessage], found: Evaluation
+) -> dict[str, float]:
+    world = domain.world()
+
+    def mutates(name: str) -> bool:
+        tool = world.tool(name)
+        return tool is not None and tool.mutates
+
+    made = list(calls_with_results(messages))
+    metrics = {
+        "messages": float(len(messages)),
+        "tool_calls": float(len(made)),
+        "tool_errors": float(sum(bool(result.get("error")) for _, result in made)),
+        "upstream_crashes": float(found.upstream_error is not None),
+    }
+    criteria = task.evaluation_criteria
+    gold = [
+        action for action in (criteria.actions if criteria else None) or () if mutates(action.name)
+    ]
+    writes = [call for call, result in made if not result.get("error") and mutates(call["name"])]
+    metrics["unconfirmed_writes"] = float(len(unconfirmed_writes(messages, mutates)))
+    same = [[same_call(a, call, Strictness.STRICT) for call in writes] for a in gold]
+    expected = sum(map(any, zip(*same, strict=True)))
+    metrics["extra_writes"] = float(len(writes) - expected)
+    if gold:
+        metrics["gold_writes_done"] = sum(map(any, same)) / len(gold)
+    last = next((m for m in reversed(messages) if m["role"] == "user"), {})
+    content = last.get("content") or ""
+    metrics["transferred"] = float(TRANSFER in content)
+    metrics["out_of_scope"] = float(OUT_OF_SCOPE in content)
+    return metrics
+
+
+class _Verdict(BaseModel):
+    met: bool
+
+
+class _Verdicts(BaseModel):
+    results: list[_Verdict]
+
+
+def verdicts(judge: Judge, assertions: Sequence[str], messages: Sequence[TauMessage]) -> list[bool]:
+    """Returns whether each assertion is met; without assertions no model is called."""
+    if not assertions:
+        return []
+    asked = judge_messages(assertions, messages)
+    return judge.ask_blocking(asked, lambda text: read_verdicts(text, len(assertions)))
+
+
+def read_verdicts(text: str, count: int) -> list[bool]:
+    """Parses the verdicts in an answer; raises ValueError if they are invalid or not `count`."""
+    start, end = text.find("{"), text.rfind("}")
+    try:
+        read = _Verdicts.model_validate(json.loads(text[start : end + 1]), strict=True)
+    except (ValidationError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if len(read.results) != count:
+        raise ValueError(f"{len(read.results)} verdicts, not {count}")
+    return [one.met for one in read.results]

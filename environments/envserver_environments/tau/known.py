@@ -17,9 +17,8 @@ from .agent import AGENT
 from .domains.world import Domain, World
 from .episodes import GREETING, STOP, TRANSFER, Episode, EpisodeRules, is_user_stop
 from .evaluation import HAND_OVER, MAX_SAID_CHARACTERS, expected_world, pays_for_nothing
+from .speaking import USER, Rule, ScriptedCustomer, as_openai, assistant_calls, matching_rule
 from .tasks import Action, Criteria, TauMessage, TauTask, has_text, read_task
-from .users import USER, Rule, ScriptedCustomer, matching_rule
-from .wire import as_openai, assistant_calls
 
 # Demonstrations run in a world, so that results and a scripted customer's answers are real.
 
@@ -44,7 +43,6 @@ class Demonstration:
     world: World | None = None
 
     def by_agent(self) -> dict[str, list[Message]]:
-        """Returns the messages in the simulated engine's form."""
         return {AGENT: self.agent, USER: self.user} if self.user else {AGENT: self.agent}
 
 
@@ -56,12 +54,6 @@ def demonstrate(
     *,
     actions: Sequence[Action] | None = None,
 ) -> Demonstration:
-    """Plays the conversation in which `actions` are done.
-
-    Args:
-        script: the customer's; empty: a model simulates the customer.
-        actions: unset: the expected ones, and a look at the records if there are none.
-    """
     episode = Episode(domain, task, rules)
     if actions is None:
         actions = expected_actions(episode.world, task)
@@ -84,7 +76,6 @@ def expected_actions(world: World, task: TauTask) -> list[Action]:
 
 
 def opening(task: TauTask) -> str:
-    """The first words of a customer who has no script."""
     instructions = task.user_scenario.get("instructions")
     reason = instructions.get("reason_for_call") if isinstance(instructions, dict) else instructions
     return str(reason or task.ticket or "Hello, I need help.")
@@ -101,7 +92,6 @@ class _Play:
         self._his_turns: deque[Message] = deque([text_message(opening(episode.task))])
 
     def turn(self) -> None:
-        """Plays one side's turn."""
         if self._episode.speaker == "assistant":
             self._agent_turn()
         elif self._customer is not None:
@@ -122,7 +112,6 @@ class _Play:
             self._ask_customer()
 
     def _ask_customer(self) -> None:
-        """Makes the customer do the next expected action."""
         asked = [self._actions.popleft()]
         if self._customer is None:
             while self._actions and self._actions[0].requestor == "user":
@@ -197,7 +186,6 @@ def _literals(pattern: str) -> Iterator[str]:
 
 
 def _does(rule: Rule, action: Action) -> bool:
-    """Does the customer, following `rule`, do this?"""
     return action.requestor == "user" and any(
         call["name"] == action.name and call["arguments"] == action.arguments
         for call in rule.get("calls") or ()
@@ -373,7 +361,6 @@ def _is_write(world: World, action: Action) -> bool:
 
 
 def _flooded(messages: Sequence[TauMessage], begun: int) -> list[TauMessage]:
-    """Makes the assistant's messages long from message `begun` on."""
     flood = " word" * (MAX_SAID_CHARACTERS // 5 + 1)
     return [
         {**message, "content": message["content"] + flood}
@@ -384,8 +371,6 @@ def _flooded(messages: Sequence[TauMessage], begun: int) -> list[TauMessage]:
 
 
 def _replaced(messages: Sequence[TauMessage], texts: Sequence[str], form: str) -> list[TauMessage]:
-    """Returns the conversation with the assistant's `texts` wrapped in `form`."""
-
     def changed(content: str) -> str:
         for text in texts:
             content = content.replace(text, form.format(text))

@@ -57,7 +57,6 @@ class RecordedTask(BaseModel):
 
 
 def read_recorded_task(row: Mapping[str, Any]) -> RecordedTask:
-    """The task of a row."""
     try:
         return RecordedTask.model_validate(row)
     except ValidationError as error:
@@ -70,7 +69,6 @@ def read_recorded_task(row: Mapping[str, Any]) -> RecordedTask:
 def replayed(
     domain: Domain, task: TauTask, rules: EpisodeRules, messages: Sequence[Mapping[str, Any]]
 ) -> Episode:
-    """Replays the conversation of `messages`."""
     episode = Episode(domain, task, rules)
     remaining = [message_of_row(message, number) for number, message in enumerate(messages)]
     remaining = [message for message in remaining if message["role"] != "system"]

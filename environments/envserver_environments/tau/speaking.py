@@ -7,19 +7,99 @@ calls (`run.chat(..., agent=name)`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from envserver_tools.calling import Tool
+from envserver_tools.calling import StrictDecoder, Tool, check_characters, visible_text
 from envserver_tools.protocol import RESULT_HEAD, Part, describe_tools, parse_message
-from envserver_tools.visible import visible_text
 
-from envserver import Message, Reply, Rollout, ServiceError
+from envserver import InputError, Message, Reply, Rollout, ServiceError
 
-from .prompts import text_prompt
-from .tasks import TauMessage
-from .wire import calls_of, result_for_model
+from .domains.toolkit import Requestor
+from .domains.world import World
+from .episodes import STOP, Episode
+from .prompts import text_prompt, user_prompt
+from .tasks import TauMessage, TauTask, has_text
+
+# A model's output is never trusted: arguments that are not a JSON object stay text, and the world
+# answers with an error.
+
+
+def calls_of(tool_calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A model's tool calls as an episode takes them: `{"id", "name", "arguments"}`."""
+    return [_call(call) for call in tool_calls]
+
+
+def as_openai(message: TauMessage) -> Message:
+    """Converts a message to OpenAI's form, with the requestor of a result added.
+
+    `tasks.message_of_row` reads it back unchanged.
+    """
+    if message["role"] == "tool":
+        told = {"role": "tool", "tool_call_id": message["id"], "content": message["content"]}
+        return {**told, "requestor": message["requestor"], "error": message["error"]}
+    said: Message = {"role": message["role"], "content": message["content"]}
+    if message.get("tool_calls"):
+        said["tool_calls"] = [_function_call(call) for call in message["tool_calls"]]
+    return said
+
+
+def seen_by(side: Requestor, messages: Sequence[TauMessage]) -> Iterator[Message]:
+    """Returns the conversation as one side sees it: itself as the assistant, only its own calls."""
+    for message in messages:
+        if message["role"] == "tool":
+            if message["requestor"] == side:
+                yield result_for_model(message)
+        elif message["role"] == side:
+            yield {**as_openai(message), "role": "assistant"}
+        elif has_text(message) and not message.get("tool_calls"):
+            yield {"role": "user", "content": message["content"]}
+
+
+def result_for_model(result: TauMessage) -> Message:
+    return {"role": "tool", "tool_call_id": result["id"], "content": result["content"]}
+
+
+def assistant_calls(*calls: tuple[str, Mapping[str, Any]]) -> Message:
+    """A model's message that calls tools, each by name and arguments."""
+    made = [
+        _function_call({"id": f"call_{place}", "name": name, "arguments": arguments})
+        for place, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    source = function.get("arguments")
+    return {
+        "id": str(call.get("id") or ""),
+        "name": str(function.get("name") or ""),
+        "arguments": _arguments(source if isinstance(source, str) else json.dumps(source)),
+    }
+
+
+def _arguments(source: str) -> dict[str, Any] | str:
+    try:
+        value = json.loads(source or "{}", cls=StrictDecoder)
+        check_characters(source, value)
+    except (ValueError, RecursionError):
+        return source
+    return value if isinstance(value, dict) else source
+
+
+def _function_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    # A text that is not an object is written as a JSON string: it is read back as the text it is.
+    source = json.dumps(call["arguments"])
+    return {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": call["name"], "arguments": source},
+    }
+
 
 MAX_EMPTY_ANSWERS = 3
 """After this many unusable answers at a turn a customer's model is an infrastructure failure."""
@@ -55,7 +135,8 @@ class Speaker(Protocol):
 
 @dataclass
 class ModelSpeaker:
-    """A side played by a model. Its conversation is append-only, so it is one training sequence.
+    """A side whose messages a model writes. Its conversation is append-only, so it is one training
+    sequence.
 
     Args:
         name: of the agent of the rollout.
@@ -193,3 +274,97 @@ def _correction(part: Part) -> str:
 
 def _not_here(**arguments: object) -> str:
     raise AssertionError("tools are called in the world")
+
+
+# Scripts make rollouts cheap and repeatable. A script is a list of rules of which the first match
+# is followed: `{"if": pattern in the assistant's last message (case-insensitive) or "always",
+# "calls": [{"name", "arguments"}] of the customer's own tools (optional), "say": the customer's
+# text, in which {result} is the last call's result}`.
+
+UserKind = Literal["auto", "script", "model"]
+Rule = Mapping[str, Any]
+
+USER = "user"
+"""Name of the agent whose model simulates the customer."""
+MAX_REPEATS = 5
+"""After this many repeats a scripted customer gives up, which ends the conversation."""
+
+
+def customer_of(
+    kind: UserKind, script: Sequence[Rule], task: TauTask, episode: Episode, run: Rollout
+) -> Speaker:
+    if kind == "script" and not script:
+        raise InputError(f"Task {task.id!r} has no script for its customer.")
+    if script and kind != "model":
+        return ScriptedCustomer(script, episode.messages)
+    tools = user_tools(episode.world, task)
+    return ModelCustomer(
+        run,
+        USER,
+        user_prompt(task.user_scenario, has_tools=bool(tools)),
+        tools,
+        seen_by("user", episode.messages),
+    )
+
+
+def user_tools(world: World, task: TauTask) -> list[dict[str, Any]]:
+    if world.user is None:
+        return []
+    known = world.user.tools().values()
+    return [
+        tool.schema for tool in known if task.user_tools is None or tool.name in task.user_tools
+    ]
+
+
+class ScriptedCustomer:
+    """A customer without a model.
+
+    Args:
+        script: its last rule is "always".
+        history: the conversation before the customer's first turn.
+    """
+
+    def __init__(self, script: Sequence[Rule], history: Sequence[TauMessage] = ()) -> None:
+        self._script = script
+        self._heard = ""
+        self._words: str | None = None
+        self._uses: Counter[int] = Counter()
+        for message in history:
+            if message["role"] == "assistant" and message.get("content"):
+                self.hear(message["content"])
+
+    def hear(self, content: str) -> None:
+        self._heard = content
+
+    def receive(self, results: Sequence[TauMessage]) -> None:
+        if self._words is not None and results:
+            self._words = self._words.replace("{result}", str(results[-1]["content"]))
+
+    async def speak(self) -> Utterance:
+        return self.say()
+
+    def say(self) -> Utterance:
+        if self._words is not None:
+            words, self._words = self._words, None
+            return Utterance(words)
+        place = matching_rule(self._script, self._heard)
+        self._uses[place] += 1
+        if self._uses[place] > MAX_REPEATS:
+            return Utterance(f"This leads nowhere. {STOP}")
+        rule = self._script[place]
+        calls = [
+            {"id": f"user_{self._uses.total()}_{number}", **call}
+            for number, call in enumerate(rule.get("calls") or ())
+        ]
+        if not calls:
+            return Utterance(rule["say"])
+        self._words = rule["say"]
+        return Utterance(calls=calls)
+
+
+def matching_rule(script: Sequence[Rule], heard: str) -> int:
+    """Returns the index of the rule that matches, or of the last one."""
+    for place, rule in enumerate(script):
+        if rule["if"] == "always" or re.search(rule["if"], heard, re.IGNORECASE):
+            return place
+    return len(script) - 1

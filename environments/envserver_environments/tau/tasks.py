@@ -101,7 +101,6 @@ class TauTask(BaseModel):
 
 
 def read_task(row: Mapping[str, Any]) -> TauTask:
-    """A task from a row of tasks.json."""
     try:
         return TauTask.model_validate(row)
     except ValidationError as error:
@@ -164,7 +163,6 @@ def _text(content: Any) -> str | None:
 
 
 def has_text(message: Mapping[str, Any]) -> bool:
-    """Does it say anything?"""
     content = message.get("content")
     return isinstance(content, str) and bool(content.strip())
 

@@ -3,7 +3,7 @@
 Tasks: `public` has the words that may be asked for and the things that it may be; `hidden` the
 thing. Each turn is one line, `ask WORD` or `guess THING`. A question is paid, when it is asked,
 half of the share of the uncertainty that it takes away (in bits), the right guess the other half.
-So the rewards of a rollout are in [0, 1], whole for whoever finds the thing out and names it; a
+So the rewards of a rollout are in [0, 1], whole for a guesser that names the thing; a
 guess by luck gets the half, and a question whose answer was known gets nothing.
 """
 

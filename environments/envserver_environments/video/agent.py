@@ -8,18 +8,232 @@ used up its turns, or has made ten bad calls. Output that was cut off is not an 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from envserver_tools.calling import Tool, call_tool, descriptions
+from envserver_tools.calling import (
+    MAX_RESULT_CHARACTERS,
+    Tool,
+    ToolError,
+    call_tool,
+    descriptions,
+    function_tool,
+    toolbox,
+    visible_text,
+)
 from envserver_tools.protocol import FORMAT, ProtocolRun, describe_tools, run_protocol
-from envserver_tools.visible import visible_text
+from envserver_tools.retrieval import BM25
 
-from envserver import Message, Reply, Rollout
+from envserver import InputError, Message, Reply, Rollout
 
+from .context import Line, Modality, VideoContext, stamp
 from .prompts import system_prompt
-from .tools import Finished, FrameViewer, said
+
+MAX_ITEMS = 60
+MAX_HITS = 10
+DEFAULT_HITS = 5
+MAX_ANSWER_CHARACTERS = 500
+_ROOM = MAX_RESULT_CHARACTERS - 100
+"""Characters of lines in a result; the rest is for the note about the lines left out."""
+
+TOOLS_OF: dict[Modality, tuple[str, ...]] = {
+    "captions": ("get_captions", "search_captions"),
+    "transcript": ("get_transcript",),
+    "scene_graph": ("get_scene_graph",),
+}
+"""The tools that read each modality."""
+
+_RANGE = {
+    "t0": {"type": "number", "minimum": 0, "description": "From this second on; default 0."},
+    "t1": {"type": "number", "minimum": 0, "description": "To this second; default the end."},
+}
+_NOTHING: dict[Modality, str] = {
+    "captions": "Of this video there are no captions.",
+    "transcript": "Of this video there is no transcript.",
+    "scene_graph": "Of this video there are no scene graphs.",
+}
+
+
+class Finished(Exception):
+    """The agent is done; `answer` is its answer."""
+
+    def __init__(self, answer: str) -> None:
+        super().__init__(answer)
+        self.answer = answer
+
+
+def video_tools(context: VideoContext) -> dict[str, Tool]:
+    """The tools that read `context`, by name; `finish` is not among them."""
+
+    def ranged(modality: Modality) -> Callable[..., str]:
+        return partial(_in_range, context, modality)
+
+    return toolbox(
+        Tool(
+            function_tool(
+                "get_captions",
+                "Shows captions of a part of the video, in the order of time.",
+                {
+                    **_RANGE,
+                    "max_items": {
+                        "type": "integer",
+                        "minimum": 1,
+                        "maximum": MAX_ITEMS,
+                        "description": f"The most captions to show; default {MAX_ITEMS}.",
+                    },
+                },
+            ),
+            ranged("captions"),
+        ),
+        Tool(
+            function_tool(
+                "search_captions",
+                "Finds the captions that share words with a query, best first.",
+                {
+                    "query": {"type": "string", "minLength": 1, "maxLength": 300},
+                    "top_k": {
+                        "type": "integer",
+                        "minimum": 1,
+                        "maximum": MAX_HITS,
+                        "description": f"How many; default {DEFAULT_HITS}.",
+                    },
+                },
+                ["query"],
+            ),
+            partial(_found, context),
+        ),
+        Tool(
+            function_tool(
+                "get_transcript", "Shows what is said in a part of the video, and by whom.", _RANGE
+            ),
+            ranged("transcript"),
+        ),
+        Tool(
+            function_tool(
+                "get_scene_graph",
+                "Shows how things are related in a part of the video: (thing, relation, thing).",
+                _RANGE,
+            ),
+            ranged("scene_graph"),
+        ),
+    )
+
+
+def finish_tool() -> Tool:
+    """The tool that ends an agent's work with an answer."""
+    return Tool(
+        function_tool(
+            "finish",
+            "Gives the final answer and ends the task.",
+            {"answer": {"type": "string", "maxLength": MAX_ANSWER_CHARACTERS}},
+            ["answer"],
+        ),
+        _finish,
+    )
+
+
+def _finish(answer: str) -> str:
+    raise Finished(answer)
+
+
+def _in_range(
+    context: VideoContext,
+    modality: Modality,
+    t0: float = 0.0,
+    t1: float = math.inf,
+    max_items: int = MAX_ITEMS,
+) -> str:
+    if t1 < t0:
+        raise ToolError("t1 must not be before t0.")
+    if modality not in context.modalities:
+        return _NOTHING[modality]
+    lines = context.lines(modality, t0, t1)
+    if not lines:
+        return "There is nothing in this part of the video."
+    shown = lines[:max_items]
+    while len(shown) > 1 and sum(len(str(line)) + 1 for line in shown) > _ROOM:
+        shown.pop()
+    left = lines[len(shown) :]
+    rest = [f"({len(left)} more; go on from t0 = {left[0].t0:g})"] if left else []
+    return "\n".join([*map(str, shown), *rest])
+
+
+def _found(context: VideoContext, query: str, top_k: int = DEFAULT_HITS) -> str:
+    lines: list[Line] = context.lines("captions")
+    if not lines:
+        return _NOTHING["captions"]
+    hits = BM25(line.text for line in lines).top(query, top_k)
+    return (
+        "\n".join(str(lines[number]) for number, _ in hits) or "No caption shares a word with it."
+    )
+
+
+MAX_SHOWN = 128
+"""Frames in one conversation: what a request may hold is limited, too (`--tokens.max_media`)."""
+
+
+class FrameViewer:
+    """The frames that one agent has looked at, and those that it is to see next."""
+
+    def __init__(self, run: Rollout) -> None:
+        self._run = run
+        self._next: list[dict[str, Any]] = []
+        self._shown = 0
+
+    async def show(self, t0: float = 0.0, t1: float | None = None) -> str:
+        """Has the agent see frames of a part of the video; returns what is said of them."""
+        try:
+            told = await self._run.call_tool("frames", {"t0": t0, "t1": t1})
+        except InputError as error:
+            raise ToolError(error.message) from error
+        length, frames = stamp(told["seconds"]), told["frames"]
+        if not frames:
+            raise ToolError(f"There are no frames there: the video lasts {length}.")
+        if self._shown + len(frames) > MAX_SHOWN:
+            raise ToolError("You have seen as many frames as can be shown.")
+        self._shown += len(frames)
+        for frame in frames:
+            self._next.append({"type": "text", "text": f"{stamp(frame['time'])}:"})
+            self._next.append({"type": "image_url", "image_url": {"url": frame["url"]}})
+        times = f"{stamp(frames[0]['time'])} to {stamp(frames[-1]['time'])}"
+        return f"{len(frames)} frames follow, from {times}. The video lasts {length}."
+
+    def tool(self) -> Tool:
+        """The tool that shows frames of a part of the video."""
+        description = function_tool(
+            "view_frames",
+            "Shows frames of a part of the video, evenly spread over it. Shorter parts show more.",
+            {
+                "t0": {"type": "number", "minimum": 0, "description": "From this second on."},
+                "t1": {"type": "number", "minimum": 0, "description": "To this second."},
+            },
+        )
+        return Tool(description, self.show)
+
+    def put_into(self, messages: list[Message]) -> None:
+        """Adds the frames that the agent is to see next to its conversation."""
+        if not self._next:
+            return
+        frames, self._next = self._next, []
+        last = messages[-1]
+        if last["role"] == "user":
+            last["content"] = [{"type": "text", "text": last["content"]}, *frames]
+        else:
+            messages.append({"role": "user", "content": frames})
+
+
+def said(message: Message) -> Any:
+    """Returns a message's content for readers: frames by their number only."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content
+    texts = [part["text"] for part in content if part.get("type") == "text"]
+    images = sum(part.get("type") == "image_url" for part in content)
+    return "\n".join([*texts, f"({images} frames)"])
+
 
 Protocol = Literal["tools", "text"]
 MAX_TOOL_ERRORS = 10

@@ -74,7 +74,6 @@ class VideoContext:
 
     @property
     def modalities(self) -> list[Modality]:
-        """Returns the modalities that have lines."""
         return [name for name in MODALITIES if getattr(self, name)]
 
     def lines(self, modality: Modality, t0: float = 0.0, t1: float = math.inf) -> list[Line]:
@@ -87,7 +86,6 @@ class VideoContext:
 
     @property
     def characters(self) -> int:
-        """Returns the number of characters of all lines."""
         return sum(len(line.text) for name in MODALITIES for line in getattr(self, name))
 
     @property
@@ -100,7 +98,6 @@ class VideoContext:
 
     @classmethod
     def of_json(cls, value: dict[str, Any]) -> VideoContext:
-        """The inverse of `as_json`."""
         return cls(**{name: tuple(Line(**line) for line in value[name]) for name in value})
 
 
@@ -145,8 +142,6 @@ def _context(value: object, fps: float) -> VideoContext:
 
 @dataclass(frozen=True)
 class _RawLine:
-    """A line with the times that it says."""
-
     text: str
     t0: float | None = None
     t1: float | None = None
@@ -206,11 +201,6 @@ def _seconds(time: Any) -> float | None:
 
 
 def _placed(raw_lines: list[_RawLine], fps: float, end: float = 0.0) -> list[Line]:
-    """The lines that say something, in the order of time.
-
-    Args:
-        end: of the video, as far as it is known.
-    """
     starts = [place / fps if one.t0 is None else one.t0 for place, one in enumerate(raw_lines)]
     if not all(math.isfinite(start) and start >= 0 for start in starts):
         raise ValueError("a time is before the start, or none at all")

@@ -18,17 +18,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_environments.options import OPTIONS, option_place, options_of, split_options
 from envserver_environments.rows import (
+    OPTIONS,
     DataSets,
     FirstOption,
     Hub,
     Row,
     fields_of,
     missing,
+    option_place,
+    options_of,
     roles_of,
     rows_within,
     spelled,
+    split_options,
     table_of,
     text_of,
     value_at,
@@ -264,7 +267,6 @@ def answers_file(path: Path | None) -> dict[str, Any]:
 
 
 def context_file(path: Path, fps: float = 1.0) -> VideoContext:
-    """Reads the text about one video."""
     if not path.is_file():
         raise NotFoundError(f"There is no file {str(path)!r}.")
     if path.suffix not in CAPTIONS:

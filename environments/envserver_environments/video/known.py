@@ -11,10 +11,9 @@ from envserver_environments.demonstrations import call_message, text_message
 
 from envserver import KnownResult, Message, Result, Task
 
-from .agent import Protocol
+from .agent import TOOLS_OF, Protocol
 from .context import Modality, VideoContext
 from .teams import FINAL_ANSWER, FRAMES, ORGANIZER, Frames, Mode
-from .tools import TOOLS_OF
 
 # In a team, an expert reads the moment that the question is about; where its kind of description
 # has nothing there, it says that it cannot tell, and others decide.
@@ -101,7 +100,6 @@ def _calls(name: str, arguments: dict[str, Any], protocol: Protocol) -> Message:
 
 
 def known_answers(task: Task) -> Iterator[KnownResult]:
-    """Returns the known results of any task here."""
     gold = right_answer(task)
     yield _right("gold, by finish", answer=gold)
     yield _right("gold, in a box", text=f"So it is \\boxed{{{gold}}}.")

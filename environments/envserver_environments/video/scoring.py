@@ -13,8 +13,8 @@ from typing import Any
 from envserver_environments.answers import choice_index, last_boxed, option_index
 from envserver_environments.mhqa.metrics import answer_measure, normalize_answer
 from envserver_environments.mhqa.scoring import extract_answer, is_short, why_refused
+from envserver_tools.calling import visible_text
 from envserver_tools.retrieval import STOP_WORDS
-from envserver_tools.visible import visible_text
 
 from envserver import Result, Score, Task
 
@@ -41,7 +41,6 @@ def words_of(reply: AgentAnswer) -> str | None:
 
 
 def same_answer(first: AgentAnswer, second: AgentAnswer, options: list[str]) -> bool:
-    """Returns whether both give an answer, and the same one."""
     if options:
         index = option_of(first, options)
         return index is not None and index == option_of(second, options)

@@ -18,23 +18,25 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from envserver_records.cancelling import cancel_and_wait
+from envserver_records.waiting import cancel_and_wait
 from envserver_tools.calling import Tool, ToolError, cut, function_tool, toolbox
 
 from envserver import PublicTask, Rollout
 
-from .agent import Agent, AgentAnswer, Protocol
-from .context import VideoContext
-from .prompts import about, question, reports, system_prompt
-from .scoring import final_answer, same_answer
-from .tools import (
+from .agent import (
     MAX_ANSWER_CHARACTERS,
     TOOLS_OF,
+    Agent,
+    AgentAnswer,
     Finished,
     FrameViewer,
+    Protocol,
     finish_tool,
     video_tools,
 )
+from .context import VideoContext
+from .prompts import about, question, reports, system_prompt
+from .scoring import final_answer, same_answer
 
 Mode = Literal["single", "report", "star"]
 Frames = Literal["off", "all", "tool"]
@@ -115,7 +117,6 @@ class _Team:
         self._frames: Frames = rules.frames if public.get("file") else "off"
 
     async def solve(self) -> tuple[AgentAnswer, dict[str, AgentAnswer]]:
-        """Returns the team's answer and each expert's last answer."""
         match self._rules.mode:
             case "single":
                 return await self._single(), {}
@@ -230,8 +231,6 @@ class _Team:
 
 
 class _Star:
-    """The organizer's tool that asks experts, one at a time."""
-
     def __init__(
         self, run: Rollout, question: str, experts: Mapping[str, Agent], max_rounds: int
     ) -> None:

@@ -42,8 +42,16 @@ from envserver import (
     Task,
 )
 
-from .folders import MOST_BYTES, HarborTask, fetches, read_task, task_folders
-from .grading import changed, changes_in, grade
+from .grading import (
+    MOST_BYTES,
+    HarborTask,
+    changed,
+    changes_in,
+    fetches,
+    grade,
+    read_task,
+    task_folders,
+)
 
 SPEC = SandboxSpec(
     preload=(*PRELOAD, "tarfile", "hashlib"),

@@ -18,7 +18,6 @@ def environment(spec: str) -> type[Environment]:
 
 
 def backend(spec: str, packages: Sequence[str]) -> Backend:
-    """Returns the one virtual environment of all Inspect tasks."""
     return Backend(name="inspect", requirements=REQUIREMENTS)
 
 

@@ -29,7 +29,8 @@ from envserver import (
     Task,
 )
 
-from . import loading, sandboxes, scoring
+from . import running, scoring
+from . import values as loading
 from .running import Outcome, run_sample
 from .values import as_score
 
@@ -69,7 +70,7 @@ class InspectTask(Environment):
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self.sandbox = SandboxSpec(limits=sandboxes.LIMITS) if self._has_sandbox else None
+        self.sandbox = SandboxSpec(limits=running.LIMITS) if self._has_sandbox else None
         self._check()
 
     @cached_property
@@ -132,7 +133,7 @@ class InspectTask(Environment):
 
     def _image_of(self, sample: Any) -> str | None:
         image, ignored = self.config.image, self.config.ignore_image
-        return sandboxes.image_of(self._task, sample, image, ignored)
+        return running.image_of(self._task, sample, image, ignored)
 
     def rollout(self, task: PublicTask, run: Rollout) -> Any:
         """Runs in a thread, with an event loop for code of others that may block it."""

@@ -52,11 +52,6 @@ class State(BaseModel):
 
 
 def state_of(state: TaskState, before: Mapping[str, Any]) -> State:
-    """Returns a solver's state as JSON.
-
-    Args:
-        before: the sample's metadata.
-    """
     changed = {name: value for name, value in state.metadata.items() if before.get(name) != value}
     return State(
         messages=list(state.messages),
@@ -139,7 +134,6 @@ async def score_state(
 
 
 def _mark(rebuilt: TaskState, state: State) -> None:
-    """Marks and orders the choices as the solver left them."""
     choices = rebuilt.choices
     if len(state.marked) != len(choices):
         return

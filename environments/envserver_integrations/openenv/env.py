@@ -1,9 +1,9 @@
 """An OpenEnv server's environment: its episodes are rollouts, its rewards are those of our turns.
 
 In: the address of a server, and seeds or rows of reset arguments as tasks. Out: rollouts in which
-the model acts by text or by tools. What always holds: the connection is the server process's
+the model acts by text or by tools. Invariants: the connection is the server process's
 (`services`), so workers need no network, and ends with the attempt; a failure of the OpenEnv server
-is retried and never scored; an action that it refuses is told to the model.
+is retried and never scored; the model hears of an action that it refuses.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OpenEnv(Environment):
         one alone."""
         server_errors: Literal["server", "model"] = "server"
         """Who is to blame when the server raises on an action: the server (the rollout is retried)
-        or the model (it is told)."""
+        or the model (it gets the refusal)."""
         token: SecretStr | None = None
         """Bearer token for the server."""
         connect_seconds: float = Field(default=10.0, gt=0)

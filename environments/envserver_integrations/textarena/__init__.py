@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from envserver import Backend, Environment, Integration
 
-from .words import WORD_GAMES, download_program
+from .games import WORD_GAMES, download_program
 
 VERSION = "0.7.4"
 

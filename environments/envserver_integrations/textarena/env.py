@@ -32,8 +32,7 @@ from envserver import (
 )
 
 from ..answers import Answer, action_of
-from .games import Game, check_game, fewest_players, forfeited
-from .words import look_for_words_in
+from .games import Game, check_game, fewest_players, forfeited, look_for_words_in
 
 _TO_MOVE = "player_to_move"
 

@@ -1,6 +1,6 @@
 """One game of TextArena: who is to move, what they see, and how it ended.
 
-What always holds: a game depends on nothing but its id, its options, the number of players, the
+Invariants: a game depends on nothing but its id, its options, the number of players, the
 seed and the actions. TextArena draws from Python's global random numbers; each game gets and keeps
 a state of its own, so games that run side by side do not disturb each other.
 """
@@ -13,14 +13,98 @@ import difflib
 import functools
 import json
 import math
+import os
 import random
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, NamedTuple
 
 from envserver import ConfigError, NotFoundError
 
-from .words import without_downloads
+# A rollout downloads nothing. `envserver env install` does, into the virtual environment; without
+# the lists a game is refused with a message that says how to get them.
+
+WORD_GAMES = (
+    "Codenames", "DontSayIt", "Hangman", "LetterAuction", "SpellingBee",
+    "WordChains", "WordLadder", "WordSearch", "Wordle",
+)  # fmt: skip
+RESOURCES = {
+    "words": "corpora/words",
+    "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng",
+}
+
+
+def download_program() -> str:
+    """Returns a program that downloads the lists that are missing into the virtual environment
+    that runs it."""
+    return f"""
+import nltk, os, sys
+place = os.path.join(sys.prefix, "nltk_data")
+def there(path):
+    try:
+        return bool(nltk.data.find(path))
+    except LookupError:
+        return False
+missing = [
+    name for name, path in {RESOURCES}.items()
+    if not there(path) and not there(path + ".zip") and not nltk.download(name, place, quiet=True)
+]
+sys.exit(f"NLTK cannot download {{missing}}." if missing else 0)
+"""
+
+
+def look_for_words_in(folders: str) -> None:
+    """Adds folders, separated as in $PATH, to those in which NLTK looks."""
+    import nltk
+
+    for folder in reversed(folders.split(os.pathsep)):
+        if folder and folder not in nltk.data.path:
+            nltk.data.path.insert(0, folder)
+
+
+@contextmanager
+def without_downloads(game: str) -> Iterator[None]:
+    """Within the block nothing is downloaded, and nothing is printed to standard output."""
+    import nltk
+
+    missing: set[str] = set()
+
+    def held(wanted: Any = None, *arguments: Any, **options: Any) -> bool:
+        names = [wanted] if isinstance(wanted, str) else list(wanted or ())
+        lacking = {name for name in names if not _is_there(name)}
+        missing.update(lacking)
+        return not lacking
+
+    download, nltk.download = nltk.download, held
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except LookupError as error:
+        if not missing:
+            raise
+        names = " ".join(sorted(missing))
+        raise ConfigError(
+            f"{game} needs word lists of NLTK that are not on this machine: {names}.",
+            hint=f"python -m nltk.downloader {names}, or envserver env install textarena:{game} "
+            "--replace true; both need the network once. --env.nltk_data names another folder.",
+        ) from error
+    finally:
+        nltk.download = download
+
+
+def _is_there(name: str) -> bool:
+    import nltk
+
+    place = RESOURCES.get(name, name)
+    for path in (place, f"{place}.zip"):
+        try:
+            nltk.data.find(path)
+        except LookupError:
+            continue
+        return True
+    return False
+
 
 _MOST_PLAYERS = 20
 _INVALID = -1.0
@@ -92,7 +176,6 @@ class Game:
         self._moves += 1
 
     def outcome(self) -> Outcome:
-        """Returns how the game ended."""
         if self._fallen is not None:
             return self._fallen
         rewards, facts = self._env.close()
@@ -136,11 +219,8 @@ def check_game(game: str) -> None:
 
 @functools.cache
 def fewest_players(game: str, options: str) -> int:
-    """Returns the number of players that the game declares, or else the smallest that it accepts.
-
-    Args:
-        options: JSON.
-    """
+    """Returns the number of players that the game declares, or else the smallest that it
+    accepts."""
     from textarena.envs.registration import ENV_REGISTRY
 
     declared = {**ENV_REGISTRY[game].kwargs, **json.loads(options)}.get("num_players")

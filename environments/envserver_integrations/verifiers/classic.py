@@ -84,12 +84,6 @@ def as_json(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_json(row: Mapping[str, Any], kept: Mapping[str, Any]) -> State:
-    """Returns a state for the rubric.
-
-    Args:
-        row: of the data set, with its answer.
-        kept: what `as_json` returned.
-    """
     state = new_state(row)
     conversation = [*state["prompt"], *normalize_messages(kept["completion"])]
     state["completion"] = conversation[len(state["prompt"]) :]
@@ -178,7 +172,6 @@ def watch(rubric: Any) -> None:
 
 
 async def score_one(rubric: Any, state: Any) -> Score:
-    """Scores one state."""
     await _checked(rubric.score_rollout(state))
     return score_of(rubric, state)
 
@@ -367,7 +360,6 @@ class ClassicEnvironment(VerifiersEnvironment):
 
 
 def classic_class(name: str) -> type[Environment]:
-    """Returns the class of a package."""
     try:
         module = import_env_module(name)
     except ModuleNotFoundError as error:

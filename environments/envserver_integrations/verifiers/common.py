@@ -136,7 +136,6 @@ def kept_signals() -> Iterator[None]:
 
 
 def numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
-    """Returns the entries that are finite numbers."""
     found = {}
     for name, value in (values or {}).items():
         if isinstance(value, bool | int | float) and math.isfinite(value):

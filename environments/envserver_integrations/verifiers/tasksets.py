@@ -87,7 +87,6 @@ def playing(run: Rollout) -> Iterator[Any]:
 
 
 def roles_of(config: Any) -> dict[str, Any]:
-    """Returns the agents that an EnvConfig class declares, by name."""
     return {
         name: field.default
         for name, field in config.model_fields.items()
@@ -123,7 +122,6 @@ def _client(url: str, variable: str) -> Any:
 
 
 def _reach_directly(url: str) -> None:
-    """Keeps verifiers' clients from asking for `url` through a proxy."""
     host = urlsplit(url).hostname or ""
     kept = [each for each in os.environ.get("NO_PROXY", "").split(",") if each]
     if host not in kept:
@@ -144,7 +142,6 @@ def refuse_own_harness(name: str) -> None:
 
 
 def loaded(name: str, own: Any) -> Any:
-    """Makes its environment, with our harness for each role."""
     try:
         kind = environment_class(name)
         config = concrete_type(kind, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
@@ -205,7 +202,6 @@ def _refuse_program(name: str, role: str, default: Any) -> None:
 
 
 def trained_roles(env: Any) -> dict[str, bool]:
-    """Returns whether its `setup` leaves each role trainable."""
     seats = Agents(env.config, lambda name, spec: SimpleNamespace(trainable=True, config=spec))
     _in_a_thread(lambda: asyncio.run(env.setup(seats)))
     return {role: bool(getattr(seats, role).trainable) for role in roles_of(type(env.config))}
@@ -303,7 +299,6 @@ class TasksetEnvironment(VerifiersEnvironment):
             yield Task(str(number), shown if self._is_apart else whole, whole)
 
     async def setup(self) -> None:
-        """Starts what its episodes share."""
         await self.loop.run(self._start())
 
     async def close(self) -> None:
@@ -408,7 +403,6 @@ class TasksetEnvironment(VerifiersEnvironment):
         return score
 
     def demonstration(self, task: Task) -> list[Message] | None:
-        """Returns the answer of the task, if it has one."""
         answer = task.hidden.get("answer")
         return [{"role": "assistant", "content": str(answer)}] if answer is not None else None
 
@@ -423,7 +417,6 @@ def _scored(trace: Any) -> dict[str, Any]:
 
 
 def taskset_class(name: str) -> type[Environment]:
-    """Returns the class of a package."""
     try:
         kind = find_taskset(name)
     except ModuleNotFoundError as error:

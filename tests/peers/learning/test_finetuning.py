@@ -20,6 +20,8 @@ import torch
 import yaml
 from envserver_clients import dpo, sft
 from envserver_clients.finetuning.examples import (
+    NOT_TRAINED,
+    Encoder,
     ExampleCounts,
     Limits,
     encoded_rows,
@@ -29,7 +31,6 @@ from envserver_clients.finetuning.examples import (
 from envserver_clients.finetuning.heldout import HeldOut
 from envserver_clients.finetuning.runs import check_apart, packed_difference
 from envserver_clients.finetuning.settings import DpoSettings, SftSettings, read_settings
-from envserver_clients.finetuning.tokens import NOT_TRAINED, Encoder
 from envserver_clients.finetuning.trainers import dpo_trainer, sft_trainer
 from safetensors.torch import load_file
 from support.waiting import PATIENCE

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 from envserver_clients.finetuning.conversation import Conversation, Plain, read_pair, read_row
-from envserver_clients.finetuning.examples import ExampleCounts, sft_examples
-from envserver_clients.finetuning.tokens import NOT_TRAINED, Encoded, Encoder
+from envserver_clients.finetuning.examples import (
+    NOT_TRAINED,
+    Encoded,
+    Encoder,
+    ExampleCounts,
+    sft_examples,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_model import TEMPLATE, tokenizer

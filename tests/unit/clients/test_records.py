@@ -25,7 +25,6 @@ from envserver_clients.training.examples import ExampleSettings, examples_of
 from envserver_clients.training.guard import SKIPPED, Guard, NothingLearned
 from envserver_clients.training.settings import TrainerSettings, from_flags
 from envserver_records import ConfigError, errors, extras
-from envserver_records.backoff import Backoff
 from envserver_records.cleaning import clean
 from envserver_records.extras import CLIENTS, install_command, missing_module_hint
 from envserver_records.files import PARTIAL_FILES, replace_file, replacing, replacing_path
@@ -33,7 +32,8 @@ from envserver_records.framing import FrameReader, frame, frame_header, receive_
 from envserver_records.http_errors import MODEL, SANDBOX, SERVICE, ErrorReader
 from envserver_records.records import Score, Trajectory
 from envserver_records.returns import Earned, advantages, turn_advantages
-from envserver_records.scores import TurnReward, with_totals
+from envserver_records.tasks import TurnReward, with_totals
+from envserver_records.waiting import Backoff
 from hypothesis import given, settings
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st

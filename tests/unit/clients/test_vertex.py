@@ -16,8 +16,15 @@ import fsspec
 import pytest
 from envserver_clients import dpo, sft
 from envserver_clients.finetuning.card import base_name
-from envserver_clients.finetuning.conversation import Call, are_valid, calls_in
-from envserver_clients.finetuning.data import Part, digest_of, parts_of, rows_of
+from envserver_clients.finetuning.conversation import (
+    Call,
+    Part,
+    are_valid,
+    calls_in,
+    digest_of,
+    parts_of,
+    rows_of,
+)
 from envserver_clients.finetuning.settings import tell
 from envserver_clients.vertex import command
 from envserver_clients.vertex.command import main

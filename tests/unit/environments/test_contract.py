@@ -18,7 +18,7 @@ import pytest
 from envserver_environments.code.hoisting import hoisted
 from envserver_environments.code.known import FAST, SLOW, cheats_for
 from envserver_environments.mhqa.metrics import SPECIAL
-from envserver_environments.router.plans import plan_of
+from envserver_environments.router.course import plan_of
 from envserver_environments.tau.domains.loading import OWN
 from support.case_files import cases
 from support.commands import envserver as command

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 from envserver_environments.kuhn.env import Kuhn
-from envserver_environments.kuhn.game import SPOTS, VALUE, equilibrium, exploitability, value
-from envserver_environments.kuhn.measure import outputs_in, strategy_of
+from envserver_environments.kuhn.game import (
+    SPOTS,
+    VALUE,
+    equilibrium,
+    exploitability,
+    outputs_in,
+    strategy_of,
+    value,
+)
 from envserver_environments.proposer_solver.env import result_of
 from envserver_environments.twenty_questions.env import Game, TwentyQuestions, read_things
 from hypothesis import given, settings

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from envserver_environments.swe.trees import Entry, tar_of
 from envserver_integrations.harbor.env import harbor_environment
-from envserver_integrations.harbor.folders import LOGS, read_task
-from envserver_integrations.harbor.grading import changed, grade
+from envserver_integrations.harbor.grading import LOGS, changed, grade, read_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import cases_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from envserver_integrations.answers import Answer, action_of
 from envserver_integrations.gymnasium import INTEGRATION
-from envserver_integrations.gymnasium.worlds import BadAction, action, plain
+from envserver_integrations.gymnasium.env import BadAction, action, plain
 from envserver_integrations.verifiers.backends import CLASSIC, V1, backend_of, is_classic
 from support.env_packages import wheel
 

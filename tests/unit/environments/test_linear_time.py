@@ -21,8 +21,7 @@ from envserver_environments.math.data_sets import read_problem
 from envserver_environments.mhqa.agent import numbered_list
 from envserver_environments.mhqa.metrics import answer_measure
 from envserver_environments.mhqa.scoring import extract_answer, parse_answer, why_refused
-from envserver_environments.router.course import course_metrics
-from envserver_environments.router.plans import PlanError, read_plan
+from envserver_environments.router.course import PlanError, course_metrics, read_plan
 from envserver_environments.tau.evaluation import Strictness, information_given
 from envserver_environments.video.agent import AgentAnswer
 from envserver_environments.video.scoring import cites_evidence, option_of, words_of

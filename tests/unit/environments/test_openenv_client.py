@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from envserver_integrations.openenv.client import InvalidAction, Timeouts, action_schema, session
+from envserver_integrations.openenv.server import InvalidAction, Timeouts, action_schema, session
 from support.openenv_server import OPENING, call, openenv_server, played, transcript
 
 from envserver import ConfigError, ServiceError

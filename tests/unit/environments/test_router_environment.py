@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.router.course import course_of
+from envserver_environments.router.course import as_json, course_of
 from envserver_environments.router.env import Router
 from envserver_environments.router.known import chain
 from envserver_environments.router.loading import SAMPLE, read_problem
-from envserver_environments.router.plans import as_json
 from support.commands import read_jsonl
 from support.scripted_run import ScriptedRun, call, played, says
 

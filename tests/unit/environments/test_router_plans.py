@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 from envserver_environments.router.course import (
+    Plan,
+    PlanError,
+    Step,
+    as_json,
     course_metrics,
     course_of,
+    plan_of,
     plan_of_course,
     read_course,
+    read_plan,
 )
-from envserver_environments.router.plans import Plan, PlanError, Step, as_json, plan_of, read_plan
 from envserver_environments.router.scoring import likeness
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -12,9 +12,8 @@ import pytest
 from envserver_environments.tau.domains.loading import find_domain
 from envserver_environments.tau.env import Tau
 from envserver_environments.tau.episodes import GREETING, STOP
-from envserver_environments.tau.evaluation import pass_hat_ks
-from envserver_environments.tau.scoring import read_verdicts, verdicts
-from envserver_environments.tau.wire import assistant_calls
+from envserver_environments.tau.evaluation import pass_hat_ks, read_verdicts, verdicts
+from envserver_environments.tau.speaking import assistant_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.options import option_place
+from envserver_environments.rows import option_place
 from envserver_environments.video.context import VideoContext, video_context
 from envserver_environments.video.data_sets import SAMPLE, read_item
 from envserver_environments.video.env import Video

@@ -17,7 +17,7 @@ import pytest
 from envserver_factory.exporting.filters import Forbidden
 from envserver_records.errors import ConfigError
 from envserver_records.records import Conversation, Group, link_of
-from envserver_records.scores import RewardRange, TurnReward
+from envserver_records.tasks import RewardRange, TurnReward
 from envserver_records.zstd import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st

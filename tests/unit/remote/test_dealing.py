@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from envserver_records.errors import ConflictError, InputError, StoreFull, TooLargeError
 from envserver_records.records import pack
-from envserver_records.scores import RewardRange
+from envserver_records.tasks import RewardRange
 from envserver_records.zstd import zstd
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 from envserver_records.costs import Cost, JudgeUsage
 from envserver_records.errors import ConfigError, ConflictError
-from envserver_records.proxy_events import EgressRequest, HookEvent
 from envserver_records.records import Group, ServiceCall, pack, sealed, unpack
 from envserver_records.sampling import SamplingSpan
-from envserver_records.scores import Score
+from envserver_records.tasks import Score
+from envserver_records.timings import EgressRequest, HookEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from envserver_clients.http import EnvClient, SyncEnvClient
-from envserver_clients.on_demand import TaskEstimate
+from envserver_clients.protocol import TaskEstimate
 from envserver_records.records import Task, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st

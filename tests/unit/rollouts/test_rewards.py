@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 import pytest
 from envserver_clients.records import ClientGroup
-from envserver_records.scores import outcome, range_as_json, range_from_json, with_totals
+from envserver_records.tasks import outcome, range_as_json, range_from_json, with_totals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import cases_of

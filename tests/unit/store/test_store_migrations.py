@@ -19,7 +19,7 @@ import asyncpg
 import msgspec
 import pytest
 from envserver_records.errors import ConflictError, InputError
-from envserver_records.scores import RewardRange
+from envserver_records.tasks import RewardRange
 from envserver_records.wire import GROUPS_MSGPACK
 from msgspec.structs import replace
 from support.api import Api, running_api, wire_group

@@ -11,9 +11,9 @@ import pytest
 from envserver_records.errors import TokensError
 from envserver_records.experts import RoutedExperts
 from envserver_records.images import ImageSpan
-from envserver_records.proxy_events import HookEvent
 from envserver_records.records import Call, Delivered, Dialect, Edge, TracedCall, pack, unpack
 from envserver_records.sampling import LogprobsKind
+from envserver_records.timings import HookEvent
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -23,10 +23,15 @@ from envserver_tools.web import (
     WebSettings,
 )
 from envserver_tools.web import web_tools as tools_of
-from envserver_tools.web.addresses import BadAddress, check_literal, normal_url
-from envserver_tools.web.fetching import Fetcher, PublicResolver
-from envserver_tools.web.leaks import DENIED, LeakFilter
-from envserver_tools.web.providers import Raw
+from envserver_tools.web.fetching import (
+    BadAddress,
+    Fetcher,
+    PublicResolver,
+    Raw,
+    check_literal,
+    normal_url,
+)
+from envserver_tools.web.web import DENIED, LeakFilter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples

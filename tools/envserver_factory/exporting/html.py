@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from envserver_records.costs import Cost
 from envserver_records.records import Message, text_of
-from envserver_records.scores import RewardRange
+from envserver_records.tasks import RewardRange
 from markupsafe import Markup
 
 from envserver.export.stored import StoredGroup, StoredRollout, StoredRow

@@ -31,7 +31,7 @@ import yaml
 from envserver_records.errors import ConfigError, NotFoundError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from envserver.shipped import shipped
+from envserver.folders import shipped
 
 Json = dict[str, Any]
 

@@ -8,8 +8,16 @@ nothing else. Nothing is written to disk.
 from __future__ import annotations
 
 from .bounded import Limits
-from .reading import DocumentError, Text, preload, read_bytes, to_text
-from .tool import DocumentReader, document_tools, page_of
+from .reading import (
+    DocumentError,
+    DocumentReader,
+    Text,
+    document_tools,
+    page_of,
+    preload,
+    read_bytes,
+    to_text,
+)
 
 __all__ = [
     "DocumentError",

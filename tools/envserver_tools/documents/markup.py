@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-from . import archives
+from . import bounded
 from .bounded import Limits
 from .html import html_to_text, marked
 from .office import address, bare, described, joined, sheets, table_row
@@ -42,7 +42,7 @@ def docx(data: bytes, limits: Limits) -> str:
         style_map="comment-reference => span",
     )
     margins: dict[str, list[str]] = {"header": [], "footer": []}
-    for name in sorted(archives.names(data)):
+    for name in sorted(bounded.names(data)):
         if match := _MARGIN.fullmatch(name):
             margins[match[1]] += _margin(_parsed(data, name, limits), match[1])
     text = html_to_text(_BACK.sub("", page.value))[1]
@@ -51,7 +51,6 @@ def docx(data: bytes, limits: Limits) -> str:
 
 
 def _unseen(data: bytes, limits: Limits) -> Iterator[str]:
-    """Lines about what mammoth leaves out or takes as if it were settled."""
     body = _parsed(data, "word/document.xml", limits)
     count = Counter(part.tag for part in body.iter())
     put_in, taken_out = count[f"{_WORD}ins"], count[f"{_WORD}del"]
@@ -64,7 +63,7 @@ def _unseen(data: bytes, limits: Limits) -> Iterator[str]:
                 yield f"({what}: {''.join(run.itertext())})"
     for formula in body.iter(f"{_MATH}oMath"):
         yield f"(a formula, not shown in its place: {''.join(formula.itertext())})"
-    named = filter(None, map(_OTHERS.match, archives.names(data)))
+    named = filter(None, map(_OTHERS.match, bounded.names(data)))
     others = Counter(name[1].partition("/")[0] for name in named)
     if others:
         shown = ", ".join(f"{number} of {kind}" for kind, number in sorted(others.items()))
@@ -84,18 +83,18 @@ def _margin(part: ElementTree.Element, where: str) -> Iterator[str]:
 
 def epub(data: bytes, limits: Limits) -> tuple[str, str]:
     """Returns a book's title and its chapters in order."""
-    names = archives.names(data)
+    names = bounded.names(data)
     container = _parsed(data, "META-INF/container.xml", limits)
     package = next((e.get("full-path") for e in container.iterfind(".//{*}rootfile")), None)
     if not package:
-        raise archives.BadArchive("it has no contents.")
+        raise bounded.BadArchive("it has no contents.")
     book = _parsed(data, package, limits)
     title = next((e.text or "" for e in book.iterfind(".//{*}title")), "")
     items = {e.get("id"): e.get("href") or "" for e in book.iterfind(".//{*}item")}
     order = [items.get(e.get("idref"), "") for e in book.iterfind(".//{*}itemref")]
     folder = posixpath.dirname(package)
     paths = [posixpath.normpath(posixpath.join(folder, unquote(href))) for href in order if href]
-    chapters = (archives.member(data, path, limits) for path in paths if path in names)
+    chapters = (bounded.member(data, path, limits) for path in paths if path in names)
     texts = (html_to_text(chapter.decode(errors="replace"))[1] + "\n" for chapter in chapters)
     return title.strip(), joined(texts, limits.characters)
 
@@ -112,7 +111,7 @@ class _Open:
 def opendocument(data: bytes, limits: Limits) -> str:
     """Returns headings, paragraphs, tables, notes and comments in order; slides are numbered."""
     content, reading = _parsed(data, "content.xml", limits), _Open()
-    others = ["styles.xml"] if "styles.xml" in archives.names(data) else []
+    others = ["styles.xml"] if "styles.xml" in bounded.names(data) else []
     for root in (content, *(_parsed(data, name, limits) for name in others)):
         for style in root.iterfind(".//{*}style"):
             facts = {name: value for part in style for name, value in _facts(part).items()}
@@ -157,7 +156,6 @@ def _blocks(parent: ElementTree.Element, reading: _Open, level: int) -> Iterator
 
 
 def _picture(frame: ElementTree.Element) -> str:
-    """A line for a frame without text."""
     if next(frame.iterfind(".//{*}p"), None) is not None:
         return ""
     words = [part.text or "" for part in frame if bare(part.tag) in ("title", "desc")]
@@ -221,11 +219,10 @@ def _count(part: ElementTree.Element, name: str) -> int:
 
 def _parsed(data: bytes, name: str, limits: Limits) -> ElementTree.Element:
     try:
-        return ElementTree.fromstring(archives.member(data, name, limits))
+        return ElementTree.fromstring(bounded.member(data, name, limits))
     except ElementTree.ParseError as error:
-        raise archives.BadArchive(f"{name!r} in it is not XML: {error}.") from error
+        raise bounded.BadArchive(f"{name!r} in it is not XML: {error}.") from error
 
 
 def _facts(element: ElementTree.Element) -> dict[str, str]:
-    """An element's attributes by their names without namespaces."""
     return {bare(name): value for name, value in element.items()}

@@ -95,7 +95,6 @@ def _beside_cells(archive: zipfile.ZipFile, path: str) -> Iterator[str]:
 
 
 def bare(name: str) -> str:
-    """A name without its namespace."""
     return name.rpartition("}")[2]
 
 
@@ -115,7 +114,6 @@ def _related(archive: zipfile.ZipFile, path: str) -> dict[str, tuple[str, str]]:
 
 
 def described(name: str | None, text: str | None) -> str:
-    """A picture's name with its alternative text."""
     return f"{name}: {' '.join(text.split())}" if text else name or "a picture"
 
 
@@ -191,7 +189,6 @@ def _mark(position: str | None, is_struck: bool | None) -> str:
 
 
 def plain(value: object) -> str:
-    """Formats a cell's value."""
     if isinstance(value, datetime) and value.time() == time():
         return value.date().isoformat()
     if isinstance(value, datetime | date | time):
@@ -299,7 +296,6 @@ def _chart(chart: Any) -> Iterator[str]:
 
 
 def pdf(data: bytes, limits: Limits) -> str:
-    """Returns the text of each page under its number."""
     import pypdf
 
     reader = pypdf.PdfReader(io.BytesIO(data))
@@ -333,7 +329,6 @@ def _resolved(value: Any) -> dict[str, Any]:
 
 
 def table_row(cells: Iterable[str]) -> str:
-    """Formats one table row."""
     return f"| {' | '.join(_escaped(cell.strip()) for cell in cells)} |"
 
 

@@ -156,7 +156,6 @@ class _Git:
         return [shown(os.fsdecode(name)) for name in left_out]
 
     def patch(self, most: int) -> bytes:
-        """The patch against the base, at most `most` bytes."""
         options = (
             "--binary", "--full-index", "--no-renames", "--no-color", "--no-ext-diff",
             "--no-textconv", "--ignore-submodules=all", "--src-prefix=a/", "--dst-prefix=b/",

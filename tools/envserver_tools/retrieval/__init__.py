@@ -10,12 +10,13 @@ from .bm25 import (
     STOP_WORDS,
     FewPassages,
     Hit,
+    HttpRetriever,
     Passage,
     PassageIndex,
+    RetrieverSettings,
     need_library,
     passages_from,
 )
-from .external import HttpRetriever, RetrieverSettings
 
 __all__ = [
     "BM25",

@@ -6,7 +6,7 @@ for all of them (see `serving`).
 
 from __future__ import annotations
 
-from .providers import FetchLimits, ProviderFailed
+from .fetching import FetchLimits, ProviderFailed
 from .recording import Metrics, NotRecorded, Recorder, Store
 from .serving import KEY_VARIABLE, remote_tools, services_of
 from .web import DESCRIPTIONS, LEAK, LEAK_SEEN, Viewer, Web, WebSettings, web_tools

@@ -29,10 +29,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from envserver_records.cancelling import cancel_and_wait
 from envserver_records.files import replace_file, replacing
+from envserver_records.waiting import cancel_and_wait
 
-from .providers import Raw
+from .fetching import Raw
 
 Mode = Literal["live", "record", "replay", "off"]
 
@@ -109,10 +109,6 @@ class Recorder:
             request: JSON-like, in a canonical form; everything that the answer depends on.
             fetch: asks the web; its errors go to every waiter, and are not kept.
             group: in mode live its equal requests get one answer.
-
-        Raises:
-            NotRecorded: modes replay and off.
-            Exception: an error of `fetch`.
         """
         if self.mode == "off":
             raise NotRecorded("there is no web here")
@@ -163,7 +159,6 @@ class Recorder:
         return await asyncio.shield(flight)
 
     async def aclose(self) -> None:
-        """Cancels open requests."""
         flights = list(self._flights.values())
         await cancel_and_wait(*flights)
 
@@ -220,7 +215,6 @@ class Recorder:
 
 
 def key_of(request: Mapping[str, Any], epoch: str) -> str:
-    """Returns the key of the answer to `request`."""
     whole = {"epoch": epoch, "request": request}
     canonical = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode(errors="surrogatepass")).hexdigest()
@@ -301,9 +295,7 @@ class Store:
         return count
 
     def take_in(self, path: Path) -> int:
-        """Adds the new answers of an `export` archive; returns their number.
-        Raises ValueError: it has other content, or a damaged body; earlier answers were added.
-        """
+        """Adds the new answers of an `export` archive; returns their number."""
         count = 0
         with tarfile.open(path, "r:") as archive:
             for facts in archive:

@@ -19,7 +19,7 @@ from typing import Any
 from envserver import Caller, ConfigError, InputError, Service, ServiceError, Services, Task
 
 from ..calling import Tool, ToolError, use_tool
-from .providers import ProviderFailed, answer_like_tavily
+from .fetching import ProviderFailed, answer_like_tavily
 from .web import DESCRIPTIONS, MOST_RESULTS, Viewer, Web, WebSettings, web_tools
 
 KEY_VARIABLE = "TAVILY_API_KEY"
@@ -30,7 +30,6 @@ Asking = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
 def question_of(task: Task) -> str:
-    """The task's question, where it has one."""
     return str(task.public.get("question", ""))
 
 
@@ -47,9 +46,6 @@ async def services_of(
         key: unset: the server's variable TAVILY_API_KEY. Never a setting of the environment:
         settings are sent to the agents' processes.
         question: no text shown may repeat it.
-
-    Raises:
-        ConfigError: the key or the folder that the settings need is missing.
     """
     try:
         web = Web(settings, key=os.environ.get(KEY_VARIABLE, "") if key is None else key)

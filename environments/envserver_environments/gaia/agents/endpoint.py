@@ -70,11 +70,6 @@ class Endpoint:
         self._connection = _Proxy(run.base_url, run.api_key)
 
     def turn(self, messages: list[Message], **fields: Any) -> Turn:
-        """The model's next turn.
-
-        Args:
-            fields: of this request only.
-        """
         body = {**self._common, "messages": messages, **self.extra, **fields}
         if self._tokens_left is not None:
             if self._tokens_left <= 0:
@@ -169,11 +164,7 @@ class Connection:
         self._socket: socket.socket | None = None
 
     def post(self, body: bytes, headers: Mapping[str, str], seconds: float) -> tuple[int, bytes]:
-        """Returns the status and the body of the answer.
-
-        Args:
-            seconds: that the server may be silent.
-        """
+        """Returns the status and the body of the answer."""
         if self._socket is None:
             self._socket = self._connected(seconds)
         connected = self._socket

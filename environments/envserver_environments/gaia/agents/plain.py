@@ -13,8 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from envserver_tools.calling import Tool, ToolError, ToolResult, call_tool, run_tool_call, toolbox
-from envserver_tools.visible import visible_text
+from envserver_tools.calling import (
+    Tool,
+    ToolError,
+    ToolResult,
+    call_tool,
+    run_tool_call,
+    toolbox,
+    visible_text,
+)
 
 from envserver import ConfigError, LimitReached, Message, Rollout
 

@@ -40,7 +40,7 @@ when you know the answer; that ends the task.{imports}
 
 {rules}"""
 
-_OF_THE_WEB = frozenset(str(told["function"]["name"]) for told in WEB_TOOLS)
+_OF_THE_WEB = frozenset(str(schema["function"]["name"]) for schema in WEB_TOOLS)
 
 PLAN = """\
 Before you go on, write a plan and nothing else: what is known, what has to be found out, and the \

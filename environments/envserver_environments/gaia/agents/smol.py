@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import smolagents
+from envserver_tools.calling import visible_text
 from envserver_tools.smolagents_adapter import as_smolagents
-from envserver_tools.visible import visible_text
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES, ActionOutput, ToolOutput, populate_template
 from smolagents.local_python_executor import CodeOutput, PythonExecutor, fix_final_answer_code
 from smolagents.memory import ActionStep, PlanningStep, Timing, ToolCall
@@ -174,7 +174,6 @@ class _AsSampled:
         return prompt
 
     def write_memory_to_messages(self, summary_mode: bool = False) -> list[ChatMessage]:
-        """Returns the whole conversation so far."""
         messages: list[ChatMessage] = self.memory.system_prompt.to_messages()
         for step in self.memory.steps:
             if isinstance(step, PlanningStep):
@@ -187,7 +186,6 @@ class _AsSampled:
         return messages
 
     def observed(self, step: ActionStep) -> list[ChatMessage]:
-        """Returns the text that the model sees of a step."""
         raise NotImplementedError
 
     def _generate_planning_step(
@@ -418,8 +416,6 @@ class SmolRun(AgentRun):
 
 
 class _Silent(AgentLogger):  # type: ignore[misc]  # a class of a library without types
-    """Says nothing, and takes no time for it."""
-
     def log(self, *args: Any, **options: Any) -> None:
         """Logs nothing."""
 

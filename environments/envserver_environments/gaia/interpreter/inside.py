@@ -139,7 +139,6 @@ class _Interpreter:
         return {"value": value, "answer": self._answer, "error": error}
 
     def _execute(self, code: str, name: str) -> Any:
-        """The value of the last statement if it is an expression."""
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         tree = ast.parse(code, name)
         last = tree.body[-1] if tree.body else None
@@ -181,7 +180,6 @@ def answer_text(value: Any) -> str:
 
 
 def _error_of(error: BaseException, name: str) -> dict[str, str]:
-    """Returns an exception's type and its traceback from the model's code on."""
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_code.co_filename != name:
         entry = entry.tb_next

@@ -181,7 +181,6 @@ def shortened(text: str, characters: int) -> str:
 
 
 def observation(outcome: Outcome, characters: int) -> str:
-    """Returns the text that the model sees of a step."""
     parts = [outcome.printed.rstrip("\n")]
     if outcome.value is not None:
         parts.append(f"Value: {outcome.value}")
@@ -200,8 +199,6 @@ class _Stopped(Exception):
 
 
 class _Process:
-    """The interpreter's process, its socket and the pipe of its output."""
-
     def __init__(self, setup: Setup) -> None:
         self.output, output = os.pipe()
         os.set_blocking(self.output, False)
@@ -229,7 +226,6 @@ class _Process:
             return None
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process and its children."""
         with self._lock:
             if not self._ended and self.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -260,8 +256,6 @@ class _Process:
 
 
 class _Forked:
-    """A process that this one forked, as `Companion` shows one."""
-
     def __init__(self, output: int) -> None:
         self.channel, theirs = socket.socketpair()
         self._pid = os.fork()
@@ -295,7 +289,6 @@ class _Watched:
 
     @property
     def printed(self) -> str:
-        """Returns all of the output, or its beginning and end."""
         head, tail = (bytes(part).decode(errors="replace") for part in (self._head, self._tail))
         if not self._left_out:
             return head + tail

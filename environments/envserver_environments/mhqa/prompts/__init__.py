@@ -35,7 +35,6 @@ def text_system_prompt(tools: Iterable[Tool], unanswerable: bool) -> str:
 
 
 def harness_prompt(question: str, unanswerable: bool) -> str:
-    """Returns the instruction of an external agent."""
     answers = f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS
     return (
         f"Question: {question}\n\nFind the answer with the tools search and read. {answers} End "
@@ -56,5 +55,4 @@ def note_wanted(hop: int, sub_question: str, found: str | None) -> str:
 
 
 def answer_wanted(question: str) -> str:
-    """Returns the request for the final answer."""
     return f"Question: {question}\n\nNow write the final answer, and nothing else:\nAnswer: ..."

@@ -6,7 +6,7 @@ import functools
 import json
 from pathlib import Path
 
-from ..plans import COURSE, GRAPH, TOOLS, PlanError
+from ..course import COURSE, GRAPH, TOOLS, PlanError
 
 
 @functools.cache
@@ -20,5 +20,4 @@ def system_prompt(name: str) -> str:
 
 
 def repair_request(error: PlanError) -> str:
-    """Returns the message to a model whose plan is invalid."""
     return f"The plan is not valid ({error.kind}). {error}\nAnswer with the corrected JSON only."

@@ -21,5 +21,4 @@ def system_prompt(kind: str) -> str:
 
 
 def task_prompt(problem: str) -> str:
-    """The user message that begins a task."""
     return TASK.format(problem=problem)

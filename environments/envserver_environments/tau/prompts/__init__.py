@@ -36,13 +36,11 @@ def text_prompt() -> str:
 
 
 def user_prompt(scenario: Mapping[str, Any], *, has_tools: bool) -> str:
-    """The system prompt of a customer who is played by a model."""
     prompt = _text("user").replace("{scenario}", scenario_text(scenario))
     return f"{prompt}\n\n{_text('user_tools')}" if has_tools else prompt
 
 
 def scenario_text(scenario: Mapping[str, Any]) -> str:
-    """A task's `user_scenario` as the customer reads it."""
     parts = []
     if scenario.get("persona"):
         parts.append(f"Who you are:\n{scenario['persona']}")

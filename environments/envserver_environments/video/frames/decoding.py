@@ -59,11 +59,8 @@ class Refused(Exception):
 
 
 def moments(seconds: float, request: Request) -> list[float]:
-    """Returns the times of the frames: the part is cut in pieces, and the middle of each is shown.
-
-    Args:
-        seconds: length of the video.
-    """
+    """Returns the times of the frames: the part is cut in pieces, and the middle of each is
+    shown."""
     end = min(seconds, request.end if request.end is not None else seconds)
     start = min(request.start, end)
     count = request.count

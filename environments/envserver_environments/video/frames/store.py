@@ -150,7 +150,6 @@ class FrameStore:
         return found
 
     async def _pictures(self, files: list[Path], t0: float, t1: float | None) -> Shown:
-        """Frames of a video of which there are pictures, in the order of their names."""
         rate = self._pictures_per_second
         seconds, last = len(files) / rate, len(files) - 1
         request = Request(t0, t1, **asdict(self._limits))

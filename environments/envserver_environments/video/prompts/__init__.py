@@ -21,13 +21,11 @@ def system_prompt(name: str) -> str:
 
 
 def question(public: dict[str, Any]) -> str:
-    """Returns a task's question, and its options with their letters."""
     options = [f"{chr(ord('A') + i)}) {option}" for i, option in enumerate(public["options"])]
     return "\n".join([public["question"], *options, _LETTER_RULE if options else _SHORT_RULE])
 
 
 def about(context: VideoContext) -> str:
-    """Describes in a sentence what is available of a video."""
     names = [_NAMES[name] for name in context.modalities]
     there = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     length = f"The video lasts {stamp(context.seconds)}. " if context.seconds else ""
@@ -35,5 +33,4 @@ def about(context: VideoContext) -> str:
 
 
 def reports(told: Sequence[tuple[str, str]]) -> str:
-    """Formats the experts' reports for the organizer."""
     return "\n\n".join(f"The expert for {name} reports:\n{text}" for name, text in told)

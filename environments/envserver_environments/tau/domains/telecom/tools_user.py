@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..toolkit import tool
-from . import words
+from . import phone
 from .models import APNSettings, NetworkModePreference
 from .phone import PhoneSetup, can_send_mms, sim_status, speed
 
@@ -27,7 +27,7 @@ class TelecomUserTools(PhoneSetup):
         "Wi-Fi, VPN and battery.",
     )
     def check_status_bar(self) -> str:
-        return words.status_bar(self.device)
+        return phone.status_bar(self.device)
 
     @tool(
         "read",
@@ -35,7 +35,7 @@ class TelecomUserTools(PhoneSetup):
         "signal, mobile data, roaming and Wi-Fi.",
     )
     def check_network_status(self) -> str:
-        return words.network_status(self.device)
+        return phone.network_status(self.device)
 
     @tool("read", "Shows which kinds of cellular network your phone prefers.")
     def check_network_mode_preference(self) -> str:
@@ -57,7 +57,7 @@ class TelecomUserTools(PhoneSetup):
 
     @tool("read", "Measures how fast your phone downloads, and tells what that is enough for.")
     def run_speed_test(self) -> str:
-        return words.speed_test(speed(self.device, self.surroundings))
+        return phone.speed_test(speed(self.device, self.surroundings))
 
     @tool(
         "write",
@@ -70,7 +70,7 @@ class TelecomUserTools(PhoneSetup):
 
     @tool("read", "Shows whether your SIM card works, is missing or is locked.")
     def check_sim_status(self) -> str:
-        return words.sim_card(sim_status(self.device))
+        return phone.sim_card(sim_status(self.device))
 
     @tool("write", "Takes your SIM card out and puts it in again.")
     def reseat_sim_card(self) -> str:
@@ -111,7 +111,7 @@ class TelecomUserTools(PhoneSetup):
         "the access point (APN) and the server of picture messages (MMSC).",
     )
     def check_apn_settings(self) -> str:
-        return words.apn(self.device)
+        return phone.apn(self.device)
 
     @tool("write", "Sets by which access point your phone reaches your carrier's data network.")
     def set_apn_settings(self, apn_settings: APNSettings | dict[str, Any]) -> str:
@@ -131,7 +131,7 @@ class TelecomUserTools(PhoneSetup):
 
     @tool("read", "Shows whether Wi-Fi is on, which network you are in and how strong it is.")
     def check_wifi_status(self) -> str:
-        return words.wifi(self.device)
+        return phone.wifi(self.device)
 
     @tool("write", "Switches your phone's Wi-Fi on or off. Tells the new state.")
     def toggle_wifi(self) -> str:
@@ -154,7 +154,7 @@ class TelecomUserTools(PhoneSetup):
 
     @tool("read", "Shows whether your phone goes through a VPN, and what is known about it.")
     def check_vpn_status(self) -> str:
-        return words.vpn(self.device)
+        return phone.vpn(self.device)
 
     @tool("write", "Connects your phone to your VPN.")
     def connect_vpn(self) -> str:
@@ -177,12 +177,12 @@ class TelecomUserTools(PhoneSetup):
     @tool("read", "Shows what there is to know about an app.")
     def check_app_status(self, app_name: str) -> str:
         state = self.device["app_statuses"].get(app_name)
-        return words.app(state) if state else self._no_app(app_name)
+        return phone.app(state) if state else self._no_app(app_name)
 
     @tool("read", "Shows what an app may use: text messages, storage, telephone, network.")
     def check_app_permissions(self, app_name: str) -> str:
         state = self.device["app_statuses"].get(app_name)
-        return words.permissions(state) if state else self._no_app(app_name)
+        return phone.permissions(state) if state else self._no_app(app_name)
 
     @tool(
         "write",
@@ -229,10 +229,10 @@ class TelecomUserTools(PhoneSetup):
         return f"Payment of {asked['amount_due']} USD has been made for bill {asked['bill_id']}."
 
     def _switched(self, what: str, field: str) -> str:
-        return self._with_status_bar(words.now(what, self.device[field]))
+        return self._with_status_bar(phone.now(what, self.device[field]))
 
     def _with_status_bar(self, outcome: str) -> str:
-        return f"{outcome}\n{words.status_bar(self.device)}"
+        return f"{outcome}\n{phone.status_bar(self.device)}"
 
     def _no_app(self, app_name: str) -> str:
         return f"App '{app_name}' not found on this phone."

@@ -1,13 +1,14 @@
-"""Exponential back-off: how long to wait before something that failed is tried again.
+"""Exponential back-off between tries, and the end of tasks.
 
-In: how often it has failed in a row. Out: seconds. Pure: the caller brings the random number.
+The back-off is pure: failures in a row and a random number in, seconds out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 _MAX_EXPONENT: Final = 64
 """Bounds the power: a server may be away for thousands of tries, and 2.0 ** 1024 overflows."""
@@ -42,3 +43,10 @@ class Backoff:
         low, high = self.jitter
         spread = low + (high - low) * draw
         return min(self.max_seconds, min(self.max_seconds, grown) * spread)
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> list[Any]:
+    """Cancels these tasks and waits until all have ended; returns their results and errors."""
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
