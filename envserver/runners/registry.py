@@ -101,7 +101,7 @@ class RunnerRegistry:
         """Starts a new session for this name, with its own stream of groups.
 
         Args:
-            understands: additions to the protocol that the runner knows; see `remote.messages`.
+            understands: additions to the protocol that the runner knows; see `runners.messages`.
             request_key: requests of one instance with the same key share a session.
         """
         if any(one.share.name == wanted.name for one in self.news.local):

@@ -128,7 +128,7 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
         asked_seed: the seed the runner was configured with; `seed`: the one it was given.
         gone: whether it has deregistered.
         left_at: when it deregistered, in seconds since 1970.
-        understands: additions to the protocol that it knows; see `remote.messages`.
+        understands: additions to the protocol that it knows; see `runners.messages`.
     """
 
     id: str

@@ -89,7 +89,7 @@ class EvaluationNumbers:
 
 
 class SandboxMachineNumbers:
-    """What this process knows of each machine; see `api.metrics.Source`."""
+    """What this process knows of each machine; see `http.health.Source`."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._machines: tuple[Machine, ...] = ()

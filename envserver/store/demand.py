@@ -1,7 +1,7 @@
 """Computes how many groups may be open, from what trainers take.
 
 In: the queues and the open runs, from memory, and the number of groups being made. Out: how many
-more may be started (`rollouts.capacity` has the rules), and which silent runs are closed because
+more may be started (`rollouts.policy` has the rules), and which silent runs are closed because
 they block others. Waiting tasks are woken when groups are taken, made or dropped and when a version
 is published; nothing polls.
 """

@@ -260,7 +260,7 @@ damaged = Table(
 history = Table(
     "history",
     metadata,
-    # The server's numbers by the minute; see `api.recording`.
+    # The server's numbers by the minute; see `trainers.status`.
     Column("minute", _Seq, primary_key=True, autoincrement=False),
     Column("numbers", Text, nullable=False),  # JSON
 )

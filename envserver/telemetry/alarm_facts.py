@@ -118,7 +118,7 @@ class AlarmFacts(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         reward_ranges: smallest and largest reward by environment.
         last_words: the latest message of each kind of failure.
-        broken: the parts that are down or limited, and why; see `api.health`.
+        broken: the parts that are down or limited, and why; see `http.health`.
         groups_wanted: groups that the least demanding trainer takes at a time; 0: no trainer.
         disk_free_bytes: left on the disk of the store; None: unknown.
         differs_at: the first message that the engine rendered otherwise than we do; "": none.

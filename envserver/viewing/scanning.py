@@ -27,7 +27,7 @@ from ..store.packed import GroupFacts, facts_of_rewards
 
 
 class LineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A group's columns; as in `store.rows.GroupRow` and `store.facts.GroupFacts`."""
+    """A group's columns; as in `store.rows.GroupRow` and `store.packed.GroupFacts`."""
 
     group_id: str
     env: str
