@@ -7,8 +7,6 @@ Where such a program is not installed its tests skip and say how to install it; 
 first: one of it is enough, and takes longest.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import gc

@@ -8,8 +8,6 @@ actions, then all that is to be said, the stop, and the reward by replaying all 
 own evaluator takes 0.1 to 0.4 s for building one airline database, and builds two.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

@@ -7,8 +7,6 @@ machine's disk, synced) and by `Transfer` (gloo). Out: seconds by phase, the med
 From "pause" to "compare" engines do not sample all the time; "save" and "copy" are before.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

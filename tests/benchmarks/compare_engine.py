@@ -5,8 +5,6 @@ Its tokens are bytes of the text, with one id each for the start and the end of 
 conversation's prompt begins with what was sampled before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

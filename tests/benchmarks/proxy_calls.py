@@ -5,8 +5,6 @@ or where there are tools a call of one. The engine's answers have the fields, an
 those of vLLM 0.32.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Calls to an HTTP server, many at once, and what they took: the benchmark's agents."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import statistics

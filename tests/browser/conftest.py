@@ -1,7 +1,5 @@
 """Fixtures of browser tests; see "In a browser" in tests/README.md."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

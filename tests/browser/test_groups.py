@@ -1,7 +1,5 @@
 """Groups, a group side by side, rollouts and tasks in a browser."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

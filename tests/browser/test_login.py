@@ -2,8 +2,6 @@
 the description of the HTTP API, offline, where calls can be tried.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator

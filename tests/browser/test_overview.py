@@ -1,7 +1,5 @@
 """The overview and the pages of runs, engines, workers, failures, alarms, evaluations."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

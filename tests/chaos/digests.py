@@ -1,7 +1,5 @@
 """What a group is known by, whoever has it: a digest of its rows' tokens and masks."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any

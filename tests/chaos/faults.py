@@ -1,7 +1,5 @@
 """What is done to the world, drawn from a seed: one fault at a time, each counted by its name."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

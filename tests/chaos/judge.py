@@ -5,8 +5,6 @@ none comes again after it was acknowledged (unless its trainer went back to an e
 tokens are those that were posted, or that the engine sampled.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 groups producers were told are accepted.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping

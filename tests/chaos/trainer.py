@@ -17,8 +17,6 @@ before it goes on:
 `granted` is when the server made the lease. Seconds are `time.time()`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The processes of a chaos run: started, killed, started again, each known by a short name."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -7,8 +7,6 @@ It plays the server: the secrets are in its own environment, arguments and folde
 last line of its output, as JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import ctypes

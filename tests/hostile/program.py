@@ -6,8 +6,6 @@ broadcast signal is one that nobody minds. So a wall that does not hold costs a 
 machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tomllib

@@ -5,8 +5,6 @@ Each text costs less than one CPU second of the scorer and gives a score, never 
 test-all` tries the worst and a few of the others, `make test-slow` all texts in every place.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ nothing else.
 The sandbox is a real one (`namespace`), before the real proxy and the simulated engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

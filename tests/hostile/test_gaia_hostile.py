@@ -4,8 +4,6 @@ One command runs them all beside ordinary ones: real engine's interface, proxy, 
 agents, scorer. The answer stands in the server's variables, memory and files; none may show it.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import socket

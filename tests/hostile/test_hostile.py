@@ -5,8 +5,6 @@ The programs stand in `hostile/`, and can be run by hand: see `hostile/driver.py
 namespaces are tried as an ordinary user only: what gets through them must not meet root.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

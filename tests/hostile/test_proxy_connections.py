@@ -4,8 +4,6 @@ The agents run in real sandboxed workers, before the real proxy and the simulate
 is this process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

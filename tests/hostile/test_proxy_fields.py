@@ -4,8 +4,6 @@ The engine keeps every request it gets. What constrains what is sampled: the run
 nothing is too hard for the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import copy

@@ -5,8 +5,6 @@ here: the answers themselves must be out of reach. Tests and cheats are in the T
 patches of a third round in `programs`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tomllib
 from collections.abc import AsyncIterator

@@ -3,8 +3,6 @@
 All of it meets the real parts. Nothing may be paid, end what others use, or get an answer of 500.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tomllib

@@ -1,7 +1,5 @@
 """A server's certificate that is replaced on disk, as rotation does it: without a restart."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections.abc import AsyncIterator

@@ -2,8 +2,6 @@
 acknowledged, and tokens stay what they were.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """The backend docker on a real engine: exact numbers, warm containers, image tasks, leftovers."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import io

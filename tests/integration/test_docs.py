@@ -1,7 +1,5 @@
 """The documentation is true: links lead somewhere, what it shows works as it stands there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 environments of another framework are found by scheme and run in its backend.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

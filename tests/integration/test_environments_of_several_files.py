@@ -1,7 +1,5 @@
 """Environments of several files, in every process that imports them."""
 
-from __future__ import annotations
-
 import colorsys
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Exports of whole runs: in every form right, and the same however often the run was killed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from importlib.util import find_spec

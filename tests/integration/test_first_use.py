@@ -1,7 +1,5 @@
 """What a new user meets: commands that can be typed again, mistakes told at once and plainly."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

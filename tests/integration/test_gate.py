@@ -1,7 +1,5 @@
 """The gate's table (tests/gate.toml) fits the tree, and a change runs what it can break."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Environments whose tasks or servers are container images, on a real Docker or Podman."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import uuid

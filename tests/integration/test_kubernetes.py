@@ -1,7 +1,5 @@
 """The manifests of docker/kubernetes: Kubernetes' schemas, our own flags, and each other."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """`envserver models start` and `list`: names, which engine is started, its life and its end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What whoever runs a server can see of it, and how it stops: with the real `serve`."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

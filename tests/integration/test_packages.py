@@ -2,8 +2,6 @@
 server, and names of folders that collide with nobody's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`envserver process`: groups in a file, whatever happens to engine, agents or the process."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import os

@@ -1,7 +1,5 @@
 """`envserver join` in real processes: killed, stopped, started again; nothing lost or doubled."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections import defaultdict

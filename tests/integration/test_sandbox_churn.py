@@ -1,7 +1,5 @@
 """Sandboxes by the thousand, and the end of each of their processes: nothing lost, nothing left."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Machines that make sandboxes, in real processes: one is killed under load, a client is killed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

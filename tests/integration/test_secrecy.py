@@ -2,8 +2,6 @@
 writes or answers, in what a reader may look at; and graders in the view of a program.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -2,8 +2,6 @@
 old, or is kept from training, is never delivered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The images and the compose file of docker/ in a real Docker engine, as a newcomer starts them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

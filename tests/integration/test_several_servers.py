@@ -1,7 +1,5 @@
 """Several servers on one PostgreSQL: one leads, all answer, and another takes over when it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

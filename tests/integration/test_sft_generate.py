@@ -1,7 +1,5 @@
 """`envserver sft router|math|code generate`: a teacher over HTTP writes what becomes rows."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

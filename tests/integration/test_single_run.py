@@ -1,7 +1,5 @@
 """`run`: one question, its readable record in a file; and what is a good record."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@
 What holds is what test_store_survives.py says.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

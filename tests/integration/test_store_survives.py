@@ -5,8 +5,6 @@ every refusal is a typed StoreError, and the event loop stays responsive. What P
 do to it is in test_store_database_gone.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """TRL's own trainers learn from a server, on a CPU: real GRPOTrainer, real AsyncGRPOTrainer."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """verl and SkyRL themselves take what the adapters give, and compute as we do (`make trainers`)."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

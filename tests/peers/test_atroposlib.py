@@ -3,8 +3,6 @@
 All of it runs unchanged in `.venv-atropos` (`make atropos-peer`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

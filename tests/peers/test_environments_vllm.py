@@ -3,8 +3,6 @@
 Its random model is held to a form where an answer has to mean something.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

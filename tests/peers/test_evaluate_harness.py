@@ -1,7 +1,5 @@
 """`envserver lm-eval`: the real lm-evaluation-harness asks our endpoint, in a task of our own."""
 
-from __future__ import annotations
-
 import subprocess
 from email.message import Message
 from pathlib import Path

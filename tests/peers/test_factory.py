@@ -3,8 +3,6 @@ clients/envserver_clients/finetuning/README.md shows, with the tiny model. `make
 with smaller numbers, `make test-slow` as they stand there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

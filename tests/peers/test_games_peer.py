@@ -1,7 +1,5 @@
 """Games of the real TextArena and worlds of the real Gymnasium, each in their own interpreter."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,8 +3,6 @@
 environment's tools by MCP.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 The random model is held to a form at each of its turns, so that agents call tools and talk.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each model is a tiny random one of a real family, with the family's own processo
 form where it is to call `view_frames`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -3,8 +3,6 @@
 Each command starts several processes of two CPU seconds of imports: the dearer half is slow.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

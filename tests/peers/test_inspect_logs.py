@@ -1,7 +1,5 @@
 """`export --to inspect` and `convert`, judged by the real inspect-ai (`make inspect-peer`)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sysconfig

@@ -3,8 +3,6 @@
 What counts is the reward on questions that training never asks; `make learn-proof` has five seeds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -2,8 +2,6 @@
 a game of the real TextArena; trainers of others teach two agents, each by its own reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path

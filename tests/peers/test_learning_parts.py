@@ -2,8 +2,6 @@
 on it takes as long as most of these tests.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

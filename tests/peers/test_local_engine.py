@@ -1,7 +1,5 @@
 """The local engine as a process: asked over HTTP as agents, the proxy and trainers ask it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

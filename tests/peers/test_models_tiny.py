@@ -1,7 +1,5 @@
 """`envserver models tiny`: what it needs, what is made of it, and a real vLLM that serves it."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """PyPI's openenv against us, both ways, in `.venv-openenv` (`make openenv-peer`)."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

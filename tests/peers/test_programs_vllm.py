@@ -6,8 +6,6 @@ say; neither program nor proxy knows, and its logprobs stay its own. `make agent
 verifiers-peer` install what plays.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

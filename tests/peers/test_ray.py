@@ -1,7 +1,5 @@
 """`--ray` on a real Ray cluster of several nodes, in `.venv-ray` (`make ray-peer`)."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`serve --ray` while nodes die one after the other, and what it costs beside one machine."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal

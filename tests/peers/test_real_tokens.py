@@ -2,8 +2,6 @@
 was sampled, and scores again the same. Beside it: what rendering their conversations as text gives.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

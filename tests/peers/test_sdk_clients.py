@@ -1,7 +1,5 @@
 """Official clients and agent frameworks, end to end: all ways to ask, whole and streamed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ back, that every call is recorded as the engine sampled it, and that a talk is o
 Its random model is held to a form where an answer has to mean something.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What docs/side-by-side.md shows of other frameworks works with their packages."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 of a run and of stored rollouts, as a real Phoenix shows them (`make phoenix-peer`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

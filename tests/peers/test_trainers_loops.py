@@ -3,8 +3,6 @@
 What stands in for their parts on GPUs: support/verl_on_a_cpu.py and support/skyrl_on_a_cpu.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ An environment starts several processes of 6 CPU seconds of imports: one test ha
 others are slow.
 """
 
-from __future__ import annotations
-
 import json
 import sysconfig
 from collections.abc import Callable, Iterator

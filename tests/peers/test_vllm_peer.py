@@ -1,7 +1,5 @@
 """What a real vLLM does that others rely on: ids, grammars, templates, logprobs, arrivals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

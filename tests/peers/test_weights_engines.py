@@ -3,8 +3,6 @@ network: every delivered token is of the version that it says, by the logprobs t
 own forward pass gives; and what a failure leaves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -3,8 +3,6 @@
 Most repeat one part, between a beginning and an end that make a reader look at all of it.
 """
 
-from __future__ import annotations
-
 import base64
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A server whose environments misbehave, so that its alarms are raised."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator

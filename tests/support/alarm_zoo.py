@@ -1,7 +1,5 @@
 """Environments that misbehave, each so that one alarm says it; loaded by path, as a user's file."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

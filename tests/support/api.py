@@ -1,7 +1,5 @@
 """The trainer API on a real store and a real port, in this process or in one that can be killed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

@@ -3,8 +3,6 @@
 Each is a Python that has the framework already: nothing is fetched.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server in a thread and an event loop of its own, beside tests that block."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -4,8 +4,6 @@ axe-core (MPL-2.0, https://github.com/dequelabs/axe-core) comes from npm with th
 dependencies of envserver/dashboard; it is never shipped.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

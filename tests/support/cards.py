@@ -6,8 +6,6 @@ writes them anew (`make cards`). A card is what `envserver check NAME --card` pr
 depends on the machine.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tables of cases that lie as JSON beside the tests that go through them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

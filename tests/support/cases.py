@@ -1,7 +1,5 @@
 """Cases that lie as data beside their tests."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A clock that tests move."""
 
-from __future__ import annotations
-
 import time
 
 

@@ -1,7 +1,5 @@
 """The environment `code` with sandboxes, as a scorer has it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from envserver_environments.code.env import Code

@@ -9,8 +9,6 @@ where a folder is over its budget. The budget only falls: a change that adds som
 room for it from something else.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import subprocess

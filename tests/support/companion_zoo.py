@@ -1,7 +1,5 @@
 """A worker and its companion that say what they may do, for test_sandboxed_workers.py."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Conversations with a server, line by line, as unit/api/wire.txt and trainer.txt write them."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partialmethod

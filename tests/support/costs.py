@@ -9,8 +9,6 @@ number of tests. "(start)" is what a test process needs before its first test (i
 that of a daemon whose parent has ended is lost.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import defaultdict

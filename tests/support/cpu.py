@@ -1,7 +1,5 @@
 """Limits of CPU time, for machines of any speed."""
 
-from __future__ import annotations
-
 import time
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Lines as `envserver process` writes them, made without any rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ nowhere, for published ports. A keeper ends it by its process id, and removes al
 as soon as the run of tests has ended, however it ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -6,8 +6,6 @@ plugins compose and buildx; promtool. Where a Docker engine answers, only the im
 pulled. Programs that are missing are installed as root; an ordinary user is told what to install.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

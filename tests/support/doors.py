@@ -4,8 +4,6 @@ What several equal servers on one store are to a client: whatever is asked at on
 the others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

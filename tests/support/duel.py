@@ -1,7 +1,5 @@
 """Two players against each other, with rewards for turns, that a model that babbles can learn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Not in the file of tests: each worker and scorer would import all that the tests need.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from envserver import Environment, Score, Task

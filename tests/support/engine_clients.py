@@ -1,7 +1,5 @@
 """An engine's client together with the engine that it asks."""
 
-from __future__ import annotations
-
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wheels of environments, and `envserver env install` without an index."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path

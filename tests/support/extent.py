@@ -1,7 +1,5 @@
 """How much the tests try: a part in `make test`, all in `make test-all` and `make test-slow`."""
 
-from __future__ import annotations
-
 import os
 from typing import Final
 

@@ -5,8 +5,6 @@ It knows the words that `envserver.sandbox.docker` says, and writes each command
 the other has what lies in `testbed` there, and a Python with what is installed here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

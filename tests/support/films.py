@@ -1,7 +1,5 @@
 """Small videos, made by PyAV: a coloured circle whose colour changes every two seconds."""
 
-from __future__ import annotations
-
 import functools
 from fractions import Fraction
 from pathlib import Path

@@ -4,8 +4,6 @@ The answers of `versioned_vllm` name the version of the weights that sampled the
 can compare what a call says of its version with the truth.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

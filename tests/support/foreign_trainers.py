@@ -1,7 +1,5 @@
 """Programs of others, as processes; trainers among them, before a server and the local engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Calls of one rollout: a few, drawn by hypothesis, with what their rows must be; or hundreds."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs a function in a forked child, for what cannot be undone in a process."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

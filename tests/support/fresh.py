@@ -1,7 +1,5 @@
 """Fresh virtual environments with the versions of constraints.txt."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ For test_gaia_hostile.py. Each row's question is `<agent> <name> ...`: the scrip
 stands under that name in gaia_hostile.toml.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tomllib

@@ -1,7 +1,5 @@
 """A stand-in for the proxy whose model says what a task's `codes` say, without latency."""
 
-from __future__ import annotations
-
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The agents of `gaia` as a sandboxed environment: bench_agents.py, bench_memory.py."""
 
-from __future__ import annotations
-
 from envserver_environments.gaia.agents import AgentOptions, solve
 from envserver_environments.gaia.interpreter.process import COMPANION
 

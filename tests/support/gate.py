@@ -14,8 +14,6 @@ knows, runs everything. Property tests try as many examples as in `make test`; t
 A passed commit is remembered in a file of the user's cache; those in `.ci/passed` count, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

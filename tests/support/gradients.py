@@ -1,7 +1,5 @@
 """How far two sets of named tensors are apart."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

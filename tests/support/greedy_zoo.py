@@ -1,7 +1,5 @@
 """Agents that ask the proxy for too much, for test_proxy_connections.py."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

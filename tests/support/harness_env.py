@@ -1,7 +1,5 @@
 """An environment that any program may play: write a word into a file, look at it, say it."""
 
-from __future__ import annotations
-
 from envserver import Environment, HarnessTask, SandboxSpec, Score, Task
 
 

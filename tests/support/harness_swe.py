@@ -3,8 +3,6 @@
 `--env.shell NAME:ARGUMENT` names the tool, such as `Bash:command`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

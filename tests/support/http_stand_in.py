@@ -1,7 +1,5 @@
 """A stand-in for a service that is asked over HTTP, in threads of the test's own process."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

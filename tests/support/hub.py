@@ -2,8 +2,6 @@
 takes commits of small files, one gives the files of a data set.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """The command line in this process, in the folder of a test: no other process is started for it."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass

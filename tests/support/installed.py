@@ -1,7 +1,5 @@
 """Installs envserver from wheels, and looks from inside of sandboxes for its graders."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

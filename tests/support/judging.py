@@ -1,7 +1,5 @@
 """A judge's engine whose answers a test scripts: over HTTP, in the test's own process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """`python -m envserver_clients.learn` as a process, and what its files say."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """An environment that even a model that babbles can learn: to answer in letters, twice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

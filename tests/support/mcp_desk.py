@@ -1,7 +1,5 @@
 """An environment whose agent is a program that gets the environment's tools by MCP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """An MCP server of the official package: `python mcp_example.py [PORT]`, on stdio or over HTTP."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

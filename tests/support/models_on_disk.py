@@ -1,7 +1,5 @@
 """Little models as save_pretrained writes them, without torch; written and read by safetensors."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

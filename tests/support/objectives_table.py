@@ -4,8 +4,6 @@
 In: both peers, installed. Out: the part of the README between two marks.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import tempfile

@@ -2,8 +2,6 @@
 them as we do.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

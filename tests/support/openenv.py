@@ -1,7 +1,5 @@
 """A client of OpenEnv's WebSocket, on aiohttp, and environments played by their demonstrations."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A stand-in for OpenEnv servers on aiohttp: games by path, and every way to fail."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

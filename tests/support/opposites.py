@@ -1,7 +1,5 @@
 """Two agents with rewards of their own; one can learn only after the other has learned."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

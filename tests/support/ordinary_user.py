@@ -6,8 +6,6 @@ The interpreter and the project may lie where only root looks (/root): in a moun
 command's own, directories on the way to them are replaced by open ones that hold just that.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -2,8 +2,6 @@
 thread (the trainer API, a proxy with a path prefix), and a store with the numbers of a day.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

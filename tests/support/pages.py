@@ -1,7 +1,5 @@
 """What a page of the documentation shows: its files and its commands, in the page's order."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A real Podman for tests, with storage and images of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -4,8 +4,6 @@ In: the folder of its programs. Out: an empty database. It refuses root and so r
 user, in a temporary folder, with fsync on, at a free port of the loopback interface.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """What the kernel says about processes: who lives, what they hold, how much is theirs alone."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """A fake vLLM, the proxy before it over real HTTP, and OpenAI's own client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A TCP server that writes any bytes at all, breaks connections anywhere, or says nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """A Ray cluster of several nodes on this machine, in the Python that has Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sqlite3

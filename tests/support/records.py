@@ -1,7 +1,5 @@
 """Records of finished rollouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An HTTP relay in front of a real engine that writes down what the engine itself said."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Rows and groups as a trainer leases them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

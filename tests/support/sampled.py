@@ -1,7 +1,5 @@
 """Groups whose rows the simulated engine sampled, and that engine with a bent for trouble."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

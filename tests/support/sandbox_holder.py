@@ -3,8 +3,6 @@
 It opens sandboxes whose programs stay, and whose names and arguments bear MARK; then it says so.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

@@ -3,8 +3,6 @@
 What they run is marked by an unusual number of seconds to sleep, so that a test can find it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

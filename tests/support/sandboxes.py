@@ -1,7 +1,5 @@
 """Sandboxes for tests: a service of its own and a client of it, here or as on another machine."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A `run` for agents under test: its models say what a test lays before them, and all is kept."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Applications over real HTTP, and what tests of the proxy need."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -1,7 +1,5 @@
 """What the tests of the simulated engine share: one question, its demonstration, ways to ask."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

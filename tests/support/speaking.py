@@ -2,8 +2,6 @@
 and its answer, whole or streamed -> messages in the form of chats. Without any of our code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Groups to put into stores."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable

@@ -1,7 +1,5 @@
 """The environment `swe` with sandboxes, and agents of it that follow a script."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model and its engine, of which a test says what they sample, and an attempt that asks it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """A to-do list of our own in tau2-bench's format (its domain `mock`)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

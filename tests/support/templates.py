@@ -3,8 +3,6 @@
 The templates follow the published behaviour of well-known families; none is a copy.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ Each is determined by its seed. It notes how each of its requests continues an a
 so that what was recorded can be held against what it did.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -5,8 +5,6 @@
 Out: by tracker, `config`, `scalars` (step and reward), `rows` of the table.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess

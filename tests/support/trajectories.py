@@ -1,7 +1,5 @@
 """Finished rollouts of all shapes, for what maps them: a hypothesis strategy."""
 
-from __future__ import annotations
-
 from envserver_records.records import Score, Sequence, Trajectory
 from hypothesis import strategies as st
 

@@ -3,8 +3,6 @@
 Each breaks a rule that continuing a conversation token by token relies on.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """A stand-in for a trainer: versions of a model, saved for engines and scored by itself."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

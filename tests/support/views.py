@@ -1,7 +1,5 @@
 """What is on disk, indexed and served in this process."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path

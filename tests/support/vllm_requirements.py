@@ -5,8 +5,6 @@ will do. torchvision, torchaudio and torchcodec are not needed for text, and bui
 the import of vLLM on a machine without it.
 """
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import requires
 

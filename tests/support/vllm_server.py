@@ -1,7 +1,5 @@
 """A real vLLM on this machine's CPU with a tiny random model, for as long as a `with` lasts."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -4,8 +4,6 @@ The wheel is a build for CUDA: it registers shapes for operators that this torch
 the import. vLLM and the processors of vision-language models use none of these operators.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Waits for what must happen, however slow the machine is."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time

@@ -11,8 +11,6 @@ JSON, with the descriptors of stdin, stdout, stderr and of a socket for the answ
 process id, then, when it has ended, its exit status, each as decimal text.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

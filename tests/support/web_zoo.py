@@ -1,7 +1,5 @@
 """An environment whose agents, behind a wall, look at a web that the server shows them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

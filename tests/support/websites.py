@@ -1,7 +1,5 @@
 """A web of its own for tests: pages, a provider like Tavily, one like DuckDuckGo; on 127.0.0.1."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 from collections import Counter

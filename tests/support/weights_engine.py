@@ -4,8 +4,6 @@ A version's files hold its number; the logprob of every token is -0.1 times the 
 samples. It keeps a list of what it was asked, in order.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A stand-in for the proxy's routes for workers."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import socket

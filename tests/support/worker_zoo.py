@@ -3,8 +3,6 @@
 It is loaded by its path, as a user's environment file is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -3,8 +3,6 @@
 Offline, in a folder that holds what a fresh clone has, with the simulated engine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A tiny random model for all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Embeddings of steps, by the real sentence-transformers with a model that is made here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

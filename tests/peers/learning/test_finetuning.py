@@ -3,8 +3,6 @@ learned, also of packed rows and on a base in 4 bits, what is left behind and me
 kill does.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

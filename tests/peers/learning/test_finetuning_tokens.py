@@ -1,7 +1,5 @@
 """Which tokens are trained: with chat templates of several kinds, none of which marks them."""
 
-from __future__ import annotations
-
 import json
 from itertools import groupby
 from pathlib import Path

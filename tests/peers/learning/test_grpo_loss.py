@@ -1,7 +1,5 @@
 """The trainer's numbers: advantages, weights, padding, clipping, and the gradient's direction."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """The trainer on rows with images: three families of vision-language models, tiny and random."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from pathlib import Path

@@ -4,8 +4,6 @@ Everything is float32 on one thread. What the engine tells of a token is held ag
 forward pass of transformers over the whole sequence, with its own attention and no cache.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Merged adapters against peft's merging."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ model. The tests on a GPU are `slow`, and skipped where there is none:
 .venv-learn/bin/python -m pytest -m slow -k gpu tests/peers/learning/test_ranks.py
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

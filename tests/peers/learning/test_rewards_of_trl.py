@@ -1,7 +1,5 @@
 """Every reward function of the trl package, unchanged, on rows and through a whole run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

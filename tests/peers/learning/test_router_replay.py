@@ -1,7 +1,5 @@
 """A mixture of experts routes tokens where the engine routed them, and learns what it would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the trainer's batches come from."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path

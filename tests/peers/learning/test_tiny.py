@@ -1,7 +1,5 @@
 """The tiny model's making: what is said is marked, and transformers reads it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

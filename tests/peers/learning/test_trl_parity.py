@@ -6,8 +6,6 @@ objective is the preset of its name. With the variable PARITY_TABLE the differen
 that file.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Packages of verifiers' two generations, and homes in which `envserver` finds them installed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Sequence

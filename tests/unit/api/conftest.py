@@ -1,7 +1,5 @@
 """A running server over a store of its own, and tokens of each role."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """Access tokens, roles, quotas: who may send which request, over real HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Alarms in words: none in a healthy run, each in one sentence, none that flaps."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ corpus of malformed bodies, and from random bytes on the socket. 503 and 507 mea
 and here the store works.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

@@ -1,7 +1,5 @@
 """The Atropos wire over real HTTP: the conversations of wire.txt, and what takes more to say."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import defaultdict

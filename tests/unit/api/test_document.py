@@ -1,7 +1,5 @@
 """The OpenAPI document; the page made of it is in tests/browser."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Agents reach the hosts that their environment lists through the server, which records it all."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

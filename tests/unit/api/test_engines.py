@@ -1,7 +1,5 @@
 """Engines that are registered while a server runs: checked, routed, versioned, kept, removed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

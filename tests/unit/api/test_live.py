@@ -1,7 +1,5 @@
 """What a server shows of now, over real HTTP: live events, failures and drops, engines."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -1,7 +1,5 @@
 """Environments as OpenEnv servers: played over the wire, bounded, and nothing hidden leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A follower's answers: the leader's, with every body, header and stream as they were."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Logins of the page: what its cookie may do, over real HTTP, and what it may not."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

@@ -1,7 +1,5 @@
 """Streams of leases over real HTTP: windows, disconnects, broken connections."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

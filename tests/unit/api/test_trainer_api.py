@@ -1,7 +1,5 @@
 """The native trainer API over real HTTP: runs, groups, policy versions, errors, origins."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

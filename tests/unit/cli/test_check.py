@@ -1,7 +1,5 @@
 """`envserver check`: rewards that can be cheated are found, and sound environments pass."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Mapping, Sequence

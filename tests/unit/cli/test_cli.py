@@ -1,7 +1,5 @@
 """The command line itself: how fast it answers, what it lists, how it fails."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import subprocess

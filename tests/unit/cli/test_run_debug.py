@@ -1,7 +1,5 @@
 """`envserver run` on one task: for a debugger, by hand, and again when a file changes."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """Where settings come from, which source wins, and what every mistake is told."""
 
-from __future__ import annotations
-
 import shlex
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server for the clients of this room."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

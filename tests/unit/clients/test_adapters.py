@@ -1,7 +1,5 @@
 """What other trainers get of a rollout. Against verl and SkyRL: `test_adapters_real.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import enum

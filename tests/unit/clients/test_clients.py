@@ -1,7 +1,5 @@
 """The HTTP clients against a real server: batches, a trainer's life, retries, typed errors."""
 
-from __future__ import annotations
-
 import asyncio
 import builtins
 import itertools

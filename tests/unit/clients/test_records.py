@@ -1,7 +1,5 @@
 """What both sides of the wire share: backoff, cleaning, files, framing, errors, hints at extras."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

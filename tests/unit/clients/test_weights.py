@@ -1,7 +1,5 @@
 """Weights on their way to engines: the order of steps, the guards, and what each failure leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """The shell of the page: who gets it, with which headers, and when it is not there."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

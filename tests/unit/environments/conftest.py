@@ -1,7 +1,5 @@
 """Sandboxes for the tests of environments."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest_asyncio

@@ -3,8 +3,6 @@
 Rows of the data sets are in test_code_environment.toml.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

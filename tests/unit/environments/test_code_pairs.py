@@ -1,7 +1,5 @@
 """The environment `code` with tests that are inputs and outputs: of programs, and of functions."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

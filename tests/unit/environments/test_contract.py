@@ -5,8 +5,6 @@ own file. Demonstrations are played through the rollout by scripted models, with
 sandboxes; those of `gaia`, whose agents speak HTTP, by test_gaia_agents.py and the command `check`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,8 +1,6 @@
 """The agents of `gaia`: what each does with a scripted model, step by step; and their interpreter:
 plain Python, whatever the code does."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

@@ -1,7 +1,5 @@
 """Runs of `gaia` as commands: file tools, prompts, plans; a web that is recorded and seen again."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

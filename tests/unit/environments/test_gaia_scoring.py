@@ -3,8 +3,6 @@
 What the server counted and recorded counts. Cases are in test_gaia_scoring.toml.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

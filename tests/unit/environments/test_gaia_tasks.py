@@ -1,7 +1,5 @@
 """GAIA's tasks: the own ones, local copies in both layouts, and how a copy is fetched."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """kuhn, twenty_questions, proposer_solver: known results, and the right behaviour is paid."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -2,8 +2,6 @@
 terminals, which generation of verifiers a package needs. The games themselves are played in
 tests/peers/test_games_peer.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Each reader gets texts that grow fourfold. CPU time is measured, not time by the
 of up to nine times passes: quadratic readers need sixteen times as long.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress

@@ -3,8 +3,6 @@
 For the hub stands a folder with the hub's id as its path: `load_dataset` looks there first.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

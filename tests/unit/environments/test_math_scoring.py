@@ -7,8 +7,6 @@ parse(answer))`, with more time for a busy machine. The table is in the README o
 test-slow` all.
 """
 
-from __future__ import annotations
-
 import itertools
 import resource
 from collections import Counter

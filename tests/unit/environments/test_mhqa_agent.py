@@ -1,7 +1,5 @@
 """The environment `mhqa`: how its agents search, reason and end, and what searches for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The environment `mhqa`: its questions, where they come from, and how passages are found."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

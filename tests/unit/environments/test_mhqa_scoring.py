@@ -1,7 +1,5 @@
 """The environment `mhqa`: what counts as the answer, and what it is worth."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

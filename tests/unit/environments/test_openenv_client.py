@@ -1,7 +1,5 @@
 """`--env openenv:URL`: a server's episodes are rollouts, and its failures are never scored."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 They are not part of this repository: ENVSERVER_PUBLISHED_ROWS names their folder.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from decimal import Decimal, InvalidOperation

@@ -1,8 +1,6 @@
 """The recipes of the documentation, and the environments of verifiers and Atropos that are rebuilt
 there in few lines: right behaviour is paid, and a wrong one is not."""
 
-from __future__ import annotations
-
 import functools
 import json
 import threading

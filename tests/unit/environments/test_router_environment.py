@@ -1,7 +1,5 @@
 """The environment `router`: its tasks, its agent and the sub-agents, its rewards and commands."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

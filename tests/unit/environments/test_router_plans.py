@@ -1,7 +1,5 @@
 """Plans of the environment `router`: what is valid, how alike two are, what the authors measure."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

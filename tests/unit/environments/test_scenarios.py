@@ -1,7 +1,5 @@
 """`envserver scenarios`: runs as traces, made once; scenarios in every form they come in."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

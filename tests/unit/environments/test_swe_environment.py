@@ -1,7 +1,5 @@
 """The agents of `swe`: what they see, do and hand in."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

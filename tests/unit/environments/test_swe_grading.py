@@ -1,7 +1,5 @@
 """The reward of a patch: right ones get it, nothing else does, and failures of ours are not 0."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,8 +1,6 @@
 """Patches of an agent: what is read, refused, dropped, applied. And tests without their answers:
 what is taken out, and that honest repairs still pass."""
 
-from __future__ import annotations
-
 import secrets
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`swe` from elsewhere: rows of public data sets with a mirror of their repositories, rows whose
 repositories are only in the images of containers (the engine is a stand-in), and task folders."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -4,8 +4,6 @@ The shop, the airline and what is expected of their tools, in tau_calls.json, ar
 and facts about tau2-bench. The phone company is the shipped one (mini_telecom).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The live environment `tau`: who sees what, what ends a conversation, what it is worth, which
 tasks are used, and what a judge decides."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ All on a to-do list of our own in tau2-bench's format; its tasks and what is sai
 tau_talks.json.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

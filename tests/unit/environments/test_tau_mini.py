@@ -4,8 +4,6 @@ Skips where ENVSERVER_TAU2_DATA names no folder and inspect_evals is not install
 facts about tau2-bench v1.0.1. The shipped domains are played and scored by test_contract.py.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The environment `video`: its questions, what is known of videos, where both come from, what
 counts as an answer, and how accuracy is reported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Frames of real video files in `video`: which are shown, and what hostile files can do."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

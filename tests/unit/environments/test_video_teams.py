@@ -1,7 +1,5 @@
 """The environment `video`: how its agents read, answer, disagree and end, alone and in teams."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

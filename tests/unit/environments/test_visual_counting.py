@@ -1,7 +1,5 @@
 """Pictures to count in: what they show is what is asked for, and only the count is paid."""
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools

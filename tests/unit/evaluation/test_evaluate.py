@@ -1,8 +1,6 @@
 """`envserver evaluate`: estimates held against brute force, and reports of whole runs, of one
 environment and of several."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import shutil

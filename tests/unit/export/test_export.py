@@ -1,7 +1,5 @@
 """`envserver export`: stored rollouts in other forms, those that are wanted, whole or not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

@@ -1,7 +1,5 @@
 """The page of a run: what it shows, that nothing in it can act, and that it stays bounded."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Exports for the hub: the folder as it would be pushed, its card, and what must not be in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Exports to Parquet: what pandas, pyarrow and `datasets` read is what was delivered."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`envserver convert` and `validate`: trajectories of others, and what is none."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

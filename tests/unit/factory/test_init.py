@@ -1,7 +1,5 @@
 """`envserver init`: the package of every kind works at once, installed and in its own tests."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

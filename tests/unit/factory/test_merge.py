@@ -1,7 +1,5 @@
 """`envserver merge`: what is written equals the formula, and models that do not fit are refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

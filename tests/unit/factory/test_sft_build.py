@@ -1,7 +1,5 @@
 """`envserver sft build` and `preview`: rows per tool from unified trajectories."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """How programs that play agents are started and installed."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

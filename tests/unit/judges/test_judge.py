@@ -3,8 +3,6 @@
 And each record says what its rollout took and cost, by the prices of each model and of the judge.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Chat templates and tokenizers of model folders: rendered and encoded as engines do it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import time

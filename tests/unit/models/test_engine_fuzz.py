@@ -3,8 +3,6 @@
 Hypothesis writes to a real socket; the engine's client reads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import itertools

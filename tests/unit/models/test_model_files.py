@@ -1,7 +1,5 @@
 """Where a served model's tokenizer and chat template are found."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ No call is lost while one replica is left. What the client makes of any bytes is
 `test_engine_fuzz.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The parts that decide about a replica, without a network: its breaker, its slots, its limit."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import socket

@@ -1,7 +1,5 @@
 """The simulated engine in process: exact tokens, consistent logprobs, streams, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

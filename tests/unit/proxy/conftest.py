@@ -1,7 +1,5 @@
 """The room's house: a fake vLLM, a proxy before it, and clients."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Several agents in one rollout: their engines, which are trained, and whose limits count."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path

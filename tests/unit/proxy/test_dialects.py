@@ -3,8 +3,6 @@
 How requests are read and refused, how answers and errors are told, whole and streamed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_type_hints
 

@@ -3,8 +3,6 @@
 The rollouts of a group share one rendering of their first prompt.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The engine samples arbitrary tokens from hypothesis, rarely as a tokenizer would.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Beside calls: what clients look up, and how each API words a refusal and a full context."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Whatever an engine answers, the agent gets an answer or a typed error, and what is recorded as
 exact is exact."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """What the proxy sends to the engine, records and shows, over HTTP with OpenAI's own client."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

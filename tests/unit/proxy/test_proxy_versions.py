@@ -1,8 +1,6 @@
 """Weights that change while calls are made: the version that is recorded; calls wait during an
 update, and those at the engine finish, continue or are sent again."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """What requests may take: space in their attempt's record, time to be read, images."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import copy

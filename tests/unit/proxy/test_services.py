@@ -4,8 +4,6 @@ They get the hidden part of the task and a state of their own for each attempt, 
 another interpreter: asked over HTTP as any.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """How many runners there are, and what becomes of them; Ray is tried in tests/peers/test_ray.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server with a store, and the clock by which it notices who is silent."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Groups dealt to runners elsewhere, each answered once; and several groups in one request."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Environments on other machines, as the server sees them and as a joiner sees the server."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import tomllib

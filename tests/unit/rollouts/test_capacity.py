@@ -1,7 +1,5 @@
 """When further groups may start: what waits is bounded, nothing waits for ever; in a store, too."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter

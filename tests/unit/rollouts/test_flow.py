@@ -1,7 +1,5 @@
 """Rollouts and groups that are late, stale, lost or ended: declared rules and causes decide."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """How rollouts went: times, failures, what was printed, what their groups lack and why."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 from typing import Any

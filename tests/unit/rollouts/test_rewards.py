@@ -1,7 +1,5 @@
 """Rewards of agents, turns and weighted components: from an environment to a trainer's rows."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Iterator

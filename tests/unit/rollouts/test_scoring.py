@@ -1,7 +1,5 @@
 """Scorer processes that misbehave; `envserver score`: rows of every form, a full disk, a stop."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

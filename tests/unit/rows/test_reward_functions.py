@@ -1,7 +1,5 @@
 """Reward functions in the signatures of TRL and verifiers, and plain ones, are called as there."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

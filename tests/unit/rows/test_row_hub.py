@@ -1,7 +1,5 @@
 """Rows of a data set on the hub: the real library `datasets` reads a hub on this machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rows are found in every layout of folders and files that data sets are published in."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

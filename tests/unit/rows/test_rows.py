@@ -1,7 +1,5 @@
 """Environments of rows and reward functions: kinds of files, bad rows, settings, the command."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Numbers are recorded four times a second here, and thresholds of minutes are 0: 
 minutes to pass.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evaluations of a held-out split while a server trains, over HTTP with the simulated engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

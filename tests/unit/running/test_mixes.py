@@ -1,7 +1,5 @@
 """Several environments in one run: whose turn it is, what ends, what is written where."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from contextlib import AbstractContextManager

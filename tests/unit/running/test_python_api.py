@@ -1,7 +1,5 @@
 """The Python API: what commands do, as functions with typed results, from any kind of code."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

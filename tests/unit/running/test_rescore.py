@@ -1,7 +1,5 @@
 """`envserver rescore`: stored rollouts with new scores, the old ones kept, nothing lost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

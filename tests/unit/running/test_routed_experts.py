@@ -1,7 +1,5 @@
 """Routed experts from an engine to trainers and files: over HTTP, through proxy and server."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What a run counts, tells at `/metrics`, and gives to trackers (`--track`); one that fails stops
 nothing."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`envserver verify`: right rows pass, every kind of damage is named."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 That every promise of a sandbox holds there, too, is shown by `test_sandbox.py` ("elsewhere").
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager

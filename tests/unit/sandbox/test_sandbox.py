@@ -1,7 +1,5 @@
 """What a sandbox promises: how programs run and end, its files, its limits, what it counts."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

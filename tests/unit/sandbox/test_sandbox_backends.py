@@ -3,8 +3,6 @@
 When run by root, every test runs once more as an ordinary user, as most servers do.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools

@@ -3,8 +3,6 @@
 The maker is the class in docs/sandboxes.md, against a cloud that plays it.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """Environments that are not installed are hidden, too, and links lead to nothing that is."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

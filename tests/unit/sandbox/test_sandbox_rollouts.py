@@ -1,7 +1,5 @@
 """Sandboxes of rollouts and scorers end with their owners; infrastructure failures never count."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """No client can break a part of the sandboxes: broken clients, a hostile in-sandbox server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

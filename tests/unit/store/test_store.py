@@ -1,7 +1,5 @@
 """What every store promises: the stories of stories.txt, and what takes more than a line to say."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shlex

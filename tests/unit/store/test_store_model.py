@@ -1,7 +1,5 @@
 """The store against a simple model: any sequence of calls gives the same answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sqlite3

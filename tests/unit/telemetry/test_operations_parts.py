@@ -1,7 +1,5 @@
 """Parts of what makes a server operable, each by itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3

@@ -1,7 +1,5 @@
 """A request continues the recorded tokens of an earlier call, or is a root."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Pictures in prompts: where their tokens are, what continues what, what trainers get."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import hashlib

@@ -5,8 +5,6 @@ prompt, completion and suffix must be the tokens of the whole conversation's ren
 suffix must be refused.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import tomllib

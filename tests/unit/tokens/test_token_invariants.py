@@ -4,8 +4,6 @@ Two sources of errors: a right row or call with one value changed, and rows of o
 That the builder makes right rows: test_history.py.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from functools import partial

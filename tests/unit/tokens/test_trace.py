@@ -1,7 +1,5 @@
 """A trace gives back the calls it was made from, in every field, and stores only what is new."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, get_args
 

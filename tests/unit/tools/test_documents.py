@@ -1,7 +1,5 @@
 """Documents become text, in pages; hostile ones become a sentence, in bounded time and memory."""
 
-from __future__ import annotations
-
 import io
 import os
 import resource

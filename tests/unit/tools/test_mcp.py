@@ -1,7 +1,5 @@
 """MCP both ways, with the official package: its servers are our tools, its client calls ours."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path

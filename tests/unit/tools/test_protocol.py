@@ -1,7 +1,5 @@
 """The text protocol: what a message says, and the loop between model and tools."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Tools in a sandbox: what a model gets to see of files, commands and changes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Agents see the web: searched, read, filtered; recorded, so that it stays the same; bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import multiprocessing

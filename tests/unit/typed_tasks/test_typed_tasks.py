@@ -1,7 +1,5 @@
 """Environments whose tasks are dataclasses or structs: the same tasks, scores and runs as dicts."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

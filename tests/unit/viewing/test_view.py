@@ -1,7 +1,5 @@
 """`envserver view`: the routes of a server over what is on disk, or over a server elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

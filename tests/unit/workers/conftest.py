@@ -1,7 +1,5 @@
 """A stand-in for the proxy."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest_asyncio

@@ -1,7 +1,5 @@
 """Programs of others play the agents: `--agent`."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -3,8 +3,6 @@
 The small process beside it, its companion, may do what the worker may, and no more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

@@ -3,8 +3,6 @@
 Nothing survives them, nor a server that is killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
