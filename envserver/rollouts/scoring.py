@@ -158,7 +158,11 @@ class ScorerChannel(asyncio.Protocol):
         if not self._ends:
             self._ends = True
             _signal(self._pidfd, *_END)
-            self._loop.call_later(KILL_GRACE_SECONDS, _signal, self._pidfd, signal.SIGKILL)
+            # The method keeps this object, and so its pidfd, which another process would get.
+            self._loop.call_later(KILL_GRACE_SECONDS, self._kill)
+
+    def _kill(self) -> None:
+        _signal(self._pidfd, signal.SIGKILL)
 
     async def ended(self) -> int | None:
         """Waits until it has ended; returns its exit code, that of a signal negative."""

@@ -15,8 +15,6 @@ all that it takes but the server, the peak of memory (PSS of all processes toget
 agents gave no answer. Run it on a machine that does nothing else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

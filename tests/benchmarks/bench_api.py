@@ -11,8 +11,6 @@ Exits with 1 when a budget is missed. --alone measures ours without the other on
 nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import os

@@ -10,8 +10,6 @@ does, and fetches batches of 64 groups as gzip: at the leader, then at the follo
 each server's process with its threads and kernel calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

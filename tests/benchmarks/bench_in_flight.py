@@ -10,8 +10,6 @@ growth. Lag is how late each of the loop's 50 ms ticks came; other programs add 
 where memory still grows at the end, by more than a tenth over the last half of the run.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -9,8 +9,6 @@ runs in an interpreter of its own: counted is by how much the memory of all proc
 has grown for each. Exits with 1 when a budget is missed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

@@ -11,8 +11,6 @@ CPU time tells the same on a busy machine, give or take a third; rates and laten
 budget it exits with 1.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

@@ -8,8 +8,6 @@ answers: the mean ratio of the rates, its 95 % interval by Student's t, and the 
 machine should do nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -7,8 +7,6 @@ too).
 Rates on a shared machine swing; CPU and the ratios of one run are what to compare.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import shutil

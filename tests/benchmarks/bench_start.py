@@ -7,8 +7,6 @@ end, `--help`; they take turns. Out: a table with the least, the median and the 
 when a least is over its budget.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import statistics

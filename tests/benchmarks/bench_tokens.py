@@ -7,8 +7,6 @@ The budgets hold `build` and `check` together, the lowest of a few runs; over on
 as when finding the parents costs more than a fifth of comparing all pairs, over all rollouts.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -10,8 +10,6 @@ product reaches on this GPU: 6 operations for each weight and token and those of
 (PaLM, arXiv 2204.02311, appendix B); what is computed again does not count.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -17,8 +17,6 @@ core is less than what busy cores differ by. So the smaller load is judged: exit
 watcher takes more than 2 % of a core there, or 20 more than 4 %.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -6,8 +6,6 @@ The agent makes no model call; the proxy is a stand-in in this process. Prints r
 per rollout (the workers' and ours) and memory per worker.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

@@ -8,8 +8,6 @@ server), atroposlib's API as its own `run-api` starts it. Some ten minutes on a 
 nothing else. Shares of a machine that others use change times, and ratios of one run less.
 """
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import os

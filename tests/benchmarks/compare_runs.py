@@ -4,8 +4,6 @@ CPU is that of all of them, as the kernel counted it when they had ended; memory
 of what each held alone and its share of what they hold together (PSS), looked at twice a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -7,8 +7,6 @@ takes the time of an engine that batches: in each step every call in flight gets
 step takes the longer the more calls there are.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys

@@ -19,6 +19,7 @@ from support.waiting import PATIENCE, until
 
 from envserver import Result, Score, ScorerError, StoreError, Task
 from envserver.cli import main
+from envserver.rollouts import scoring
 from envserver.rollouts.scoring import ScorerPool
 from envserver.running.scoring import MAX_LINE_BYTES, Summary, run_score
 
@@ -136,7 +137,14 @@ async def test_a_scorer_that_dies_while_idle_is_replaced(pool: ScorerPool) -> No
 
 
 @of_module
-async def test_scorers_that_died_leave_no_descriptor_to_the_collector(pool: ScorerPool) -> None:
+async def test_scorers_that_died_leave_no_descriptor_to_the_collector_or_to_a_late_signal(
+    pool: ScorerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "KILL_GRACE_SECONDS", 2)
+    errors: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+
     def open_ones() -> int:
         return len([*Path("/proc/self/fd").iterdir()])
 
@@ -147,8 +155,11 @@ async def test_scorers_that_died_leave_no_descriptor_to_the_collector(pool: Scor
         await rewards_or_errors(pool, ["die"] * 8)
         await pool.score(TASK, Result(output="right"))
         await until(lambda: open_ones() <= before)
+        await asyncio.sleep(2.5)  # their last signals are due by then
+        assert not errors
     finally:
         gc.enable()
+        loop.set_exception_handler(None)
 
 
 @of_module
