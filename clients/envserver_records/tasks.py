@@ -131,10 +131,10 @@ def range_as_json(bounds: RewardRange) -> dict[str, float | None]:
     }
 
 
-def range_from_json(told: Mapping[str, float | None]) -> RewardRange:
+def range_from_json(values: Mapping[str, float | None]) -> RewardRange:
     """Returns the range that `range_as_json` wrote; without entries, [0, 1]."""
-    low, high = told.get("low", 0.0), told.get("high", 1.0)
-    solved_at = told.get("solved_at", 1.0)
+    low, high = values.get("low", 0.0), values.get("high", 1.0)
+    solved_at = values.get("solved_at", 1.0)
     return RewardRange(
         low=-math.inf if low is None else low,
         high=math.inf if high is None else high,

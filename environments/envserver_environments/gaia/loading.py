@@ -112,9 +112,8 @@ def read_row(
         raise missing(row, lacking[:1])
     if not is_usable_truth(found["answer"]):
         raise InputError("no answer to compare with")
-    level = (
-        found.get("level", "1").strip().removesuffix(".0")
-    )  # a table with empty cells has floats
+    # A table with empty cells has floats.
+    level = found.get("level", "1").strip().removesuffix(".0")
     if level not in map(str, LEVELS):
         raise InputError(f"its level is not one of {', '.join(map(str, LEVELS))}")
     return GaiaQuestion(

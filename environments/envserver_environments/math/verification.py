@@ -230,6 +230,7 @@ _SIZE = re.compile(r"\|[^|]*\|")
 _NOT_READ = re.compile(r"[{}]|\\(?:left|right)(?![A-Za-z])|(?<=\\)[dt](?=frac)|\\[,;! ]")
 _NAMES = re.compile(r"\\?[A-Za-z]+(?:_\w)?")
 _OPERATIONS = {*_OF_NUMBERS, "\\sqrt", "\\pi", "e"}
+_REMAINDER = re.compile(r"(?<![\w.)}])(\d{1,18})\s*(?:\\b?mod|\bmod)\s*([1-9]\d{0,17})(?![\w.])")
 _FUNCTION_OR_SIZE = re.compile(r"[A-Za-z]\s*\(|\|")
 _PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%", re.DOTALL)
 _BLANK = re.compile(r"\s+(?!\w)|(?<!\w)\s+")
@@ -352,14 +353,14 @@ def _result(gold: str, answer: str, question: str) -> str | None:
     places = len(last.partition(".")[2])
     rounding = 0.51 / 10**places if places or "\\approx" in answer else 0
     numbers = [] if value is None else [(last, value)]
-    for side in sides:
+    for side in (_REMAINDER.sub(_remainder, side) for side in sides):
         names = _names_in(side)
         own = None if _FUNCTION_OR_SIZE.search(side) else value_of(side)
         if side[-1:] in _OPERATORS or (number is not None and _is_impossible(side, number)):
             return None
-        if own is None or side in names:
+        if side in names or (own is None and not (names and side.endswith("!"))):
             continue
-        if names:
+        if names or own is None:
             if len(sides) == len(names) == 1 and not _is_asked(side, question):
                 return None
         elif value is not None and values_differ(own, value) and abs(own - value) > rounding:
@@ -370,6 +371,10 @@ def _result(gold: str, answer: str, question: str) -> str | None:
     if wanted is None or not numbers or "," in "".join(sides):
         return answer if number is None or "," in "".join(sides) else last
     return min(numbers, key=lambda known: abs(known[1] - wanted))[0]
+
+
+def _remainder(found: re.Match[str]) -> str:
+    return str(int(found[1]) % int(found[2]))
 
 
 def _is_impossible(side: str, number: Fraction) -> bool:
