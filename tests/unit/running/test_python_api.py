@@ -266,6 +266,7 @@ def test_a_server_hands_out_groups_while_its_block_runs(tmp_path: Path) -> None:
     assert served.ending == "stopped"
 
 
+@pytest.mark.thorough
 def test_the_id_of_a_task_may_be_any_text(run: Run) -> None:
     settings: dict[str, Any] = {"store": "groups.db", "server": {"port": 0}}
     env = {"group_size": 1, "ensure_scores_are_not_same": False}

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import cases_of
 from support.commands import envserver, read_jsonl, running
-from support.extent import examples
+from support.extent import examples, first_of
 from support.in_process import Run
 from support.trajectories import sequence
 from support.trajectories import trajectory as rollout
@@ -208,14 +208,16 @@ def test_what_else_it_says_is_shown(place: Path, run: Run, monkeypatch: pytest.M
 
 # What a record names is data ----------------------------------------------------------------------
 
-TRAPS = {"folder": "./trap", "file": "trap.py", "URL": "http://trap.invalid/v1", "module": "trap"}
+TRAPS = ["./snare", "snare.py", "http://snare.invalid/v1", "snare"]
+"""A folder, a file, a URL and a module. The text at place n is the trap n + `turn`."""
+TURNS = first_of(*range(len(TRAPS)))
 NEEDED_TO_REPLAY = ("group_id", "task_id", "split", "rollout_id", "rollouts", "messages", "agents")
 SPRUNG: list[str] = []
 
 
 def notice(event: str, arguments: tuple[Any, ...]) -> None:
     looks = ("import", "open", "os.listdir", "os.scandir", "socket.connect", "socket.getaddrinfo")
-    if event in looks and "trap" in (about := repr(arguments)) and "traces" not in about:
+    if event in looks and "snare" in (about := repr(arguments)) and "traces" not in about:
         SPRUNG.append(f"{event} {about}")  # an export's own files in `traces` have the model's name
 
 
@@ -251,10 +253,10 @@ def lines_with(place: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Iterat
     """Writes `others.jsonl`; beside it is what a trap names."""
     folder = Path.cwd()
     (folder / "pair.py").write_text(PAIR)
-    (folder / "trap").mkdir()
-    for module in ("trap.py", "trap/env.py", "trap/__init__.py"):
+    (folder / "snare").mkdir()
+    for module in ("snare.py", "snare/env.py", "snare/__init__.py"):
         (folder / module).write_text(PAIR + f"\nPath({str(folder)!r}, 'imported').touch()\n")
-    (folder / "trap" / "tokenizer.json").write_text("{}")
+    (folder / "snare" / "tokenizer.json").write_text("{}")
     monkeypatch.syspath_prepend(folder)
     (line,) = read_jsonl(place / "kept.jsonl")
 
@@ -267,9 +269,14 @@ def lines_with(place: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Iterat
     assert SPRUNG == [] and not (folder / "imported").exists()
 
 
-@pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS)
-def test_no_text_of_a_record_is_opened_imported_or_asked(lines_with: Any, trap: str) -> None:
-    lines_with(lambda line: [with_trap(numbered(line, at), trap, at) for at in texts_in(line)])
+@pytest.mark.parametrize("turn", TURNS)
+def test_no_text_of_a_record_is_opened_imported_or_asked(lines_with: Any, turn: int) -> None:
+    lines_with(
+        lambda line: [
+            with_trap(numbered(line, at), TRAPS[number % len(TRAPS)], at)
+            for number, at in enumerate(texts_in(line), turn)
+        ]
+    )
     for words in (
         "export others.jsonl --to html --out pages --skip_bad",
         "export others.jsonl --to traces --out traces --skip_bad",
@@ -288,14 +295,14 @@ def test_no_text_of_a_record_is_opened_imported_or_asked(lines_with: Any, trap: 
     asyncio.run(view())
 
 
-@pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS)
-def test_a_replay_takes_no_text_of_a_record(lines_with: Any, run: Run, trap: str) -> None:
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_replay_takes_no_text_of_a_record(lines_with: Any, run: Run, turn: int) -> None:
     def all_but_needed(line: Any) -> list[Any]:
         changed = line
         changed["envserver"]["env_config"] |= {"data_path": "", "unknown": [{"": ""}]}
-        for at in texts_in(line):
+        for number, at in enumerate(texts_in(line), turn):
             if not set(NEEDED_TO_REPLAY) & set(at) and at[-2:] != ("env_config", "tone"):
-                changed = with_trap(changed, trap, at)
+                changed = with_trap(changed, TRAPS[number % len(TRAPS)], at)
         return [changed]
 
     line = lines_with(all_but_needed)
