@@ -243,7 +243,7 @@ def run_remove(argv: list[str]) -> int:
 def run_push(argv: list[str]) -> int:
     """Uploads a project; prints the address of each file. Without a token nothing is uploaded."""
     with lean_imports():
-        from envserver_factory.publishing.upload import upload
+        from envserver_factory.publishing.models import upload
 
         from ..running.installing import prepare
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from envserver_local.simulated.conversation import Conversation
     from envserver_local.simulated.engine import SimEngine
     from envserver_local.simulated.policy import (
         Policy,
@@ -25,7 +24,11 @@ if TYPE_CHECKING:
         generator,
     )
     from envserver_local.simulated.server import serve_sim
-    from envserver_local.simulated.tokenizer import assistant_text, canonical_arguments
+    from envserver_local.simulated.tokenizer import (
+        Conversation,
+        assistant_text,
+        canonical_arguments,
+    )
 
 __all__ = [
     "Conversation",
@@ -48,7 +51,7 @@ __all__ = [
 __getattr__ = lazy_names(
     "envserver_local.simulated",
     {
-        "Conversation": "conversation",
+        "Conversation": "tokenizer",
         "Policy": "policy",
         "RolloutSolver": "policy",
         "Said": "policy",

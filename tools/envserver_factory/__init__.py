@@ -13,9 +13,9 @@ from envserver.lazy import lazy_names
 if TYPE_CHECKING:
     from .exporting.formats import Options, format_of
     from .merging import Merged, Recipe, Vector, merge
-    from .publishing.upload import upload
+    from .publishing.models import upload
     from .trajectories.convert import convert
-    from .trajectories.validation import validate
+    from .trajectories.documents import validate
 
 __all__ = [
     "Merged",
@@ -39,7 +39,7 @@ __getattr__ = lazy_names(
         "convert": "trajectories.convert",
         "format_of": "exporting.formats",
         "merge": "merging",
-        "upload": "publishing.upload",
-        "validate": "trajectories.validation",
+        "upload": "publishing.models",
+        "validate": "trajectories.documents",
     },
 )

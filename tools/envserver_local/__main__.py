@@ -21,7 +21,7 @@ def main() -> int:
             f"Install them: {install_command('local')}.\n"
         )
         return 2
-    from .starting import run
+    from .server import run
 
     return run(options)
 

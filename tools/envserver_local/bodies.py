@@ -17,9 +17,8 @@ from envserver_records.records import Message
 
 from envserver.models.parsers import FORMATS, Tools, detect_format
 
-from .rows import Ranked, Row
-from .simulated import conversation
-from .text import Text
+from .simulated import tokenizer
+from .text import Ranked, Row, Text
 
 Unit = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -41,7 +40,7 @@ _FOREIGN = (
 )
 
 
-class Sampled(conversation.Sampled, kw_only=True):
+class Sampled(tokenizer.Sampled, kw_only=True):
     """Fields of all sampling endpoints; None: the value of the model's generation config."""
 
     top_p: Unit | None = None
@@ -55,14 +54,14 @@ class Sampled(conversation.Sampled, kw_only=True):
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = 0
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
-    max_tokens: conversation.Length | None = None
+    max_tokens: tokenizer.Length | None = None
 
 
 class Body(Sampled, kw_only=True):
     model: str | None = None
     stream: bool | None = False
-    stream_options: conversation.StreamOptions | None = None
-    max_completion_tokens: conversation.Length | None = None
+    stream_options: tokenizer.StreamOptions | None = None
+    max_completion_tokens: tokenizer.Length | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
 
@@ -78,7 +77,7 @@ class ChatBody(Body, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     logprobs: bool | None = False
-    top_logprobs: conversation.Top | None = 0
+    top_logprobs: tokenizer.Top | None = 0
     continue_final_message: bool | None = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -88,8 +87,8 @@ class ChatBody(Body, kw_only=True):
 
 class CompletionBody(Body, kw_only=True):
     prompt: Any
-    max_tokens: conversation.Length | None = 16
-    logprobs: conversation.Top | bool | None = None
+    max_tokens: tokenizer.Length | None = 16
+    logprobs: tokenizer.Top | bool | None = None
     echo: bool | None = False
     add_special_tokens: bool = True
 
@@ -97,7 +96,7 @@ class CompletionBody(Body, kw_only=True):
 class SamplingParams(Sampled, kw_only=True):
     """Sampling settings of a request for ids; `logprobs`: number of alternatives, None for none."""
 
-    logprobs: conversation.Top | None = None
+    logprobs: tokenizer.Top | None = None
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
@@ -108,7 +107,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = False
     output_mode: str = "tokens"
     stream: bool | None = False
-    stream_options: conversation.StreamOptions | None = None
+    stream_options: tokenizer.StreamOptions | None = None
 
 
 class LoraBody(msgspec.Struct, kw_only=True):
@@ -150,7 +149,7 @@ class FinishBody(msgspec.Struct, kw_only=True):
     weight_version: str | None = None
 
 
-class TokenizeBody(conversation.TokenizeBody, kw_only=True):
+class TokenizeBody(tokenizer.TokenizeBody, kw_only=True):
     """Add special tokens to plain text, as vLLM does by default."""
 
     add_special_tokens: bool = True

@@ -21,10 +21,9 @@ from envserver_records.errors import EngineRefused
 from . import bodies
 from .bodies import CallReader, ChatBody, CompletionBody, GenerateBody, Sampled, TokenizeBody
 from .bodies import check as check_body
-from .rows import Row, Sampling
-from .runner import Runner
-from .simulated.conversation import DetokenizeBody, read
-from .text import Growing, Text
+from .generation import Runner
+from .simulated.tokenizer import DetokenizeBody, read
+from .text import Growing, Row, Sampling, Text
 from .weights import Adapter, Adapters
 
 

@@ -171,7 +171,7 @@ MAX_CHARACTERS = 24_000
 MAX_PATCH_BYTES = 1 << 20
 _SHOWN_PATCH_BYTES = 16_000
 _MAX_ANSWER_BYTES = 4 << 20
-_MODULES = ("paths", "files", "listing", "commands", "patches", "")
+_MODULES = ("files", "commands", "patches", "")
 """Modules of envserver_tools.inside, each after those it imports."""
 
 

@@ -14,8 +14,8 @@ from envserver_local import weights
 from envserver_local.generation import Generator, Settings, chosen, filtered
 from envserver_local.kv_cache import NAME
 from envserver_local.options import Options
-from envserver_local.rows import Row, Sampling
-from envserver_local.starting import Loaded, check, load
+from envserver_local.server import Loaded, check, load
+from envserver_local.text import Row, Sampling
 from envserver_local.weights import Adapters
 from envserver_records.errors import ConfigError, InputError
 from peft import LoraConfig, get_peft_model

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from envserver_factory.exporting.filters import Forbidden
+from envserver_factory.exporting.export import Forbidden
 from envserver_records.errors import ConfigError
 from envserver_records.records import Conversation, Group, link_of
 from envserver_records.tasks import RewardRange, TurnReward

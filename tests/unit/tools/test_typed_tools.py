@@ -22,8 +22,7 @@ import envserver_factory
 import envserver_tools
 import msgspec
 import pytest
-from envserver_tools.inside.files import edit, read_file
-from envserver_tools.inside.paths import Refused
+from envserver_tools.inside.files import Refused, edit, read_file
 from envserver_tools.loop import LoopEnd, chat_with_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st

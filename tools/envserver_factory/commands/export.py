@@ -168,8 +168,7 @@ def _export(settings: ExportSettings, out: Path, console: Console) -> Tally:
 
 
 def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
-    from ..exporting.export import Wanted
-    from ..exporting.filters import Forbidden, Seen, Where
+    from ..exporting.export import Forbidden, Seen, Wanted, Where
 
     forbidden = None
     if settings.against:
@@ -191,7 +190,7 @@ def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
 
 
 def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
-    from ..publishing.upload import push
+    from ..publishing.models import push
 
     if dry_run:
         console.print(f"Not pushed: {folder} has what would be pushed to {name}.", markup=False)
@@ -201,7 +200,7 @@ def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
 
 def _with_card(format: Format, settings: ExportSettings, out: Path, name: str) -> Format:
     from ..publishing.card import Asked, WithCard, public_name
-    from ..publishing.upload import check_name
+    from ..publishing.models import check_name
 
     check_name(name)
     if out.suffix in (".jsonl", format.suffix):

@@ -113,8 +113,7 @@ def run(argv: list[str]) -> int:
 
 
 def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list[str]]:
-    from ..merging.checks import Allowed
-    from ..merging.mergekit import Method, merge_with
+    from ..merging.checks import Allowed, Method, merge_with
     from ..merging.recipe import Recipe, Vector, parse_parts
 
     vectors = parse_parts(settings.add)

@@ -88,8 +88,7 @@ def run_build(argv: list[str]) -> int:
     with lean_imports():
         from envserver.cli.console import Console, reading_bar
 
-        from ..sft_building.per_tool import Choice, build
-        from ..sft_building.templates import Shown, read_templates
+        from ..sft_building.per_tool import Choice, Shown, build, read_templates
         from ..trajectories.documents import files_of
 
     settings = BUILD.read(argv)
@@ -131,13 +130,13 @@ def run_build(argv: list[str]) -> int:
 def _check_upload(target: str | None) -> None:
     """Checks the upload target before any work is done."""
     if target is not None:
-        from ..publishing.upload import check_target
+        from ..publishing.models import check_target
 
         check_target(target)
 
 
 def _put(folder: Path, target: str, console: Console) -> None:
-    from ..publishing.upload import upload
+    from ..publishing.models import upload
 
     def on_progress(address: str) -> None:
         console.say(f"Uploaded {address}")
@@ -211,8 +210,7 @@ def run_preview(argv: list[str]) -> int:
 
 
 def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str], Counter[str]]:
-    from ..sft_building.per_tool import Choice, reward_of, rows_of
-    from ..sft_building.templates import Shown, read_templates
+    from ..sft_building.per_tool import Choice, Shown, read_templates, reward_of, rows_of
     from ..trajectories.documents import objects
 
     templates = read_templates(settings.templates)
@@ -426,7 +424,7 @@ def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]
 
 
 def _router(settings: RouterSettings) -> Callable[[dict[str, Any]], Any]:
-    from ..sft_building.router import example_of
+    from ..sft_building.examples import example_of
 
     return functools.partial(example_of, think=settings.think)
 

@@ -265,7 +265,7 @@ def _write_plans(settings: RouterGenerateSettings) -> int:
     from envserver.cli.console import Console
 
     from ..sft_building.folder import write_summary
-    from ..sft_building.generated import Selection, write_plans
+    from ..sft_building.prepare import Selection, write_plans
 
     path = settings.out / "rows.jsonl"
     selection = Selection(settings.rows, settings.balance, settings.balance_seed)

@@ -105,8 +105,7 @@ def run_validate(argv: list[str]) -> int:
         from envserver.cli.console import Console, reading_bar
         from envserver.export.unified import DOMAINS, SCHEMA_FILE
 
-        from ..trajectories.documents import files_of
-        from ..trajectories.validation import validate
+        from ..trajectories.documents import files_of, validate
 
     settings = VALIDATE.read(argv)
     if settings.schema_only:

@@ -8,19 +8,403 @@ duplicates are looked for, and by the evaluation sets to be excluded.
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import operator
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from envserver_records.errors import InputError
+import numpy as np
+import orjson
+from envserver_records.errors import ConfigError, InputError, NotFoundError
+from envserver_records.records import Message, text_of
+from numpy.typing import NDArray
 
 from envserver.export.stored import StoredGroup, StoredRollout, read_groups
+from envserver.export.stored_sources import decoded, opened
 
-from .filters import Choice, Forbidden, Seen, Where, chosen
-from .formats import Format
-from .shards import finish, place_for, writer_of
+from .formats import Format, finish, place_for, writer_of
+
+Choice = Literal["all", "best", "shortest"]
+
+NAMES = (
+    *(field.name for field in dataclasses.fields(StoredRollout)),
+    *("domain", "length", "sampled", "failed"),
+)
+"""Names that an expression may use."""
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "len": len,
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "sum": sum,
+    "any": any,
+    "all": all,
+}
+
+
+class Where:
+    """An expression such as `reward >= 0.8 and turns < 6 and 'lossy_detok' not in flags`.
+
+    An unknown value (None, a missing component) compares as neither more nor less than anything.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._names = _Known()
+        self._body = _parsed(text)
+        self._evaluator = _evaluator(self._names)
+
+    def __call__(self, rollout: StoredRollout) -> bool:
+        """Returns whether it is true for `rollout`."""
+        self._names.rollout = rollout
+        self._names.clear()
+        try:
+            return bool(self._evaluator.eval(self._text, previously_parsed=self._body))
+        except Exception as error:
+            raise InputError(
+                f"--where {self._text!r} has no answer for the rollout {rollout.rollout_id}: "
+                f"{error}.",
+                place=rollout.rollout_id,
+            ) from error
+
+
+def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRollout]:
+    """Returns all rollouts of a group, the one with the highest reward (the shortest of several),
+    or the shortest; independent of their order.
+    """
+    if choice == "all" or not rollouts:
+        return list(rollouts)
+    if choice == "shortest":
+        return [min(rollouts, key=lambda one: (said(one), one.rollout_id))]
+    return [min(rollouts, key=lambda one: (-_reward(one), said(one), one.rollout_id))]
+
+
+def said(rollout: StoredRollout) -> tuple[int, int]:
+    """Returns how much the model wrote: tokens where known, then characters."""
+    tokens = rollout.sampled or int(rollout.usage.get("completion_tokens") or 0)
+    answers = (one for one in rollout.messages if one.get("role") == "assistant")
+    return tokens, sum(len(text_of(message)) for message in answers)
+
+
+def _reward(rollout: StoredRollout) -> float:
+    return -math.inf if rollout.reward is None else rollout.reward
+
+
+class _Known(dict[str, Any]):
+    """The names of an expression, each looked up at first use."""
+
+    rollout: StoredRollout
+
+    def __missing__(self, name: str) -> Any:
+        if name not in NAMES:
+            raise KeyError(name)
+        value = getattr(self.rollout, name)
+        if name in ("components", "metrics", "agent_metrics", "usage"):
+            value = _Parts(value)
+        self[name] = value
+        return value
+
+
+class _Parts(dict[str, Any]):
+    """Named numbers; None for an unknown name."""
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigError(
+            f"--where {text!r} is not an expression: {why}.",
+            hint="For example: reward >= 0.8 and turns < 6 and 'lossy_detok' not in flags",
+        ) from error
+    bound = {
+        node.id
+        for node in ast.walk(body)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    for node in ast.walk(body):
+        _check(node, text, bound)
+    return body
+
+
+def _check(node: ast.AST, text: str, bound: set[str]) -> None:
+    if isinstance(node, ast.Attribute | ast.Lambda | ast.NamedExpr | ast.JoinedStr):
+        raise ConfigError(
+            f"--where {text!r} cannot have {type(node).__name__.lower()}s in it.",
+            hint="Parts are named as components['format'].",
+        )
+    if isinstance(node, ast.Name) and node.id not in {*NAMES, *FUNCTIONS, *bound}:
+        from difflib import get_close_matches
+
+        near = get_close_matches(node.id, [*NAMES, *FUNCTIONS], 1)
+        words = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(NAMES)}."
+        raise ConfigError(f"--where: there is no {node.id!r}.", hint=words)
+
+
+def _evaluator(names: _Known) -> Any:
+    from simpleeval import (  # type: ignore[import-untyped]
+        DEFAULT_OPERATORS,
+        EvalWithCompoundTypes,
+    )
+
+    compared = {
+        ast.Lt: operator.lt,
+        ast.LtE: operator.le,
+        ast.Gt: operator.gt,
+        ast.GtE: operator.ge,
+    }
+    operators = {**DEFAULT_OPERATORS, **{k: _of_known(v) for k, v in compared.items()}}
+    evaluator = EvalWithCompoundTypes(
+        operators=operators, functions=dict(FUNCTIONS), names=names, allowed_attrs={}
+    )
+    evaluator.nodes.pop(ast.Attribute, None)
+    return evaluator
+
+
+def _of_known(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda left, right: left is not None and right is not None and compare(left, right)
+
+
+class Seen:
+    """The rollouts seen so far; each takes 16 bytes of memory.
+
+    Two rollouts are equal if their conversations are: role, text and calls of each message, with
+    white space normalised and the keys of arguments in any order. Without conversations the tokens
+    are compared, without tokens the outputs.
+    """
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+
+    def add(self, rollout: StoredRollout) -> bool:
+        """Remembers `rollout`; returns whether it is new."""
+        before = len(self._digests)
+        self._digests.add(digest_of(rollout))
+        return len(self._digests) > before
+
+
+def digest_of(rollout: StoredRollout) -> bytes:
+    """Returns 16 bytes, equal for equal rollouts of the same environment."""
+    content: Any
+    if rollout.messages:
+        conversations = [rollout.messages, *(other.get("messages") for other in rollout.others)]
+        content = [[_message(one) for one in messages or []] for messages in conversations]
+    elif rollout.rows:
+        content = [row.tokens.tolist() for row in rollout.rows]
+    else:
+        content = [rollout.task_id, rollout.output]
+    data = orjson.dumps([rollout.env, content], default=str, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _message(message: Message) -> list[Any]:
+    calls = [
+        (function.get("name"), _arguments(function.get("arguments")))
+        for call in message.get("tool_calls") or ()
+        if isinstance(function := call.get("function"), dict)
+    ]
+    return [message.get("role"), normal(text_of(message)), calls]
+
+
+def normal(text: str) -> str:
+    """Returns `text` with single spaces between words, in one Unicode form."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def _arguments(text: Any) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return text
+
+
+Hashes = NDArray[np.uint64]
+
+WORDS = 13
+SHORTEST = 5
+_QUESTIONS = (
+    *("question", "problem", "prompt", "query", "instruction", "instructions", "task"),
+    *("input", "text", "messages", "problem_statement", "user_query", "Question"),
+)
+"""Keys that are read from a row that has any of them; else all its texts are read."""
+_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst")
+_READ = (*_LINES, ".json", ".txt", ".md")
+_WORD = re.compile(r"\w+")
+_PRIME = np.uint64(0x9E3779B97F4A7C15)
+_GATHERED = 1 << 20
+
+
+class Forbidden:
+    """The n-grams of evaluation sets."""
+
+    def __init__(self, words: int = WORDS) -> None:
+        self.words = words
+        self.texts = 0
+        self.too_short = 0
+        """Texts too short to count."""
+        self._known: dict[int, Hashes] = {}
+        self._new: dict[int, list[Hashes]] = {}
+        self._waiting = 0
+
+    def read(self, sources: Sequence[str]) -> None:
+        """Adds all texts of files, and of the files of folders."""
+        for path in _files(sources):
+            for text in _texts(path):
+                self.add(text)
+        self._settle()
+
+    def add(self, text: str) -> None:
+        """Adds one text."""
+        self.texts += 1
+        hashes = _words(text)
+        size = min(self.words, len(hashes))
+        if size < min(SHORTEST, self.words):
+            self.too_short += 1
+            return
+        grams = _grams(hashes, size)
+        self._new.setdefault(size, []).append(grams)
+        self._waiting += len(grams)
+        if self._waiting >= _GATHERED:
+            self._settle()
+
+    def is_in(self, text: str) -> bool:
+        """Returns whether any added n-gram occurs in `text`."""
+        self._settle()
+        hashes = _words(text)
+        return any(
+            bool(_found(_grams(hashes, size), known).any())
+            for size, known in self._known.items()
+            if len(hashes) >= size
+        )
+
+    def is_in_rollout(self, rollout: StoredRollout) -> bool:
+        """Returns whether one occurs in its conversations, without system messages."""
+        conversations = [rollout.messages, *(one.get("messages") or [] for one in rollout.others)]
+        return any(
+            self.is_in(text_of(message))
+            for messages in conversations
+            for message in messages
+            if message.get("role") not in ("system", "developer")
+        )
+
+    def _settle(self) -> None:
+        for size, new in self._new.items():
+            known = self._known.get(size)
+            self._known[size] = np.unique(np.concatenate(new if known is None else [known, *new]))
+        self._new.clear()
+        self._waiting = 0
+
+
+def _files(sources: Sequence[str]) -> Iterator[Path]:
+    for source in sources:
+        path = Path(source)
+        if path.is_dir():
+            found = [one for one in sorted(path.rglob("*")) if one.name.endswith(_READ)]
+            files = [one for one in found if one.is_file()]
+        else:
+            files = [path] if path.is_file() else []
+        if not files:
+            raise NotFoundError(
+                f"--against {source}: there is nothing to read.",
+                hint=f"Files and folders of them: {', '.join(_READ)}.",
+            )
+        yield from files
+
+
+def _texts(path: Path) -> Iterator[str]:
+    with opened(path) as file:
+        if path.name.endswith(_LINES):
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield from _of_row(decoded(line, f"{path}, line {number}"))
+        elif path.suffix == ".json":
+            value = decoded(file.read(), str(path))
+            for row in value if isinstance(value, list) else [value]:
+                yield from _of_row(row)
+        else:
+            yield from _paragraphs(file)
+
+
+def _paragraphs(file: Any) -> Iterator[str]:
+    lines: list[str] = []
+    for data in file:
+        line = data.decode("utf-8", "replace").strip()
+        if line:
+            lines.append(line)
+        elif lines:
+            yield " ".join(lines)
+            lines = []
+    if lines:
+        yield " ".join(lines)
+
+
+def _of_row(row: Any) -> Iterator[str]:
+    if isinstance(row, dict) and (keys := [key for key in _QUESTIONS if row.get(key)]):
+        for key in keys:
+            yield from _of_messages(row[key]) if key == "messages" else _strings(row[key])
+    else:
+        yield from _strings(row)
+
+
+def _of_messages(value: Any) -> Iterator[str]:
+    """Yields the user's messages; system messages may be part of every rollout."""
+    for message in value if isinstance(value, list) else []:
+        if isinstance(message, dict) and message.get("role") == "user":
+            yield text_of(message)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _words(text: str) -> Hashes:
+    """Returns uint64[W], one hash for each word."""
+    words = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+    return np.fromiter((_hash(word) for word in words), np.uint64, len(words))
+
+
+@functools.lru_cache(1 << 16)
+def _hash(word: str) -> int:
+    digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _grams(words: Hashes, size: int) -> Hashes:
+    """Returns uint64[W - size + 1], one hash for each run of `size` words; word order matters."""
+    number = len(words) - size + 1
+    grams = np.zeros(number, np.uint64)
+    for offset in range(size):
+        grams = grams * _PRIME + words[offset : offset + number]
+        grams ^= grams >> np.uint64(29)
+    return grams
+
+
+def _found(grams: Hashes, known: Hashes) -> NDArray[np.bool_]:
+    at = np.searchsorted(known, grams)
+    found: NDArray[np.bool_] = known[np.minimum(at, len(known) - 1)] == grams
+    return found
+
 
 Json = dict[str, Any]
 SCHEMA_VERSION = 1

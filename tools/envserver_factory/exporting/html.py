@@ -29,8 +29,7 @@ from markupsafe import Markup
 from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
 from envserver.formats.shown_text import seen, token_texts
 
-from .formats import Options, Row, Written
-from .shards import failed, needs_folder
+from .formats import Options, Row, Written, failed, needs_folder
 
 MOST_NAMES: Final = 50
 OTHER: Final = "(others)"

@@ -30,8 +30,7 @@ from envserver_records.records import Message, Result, text_of
 from envserver.environment import answer_text
 from envserver.export.stored import StoredGroup, StoredRollout
 
-from .formats import Options, Row, Written
-from .messages import kept_line
+from .formats import Options, Row, Written, kept_line
 
 # `message_of(inspect_message(m, ...))` is `m`. Where Inspect's types cannot hold all of a message
 # (other keys, the spelling of a call's arguments), the message itself is in its metadata.

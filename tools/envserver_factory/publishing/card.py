@@ -20,9 +20,8 @@ import yaml
 from envserver.export.stored import StoredGroup, StoredRollout
 from envserver.version import __version__
 
-from ..exporting.formats import Format, NamedFile, Row, Writer, Written
+from ..exporting.formats import MANIFEST, Format, NamedFile, Row, Writer, Written, failed, writer_of
 from ..exporting.html import RunFacts
-from ..exporting.shards import MANIFEST, failed, writer_of
 
 CARD: Final = "README.md"
 _LOOKED_AT: Final = 1000

@@ -1,5 +1,6 @@
-"""Reads trajectories from files: one document for each `.json` file, one for each line of `.jsonl`,
-one for each sample of a log of Inspect.
+"""Reads trajectories from files, and checks them.
+
+A document is a `.json` file, a line of `.jsonl` or a sample of a log of Inspect.
 
 In: files, folders (recursively) and globs. Out: each document with its place, one at a time, files
 in the order of their paths; an unreadable document comes with the reason. Files that describe a
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any, Final, NoReturn
 from envserver_records.errors import EnvserverError, InputError, NotFoundError
 
 from envserver.export.stored_sources import opened
+from envserver.export.unified import DOMAINS, problems_of
 
 from ..exporting.inspect import LOST, REWARD, STORE, message_of, require_inspect
 
@@ -287,3 +290,66 @@ def _document(path: Path, line: int | None, data: bytes) -> Document:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the numbers of documents and bytes read so far."""
+Bad = Callable[[str, str], None]
+"""Called with the place of a document (`file.json`; `file.jsonl, line 7`) and a problem."""
+
+
+@dataclass
+class Report:
+    """Counts of a validation."""
+
+    files: int = 0
+    bad_files: int = 0
+    documents: int = 0
+    bad: int = 0
+
+
+def validate(
+    sources: Sequence[str],
+    *,
+    bad: Bad = lambda place, reason: None,
+    on_progress: OnProgress = lambda count, size: None,
+    domains: Collection[str] = DOMAINS,
+) -> Report:
+    """Checks every trajectory of `sources`."""
+    report = Report()
+    seen: dict[Path, set[bytes]] = {}
+    wrong: set[Path] = set()
+    size = 0
+    files = files_of(sources)
+    for document in documents(files):
+        report.documents += 1
+        size += document.bytes
+        problems = _problems(document, seen, domains)
+        report.bad += bool(problems)
+        if problems:
+            wrong.add(document.path)
+        for problem in problems:
+            bad(document.place, problem)
+        on_progress(report.documents, size)
+    report.files, report.bad_files = len(files), len(wrong)
+    return report
+
+
+def _problems(
+    document: Document, seen: dict[Path, set[bytes]], domains: Collection[str]
+) -> list[str]:
+    if document.problem is not None:
+        return [document.problem]
+    try:
+        problems = problems_of(document.value, domains=domains)
+    except RecursionError:
+        return ["nested too deeply"]
+    task_id = document.value.get("task_id") if isinstance(document.value, dict) else None
+    if isinstance(task_id, str):
+        among = document.path.parent if document.line is None else document.path
+        digest = hashlib.blake2b(task_id.encode(errors="replace"), digest_size=12).digest()
+        ids = seen.setdefault(among, set())
+        if digest in ids:
+            problems.append(f"$.task_id: {task_id[:80]!r} appears twice")
+        ids.add(digest)
+    return problems

@@ -24,24 +24,27 @@ import msgspec
 
 from envserver.settings.config import SimConfig
 
-from .conversation import (
+from .policy import Speaker, Wish, generator
+from .tokenizer import (
     Body,
     ChatBody,
     CompletionBody,
     Conversation,
     DetokenizeBody,
     GenerateBody,
+    Prompt,
+    SimTokenizer,
     TokenizeBody,
+    call_spans,
     check_chat,
     check_sampling,
     checked_tools,
     conversation_of_text,
+    parsed,
     plain_messages,
     read,
     refusal,
 )
-from .policy import Speaker, Wish, generator
-from .tokenizer import Prompt, SimTokenizer, call_spans, parsed
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):

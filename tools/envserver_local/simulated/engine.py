@@ -32,9 +32,15 @@ from envserver.settings.config import SimConfig
 from envserver.version import __version__
 
 from .answers import MODEL, Json, Plan, Planner
-from .conversation import Conversation, plain_messages, refusal
 from .policy import Policy, Said, Solver, Speaker, Wish, without_specials
-from .tokenizer import SimTokenizer, assistant_text, shared_tokenizer
+from .tokenizer import (
+    Conversation,
+    SimTokenizer,
+    assistant_text,
+    plain_messages,
+    refusal,
+    shared_tokenizer,
+)
 
 _REMEMBERED_ROLLOUTS = 16_384
 _SHOWN = 80

@@ -23,8 +23,15 @@ from envserver_records.records import Message
 
 from envserver.settings.config import SimConfig
 
-from .conversation import Conversation, refusal
-from .tokenizer import END_OF_TEXT, IM_END, IM_START, assistant_text, canonical_arguments
+from .tokenizer import (
+    END_OF_TEXT,
+    IM_END,
+    IM_START,
+    Conversation,
+    assistant_text,
+    canonical_arguments,
+    refusal,
+)
 from .wording import CLOSERS, NOUNS, OPENERS, VERBS, drawn_value, spoiled_arguments, spoiled_text
 
 REFUSALS = (

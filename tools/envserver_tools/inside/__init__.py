@@ -15,10 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .commands import run_command
-from .files import append_file, edit, read_file, write_file
-from .listing import grep, list_dir
+from .files import Refused, append_file, edit, grep, list_dir, read_file, shown, write_file
 from .patches import git_patch
-from .paths import Refused, shown
 
 MAX_CHARACTERS = 20_000
 

@@ -9,7 +9,7 @@ import subprocess
 import time
 from typing import Any
 
-from .paths import Refused, shown
+from .files import Refused, shown
 
 HEAD_BYTES = TAIL_BYTES = 5000
 MAX_OUTPUT_BYTES = 16_000_000

@@ -1,14 +1,102 @@
-"""Reading and changing files of the workspace."""
+"""Reading, searching and changing files of the workspace; no path leads outside it."""
 
 from __future__ import annotations
 
+import fnmatch
+import heapq
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from typing import IO, Any
 
-from .paths import PROBE_BYTES, Refused, opened, shown, target
+PROBE_BYTES = 8192
+"""Read to see whether a file is text."""
+
+
+class Refused(Exception):
+    """The request cannot be carried out; the message is for the model."""
+
+
+def root() -> str:
+    """The workspace."""
+    return os.path.realpath(os.getcwd())
+
+
+def resolve(path: str, called: str = "") -> str:
+    """Returns the real path; raises Refused, naming `called`, if it is outside of the workspace."""
+    top = root()
+    if path == "/work" or path.startswith("/work/"):
+        path = f".{path.removeprefix('/work')}"
+    place = os.path.realpath(os.path.join(top, path))
+    if place != top and not place.startswith(f"{top}/"):
+        name = shown(called or path)
+        raise Refused(f"{name} is outside of /work; only paths below /work are allowed.")
+    return place
+
+
+def target(path: str) -> str:
+    """Returns the real path of a file to write: not a link, a directory, or a file of git's."""
+    parent, name = os.path.split(path)
+    if name in ("", ".", ".."):
+        raise Refused(f"{shown(path)} names a directory, not a file.")
+    place = os.path.join(resolve(parent or ".", path), name)
+    below = os.path.relpath(place, root())
+    if any(part.lower() == ".git" for part in below.split("/")):
+        raise Refused(f"{shown(path)} belongs to git; .git cannot be written.")
+    try:
+        mode = os.lstat(place).st_mode
+    except FileNotFoundError:
+        return place
+    if not stat.S_ISREG(mode):
+        raise Refused(f"{shown(path)} is a {kind(mode)}; only regular files can be written.")
+    return place
+
+
+def opened(path: str) -> IO[bytes]:
+    """A regular file for reading."""
+    return opened_place(resolve(path), path)
+
+
+def opened_place(place: str, called: str) -> IO[bytes]:
+    """As `opened`, for a resolved path. Never waits for a FIFO, never opens a device."""
+    mode = os.lstat(place).st_mode
+    if not stat.S_ISREG(mode):
+        raise Refused(f"{shown(called)} is a {kind(mode)}, not a regular file.")
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(place, flags), "rb")
+
+
+def kind(mode: int) -> str:
+    """The kind of a file in a word."""
+    for test, word in (
+        (stat.S_ISDIR, "directory"),
+        (stat.S_ISLNK, "link"),
+        (stat.S_ISFIFO, "FIFO"),
+        (stat.S_ISSOCK, "socket"),
+        (stat.S_ISCHR, "device"),
+        (stat.S_ISBLK, "device"),
+    ):
+        if test(mode):
+            return word
+    return "file"
+
+
+def shown(text: str) -> str:
+    """A name as text: bytes that are not UTF-8 and control characters are escaped."""
+    plain = os.fsencode(text) if _encodable(text) else text.encode("utf-8", "backslashreplace")
+    readable = plain.decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in readable)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
 
 MAX_WRITE_BYTES = 1_000_000
 MAX_EDIT_BYTES = 4_000_000
@@ -174,3 +262,128 @@ def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+MAX_ENTRIES = 200
+MAX_GREP_BYTES = 8_000_000
+MAX_GREP_CHARACTERS = 250
+
+
+def list_dir(path: str = ".", depth: int = 1) -> dict[str, Any]:
+    top = resolve(path)
+    lines: list[str] = []
+    whole = _list_into(lines, top, "", depth)
+    if not lines:
+        return {"text": "[the directory is empty]"}
+    if not whole:
+        lines.append(f"[cut: the first {MAX_ENTRIES} entries; there are more]")
+    return {"text": "\n".join(lines)}
+
+
+def _list_into(lines: list[str], directory: str, prefix: str, depth: int) -> bool:
+    """Adds entries to `lines`; returns whether all are there now."""
+    with os.scandir(directory) as entries:
+        # One more than is shown, to know whether there are more.
+        first = heapq.nsmallest(MAX_ENTRIES + 1, entries, key=lambda entry: entry.name)
+    for entry in first:
+        if len(lines) >= MAX_ENTRIES:
+            return False
+        name = shown(prefix + entry.name)
+        status = entry.stat(follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode):
+            lines.append(f"{name}/")
+            if depth > 1 and entry.name != ".git":
+                try:
+                    below = _list_into(lines, entry.path, f"{prefix}{entry.name}/", depth - 1)
+                except OSError:
+                    lines[-1] += "  (cannot be read)"
+                    continue
+                if not below:
+                    return False
+        elif stat.S_ISREG(status.st_mode):
+            lines.append(f"{name}  {status.st_size} bytes")
+        elif stat.S_ISLNK(status.st_mode):
+            lines.append(f"{name} -> {shown(os.readlink(entry.path))}")
+        else:
+            lines.append(f"{name}  ({kind(status.st_mode)})")
+    return True
+
+
+def grep(pattern: str, path: str = ".", glob: str = "", max: int = 100) -> dict[str, Any]:
+    try:
+        search = re.compile(pattern).search
+    except (re.error, RecursionError, OverflowError) as error:
+        raise Refused(f"the pattern is not a regular expression: {error}.") from error
+    top = resolve(path)
+    glob = glob.replace("**/", "*")  # a star means any number of directories here
+    found: list[str] = []
+    skipped: dict[str, int] = {}
+    for place in _files(top, skipped):
+        name = os.path.relpath(place, top) if "/" in glob else os.path.basename(place)
+        if glob and not fnmatch.fnmatchcase(name, glob):
+            continue
+        for number, line in enumerate(_text_lines(place, skipped), 1):
+            match = search(line)
+            if match is None:
+                continue
+            if len(found) == max:
+                return {
+                    "text": "\n".join([*found, f"[cut: the first {max} lines, there are more]"])
+                }
+            where = shown(os.path.relpath(place, root()))
+            found.append(f"{where}:{number}: {_around(line, match.start())}")
+    if not found:
+        found.append("[no line matches]")
+    if skipped:
+        found.append(f"[skipped: {', '.join(f'{n} {why}' for why, n in skipped.items())}]")
+    return {"text": "\n".join(found)}
+
+
+def _files(top: str, skipped: dict[str, int]) -> Iterator[str]:
+    """Regular files from `top` on, in order; links are not followed, .git is left out."""
+    if not os.path.isdir(top):
+        yield top
+        return
+    waiting = [top]
+    while waiting:
+        place = waiting.pop()
+        try:
+            if not os.path.isdir(place) or os.path.islink(place):
+                yield place
+                continue
+            with os.scandir(place) as entries:
+                below = sorted(
+                    (entry.path for entry in entries if _is_searched(entry)), reverse=True
+                )
+        except OSError:
+            skipped["unreadable"] = skipped.get("unreadable", 0) + 1
+            continue
+        waiting += below
+
+
+def _is_searched(entry: os.DirEntry[str]) -> bool:
+    plain = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
+    return plain and entry.name != ".git"
+
+
+def _text_lines(place: str, skipped: dict[str, int]) -> list[str]:
+    try:
+        with opened_place(place, os.path.basename(place)) as file:
+            data = file.read(MAX_GREP_BYTES + 1)
+    except OSError:
+        reason = "unreadable"
+    else:
+        if len(data) <= MAX_GREP_BYTES and b"\0" not in data[:PROBE_BYTES]:
+            lines = data.removesuffix(b"\n").decode("utf-8", "replace").split("\n")
+            return [line.removesuffix("\r") for line in lines] if data else []
+        reason = "binary" if b"\0" in data[:PROBE_BYTES] else "too large"
+    skipped[reason] = skipped.get(reason, 0) + 1
+    return []
+
+
+def _around(line: str, at: int) -> str:
+    if len(line) <= MAX_GREP_CHARACTERS:
+        return line
+    start = 0 if at < MAX_GREP_CHARACTERS - 50 else at - 50
+    part = line[start : start + MAX_GREP_CHARACTERS]
+    return f"{'[...] ' * bool(start)}{part}{' [cut]' * (start + len(part) < len(line))}"

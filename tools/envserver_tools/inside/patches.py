@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from .paths import Refused, resolve, shown
+from .files import Refused, resolve, shown
 
 INLINE_BYTES = 25_000
 """A longer patch is left in a file."""
