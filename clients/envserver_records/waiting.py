@@ -1,4 +1,4 @@
-"""Exponential back-off between tries, and the end of tasks.
+"""Exponential back-off between tries, several tasks in order, and their end.
 
 The back-off is pure: failures in a row and a random number in, seconds out.
 """
@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _MAX_EXPONENT: Final = 64
 """Bounds the power: a server may be away for thousands of tries, and 2.0 ** 1024 overflows."""
@@ -50,3 +55,39 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> list[Any]:
     for task in tasks:
         task.cancel()
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_order(
+    work: Iterable[T],
+    do: Callable[[T], Coroutine[Any, Any, R]],
+    most: int,
+    *,
+    size: Callable[[T], int] = lambda one: 1,
+    in_thread: bool = False,
+) -> AsyncGenerator[tuple[T, R]]:
+    """Yields each piece of work with its result, in order; several are done at a time.
+
+    Args:
+        most: no more is begun while the sizes of what is being done add up to this.
+        in_thread: `work` is read in a thread.
+    """
+    waiting = iter(work)
+    begun: deque[tuple[T, asyncio.Task[R]]] = deque()
+    busy, more = 0, True
+    try:
+        while more or begun:
+            while more and busy < most:
+                reading = asyncio.to_thread(next, waiting, None) if in_thread else None
+                piece = next(waiting, None) if reading is None else await reading
+                more = piece is not None
+                if piece is not None:
+                    begun.append((piece, asyncio.create_task(do(piece))))
+                    busy += size(piece)
+            if begun:
+                one, doing = begun[0]
+                result = await doing
+                begun.popleft()
+                busy -= size(one)
+                yield one, result
+    finally:
+        await cancel_and_wait(*(doing for _, doing in begun))

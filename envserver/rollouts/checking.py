@@ -8,15 +8,11 @@ agent produces. `running.checking` runs the rollouts.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections import Counter
 from collections.abc import (
-    AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -27,6 +23,7 @@ import msgspec
 import orjson
 from envserver_records.errors import EnvserverError
 from envserver_records.records import Result, Score, Task, pack
+from envserver_records.waiting import in_order
 
 from ..environment import Environment, KnownResult, answer_text
 from ..rows.columns import Origin, RowCount, RowCounts, in_file
@@ -155,14 +152,16 @@ async def check(
     checks_rows = environment.checks_rows and not scorer.needs_token_ids
     scored = all_rows[: rows.most] if checks_rows else []
     of, done = len(cases) + len(scored), 0
-    async for case, verdict in _in_order(cases, lambda case: _verdict(scorer, *case, rules)):
+    async for case, verdict in in_order(
+        cases, lambda case: _verdict(scorer, *case, rules), _AT_A_TIME
+    ):
         kinds.add(case[1], verdict)
         done += 1
         progress(done, of)
     problems += await _changed_scores(scorer, cases, rules)
     starts = range(0, len(scored), _ROWS_AT_A_TIME)
     parts = [scored[start : start + _ROWS_AT_A_TIME] for start in starts]
-    async for part, scores in _in_order(parts, lambda part: _row_scores(scorer, part)):
+    async for part, scores in in_order(parts, lambda part: _row_scores(scorer, part), _AT_A_TIME):
         for one in scores:
             kinds.add(*_row_verdict(one, origins))
         done += len(part)
@@ -354,29 +353,6 @@ def _shown(verdict: Wrong | float) -> str:
     if not isinstance(verdict, Wrong):
         return f"{verdict:g}"
     return verdict.error if verdict.reward is None else f"{verdict.reward:g}"
-
-
-async def _in_order(
-    work: Iterable[T], do: Callable[[T], Coroutine[Any, Any, R]]
-) -> AsyncIterator[tuple[T, R]]:
-    """Yields each piece of work with its result, in order; many are done at a time."""
-    waiting = iter(work)
-    flying: list[tuple[T, asyncio.Task[R]]] = []
-
-    try:
-        while True:
-            for one in itertools.islice(waiting, _AT_A_TIME - len(flying)):
-                flying.append((one, asyncio.create_task(do(one))))
-            if not flying:
-                return
-            one, doing = flying[0]
-            result = await doing
-            flying.pop(0)
-            yield one, result
-    finally:
-        for _, doing in flying:
-            doing.cancel()
-        await asyncio.gather(*(doing for _, doing in flying), return_exceptions=True)
 
 
 async def _verdict(

@@ -48,7 +48,6 @@ from ..rollouts.check_data import (
 from ..rollouts.checking import Plays, RowsToCheck, check, placed, secrets_of, watched_rows
 from ..rollouts.group import RolloutContext, run_member
 from ..rollouts.rewards import range_of
-from ..rollouts.scoring import ScorerPool
 from ..rollouts.stream import GroupRequest, first_tasks
 from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
@@ -57,10 +56,9 @@ from ..settings.config import RolloutsConfig, Settings, SimConfig
 from ..telemetry.tracing import NO_TRACER
 from ..tokens.vocabulary import Vocabulary
 from .context import SharedEngine, rollout_context
-from .judging import judge_of, scorer_processes
 from .mix import RunSpec
 from .run_settings import CheckSettings
-from .sandboxes import sandboxes_of
+from .scoring import open_scorers
 
 # A way of playing is what the model says: the demonstration, a spoiled one, or a cheat that no
 # environment may reward like a solved task.
@@ -333,34 +331,31 @@ async def check_environment(
 ) -> EnvironmentReport:
     settings = spec.settings
     costs: list[tuple[float, float]] = []
-    async with (
-        sandboxes_of(spec.make_environment(), settings.sandbox) as service,
-        judge_of(settings.judge, Path("data")) as judge,
-    ):
-        address = service.address if service is not None else None
+    async with open_scorers(
+        absolute(spec.reference),
+        spec.make_environment(),
+        settings.env.model_dump(mode="json"),
+        settings.processes,
+        settings.sandbox,
+        settings.judge,
+        Path("data"),
+        spent=lambda seconds, cpu_seconds: costs.append((seconds, cpu_seconds)),
+    ) as opened:
 
         def fresh(spec: RunSpec[CheckSettings] = spec) -> Environment:
             environment = spec.make_environment()
-            if address is not None:
-                environment.sandboxes = WatchedSandboxes(address)
+            if opened.address is not None:
+                environment.sandboxes = WatchedSandboxes(opened.address)
             return environment
 
-        async with ScorerPool(
-            absolute(spec.reference),
-            settings.env.model_dump(mode="json"),
-            scorer_processes(settings.processes, settings.judge),
-            sandbox_address=address,
-            judge=judge,
-            spent=lambda seconds, cpu_seconds: costs.append((seconds, cpu_seconds)),
-        ) as scorer:
-            report = await check(
-                fresh,
-                scorer,
-                most_tasks=settings.tasks,
-                rows=await asyncio.to_thread(_rows_to_check, spec, fresh),
-                play=lambda tasks: _play(spec, fresh(), tasks, judge, progress),
-                progress=lambda done, of: progress("results", done, of),
-            )
+        report = await check(
+            fresh,
+            opened.pool,
+            most_tasks=settings.tasks,
+            rows=await asyncio.to_thread(_rows_to_check, spec, fresh),
+            play=lambda tasks: _play(spec, fresh(), tasks, opened.judge, progress),
+            progress=lambda done, of: progress("results", done, of),
+        )
     report.scoring = _cost(costs, spec.environment_class.score_cpu_seconds)
     return report
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +23,7 @@ import orjson
 from envserver_records.errors import ConfigError, InputError, NotFoundError, RolloutError
 from envserver_records.records import Result, Score, Task
 from envserver_records.tasks import range_from_json
-from envserver_records.waiting import cancel_and_wait
+from envserver_records.waiting import in_order
 
 from ..export.jsonl import OutputFile, cut_torn_line, lock, open_appending
 from ..export.stored import StoredGroup, StoredRollout, read_groups
@@ -34,9 +34,8 @@ from ..sandbox.maker import SandboxAddress
 from ..settings.config import SandboxConfig
 from ..settings.runs import JudgeConfig
 from ..tokens.builder import trained_ids
-from .judging import beside_source, judge_line, judge_of, scorer_processes
-from .sandboxes import sandboxes_of
-from .scoring import TaskFinder, environment_of
+from .judging import beside_source
+from .scoring import TaskFinder, environment_of, open_scorers
 
 Json = dict[str, Any]
 
@@ -226,58 +225,45 @@ async def rescore(
     rubric = absolute(rubric) if rubric is not None else None
     tally = Tally()
     with _output(out, tally, resume=resume, overwrite=overwrite) as (output, done):
-        judge = judge or JudgeConfig()
-        async with (
-            sandboxes_of(environment, sandbox or SandboxConfig()) as service,
-            judge_of(judge, beside_source(sources, out.parent)) as asked,
-        ):
-            address = service.address if service is not None else None
-            async with ScorerPool(
-                reference,
-                env_config,
-                scorer_processes(processes, judge),
-                sandbox_address=address,
-                rubric=rubric,
-                judge=asked,
-            ) as scorers:
-                work = _Rescoring(
-                    scorers=scorers,
-                    tasks=_Tasks(reference, env_config, address),
-                    env=environment.name,
-                    by=rubric or environment.name,
-                    without_messages=without_messages,
-                    tally=tally,
-                )
-                groups = _Unseen(read_groups(sources, on_bad), done)
-                async with contextlib.aclosing(work.lines(groups, 2 * processes)) as lines:
-                    async for line in lines:
-                        if line is not None:
-                            await asyncio.to_thread(
-                                output.append, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
-                            )
-                            tally.count(line)
-                        on_progress(tally)
-            tally.judge = judge_line(asked) if asked is not None else None
+        async with open_scorers(
+            reference,
+            environment,
+            env_config,
+            processes,
+            sandbox,
+            judge,
+            beside_source(sources, out.parent),
+            rubric=rubric,
+        ) as opened:
+            work = _Rescoring(
+                scorers=opened.pool,
+                tasks=_Tasks(reference, env_config, opened.address),
+                env=environment.name,
+                by=rubric or environment.name,
+                without_messages=without_messages,
+                tally=tally,
+            )
+            groups = _unseen(read_groups(sources, on_bad), done)
+            scored = in_order(groups, work.line, 2 * processes, in_thread=True)
+            async with contextlib.aclosing(scored):
+                async for _, line in scored:
+                    if line is not None:
+                        await asyncio.to_thread(
+                            output.append, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+                        )
+                        tally.count(line)
+                    on_progress(tally)
+            tally.judge = opened.judge_line()
     return tally
 
 
-class _Unseen:
-    """The groups whose ids are not in `done`, each once, read in a thread."""
-
-    def __init__(self, groups: Iterator[StoredGroup], done: set[str]) -> None:
-        self._groups = groups
-        self._done = done
-
-    async def next(self) -> StoredGroup | None:
-        return await asyncio.to_thread(self._next)
-
-    def _next(self) -> StoredGroup | None:
-        for group in self._groups:
-            group_id = str(group.line["envserver"]["group_id"])
-            if group_id not in self._done:
-                self._done.add(group_id)
-                return group
-        return None
+def _unseen(groups: Iterable[StoredGroup], done: set[str]) -> Iterator[StoredGroup]:
+    """Yields the groups whose ids are not in `done`, each once."""
+    for group in groups:
+        group_id = str(group.line["envserver"]["group_id"])
+        if group_id not in done:
+            done.add(group_id)
+            yield group
 
 
 class _Tasks:
@@ -300,7 +286,7 @@ class _Tasks:
 
 @dataclass
 class _Rescoring:
-    """Scores several groups at once and returns them in input order."""
+    """Scores groups."""
 
     scorers: ScorerPool
     tasks: _Tasks
@@ -309,26 +295,8 @@ class _Rescoring:
     without_messages: bool
     tally: Tally
 
-    async def lines(self, groups: _Unseen, at_once: int) -> AsyncGenerator[dict[str, Any] | None]:
-        """Yields the line of each group with its new scores; None if it has none."""
-        flying: deque[asyncio.Task[dict[str, Any] | None]] = deque()
-        more = True
-        try:
-            while True:
-                while more and len(flying) < at_once:
-                    group = await groups.next()
-                    more = group is not None
-                    if group is not None:
-                        flying.append(asyncio.create_task(self._line(group)))
-                if not flying:
-                    return
-                line = await flying[0]
-                flying.popleft()
-                yield line
-        finally:
-            await cancel_and_wait(*flying)
-
-    async def _line(self, group: StoredGroup) -> dict[str, Any] | None:
+    async def line(self, group: StoredGroup) -> dict[str, Any] | None:
+        """Returns the group's line with its new scores; None if it has none."""
         facts = group.line["envserver"]
         if facts["env"] != self.env:
             words = f"{group.place}: {facts['env']!r}, not {self.env!r}"

@@ -16,9 +16,16 @@ import itertools
 import json
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -26,8 +33,10 @@ import msgspec
 from envserver_records.errors import EnvserverError, InputError, NotFoundError
 from envserver_records.files import replacing, storing
 from envserver_records.records import Task
+from envserver_records.waiting import in_order
 
 from ..environment import Environment
+from ..judges.server import JudgeServer
 from ..registry import absolute, find
 from ..rollouts.scorer_process import RowToScore
 from ..rollouts.scoring import ScoredRow, ScorerPool
@@ -108,6 +117,53 @@ def environment_of(reference: str, config: dict[str, Any]) -> Environment:
     return environment_class(environment_class.Config.model_validate(config))
 
 
+@dataclass(frozen=True)
+class OpenScorers:
+    """Scorers with what they ask: sandboxes at `address`, a judge; either may be missing."""
+
+    pool: ScorerPool
+    address: SandboxAddress | None
+    judge: JudgeServer | None
+
+    def judge_line(self) -> str | None:
+        """Returns what the judge was asked and what it cost."""
+        return judge_line(self.judge) if self.judge is not None else None
+
+
+@asynccontextmanager
+async def open_scorers(
+    reference: str,
+    environment: Environment,
+    env_config: dict[str, Any],
+    processes: int,
+    sandbox: SandboxConfig | None,
+    judge: JudgeConfig | None,
+    judge_folder: Path,
+    **options: Any,
+) -> AsyncIterator[OpenScorers]:
+    """Starts scorers for the block.
+
+    Args:
+        judge_folder: where the judge keeps its answers, unless its settings say it.
+        options: as of `ScorerPool`.
+    """
+    judge = judge or JudgeConfig()
+    async with (
+        sandboxes_of(environment, sandbox or SandboxConfig()) as service,
+        judge_of(judge, judge_folder) as asked,
+    ):
+        address = service.address if service is not None else None
+        async with ScorerPool(
+            reference,
+            env_config,
+            scorer_processes(processes, judge),
+            sandbox_address=address,
+            judge=asked,
+            **options,
+        ) as pool:
+            yield OpenScorers(pool, address, asked)
+
+
 MAX_LINE_BYTES = 4 << 20
 MAX_ROWS_IN_FLIGHT = 512
 MAX_BYTES_IN_FLIGHT = 64 << 20
@@ -165,22 +221,17 @@ async def run_score(
             progress(summary.rows, min(1.0, line.end / size))
 
         environment = environment_of(reference, env_config)
-        judge = judge or JudgeConfig()
-        async with (
-            sandboxes_of(environment, sandbox or SandboxConfig()) as service,
-            judge_of(judge, output.parent) as asked,
-        ):
-            address = service.address if service is not None else None
-            finder = TaskFinder(reference, env_config, address)
-            async with ScorerPool(
-                reference,
-                env_config,
-                scorer_processes(processes, judge),
-                sandbox_address=address,
-                judge=asked,
-            ) as scorers:
-                await _Scoring(scorers, finder).run(source, deliver)
-        summary.judge = judge_line(asked) if asked is not None else None
+        async with open_scorers(
+            reference, environment, env_config, processes, sandbox, judge, output.parent
+        ) as opened:
+            finder = TaskFinder(reference, env_config, opened.address)
+            scored_rows = in_order(
+                _lines(source), _Scoring(opened.pool, finder).row, MAX_BYTES_IN_FLIGHT, size=_size
+            )
+            async with aclosing(scored_rows):
+                async for line, scored in scored_rows:
+                    deliver(line, scored)
+            summary.judge = opened.judge_line()
     summary.seconds = time.monotonic() - started
     return summary
 
@@ -192,47 +243,20 @@ class _Line(msgspec.Struct, frozen=True):
     end: int
     data: bytes | None
 
-    @property
-    def size(self) -> int:
-        return len(self.data or b"")
+
+def _size(line: _Line) -> int:
+    """Returns the bytes of a line, at least as many as leave room for MAX_ROWS_IN_FLIGHT."""
+    return max(len(line.data or b""), MAX_BYTES_IN_FLIGHT // MAX_ROWS_IN_FLIGHT)
 
 
 class _Scoring:
-    """Scores many rows at once and delivers them in input order."""
+    """Scores rows."""
 
     def __init__(self, scorers: ScorerPool, finder: TaskFinder) -> None:
         self._scorers = scorers
         self._finder = finder
 
-    async def run(self, source: BinaryIO, deliver: Callable[[_Line, ScoredRow], None]) -> None:
-        """Delivers every line of `source` that is not blank, with its score, in input order."""
-        lines = _lines(source)
-        flying: deque[tuple[_Line, asyncio.Task[ScoredRow]]] = deque()
-        try:
-            while self._fill(flying, lines):
-                line, scoring = flying[0]
-                scored = await scoring
-                flying.popleft()
-                deliver(line, scored)
-        finally:
-            for _, scoring in flying:
-                scoring.cancel()
-            await asyncio.gather(*(scoring for _, scoring in flying), return_exceptions=True)
-
-    def _fill(
-        self, flying: deque[tuple[_Line, asyncio.Task[ScoredRow]]], lines: Iterator[_Line]
-    ) -> bool:
-        """Starts as many rows as may be in flight; returns False at the end."""
-        flying_bytes = sum(line.size for line, _ in flying)
-        while len(flying) < MAX_ROWS_IN_FLIGHT and flying_bytes < MAX_BYTES_IN_FLIGHT:
-            line = next(lines, None)
-            if line is None:
-                break
-            flying.append((line, asyncio.create_task(self._row(line))))
-            flying_bytes += line.size
-        return bool(flying)
-
-    async def _row(self, line: _Line) -> ScoredRow:
+    async def row(self, line: _Line) -> ScoredRow:
         try:
             return await self._scorers.score_row(await self._read(line))
         except EnvserverError as error:

@@ -212,23 +212,16 @@ def test_when_everything_fails_it_stops_and_says_why(
     assert any(line["final"] for line in failed)
 
 
+KILL_ITSELF = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
 @pytest.mark.parametrize(
-    ("end", "limit"),
-    [
-        ("os._exit(3)", "crash"),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (
-                ("os.kill(os.getpid(), signal.SIGKILL)", "crash"),
-                ("ctypes.string_at(0)", "crash"),
-                ("time.sleep(3600)", "time"),
-            )
-        ),
-    ],
+    "end", first_of("os._exit(3)", KILL_ITSELF, "ctypes.string_at(0)", "time.sleep(3600)")
 )
 def test_a_rollout_that_ends_its_worker_again_is_scored(
-    process: Process, folder: Path, end: str, limit: str
+    process: Process, folder: Path, end: str
 ) -> None:
+    limit = "time" if "sleep" in end else "crash"
     more = (
         f"--env.broken 'then {end}' --env.total_steps 3 --env.group_size 2"
         f" --env.worker_timeout {2 if limit == 'time' else 60} --workers.kill_grace_seconds 0.5"

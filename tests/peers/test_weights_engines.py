@@ -77,10 +77,6 @@ def local_engine(python: Path, model: Path) -> Iterator[Local]:
         engine.kill()
 
 
-SendingTrainer = LineProcess
-"""A process with a model, which does what it is asked."""
-
-
 def sending_trainer(
     python: Path, model: Path, **settings: Any
 ) -> contextlib.AbstractContextManager[LineProcess]:

@@ -90,8 +90,7 @@ _OPTION = (
 )
 _NAME = (
     r"(?!.*\b(?:not?|isn|least|most|than)\b|(?:alpha|beta|gamma|delta|theta|lambda|sigma|omega)\b)"
-    r"(?:the )?"
-    r"(?P<name>[a-z][a-z '-]{2,}?)\s*(?::|(?=\}\s*:)|\b(?:is|are)(?=[^a-z]*\d)|=(?=\s*\}))"
+    r"(?:the )?(?P<name>[a-z][a-z '-]{2,}?)\s*(?::|(?=\}\s*:)|\b(?:is|are)(?=[^a-z]*\d)|=(?=\s*\}))"
 )
 _LABELLED = re.compile(
     rf"(?P<inside>{TEXT}\{{)?\s*{_ABOUT}(?:{_OPTION}|{_NAME})?(?P<outside>\s*\}})?(?:{SPACE}|:)*"

@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -209,8 +210,7 @@ def test_what_else_it_says_is_shown(place: Path, run: Run, monkeypatch: pytest.M
 # What a record names is data ----------------------------------------------------------------------
 
 TRAPS = ["./snare", "snare.py", "http://snare.invalid/v1", "snare"]
-"""A folder, a file, a URL and a module. The text at place n is the trap n + `turn`."""
-TURNS = first_of(*range(len(TRAPS)))
+"""A folder, a file, a URL and a module: the texts of a record in turn."""
 NEEDED_TO_REPLAY = ("group_id", "task_id", "split", "rollout_id", "rollouts", "messages", "agents")
 SPRUNG: list[str] = []
 
@@ -243,6 +243,11 @@ def texts_in(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from texts_in(part, (*at, key))
 
 
+@pytest.fixture(params=first_of(0, 1, 2, 3))
+def trap(request: Any) -> Callable[[], str]:
+    return cycle(TRAPS[request.param :] + TRAPS[: request.param]).__next__
+
+
 def numbered(line: Any, at: tuple[Any, ...]) -> Any:
     """`line` as a group of its own."""
     return with_trap(line, f"g-{'-'.join(map(str, at))}", ("envserver", "group_id"))
@@ -269,14 +274,8 @@ def lines_with(place: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Iterat
     assert SPRUNG == [] and not (folder / "imported").exists()
 
 
-@pytest.mark.parametrize("turn", TURNS)
-def test_no_text_of_a_record_is_opened_imported_or_asked(lines_with: Any, turn: int) -> None:
-    lines_with(
-        lambda line: [
-            with_trap(numbered(line, at), TRAPS[number % len(TRAPS)], at)
-            for number, at in enumerate(texts_in(line), turn)
-        ]
-    )
+def test_no_text_of_a_record_is_opened_imported_or_asked(lines_with: Any, trap: Any) -> None:
+    lines_with(lambda line: [with_trap(numbered(line, at), trap(), at) for at in texts_in(line)])
     for words in (
         "export others.jsonl --to html --out pages --skip_bad",
         "export others.jsonl --to traces --out traces --skip_bad",
@@ -295,14 +294,13 @@ def test_no_text_of_a_record_is_opened_imported_or_asked(lines_with: Any, turn: 
     asyncio.run(view())
 
 
-@pytest.mark.parametrize("turn", TURNS)
-def test_a_replay_takes_no_text_of_a_record(lines_with: Any, run: Run, turn: int) -> None:
+def test_a_replay_takes_no_text_of_a_record(lines_with: Any, run: Run, trap: Any) -> None:
     def all_but_needed(line: Any) -> list[Any]:
         changed = line
         changed["envserver"]["env_config"] |= {"data_path": "", "unknown": [{"": ""}]}
-        for number, at in enumerate(texts_in(line), turn):
+        for at in texts_in(line):
             if not set(NEEDED_TO_REPLAY) & set(at) and at[-2:] != ("env_config", "tone"):
-                changed = with_trap(changed, TRAPS[number % len(TRAPS)], at)
+                changed = with_trap(changed, trap(), at)
         return [changed]
 
     line = lines_with(all_but_needed)
