@@ -36,7 +36,7 @@ from envserver_records.errors import (
 from envserver_records.waiting import cancel_and_wait
 
 from ..judge_interface import JudgeReply
-from ..models.engine import Engine
+from ..models.engine import Engine, EngineRequest
 from ..sandbox.places import folder_for_sockets
 from ..settings.runs import JudgeConfig
 from .client import LENGTH_BYTES, MOST_BYTES, JudgeAddress, JudgeAnswer, JudgeRequest, framed
@@ -272,12 +272,8 @@ class JudgeServer:
     async def _asked(self, body: dict[str, Any]) -> JudgeReply:
         async with self._places:
             with _typed():
-                answer = await self._engine.post(
-                    "/v1/chat/completions",
-                    body,
-                    rollout_id="judge",
-                    timeout_seconds=self.config.timeout,
-                )
+                path, seconds = "/v1/chat/completions", self.config.timeout
+                answer = await self._engine.post(EngineRequest(path, body, "judge", seconds))
         return _read(answer, str(body["model"]))
 
 

@@ -61,6 +61,23 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
     expires_at: float | None = None
 
 
+class EngineRequest(msgspec.Struct, frozen=True):
+    """What an engine is asked.
+
+    Args:
+        rollout_id: requests of one go to the same replica while it is healthy and has slots.
+        timeout_seconds: for the whole answer, retries included.
+        form: a TypedDict of the fields that are read, of the answer or of each chunk; see
+            `Decoder.decode`. An engine may ignore it.
+    """
+
+    path: str
+    body: dict[str, Any]
+    rollout_id: str
+    timeout_seconds: float
+    form: type | None = None
+
+
 class Engine(Protocol):
     """An OpenAI-compatible engine. Bodies and answers are decoded JSON, unvalidated.
 
@@ -81,38 +98,13 @@ class Engine(Protocol):
     async def model_name(self) -> str:
         """Returns the name under which the engine serves the model (asked once)."""
 
-    async def post(
-        self,
-        path: str,
-        body: dict[str, Any],
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> dict[str, Any]:
-        """Returns the answer to one request that does not stream.
-
-        Requests of one `rollout_id` go to the same replica while it is healthy and has slots.
-
-        Args:
-            form: a TypedDict of the fields that are read; see `Decoder.decode`. An engine may
-                ignore it.
-        """
+    async def post(self, request: EngineRequest) -> dict[str, Any]:
+        """Returns the answer to one request that does not stream."""
 
     def stream(
-        self,
-        path: str,
-        body: dict[str, Any],
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
+        self, request: EngineRequest
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        """Streams an answer's chunks; it ends normally only after the engine's `[DONE]`.
-
-        Args:
-            form: of each chunk; see `post`.
-        """
+        """Streams an answer's chunks; it ends normally only after the engine's `[DONE]`."""
 
     async def get(self, path: str) -> dict[str, Any]:
         """Sends a GET request (such as /v1/models)."""
@@ -222,35 +214,14 @@ class MeasuredEngine:
             seconds_p95=together.quantile(0.95),
         )
 
-    async def post(
-        self,
-        path: str,
-        body: Json,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> Json:
-        with self._counted(path):
-            return await self._engine.post(
-                path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
-            )
+    async def post(self, request: EngineRequest) -> Json:
+        with self._counted(request.path):
+            return await self._engine.post(request)
 
     @asynccontextmanager
-    async def stream(
-        self,
-        path: str,
-        body: Json,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> AsyncIterator[AsyncIterator[Json]]:
-        streaming = self._engine.stream(
-            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
-        )
-        with self._counted(path):
-            async with streaming as chunks:
+    async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
+        with self._counted(request.path):
+            async with self._engine.stream(request) as chunks:
                 yield chunks
 
     @contextmanager
@@ -333,46 +304,31 @@ class PlayedEngine:
             raise _refused(path)
         return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
-    async def post(
-        self,
-        path: str,
-        body: dict[str, Any],
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> dict[str, Any]:
-        message = await self._answer(path, body, rollout_id)
-        if path == _TEXT:
+    async def post(self, request: EngineRequest) -> dict[str, Any]:
+        message = await self._answer(request)
+        if request.path == _TEXT:
             choice: dict[str, Any] = {"text": message["content"] or ""}
         else:
             choice = {"message": message}
-        return _whole(path, body, {"index": 0, **choice, "finish_reason": _reason(message)})
+        return _whole(request, {"index": 0, **choice, "finish_reason": _reason(message)})
 
     @asynccontextmanager
-    async def stream(
-        self,
-        path: str,
-        body: dict[str, Any],
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        message = await self._answer(path, body, rollout_id)
-        if path == _TEXT:
+    async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        message = await self._answer(request)
+        if request.path == _TEXT:
             part: dict[str, Any] = {"text": message["content"] or ""}
         else:
             part = {"delta": message}
-        chunk = _whole(path, body, {"index": 0, **part, "finish_reason": _reason(message)})
+        chunk = _whole(request, {"index": 0, **part, "finish_reason": _reason(message)})
 
         async def chunks() -> AsyncIterator[dict[str, Any]]:
             yield {**chunk, "object": f"{chunk['object']}.chunk"}
 
         yield chunks()
 
-    async def _answer(self, path: str, body: dict[str, Any], rollout_id: str) -> Message:
-        rollout, _, agent = rollout_id.partition("/")
+    async def _answer(self, request: EngineRequest) -> Message:
+        rollout, _, agent = request.rollout_id.partition("/")
+        body = request.body
         player = self._players.get(rollout)
         if player is None:
             raise EngineRefused("Nobody plays the model of this rollout.", status=400)
@@ -381,7 +337,7 @@ class PlayedEngine:
         message = await player(
             Asked(
                 agent=agent or None,
-                messages=_messages(path, body),
+                messages=_messages(request.path, body),
                 tools=body.get("tools") or [],
                 choice=body.get("tool_choice"),
             )
@@ -413,12 +369,12 @@ def _reason(message: Message) -> str:
     return "tool_calls" if message.get("tool_calls") else "stop"
 
 
-def _whole(path: str, body: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+def _whole(request: EngineRequest, choice: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": f"played-{uuid.uuid4().hex[:12]}",
-        "object": "chat.completion" if path == _CHAT else "text_completion",
+        "object": "chat.completion" if request.path == _CHAT else "text_completion",
         "created": int(time.time()),
-        "model": body.get("model") or MODEL,
+        "model": request.body.get("model") or MODEL,
         "choices": [choice],
         # A player says nothing of tokens.
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},

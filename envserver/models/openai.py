@@ -45,7 +45,7 @@ from .connections import (
     typed,
     whole,
 )
-from .engine import ReplicaHealth
+from .engine import EngineRequest, ReplicaHealth
 from .http_client import HttpError, Response
 from .replicas import Origin, Replica, ReplicaRequest, read_load
 from .routing import Replicas, Retrying, Routing, late, versions_noted
@@ -270,62 +270,49 @@ class OpenAIEngine:
 
         return await self._calls.until_answered(once, "", self._deadline(_GET_SECONDS))
 
-    async def post(
-        self,
-        path: str,
-        body: Json,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> Json:
-        payload = orjson.dumps(body)
+    async def post(self, request: EngineRequest) -> Json:
+        body, payload = request.body, orjson.dumps(request.body)
 
-        async def once(request: ReplicaRequest) -> Json:
+        async def once(sent: ReplicaRequest) -> Json:
             try:
-                async with self._sent(request, path, payload) as response:
-                    answer = await self._answer(response, form)
+                async with self._sent(sent, request.path, payload) as response:
+                    answer = await self._answer(response, request.form)
             except EngineRefused as error:
-                await self._refused(request.replica, body, error)
+                await self._refused(sent.replica, body, error)
                 raise
-            await self._confirmed(request.replica, response, body, answer)
-            if request.was_lost:
-                raise RetryableError(_restarted(request.replica), "busy")
+            await self._confirmed(sent.replica, response, body, answer)
+            if sent.was_lost:
+                raise RetryableError(_restarted(sent.replica), "busy")
             return answer
 
-        return await self._calls.until_answered(once, rollout_id, self._deadline(timeout_seconds))
+        deadline = self._deadline(request.timeout_seconds)
+        return await self._calls.until_answered(once, request.rollout_id, deadline)
 
     @asynccontextmanager
-    async def stream(
-        self,
-        path: str,
-        body: Json,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> AsyncIterator[AsyncIterator[Json]]:
-        payload = orjson.dumps(body)
-        deadline = self._deadline(timeout_seconds)
+    async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
+        body, payload = request.body, orjson.dumps(request.body)
+        deadline = self._deadline(request.timeout_seconds)
 
-        async def once(request: ReplicaRequest) -> tuple[AsyncExitStack, AsyncGenerator[Json]]:
+        async def once(sent: ReplicaRequest) -> tuple[AsyncExitStack, AsyncGenerator[Json]]:
             try:
                 async with AsyncExitStack() as stack:
-                    response = await stack.enter_async_context(self._sent(request, path, payload))
+                    response = await stack.enter_async_context(
+                        self._sent(sent, request.path, payload)
+                    )
                     if "text/event-stream" not in response.headers.get("content-type", "").lower():
                         await self._answer(response)
                         raise EngineGarbage(
                             "The engine returned a non-streaming response to a streaming request."
                         )
-                    chunks = self._chunks(request.replica, response, deadline, form)
+                    chunks = self._chunks(sent.replica, response, deadline, request.form)
                     first = await anext(chunks, None)
-                    await self._confirmed(request.replica, response, body, first or {})
-                    return stack.pop_all(), self._handed_out(request, first, chunks)
+                    await self._confirmed(sent.replica, response, body, first or {})
+                    return stack.pop_all(), self._handed_out(sent, first, chunks)
             except EngineRefused as error:
-                await self._refused(request.replica, body, error)
+                await self._refused(sent.replica, body, error)
                 raise
 
-        stack, chunks = await self._calls.until_answered(once, rollout_id, deadline)
+        stack, chunks = await self._calls.until_answered(once, request.rollout_id, deadline)
         try:
             async with aclosing(chunks):
                 yield chunks

@@ -34,7 +34,7 @@ from envserver_records.errors import (
 from envserver_records.sampling import LogprobsKind
 
 from ..settings.config import Mode
-from .engine import Engine
+from .engine import Engine, EngineRequest
 
 # In flow an engine's unvalidated answers; out flow small structs, or `NotSupported` with a sentence
 # that says what the engine lacks. An engine that is down or too slow is another matter:
@@ -163,15 +163,11 @@ class ProbeClient:
         self._tries = _SIMULATED_TRIES if engine.kind == "sim" else 1
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = EngineRequest(path, {"model": self.model, **body}, "probe", _SECONDS)
         for left in reversed(range(self._tries)):
             try:
                 with _told_if_slow(path):
-                    return await self._engine.post(
-                        path,
-                        {"model": self.model, **body},
-                        rollout_id="probe",
-                        timeout_seconds=_SECONDS,
-                    )
+                    return await self._engine.post(request)
             except (EngineUnavailable, EngineGarbage):
                 if not left:
                     raise

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from envserver_records.errors import EngineGarbage, EngineRefused, EnvserverError, InputError
 
-from ..models.engine import Engine
+from ..models.engine import Engine, EngineRequest
 from .asgi import (
     DONE,
     Interrupts,
@@ -34,30 +34,23 @@ _TIMEOUT_SECONDS = 3600.0
 async def pass_through(
     engine: Engine, key: str, path: str, body: bytes, receive: Receive, send: Send
 ) -> None:
-    request = parse_object(body)
-    request["model"] = await engine.model_name()
+    asked = parse_object(body)
+    asked["model"] = await engine.model_name()
+    request = EngineRequest(path, asked, key, _TIMEOUT_SECONDS)
     async with Interrupts(receive, _TIMEOUT_SECONDS) as interrupts:
-        if not request.get("stream"):
-            answer = await engine.post(
-                path, request, rollout_id=key, timeout_seconds=_TIMEOUT_SECONDS
-            )
+        if not asked.get("stream"):
+            answer = await engine.post(request)
             interrupts.stop_watching()
             await send_json(send, 200, answer)
             return
-        await _relay(engine, key, path, request, interrupts, send)
+        await _relay(engine, request, interrupts, send)
 
 
 async def _relay(
-    engine: Engine,
-    key: str,
-    path: str,
-    request: dict[str, Any],
-    interrupts: Interrupts,
-    send: Send,
+    engine: Engine, request: EngineRequest, interrupts: Interrupts, send: Send
 ) -> None:
     end = DONE
-    streaming = engine.stream(path, request, rollout_id=key, timeout_seconds=_TIMEOUT_SECONDS)
-    async with streaming as chunks:
+    async with engine.stream(request) as chunks:
         await start_events(send)
         try:
             async for chunk in chunks:
@@ -75,7 +68,7 @@ async def generate(engine: Engine, key: str, body: bytes, receive: Receive, send
     engine_body = {**_generate_body(request), "model": await engine.model_name()}
     async with Interrupts(receive, _TIMEOUT_SECONDS) as interrupts:
         answer = await engine.post(
-            "/v1/completions", engine_body, rollout_id=key, timeout_seconds=_TIMEOUT_SECONDS
+            EngineRequest("/v1/completions", engine_body, key, _TIMEOUT_SECONDS)
         )
         told = generate_answer(answer, request)
         interrupts.stop_watching()

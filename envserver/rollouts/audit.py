@@ -21,7 +21,7 @@ from envserver_records.records import Logprobs, Mask, Tokens, Trajectory
 from envserver_records.sampling import SamplingSpan
 from numpy.typing import NDArray
 
-from ..models.engine import Engine
+from ..models.engine import Engine, EngineRequest
 from ..proxy.gate import Aborted, Gate
 from ..tokens.images import folded, url_from
 
@@ -89,9 +89,7 @@ class Rescorer:
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0},
             "return_token_ids": True,
         }
-        answer = await self._engine.post(
-            _GENERATE, body, rollout_id="", timeout_seconds=_TIMEOUT_SECONDS
-        )
+        answer = await self._engine.post(EngineRequest(_GENERATE, body, "", _TIMEOUT_SECONDS))
         if answer.get("prompt_token_ids") != tokens.tolist():
             raise EngineGarbage("The engine makes other tokens of the row's images now.")
         return _prompt_logprobs(answer, tokens)
@@ -139,9 +137,7 @@ class Rescorer:
             "return_token_ids": True,
             **fields,
         }
-        answer = await self._engine.post(
-            _PATH, body, rollout_id="", timeout_seconds=_TIMEOUT_SECONDS
-        )
+        answer = await self._engine.post(EngineRequest(_PATH, body, "", _TIMEOUT_SECONDS))
         try:
             choice = answer["choices"][0]
         except (KeyError, IndexError, TypeError):

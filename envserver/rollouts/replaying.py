@@ -21,7 +21,7 @@ from envserver_records.records import Call, Message, ServiceCall, TracedCall, Tr
 from msgspec.structs import replace
 
 from ..environment import Caller, Service, Services
-from ..models.engine import ReplicaHealth
+from ..models.engine import EngineRequest, ReplicaHealth
 from ..proxy.attempts import routing_key
 from ..tokens.trace import unpack_calls
 
@@ -163,18 +163,10 @@ class Player:
         """See Engine: /v1/models."""
         return {"object": "list", "data": [{"id": self._model, "object": "model"}]}
 
-    async def post(
-        self,
-        path: str,
-        body: Json,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> Json:
+    async def post(self, request: EngineRequest) -> Json:
         """See Engine."""
-        exchange = self._next(body, rollout_id)
-        is_chat = path.endswith("/chat/completions")
+        exchange = self._next(request.body, request.rollout_id)
+        is_chat = request.path.endswith("/chat/completions")
         first = exchange.answers[0]
         answer = {
             "id": f"replay-{self.played}",
@@ -189,18 +181,9 @@ class Player:
         return answer
 
     @asynccontextmanager
-    async def stream(
-        self,
-        path: str,
-        body: Json,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> AsyncIterator[AsyncIterator[Json]]:
+    async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
         """See Engine. Each answer comes in one piece."""
-        answer = await self.post(path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds)
-        yield _chunks(answer)
+        yield _chunks(await self.post(request))
 
     def _next(self, body: Json, line: str) -> Exchange:
         """Returns the exchange that `body` requests; concurrent calls each find their own."""

@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from ..environment import Environment
 from ..export.unified import unified
 from ..judges.client import ScorerJudge
-from ..models.engine import MeasuredEngine
+from ..models.engine import EngineRequest, MeasuredEngine
 from ..models.sim import Conversation, Said, SimEngine, Wish, assistant_text, canonical_arguments
 from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.group import (
@@ -193,35 +193,15 @@ class PersonEngine(SimEngine):
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
         return Said(self._said[wish.rollout_id])
 
-    async def post(
-        self,
-        path: str,
-        body: dict[str, Any],
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> dict[str, Any]:
+    async def post(self, request: EngineRequest) -> dict[str, Any]:
         """See Engine; the time in which the person thinks does not count."""
-        await self._ask(body, rollout_id)
-        return await super().post(
-            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
-        )
+        await self._ask(request.body, request.rollout_id)
+        return await super().post(request)
 
     @asynccontextmanager
-    async def stream(
-        self,
-        path: str,
-        body: dict[str, Any],
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        await self._ask(body, rollout_id)
-        async with super().stream(
-            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
-        ) as chunks:
+    async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        await self._ask(request.body, request.rollout_id)
+        async with super().stream(request) as chunks:
             yield chunks
 
     async def _ask(self, body: dict[str, Any], rollout_id: str) -> None:

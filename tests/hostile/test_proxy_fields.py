@@ -31,6 +31,7 @@ from support.serving import attempt_spec
 from support.waiting import PATIENCE
 
 from envserver import TokensConfig
+from envserver.models.engine import EngineRequest
 from envserver.proxy import EngineEndpoint, Proxy
 from envserver.telemetry.redaction import BURST_BYTES, BYTES_PER_SECOND
 
@@ -64,12 +65,12 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.asked: list[Json] = []
 
-    async def post(self, path: str, body: Json, **how: Any) -> Json:
-        self.asked.append(body)
+    async def post(self, request: EngineRequest) -> Json:
+        self.asked.append(request.body)
         return copy.deepcopy(ANSWER)
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Json, **how: Any) -> AsyncIterator[AsyncIterator[Json]]:
+    async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
         raise AssertionError("Nothing here is streamed.")
         yield
 

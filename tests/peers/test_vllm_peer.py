@@ -21,6 +21,7 @@ from support.waiting import PATIENCE
 import envserver
 from envserver import Group, OpenAIConfig, pack
 from envserver.models import OpenAIEngine
+from envserver.models.engine import EngineRequest
 from envserver.models.probe import probe
 from envserver.proxy.endpoint import Capabilities, capabilities_of
 from envserver.settings.config import TokensConfig
@@ -270,7 +271,7 @@ async def test_answers_are_vllms(vllm_server: VllmServer, path: str, body: dict[
     async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=PATIENCE) as client:
         response = await client.post(path, json={**body, "model": vllm_server.model})
     assert response.status_code == 200, response.text
-    ours = await engine().post(path, {**body, "model": "sim"}, rollout_id="", timeout_seconds=10)
+    ours = await engine().post(EngineRequest(path, {**body, "model": "sim"}, "", 10))
     compare(shape(ours), shape(response.json()))
 
 
@@ -281,9 +282,7 @@ async def test_chunks_are_vllms(vllm_server: VllmServer, path: str, body: dict[s
         response = await client.post(path, json={**body, "model": vllm_server.model})
     assert response.status_code == 200, response.text
     theirs = events(response.text)
-    async with engine().stream(
-        path, {**body, "model": "sim"}, rollout_id="", timeout_seconds=10
-    ) as stream:
+    async with engine().stream(EngineRequest(path, {**body, "model": "sim"}, "", 10)) as stream:
         ours = [chunk async for chunk in stream]
     compare(merged(ours), merged(theirs))
     compare(shape(ours[0]), shape(theirs[0]))

@@ -27,6 +27,7 @@ from envserver_records.errors import EngineRefused
 
 from envserver.models import ReplicaHealth
 from envserver.models.connections import Decoder
+from envserver.models.engine import EngineRequest
 from envserver.tokens import ChatFormat
 from support.beside import in_a_thread
 from support.serving import AiohttpServer, serving_aiohttp
@@ -629,27 +630,25 @@ class ScaleOut(FakeVllm):
     def replicas(self) -> list[ReplicaHealth]:
         return []
 
-    async def post(self, path: str, body: Json, *, form: type | None = None, **how: Any) -> Json:
-        return _decoded(self.answered(path, self._sent(path, body, **how)), form)
+    async def post(self, request: EngineRequest) -> Json:
+        return _decoded(self.answered(request.path, self._sent(request)), request.form)
 
     @asynccontextmanager
-    async def stream(
-        self, path: str, body: Json, *, form: type | None = None, **how: Any
-    ) -> AsyncIterator[AsyncIterator[Json]]:
-        answer = self.made(path, self._sent(path, body, **how))
+    async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
+        answer = self.made(request.path, self._sent(request))
 
         async def parts() -> AsyncIterator[Json]:
-            for chunk in self.parts(path, answer):
-                yield _decoded(chunk, form)
+            for chunk in self.parts(request.path, answer):
+                yield _decoded(chunk, request.form)
 
         yield parts()
 
-    def _sent(self, path: str, body: Json, *, rollout_id: str, timeout_seconds: float) -> Json:
-        sent: Json = orjson.loads(orjson.dumps(body))
-        self.paths.append(path.rpartition("/")[2])
-        self.requests.append((path, sent))
-        self.rollouts.add(rollout_id)
-        self.seconds.append(timeout_seconds)
+    def _sent(self, request: EngineRequest) -> Json:
+        sent: Json = orjson.loads(orjson.dumps(request.body))
+        self.paths.append(request.path.rpartition("/")[2])
+        self.requests.append((request.path, sent))
+        self.rollouts.add(request.rollout_id)
+        self.seconds.append(request.timeout_seconds)
         return sent
 
 

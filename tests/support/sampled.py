@@ -8,6 +8,7 @@ import numpy as np
 from envserver_records.records import Group, Sequence
 
 from envserver import SimConfig
+from envserver.models.engine import EngineRequest
 from envserver.models.sim import SimEngine
 from support.api import native_group
 from support.records import sequence
@@ -42,9 +43,8 @@ class Engine(SimEngine):
             answer["data"][0]["max_model_len"] = self.context
         return answer
 
-    async def post(
-        self, path: str, body: dict[str, Any], *, rollout_id: str, timeout_seconds: float
-    ) -> dict[str, Any]:
+    async def post(self, request: EngineRequest) -> dict[str, Any]:
+        body = request.body
         assert body.get("temperature", 1.0) <= 2.0  # vLLM takes no higher one
         self.asked += 1
         self.in_flight += 1
@@ -55,9 +55,7 @@ class Engine(SimEngine):
             raise self.fails
         if self.context and len(body["prompt"]) >= self.context:
             body = body | {"prompt": [10**6]}  # the simulated engine has no such id
-        answer = await super().post(
-            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds
-        )
+        answer = await super().post(msgspec.structs.replace(request, body=body))
         logprobs = answer["choices"][0].get("logprobs")
         if self.processed and logprobs and body.get("temperature", 1.0) != 1.0:
             logprobs["token_logprobs"] = [one - 2.0 for one in logprobs["token_logprobs"]]

@@ -22,6 +22,7 @@ from envserver_records.records import Call, Message, Sequence
 
 from envserver import OpenAIConfig, Settings, SimConfig, TokensConfig
 from envserver.models import OpenAIEngine
+from envserver.models.engine import EngineRequest
 from envserver.models.sim import RolloutSolver, SimEngine
 from envserver.proxy import AsgiApp, Proxy, ProxyAttempt, Receive, Scope, Send
 from envserver.running import make_endpoint
@@ -159,9 +160,9 @@ class ReasoningSim(SimEngine):
     """The simulated engine, which tells a thought from an answer as an engine's reasoning parser
     does: what stands before `</think>` in a whole answer."""
 
-    async def post(self, path: str, body: Any, **how: Any) -> Any:
+    async def post(self, request: EngineRequest) -> Any:
         """See Engine."""
-        answer = await super().post(path, body, **how)
+        answer = await super().post(request)
         for choice in answer["choices"]:
             message = choice.get("message") or {}
             thought, tag, text = (message.get("content") or "").partition("</think>")

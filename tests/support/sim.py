@@ -6,6 +6,7 @@ from typing import Any
 from envserver_local.simulated.tokenizer import shared_tokenizer
 
 from envserver import SimConfig
+from envserver.models.engine import EngineRequest
 from envserver.models.sim import SimEngine, TextSolver
 
 TOKENIZER = shared_tokenizer()
@@ -49,7 +50,7 @@ def engine(turns: list[dict[str, Any]] | None = None, **config: Any) -> SimEngin
 async def post(
     sim: SimEngine, body: dict[str, Any], *, rollout_id: str = "", path: str = CHAT
 ) -> dict[str, Any]:
-    return await sim.post(path, body, rollout_id=rollout_id, timeout_seconds=30)
+    return await sim.post(EngineRequest(path, body, rollout_id, 30))
 
 
 def user(text: str = QUESTION) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from envserver_records.records import Call, Sequence, VersionSpan
 
 from envserver import OpenAIConfig, TokensConfig
 from envserver.models import OpenAIEngine
+from envserver.models.engine import EngineRequest
 from envserver.models.probe import probe
 from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
 from envserver.proxy.endpoint import capabilities_of
@@ -167,7 +168,7 @@ class Bench:
             kwargs = _kwargs(call)
             body |= {"chat_template_kwargs": kwargs} if kwargs else {}
             path = "/v1/chat/completions/render"
-            rendered = await self._engine.post(path, body, rollout_id="", timeout_seconds=60)
+            rendered = await self._engine.post(EngineRequest(path, body, "", 60))
             assert rendered["token_ids"] == self.format.prompt_ids(
                 call.messages, call.tools, kwargs
             )

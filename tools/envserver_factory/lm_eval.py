@@ -38,7 +38,7 @@ from envserver.evaluation.folders import (
 from envserver.evaluation.report import Counted, Report, Suite
 from envserver.export.unified import write_json
 from envserver.http.proxy_server import serve_proxy
-from envserver.models.engine import Engine, Json, MeasuredEngine
+from envserver.models.engine import Engine, EngineRequest, Json, MeasuredEngine
 from envserver.proxy.endpoint import EngineEndpoint
 from envserver.proxy.server import Proxy
 from envserver.running.engines import SIMULATED, look_at, started
@@ -112,19 +112,9 @@ class CountingEngine(MeasuredEngine):
         super().__init__(engine)
         self.spent = Spent()
 
-    async def post(
-        self,
-        path: str,
-        body: Json,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> Json:
+    async def post(self, request: EngineRequest) -> Json:
         began = time.perf_counter()
-        answer = await super().post(
-            path, body, rollout_id=rollout_id, timeout_seconds=timeout_seconds, form=form
-        )
+        answer = await super().post(request)
         usage = answer.get("usage") or {}
         self.spent.requests += 1
         self.spent.prompt_tokens += int(usage.get("prompt_tokens") or 0)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from envserver_records.errors import EngineGarbage, EngineTimeout
 
-from ...models.engine import Engine
+from ...models.engine import Engine, EngineRequest
 from ...tokens.images import url_of
 
 EXPERTS = "routed_experts"
@@ -74,30 +74,18 @@ class EngineSession:
         self._deadline = self._now() + timeout_seconds
 
     async def post(self, path: str, body: ChatBody, form: type | None = None) -> ChatAnswer:
-        return await self._engine.post(
-            path,
-            body,
-            rollout_id=self._rollout_id,
-            timeout_seconds=self._seconds_left(),
-            form=form,
-        )
+        return await self._engine.post(self._request(path, body, form))
 
     def stream(
         self, path: str, body: ChatBody, form: type | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        return self._engine.stream(
-            path,
-            body,
-            rollout_id=self._rollout_id,
-            timeout_seconds=self._seconds_left(),
-            form=form,
-        )
+        return self._engine.stream(self._request(path, body, form))
 
-    def _seconds_left(self) -> float:
+    def _request(self, path: str, body: ChatBody, form: type | None) -> EngineRequest:
         seconds = self._deadline - self._now()
         if seconds <= 0:
             raise EngineTimeout("The engine did not answer in time.")
-        return seconds
+        return EngineRequest(path, body, self._rollout_id, seconds, form)
 
 
 def has_tools(body: ChatBody) -> bool:

@@ -24,6 +24,7 @@ from support.waiting import PATIENCE, until
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
 from envserver.models.connections import retry_after
+from envserver.models.engine import EngineRequest
 
 SECONDS, HANG_SECONDS = 60.0, 0.1
 """For a call; where nothing comes any more."""
@@ -95,11 +96,11 @@ class Bench:
         return result
 
     async def _post(self, seconds: float) -> Any:
-        return await self.engine.post("/v1/x", ASK, rollout_id="r", timeout_seconds=seconds)
+        return await self.engine.post(EngineRequest("/v1/x", ASK, "r", seconds))
 
     async def _stream(self, chunks: list[Any], seconds: float) -> None:
         async with self.engine.stream(
-            "/v1/x", {**ASK, "stream": True}, rollout_id="r", timeout_seconds=seconds
+            EngineRequest("/v1/x", {**ASK, "stream": True}, "r", seconds)
         ) as streamed:
             async for chunk in streamed:
                 chunks.append(chunk)

@@ -46,6 +46,7 @@ from support.waiting import PATIENCE, settled, until
 from envserver import OpenAIConfig
 from envserver.models import FLOOR, OpenAIEngine, ProbeResult, ReplicaHealth
 from envserver.models.connections import SseParser
+from envserver.models.engine import EngineRequest
 from envserver.models.probe import probe
 from envserver.settings.config import Mode
 
@@ -100,12 +101,11 @@ async def pair(
 
 
 async def ask(opened: OpenAIEngine, rollout_id: str = "r", seconds: float = 60.0) -> dict[str, Any]:
-    return await opened.post(CHAT, ASK, rollout_id=rollout_id, timeout_seconds=seconds)
+    return await opened.post(EngineRequest(CHAT, ASK, rollout_id, seconds))
 
 
 async def stream(opened: OpenAIEngine, rollout_id: str = "r", seconds: float = 60.0) -> list[Any]:
-    about: Any = {"rollout_id": rollout_id, "timeout_seconds": seconds}
-    async with opened.stream(CHAT, STREAM, **about) as chunks:
+    async with opened.stream(EngineRequest(CHAT, STREAM, rollout_id, seconds)) as chunks:
         return [chunk async for chunk in chunks]
 
 
@@ -226,7 +226,7 @@ async def test_a_slow_answer_times_out_and_is_aborted() -> None:
 async def test_an_error_of_the_consumer_leaves_a_stream_as_it_is() -> None:
     async with alone() as (_, opened):
         with pytest.raises(ConnectionResetError, match="mine"):
-            async with opened.stream(CHAT, STREAM, rollout_id="r", timeout_seconds=60):
+            async with opened.stream(EngineRequest(CHAT, STREAM, "r", 60)):
                 raise ConnectionResetError("mine")
 
 
@@ -302,7 +302,7 @@ async def test_calls_in_flight_when_a_replica_begins_to_hang_are_sent_elsewhere(
         held.clear()
         before = len(one.requests) + len(two.requests)
         calls = [asyncio.create_task(ask(opened, home)) for _ in range(5)]
-        async with opened.stream(CHAT, STREAM, rollout_id=home, timeout_seconds=60) as chunks:
+        async with opened.stream(EngineRequest(CHAT, STREAM, home, 60)) as chunks:
             assert await anext(chunks)
             await until(lambda: len(one.requests) + len(two.requests) == before + 6)
             elsewhere = len(two.requests)

@@ -50,6 +50,7 @@ from envserver import OpenAIConfig, SimConfig, aio
 from envserver.cli import main
 from envserver.environment import Environment
 from envserver.models import OpenAIEngine
+from envserver.models.engine import EngineRequest
 from envserver.models.sim import RolloutSolver, SimEngine, TextSolver, serve_sim
 from envserver.running.simulated_server import demonstration_solver, question_text
 
@@ -203,7 +204,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 async def streamed(sim: SimEngine, body: dict[str, Any], path: str = CHAT) -> list[dict[str, Any]]:
-    async with sim.stream(path, body, rollout_id="", timeout_seconds=30) as stream:
+    async with sim.stream(EngineRequest(path, body, "", 30)) as stream:
         return [chunk async for chunk in stream]
 
 
@@ -474,7 +475,6 @@ ASKED = "What is 6 times 7?"
 FINISH: Any = tool("finish", answer={"type": "string"})
 MESSAGES: list[Any] = [{"role": "user", "content": f"Answer this. {ASKED}"}]
 ASK: dict[str, Any] = {"model": "sim", "messages": MESSAGES, "seed": 1}
-ABOUT: dict[str, Any] = {"rollout_id": "r", "timeout_seconds": PATIENCE}
 HAS = "The engine has sim: set openai.model_name."
 
 
@@ -585,7 +585,7 @@ def test_wrong_requests_get_openais_errors_and_pages_in_browser_none(http: httpx
 
 
 async def streamed_over_http(engine: OpenAIEngine, body: dict[str, Any]) -> list[dict[str, Any]]:
-    async with engine.stream(CHAT, body | {"stream": True}, **ABOUT) as chunks:
+    async with engine.stream(EngineRequest(CHAT, body | {"stream": True}, "r", PATIENCE)) as chunks:
         return [chunk["choices"][0] async for chunk in chunks]
 
 

@@ -21,7 +21,7 @@ from support.vllm_server import VllmServer
 
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine, ProbeResult
-from envserver.models.engine import Engine
+from envserver.models.engine import Engine, EngineRequest
 from envserver.models.probe import EngineMode
 from envserver.proxy.engine_answer import parse_answer
 from envserver.proxy.engine_client import EngineSession, client_for, stream_text, whole_text
@@ -352,10 +352,10 @@ async def test_a_rollout_on_a_hung_replica_holds_no_other(monkeypatch: pytest.Mo
     asked = asking(engine, "tokens")
     post, let_go = engine.post, asyncio.Event()
 
-    async def hangs(path: str, *args: Any, **options: Any) -> Json:
-        if options["rollout_id"] == "hangs" and path.endswith("/render"):
+    async def hangs(request: EngineRequest) -> Json:
+        if request.rollout_id == "hangs" and request.path.endswith("/render"):
             await let_go.wait()
-        return await post(path, *args, **options)
+        return await post(request)
 
     monkeypatch.setattr(engine, "post", hangs)
     hanging = asyncio.create_task(whole(asked, ASK, rollout_id="hangs"))

@@ -21,6 +21,7 @@ from support.serving import attempt_spec
 from support.templates import OWN, chat_format, user
 
 from envserver.models import ProbeResult
+from envserver.models.engine import EngineRequest
 from envserver.models.probe import EngineMode
 from envserver.proxy import EngineEndpoint, Proxy, ProxyAttempt
 from envserver.proxy.endpoint import Capabilities
@@ -56,11 +57,11 @@ class Scripted:
         self.chunks = chunks
         self.cut = cut
 
-    async def post(self, path: str, body: Json, **how: Any) -> Json:
+    async def post(self, request: EngineRequest) -> Json:
         return copy.deepcopy(self.answer)
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Json, **how: Any) -> AsyncIterator[AsyncIterator[Json]]:
+    async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
         async def chunks() -> AsyncIterator[Json]:
             for chunk in self.chunks:
                 yield copy.deepcopy(chunk)

@@ -26,6 +26,7 @@ from support.views import looking_at
 
 from envserver import EngineError, Group, InputError, Score, ServiceError, Trajectory, main
 from envserver.export import group_line, group_of
+from envserver.models.engine import EngineRequest
 from envserver.rollouts.replaying import Player, RecordedServices, recorded_calls, told_calls
 from envserver.running.replaying import read_record
 from envserver.running.rescoring import rescored_line
@@ -324,7 +325,7 @@ def call(agent: str | None, text: str, answer: str, **facts: Any) -> Call:
 
 async def ask(player: Player, text: str, line: str = "r") -> str:
     body = {"messages": [{"role": "user", "content": text}]}
-    answer = await player.post("/v1/chat/completions", body, rollout_id=line, timeout_seconds=1.0)
+    answer = await player.post(EngineRequest("/v1/chat/completions", body, line, 1.0))
     return str(answer["choices"][0]["message"]["content"])
 
 

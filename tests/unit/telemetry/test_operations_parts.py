@@ -34,7 +34,7 @@ from envserver.api.bootstrap import BootstrapApp
 from envserver.http.health import Health, Metrics
 from envserver.http.server import serve_api
 from envserver.models import OpenAIEngine
-from envserver.models.engine import MeasuredEngine
+from envserver.models.engine import EngineRequest, MeasuredEngine
 from envserver.running.bootstrap import bootstrap_server
 from envserver.settings.server import TelemetryConfig
 from envserver.store import database, open_store
@@ -361,7 +361,7 @@ async def test_the_engine_gets_the_trace_of_a_call_and_is_measured() -> None:
         async with MeasuredEngine(OpenAIEngine(config)) as engine:
 
             async def post() -> None:
-                await engine.post("/v1/chat/completions", {}, rollout_id="r", timeout_seconds=60)
+                await engine.post(EngineRequest("/v1/chat/completions", {}, "r", 60))
 
             await post()
             with within(nullcontext(_Spanned())):

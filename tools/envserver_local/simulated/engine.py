@@ -27,7 +27,7 @@ from envserver_records.errors import (
 )
 from envserver_records.records import Message
 
-from envserver.models.engine import ReplicaHealth
+from envserver.models.engine import EngineRequest, ReplicaHealth
 from envserver.settings.config import SimConfig
 from envserver.version import __version__
 
@@ -257,18 +257,11 @@ class SimEngine:
             return {}
         raise refusal(f"There is no {path}.", status=404)
 
-    async def post(
-        self,
-        path: str,
-        body: Json,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> Json:
+    async def post(self, request: EngineRequest) -> Json:
         """Ignores `stream` in the body."""
-        deadline = _now() + timeout_seconds
-        plan = self.plan(path, {**body, "stream": False, "stream_options": None}, rollout_id)
+        deadline = _now() + request.timeout_seconds
+        body = {**request.body, "stream": False, "stream_options": None}
+        plan = self.plan(request.path, body, request.rollout_id)
         await self._before(plan, deadline)
         await _until(deadline, self.token_seconds(plan.tokens))
         if plan.fault == "disconnect":
@@ -276,17 +269,9 @@ class SimEngine:
         return plan.answer.whole()
 
     @asynccontextmanager
-    async def stream(
-        self,
-        path: str,
-        body: Json,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-        form: type | None = None,
-    ) -> AsyncIterator[AsyncIterator[Json]]:
-        deadline = _now() + timeout_seconds
-        plan = self.plan(path, {**body, "stream": True}, rollout_id)
+    async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
+        deadline = _now() + request.timeout_seconds
+        plan = self.plan(request.path, {**request.body, "stream": True}, request.rollout_id)
         await self._before(plan, deadline)
         yield self._streamed(plan, deadline)
 
