@@ -1,8 +1,9 @@
 """The definition of a sandbox, and its blocking form.
 
-Implementations: `sandbox/client.py` (over the supervisor's socket) and `workers/run.py` (over
-HTTP, in a worker). `BlockingSandbox` and `sandbox/watched.py` derive their methods, with their
-types, from `Sandbox`.
+`sandbox/requests.py` has its methods as requests, which are sent by `sandbox/client.py` (over the
+supervisor's socket), `sandbox/machines.py` (to another machine) and `workers/run.py` (over HTTP, in
+a worker). `BlockingSandbox` and `sandbox/opening.py` derive their methods, with their types, from
+`Sandbox`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 from envserver_records.errors import (
@@ -23,11 +23,12 @@ from envserver_records.errors import (
     SandboxLost,
     SandboxUnavailable,
 )
-from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
 
 from ..proxy.egress import OnConnection
 from ..proxy.egress_rules import MOST_HEAD_BYTES
 from .maker import StartedProgram
+from .requests import AskedSandbox, Exec, Read, RunPython, Write, check_input
 from .wire import (
     MAX_ANSWER_TEXT_BYTES,
     MAX_FRAME_BYTES,
@@ -166,7 +167,7 @@ class SandboxClient:
                 answer.set_exception(SandboxUnavailable(f"No sandbox could be made: {reason}."))
 
 
-class ConnectedSandbox:
+class ConnectedSandbox(AskedSandbox):
     """A sandbox at the other end of `channel`; see `sandbox_interface.Sandbox`."""
 
     _names = itertools.count(1)
@@ -199,41 +200,26 @@ class ConnectedSandbox:
         seconds = _CONTAINER_SECONDS if self.isolation == "docker" else _FILE_SECONDS
         await self._ask(seconds, "setup", request)
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        cwd: str = "/work",
-        env: Mapping[str, str] | None = None,
-        limits: SandboxLimits | None = None,
-    ) -> ExecResult:
-        if not argv:
-            raise InputError("An empty command cannot be run.")
-        return await self._run(list(argv), None, stdin, cwd, dict(env or {}), limits)
-
-    async def run_python(
-        self,
-        code: str,
-        *,
-        argv: Sequence[str] = (),
-        stdin: bytes = b"",
-        cwd: str = "/work",
-        limits: SandboxLimits | None = None,
-    ) -> ExecResult:
-        return await self._run(list(argv), code, stdin, cwd, {}, limits)
-
-    async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        data = self._checked(await self._ask(_FILE_SECONDS, "read", path, max_bytes), bytes)
-        if len(data) > max_bytes:
+    async def ask(self, action: str, body: Any, kind: type[T]) -> T:
+        check_input(body, self._limits)
+        match body:
+            case Exec() | RunPython():
+                request = {"code": None, "env": None, **msgspec.structs.asdict(body)}
+                request["env"] = request["env"] or {}
+                if body.limits is not None:
+                    request["limits"] = msgspec.structs.asdict(body.limits)
+                seconds = (body.limits or self._limits).wall_seconds + _GRACE_SECONDS
+                answer = await self._ask(seconds, "run", request)
+            case None:
+                answer = await self._ask(_FILE_SECONDS, action)
+            case _:
+                answer = await self._ask(_FILE_SECONDS, action, *msgspec.structs.astuple(body))
+        if isinstance(body, Write):
+            return cast(T, None)
+        checked = self._checked(answer, kind)
+        if isinstance(body, Read) and len(cast(bytes, checked)) > body.max_bytes:
             raise self._lost("it sent more than was asked for")
-        return data
-
-    async def write(self, path: str, data: bytes) -> None:
-        await self._ask(_FILE_SECONDS, "write", path, data)
-
-    async def total(self) -> SandboxUsage:
-        return self._checked(await self._ask(_FILE_SECONDS, "total"), SandboxUsage)
+        return checked
 
     async def lead_out(self, serve: OnConnection) -> asyncio.AbstractServer | None:
         if not self._dies_whole:
@@ -302,29 +288,6 @@ class ConnectedSandbox:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         finally:
             loop.remove_reader(self._pidfd)
-
-    async def _run(
-        self,
-        argv: list[str],
-        code: str | None,
-        stdin: bytes,
-        cwd: str,
-        env: dict[str, str],
-        limits: SandboxLimits | None,
-    ) -> ExecResult:
-        bound = limits or self._limits
-        if len(stdin) > self._limits.input_kb * 1024:
-            raise InputError(f"The input has {len(stdin)} bytes, over {self._limits.input_kb} KB.")
-        request = {
-            "argv": argv,
-            "code": code,
-            "stdin": stdin,
-            "cwd": cwd,
-            "env": env,
-            "limits": None if limits is None else msgspec.structs.asdict(limits),
-        }
-        answer = await self._ask(bound.wall_seconds + _GRACE_SECONDS, "run", request)
-        return self._checked(answer, ExecResult)
 
     async def _ask(self, seconds: float, *request: Any) -> Any:
         """Sends one request and returns its answer; requests of several tasks take turns.

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import aiohttp
 import msgspec
@@ -24,11 +24,10 @@ import structlog
 from envserver_records.errors import (
     ConfigError,
     EnvserverError,
-    InputError,
     SandboxLost,
     SandboxUnavailable,
 )
-from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
 from envserver_records.waiting import Backoff, cancel_and_wait
 
 from ..proxy.egress import OnConnection
@@ -49,7 +48,7 @@ from .machine_messages import (
     socket_pair,
 )
 from .maker import RemoteAddress, StartedProgram
-from .requests import Exec, Read, Received, RunPython, Send, Write
+from .requests import AskedSandbox, Read, Received, Send, check_input
 from .wire import MAX_FRAME_BYTES
 
 _GRACE_SECONDS = 10.0
@@ -62,7 +61,7 @@ class MachineGone(SandboxUnavailable):
     """The machine did not answer, and has made no sandbox."""
 
 
-class MachineSandbox:
+class MachineSandbox(AskedSandbox):
     """A sandbox at the other end of `websocket`; see `maker.TalkingSandbox`.
 
     Args:
@@ -95,64 +94,23 @@ class MachineSandbox:
         """Waits until the machine has made the sandbox."""
         self._limits = spec.limits
         try:
-            opened = await self._ask("open", spec, Opened)
+            opened = await self.ask("open", spec, Opened)
         except SandboxLost as error:
             raise MachineGone(error.message) from error
         self.isolation = opened.isolation
         return opened
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        cwd: str = "/work",
-        env: Mapping[str, str] | None = None,
-        limits: SandboxLimits | None = None,
-    ) -> ExecResult:
-        if not argv:
-            raise InputError("An empty command cannot be run.")
-        self._check_input(stdin)
-        variables = None if env is None else dict(env)
-        body = Exec(argv=list(argv), stdin=stdin, cwd=cwd, env=variables, limits=limits)
-        return await self._ask("exec", body, ExecResult)
-
-    async def run_python(
-        self,
-        code: str,
-        *,
-        argv: Sequence[str] = (),
-        stdin: bytes = b"",
-        cwd: str = "/work",
-        limits: SandboxLimits | None = None,
-    ) -> ExecResult:
-        self._check_input(stdin)
-        body = RunPython(code=code, argv=list(argv), stdin=stdin, cwd=cwd, limits=limits)
-        return await self._ask("python", body, ExecResult)
-
-    async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        data = await self._ask("read", Read(path=path, max_bytes=max_bytes), bytes)
-        if len(data) > max_bytes:
-            raise self._lose("it sent more than was asked for")
-        return data
-
-    async def write(self, path: str, data: bytes) -> None:
-        await self._ask("write", Write(path=path, data=data), type(None))
-
-    async def total(self) -> SandboxUsage:
-        return await self._ask("total", None, SandboxUsage)
-
     async def lead_out(self, serve: OnConnection) -> Arrivals | None:
-        if not await self._ask("lead_out", None, bool):
+        if not await self.ask("lead_out", None, bool):
             return None
-        return Arrivals(self._ask, serve)
+        return Arrivals(self.ask, serve)
 
     @asynccontextmanager
     async def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
     ) -> AsyncIterator[StartedProgram]:
         body = StartProgram(argv=list(argv), env=dict(env), wall_seconds=wall_seconds)
-        await self._ask("start", body, type(None))
+        await self.ask("start", body, type(None))
         stdio, ours = socket_pair()
         program = StartedProgram(stdio)
         pumping = (
@@ -165,7 +123,7 @@ class MachineSandbox:
             stdio.close()
             await cancel_and_wait(*pumping)
             ours.close()
-            program.result = await self._ask("ended", None, ExecResult)
+            program.result = await self.ask("ended", None, ExecResult)
 
     async def close(self) -> None:
         if self._closed:
@@ -178,39 +136,39 @@ class MachineSandbox:
         await cancel_and_wait(self._reading)
         await self._websocket.close()
 
-    def _check_input(self, stdin: bytes) -> None:
-        if len(stdin) > self._limits.input_kb * 1024:
-            raise InputError(f"The input has {len(stdin)} bytes, over {self._limits.input_kb} KB.")
-
     async def _pass_input(self, ours: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(EnvserverError, OSError):
             while data := await loop.sock_recv(ours, _PIECE_BYTES):
-                await self._ask("send", Send(data=data), type(None))
+                await self.ask("send", Send(data=data), type(None))
 
     async def _pass_output(self, ours: socket.socket) -> None:
         """Hands on output until the program has ended, or is lost."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(EnvserverError, OSError):
-            while data := (await self._ask("receive", None, Received)).data:
+            while data := (await self.ask("receive", None, Received)).data:
                 await loop.sock_sendall(ours, data)
         with contextlib.suppress(OSError):
             ours.shutdown(socket.SHUT_WR)
 
     # Requests and answers
 
-    async def _ask(self, word: str, body: object, kind: type[T]) -> T:
+    async def ask(self, action: str, body: object, kind: type[T]) -> T:
         """Sends one request and returns its answer.
 
         A cancelled request is cancelled on the machine, and its end waited for.
         """
+        check_input(body, self._limits)
         if self._closed:
             raise SandboxLost("The sandbox is closed.")
-        return await self._asked(word, body, kind)
+        answer = await self._asked(action, body, kind)
+        if isinstance(body, Read) and len(cast(bytes, answer)) > body.max_bytes:
+            raise self._lose("it sent more than was asked for")
+        return answer
 
-    async def _asked(self, word: str, body: object, kind: type[T]) -> T:
+    async def _asked(self, action: str, body: object, kind: type[T]) -> T:
         number = next(self._numbers)
-        frame = framed(number, word, body)
+        frame = framed(number, action, body)
         if self._lost is not None:
             raise self._lost
         answer: asyncio.Future[tuple[str, msgspec.Raw]]

@@ -1,4 +1,4 @@
-"""Requests of a worker to the sandboxes of its attempt: `POST {url}/sandbox/...`.
+"""Requests to sandboxes: of a worker to those of its attempt, `POST {url}/sandbox/...`, too.
 
     open                Open -> Opened
     {id}/exec           Exec -> ExecResult
@@ -16,11 +16,16 @@ Bodies are MessagePack both ways; what is not 200 is the proxy's JSON error.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
 import msgspec
 from envserver_records.errors import InputError
-from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec
+from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
 from ..sandbox_interface import Sandbox
+
+T = TypeVar("T")
 
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +93,56 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     path: str
     data: bytes
+
+
+class AskedSandbox:
+    """A `sandbox_interface.Sandbox` whose methods are requests, which a subclass sends."""
+
+    async def ask(self, action: str, body: Any, kind: type[T]) -> T:
+        """Sends a request and returns its answer."""
+        raise NotImplementedError
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str = "/work",
+        env: Mapping[str, str] | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> ExecResult:
+        if not argv:
+            raise InputError("An empty command cannot be run.")
+        variables = None if env is None else dict(env)
+        body = Exec(argv=list(argv), stdin=stdin, cwd=cwd, env=variables, limits=limits)
+        return await self.ask("exec", body, ExecResult)
+
+    async def run_python(
+        self,
+        code: str,
+        *,
+        argv: Sequence[str] = (),
+        stdin: bytes = b"",
+        cwd: str = "/work",
+        limits: SandboxLimits | None = None,
+    ) -> ExecResult:
+        body = RunPython(code=code, argv=list(argv), stdin=stdin, cwd=cwd, limits=limits)
+        return await self.ask("python", body, ExecResult)
+
+    async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+        return await self.ask("read", Read(path=path, max_bytes=max_bytes), bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self.ask("write", Write(path=path, data=data), type(None))
+
+    async def total(self) -> SandboxUsage:
+        return await self.ask("total", None, SandboxUsage)
+
+
+def check_input(body: Any, limits: SandboxLimits) -> None:
+    """Raises InputError if the request's program gets more input than the sandbox allows."""
+    if isinstance(body, Exec | RunPython) and len(body.stdin) > limits.input_kb * 1024:
+        raise InputError(f"The input has {len(body.stdin)} bytes, over {limits.input_kb} KB.")
 
 
 def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:

@@ -45,14 +45,14 @@ from envserver_records.errors import (
     SandboxUnavailable,
     ServiceError,
 )
-from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+from envserver_records.sandboxes import ExecResult, SandboxSpec
 from envserver_records.tasks import Message, PublicTask
 from envserver_records.timings import MOST_TIMINGS
 
 from ..actions import MAX_STEPS, batch, encode
 from ..environment import NO_REWARDS, Isolation
 from ..rollout_interface import HarnessSpec, Reply
-from ..sandbox.requests import Exec, Open, Opened, Read, Received, RunPython, Send, Start, Write
+from ..sandbox.requests import AskedSandbox, Open, Opened, Received, Send, Start
 from ..sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
 from ..tools.calling import LoopEnd, Tool, ToolResult
 from ..tools.loop import chat_with_tools, open_tools
@@ -94,7 +94,7 @@ class RemoteOpening:
         await self._sandbox.close()
 
 
-class RemoteSandbox:
+class RemoteSandbox(AskedSandbox):
     """See `sandbox_interface.Sandbox`. Made by `open_remote`."""
 
     def __init__(self, post: Post, opened: Opened) -> None:
@@ -103,39 +103,8 @@ class RemoteSandbox:
         self._post = post
         self._closed = False
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        cwd: str = "/work",
-        env: Mapping[str, str] | None = None,
-        limits: SandboxLimits | None = None,
-    ) -> ExecResult:
-        variables = None if env is None else dict(env)
-        body = Exec(argv=list(argv), stdin=stdin, cwd=cwd, env=variables, limits=limits)
-        return await self._request("exec", body, ExecResult)
-
-    async def run_python(
-        self,
-        code: str,
-        *,
-        argv: Sequence[str] = (),
-        stdin: bytes = b"",
-        cwd: str = "/work",
-        limits: SandboxLimits | None = None,
-    ) -> ExecResult:
-        body = RunPython(code=code, argv=list(argv), stdin=stdin, cwd=cwd, limits=limits)
-        return await self._request("python", body, ExecResult)
-
-    async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        return await self._request("read", Read(path=path, max_bytes=max_bytes), bytes)
-
-    async def write(self, path: str, data: bytes) -> None:
-        await self._request("write", Write(path=path, data=data), type(None))
-
-    async def total(self) -> SandboxUsage:
-        return await self._request("total", None, SandboxUsage)
+    async def ask(self, action: str, body: Any, kind: type[T]) -> T:
+        return await _answer(self._post, f"{self.id}/{action}", body, kind)
 
     async def close(self) -> None:
         if self._closed:
@@ -144,9 +113,6 @@ class RemoteSandbox:
         # The server closes at the end of the attempt what could not be closed here.
         with suppress(EnvserverError):
             await self._post(f"{self.id}/close", b"")
-
-    async def _request(self, action: str, body: Any, kind: type[T]) -> T:
-        return await _answer(self._post, f"{self.id}/{action}", body, kind)
 
 
 async def open_remote(post: Post, spec: SandboxSpec | None) -> RemoteSandbox:
