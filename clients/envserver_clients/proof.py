@@ -159,7 +159,7 @@ def _tuned(settings: ProofSettings, task: Task) -> Callable[[], None]:
         str(_steps(settings) * plan.groups),
     ]
     made += ["--out", str(groups)]
-    told = ["envserver", "export", str(groups), "--to", "messages", "--out", str(chats)]
+    exported = ["envserver", "export", str(groups), "--to", "messages", "--out", str(chats)]
     tuned = ["envserver_clients.sft", "--model", str(_start(settings, task)), "--data", str(chats)]
     tuned += ["--output", str(folder), "--steps", str(_steps(settings))]
     tuned += ["--batch-size", str(plan.groups)]
@@ -167,7 +167,7 @@ def _tuned(settings: ProofSettings, task: Task) -> Callable[[], None]:
 
     def job() -> None:
         if not (folder / "config.json").exists():
-            for words in (made, told, tuned):
+            for words in (made, exported, tuned):
                 _run(words, folder)
         _evaluated(settings, task, "sft", folder, temperature=1)()
         _evaluated(settings, task, "sft", folder, temperature=0)()

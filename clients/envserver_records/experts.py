@@ -61,11 +61,11 @@ def row_experts(experts: RoutedExperts | None, mask: NDArray[np.uint8]) -> Table
     return table
 
 
-def told_experts(told: Any, row: int) -> RoutedExperts | None:
+def told_experts(column: Any, row: int) -> RoutedExperts | None:
     """Returns the experts of a row as JSON tells them: a text or null for each row."""
-    if told is None:
+    if column is None:
         return None
-    text = told[row] if isinstance(told, list) and row < len(told) else 0
+    text = column[row] if isinstance(column, list) and row < len(column) else 0
     if not isinstance(text, str | None):
         raise ValueError(f"the routed experts of row {row} are missing or not text")
     return None if text is None else experts_from(table_from_text(text))

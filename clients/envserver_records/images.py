@@ -73,10 +73,10 @@ def images_of(spans: list[ImageSpan], held: dict[str, bytes], size: int) -> list
     ]
 
 
-def told_images(told: Any, row: int, held: dict[str, bytes], size: int) -> list[RowImage]:
+def told_images(column: Any, row: int, held: dict[str, bytes], size: int) -> list[RowImage]:
     """Returns the images of a row as JSON tells them: a list for each row, of spans as objects."""
     try:
-        spans = [ImageSpan(**one) for one in told[row]]
+        spans = [ImageSpan(**one) for one in column[row]]
         found = [msgspec.convert(msgspec.to_builtins(one), ImageSpan) for one in spans]
     except (TypeError, LookupError, msgspec.ValidationError) as error:
         raise ValueError(f"the images of row {row} cannot be read: {error}") from error

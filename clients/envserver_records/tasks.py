@@ -205,8 +205,8 @@ class PublicTask(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if isinstance(self.id, str) and not self.id.isprintable():
             # UTF-8 cannot hold half of a surrogate pair, and PostgreSQL no NUL character.
-            told = self.id.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
-            msgspec.structs.force_setattr(self, "id", told)
+            printable = self.id.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
+            msgspec.structs.force_setattr(self, "id", printable)
 
 
 class Task(PublicTask, frozen=True):

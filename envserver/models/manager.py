@@ -360,7 +360,7 @@ class _Starter:
 
     async def _answers(self, launch: Launch, child: _Child, begins: int) -> None:
         name, started = _NAMES[launch.kind], time.monotonic()
-        told = started
+        logged_at = started
         timeout = aiohttp.ClientTimeout(total=5)
         async with aiohttp.ClientSession(timeout=timeout) as client:
             while child.process.returncode is None:
@@ -374,8 +374,8 @@ class _Starter:
                         f"{name} did not answer within {self._spec.start_seconds:g} s: "
                         f"{_last_words(self._spec.log, begins)}"
                     )
-                if now - told > _TELL_SECONDS:
-                    told = now
+                if now - logged_at > _TELL_SECONDS:
+                    logged_at = now
                     line = _last_line(self._spec.log, begins)
                     self.tell(f"{name} is starting, {now - started:.0f} s: {line}")
                 await asyncio.sleep(_LOOK_SECONDS)

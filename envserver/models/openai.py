@@ -439,19 +439,19 @@ class OpenAIEngine:
             raise RetryableError(error) from None
 
     async def _confirmed(
-        self, replica: Replica, response: Response, body: Json, told: Json
+        self, replica: Replica, response: Response, body: Json, answer: Json
     ) -> None:
         """Holds an answer back until its engine is known to be the same as before, if connections
         were interrupted or the model's name or fingerprint changed.
         """
         generation = response.connection.generation
-        served = f"{told.get('model')} {told.get('system_fingerprint')}"
+        served = f"{answer.get('model')} {answer.get('system_fingerprint')}"
         known = replica.served[str(body.get("model"))]
-        is_same = not told.get("model") or not known or served in known
+        is_same = not answer.get("model") or not known or served in known
         if not is_same or replica.generation != generation:
             await self._confirm(replica)
         replica.generation = generation
-        if told.get("model"):
+        if answer.get("model"):
             known.add(served)
 
     async def _confirm(self, replica: Replica) -> None:

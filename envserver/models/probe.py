@@ -259,9 +259,9 @@ def same_scores(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
 @contextmanager
 def _told_if_slow(path: str) -> Iterator[None]:
     """Logs once that an engine is slow to answer, as one that compiles or loads weights."""
-    told = {"path": path, "seconds": _TELL_SECONDS, "at_most": _SECONDS}
+    facts = {"path": path, "seconds": _TELL_SECONDS, "at_most": _SECONDS}
     timer = asyncio.get_running_loop().call_later(
-        _TELL_SECONDS, lambda: _log.warning("engine_is_waited_for", **told)
+        _TELL_SECONDS, lambda: _log.warning("engine_is_waited_for", **facts)
     )
     try:
         yield

@@ -140,15 +140,15 @@ class ReadyEngine:
         record."""
         if self.capabilities is None:
             return {"mode": "chat" if self.exact else "opaque", "continues": False}
-        told: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "server": self.capabilities.probe_result.server,
             "mode": self.capabilities.probe_result.mode,
             "continues": not self.capabilities.why_not,
         }
         if self.capabilities.why_not or self._format is None:
-            return {**told, "why_not": without_folders(self.capabilities.why_not)}
+            return {**facts, "why_not": without_folders(self.capabilities.why_not)}
         return {
-            **told,
+            **facts,
             **({"differs_at": self._differs_at} if self._differs_at else {}),
             "think": self._tokens.think,
             **({"template_kwargs": self._format.defaults} if self._format.defaults else {}),
@@ -163,13 +163,13 @@ class ReadyEngine:
             return {"server": self._engine.kind}
         probe_result = self.capabilities.probe_result
         source = model_source(probe_result.root, self.capabilities.folder)
-        told: dict[str, Any] = {"server": probe_result.server, **source}
+        facts: dict[str, Any] = {"server": probe_result.server, **source}
         if probe_result.weights is not None:
-            told["weights"] = probe_result.weights
+            facts["weights"] = probe_result.weights
         if self._format is not None:
-            told["template"] = self._format.template_digest
-            told["tokenizer"] = self._format.tokenizer_digest
-        return told
+            facts["template"] = self._format.template_digest
+            facts["tokenizer"] = self._format.tokenizer_digest
+        return facts
 
     @property
     def image_token(self) -> int | None:

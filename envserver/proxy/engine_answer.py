@@ -438,12 +438,12 @@ def _parts_of(choice: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str
     for name in _REASONING:
         if message.get(name):
             yield {name: message[name]}, {}
-    told = {"logprobs": choice["logprobs"]} if choice.get("logprobs") else {}
+    fields = {"logprobs": choice["logprobs"]} if choice.get("logprobs") else {}
     if "token_ids" in choice:
-        told["token_ids"] = choice["token_ids"]
+        fields["token_ids"] = choice["token_ids"]
     texts = {name: message[name] for name in ("content", "refusal") if message.get(name)}
-    if texts or told:
-        yield texts, told
+    if texts or fields:
+        yield texts, fields
     calls = message.get("tool_calls") or []
     for index, call in enumerate(calls):
         yield {"tool_calls": [{**call, "index": index}]}, {}

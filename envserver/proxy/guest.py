@@ -70,9 +70,9 @@ async def generate(engine: Engine, key: str, body: bytes, receive: Receive, send
         answer = await engine.post(
             EngineRequest("/v1/completions", engine_body, key, _TIMEOUT_SECONDS)
         )
-        told = generate_answer(answer, request)
+        generated = generate_answer(answer, request)
         interrupts.stop_watching()
-        await send_json(send, 200, told)
+        await send_json(send, 200, generated)
 
 
 def _generate_body(request: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def generate_answer(answer: dict[str, Any], request: dict[str, Any]) -> dict[str
     except msgspec.ValidationError as error:
         raise EngineGarbage(f"The engine's answer lacks a requested field: {error}.") from None
     prompt = request.get("prompt")
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "text": [choice.text for choice in choices],
         "prompt": prompt if isinstance(prompt, str) else "",
         "prompt_token_ids": choices[0].prompt_token_ids,
@@ -141,8 +141,8 @@ def generate_answer(answer: dict[str, Any], request: dict[str, Any]) -> dict[str
         "finish_reasons": [choice.finish_reason for choice in choices],
     }
     if request.get("prompt_logprobs") is not None:
-        told["prompt_logprobs"] = [_prompt_positions(choice) for choice in choices]
-    return told
+        fields["prompt_logprobs"] = [_prompt_positions(choice) for choice in choices]
+    return fields
 
 
 def _positions(choice: _Choice) -> list[list[dict[str, float]]]:

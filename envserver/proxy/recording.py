@@ -117,18 +117,18 @@ def _call(
     size = 0 if ids is None else len(ids)
     counts = context.follows_policy and not context.is_named
     spans = choice.weight_versions if counts else None
-    told = _told_versions(spans, size, begun_before_any=context.first_version < 0)
-    versions = told or _bracketed(size, context)
+    reported = _told_versions(spans, size, begun_before_any=context.first_version < 0)
+    versions = reported or _bracketed(size, context)
     flags = [
         *shared,
         *_token_flags(prompt_ids, ids, logprobs, broken),
         *(["extreme_logprob"] if logprobs is not None and _is_extreme(logprobs) else []),
         *_finish_flags(finish, choice, context),
         *(["parallel_calls_dropped"] if choice.calls_dropped else []),
-        *_version_flags(versions, context, told is not None),
+        *_version_flags(versions, context, reported is not None),
         *_hook_flags(choice.hooked),
     ]
-    if counts and context.names_versions and choice.weight_versions and told is None:
+    if counts and context.names_versions and choice.weight_versions and reported is None:
         flags.append("weights_lost")
     if context.wants_experts and choice.experts is None and size:
         flags.append("experts_missing")
@@ -188,10 +188,10 @@ def _images(
     """Returns the images of the prompt; None if it has some and their places are unknown."""
     if not context.images or prompt_ids is None:
         return []
-    told = engine_answer.images
-    if told is not None and len(told) == len(context.images):
-        ranges = [(offset, length) for offset, length, _ in told]
-        return spans(context.images, ranges, [grid for _, _, grid in told])
+    places = engine_answer.images
+    if places is not None and len(places) == len(context.images):
+        ranges = [(offset, length) for offset, length, _ in places]
+        return spans(context.images, ranges, [grid for _, _, grid in places])
     if context.folded is None or context.image_token is None:
         return None
     found = placed(context.folded, prompt_ids.tolist(), context.image_token)
@@ -272,18 +272,18 @@ def _told_versions(
     `begun_before_any`: the first version may have been published during the call; tokens sampled
     before it have version -1.
     """
-    told: list[VersionSpan] = []
+    found: list[VersionSpan] = []
     at = 0
     for span in spans or ():
         if not isinstance(span, dict):
             return None
         number, start, end = _number(span.get("version")), span.get("start"), span.get("end")
-        is_known = number >= 0 or (begun_before_any and all(one.version < 0 for one in told))
+        is_known = number >= 0 or (begun_before_any and all(one.version < 0 for one in found))
         if not is_known or start != at or type(end) is not int or end < at:
             return None
-        told.append(VersionSpan(number, at, end))
+        found.append(VersionSpan(number, at, end))
         at = end
-    return told if told and told[-1].version >= 0 and at == size else None
+    return found if found and found[-1].version >= 0 and at == size else None
 
 
 def _number(version: Any) -> int:
@@ -294,11 +294,11 @@ def _number(version: Any) -> int:
     return int(found[1]) if found else -1
 
 
-def _version_flags(spans: list[VersionSpan], context: CallContext, told: bool) -> list[str]:
+def _version_flags(spans: list[VersionSpan], context: CallContext, reported: bool) -> list[str]:
     versions = {span.version for span in spans}
     changed = context.first_version != context.last_version and not context.is_named
     flags = []
-    if len(versions) > 1 or (changed and not told):
+    if len(versions) > 1 or (changed and not reported):
         flags.append("mixed_versions")
     if -1 in versions and context.last_version >= 0:
         flags.append("version_unknown")

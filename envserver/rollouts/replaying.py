@@ -270,10 +270,10 @@ async def _chunks(answer: Json) -> AsyncIterator[Json]:
     shared["object"] = "chat.completion.chunk"
     ids = {key: answer[key] for key in ("prompt_token_ids",) if key in answer}
     for choice in answer["choices"]:
-        told = {key: value for key, value in choice.items() if key != "message"}
+        part = {key: value for key, value in choice.items() if key != "message"}
         if "message" in choice:
-            told["delta"] = choice["message"]
-        yield {**shared, **ids, "choices": [told]}
+            part["delta"] = choice["message"]
+        yield {**shared, **ids, "choices": [part]}
     yield {**shared, "choices": [], "usage": answer["usage"]}
 
 

@@ -78,7 +78,7 @@ class RunnerRegistry:
         silent_after_seconds: float = 30.0,
         stretches: bool = True,
     ) -> None:
-        self.tell: Callable[[str, str, Counter[str], Counter[str]], None] = lambda *told: None
+        self.tell: Callable[[str, str, Counter[str], Counter[str]], None] = lambda *facts: None
         """Called with an environment, its runner's name, and how many attempts failed and groups
         were dropped there since the last heartbeat, by kind and reason."""
         self._store = store
@@ -188,8 +188,8 @@ class RunnerRegistry:
         seconds = min(beat.wait_seconds, self.table.silent_after(one) / SILENT_POLLS)
         if receive is None or seconds <= 0 or self.news.is_new(one, beat):
             return self.news.for_runner(one)
-        told = await self.news.waiting.wait(one.id, beat, seconds, receive)
-        return told or self.news.for_runner(self.authenticate(env_id, key))
+        news = await self.news.waiting.wait(one.id, beat, seconds, receive)
+        return news or self.news.for_runner(self.authenticate(env_id, key))
 
     def _hear(self, one: RegisteredRunner, beat: Heartbeat) -> None:
         was_silent = not self.table.is_present(one)

@@ -147,8 +147,8 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         in the estimates of their tasks. Repeating is allowed.
         """
         environments.authenticate(env_id, _key(request))
-        told = await read_body(request, _SCORED)
-        await environments.count_dropped(env_id, _key(request), told.groups)
+        scored = await read_body(request, _SCORED)
+        await environments.count_dropped(env_id, _key(request), scored.groups)
         return Response(status_code=204)
 
     @router.delete(

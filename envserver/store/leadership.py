@@ -203,7 +203,7 @@ class Leadership:
 
     async def _beat(self, store: Store) -> None:
         """Renews this leader's row until cancelled, or until another server has the store."""
-        told = ""
+        named = ""
         number = 0
         while True:
             number += 1
@@ -214,9 +214,9 @@ class Leadership:
                 if not await renew(connection, row):
                     log.error("leads_no_longer", url=self.url)
                     return  # the next change finds that the store is lost, and ends this server
-                if url != told:
+                if url != named:
                     await self._notify(connection)
-                    told = url
+                    named = url
                 self.followers = await self._who_follows(connection)
             except (SQLAlchemyError, OSError) as error:
                 if self._reachable:

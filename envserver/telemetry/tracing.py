@@ -220,11 +220,11 @@ def inputs(messages: Sequence[Message], tools: Sequence[Json]) -> SpanAttributes
 
 def outputs(answers: Iterable[tuple[Message, str | None]]) -> SpanAttributes:
     """Returns what a call answers: each choice, and why it ended."""
-    told = [
+    messages = [
         {**_message(message), "finish_reason": _REASONS.get(reason or "", "stop")}
         for message, reason in answers
     ]
-    return {"gen_ai.output.messages": _first_of(told)}
+    return {"gen_ai.output.messages": _first_of(messages)}
 
 
 def tool_texts(arguments: str, result: str) -> SpanAttributes:
@@ -251,13 +251,13 @@ def _bounded(messages: Sequence[Message]) -> str:
     kept: list[str] = []
     size = 0
     for message in reversed(messages):
-        told = _json(_message(message))
-        size += len(told) + 1
+        encoded = _json(_message(message))
+        size += len(encoded) + 1
         if kept and size > MOST_CHARACTERS:
             words = f"[{len(messages) - len(kept)} earlier messages are left out]"
             kept.append(_json({"role": "system", "parts": [_text_part(words)]}))
             break
-        kept.append(told)
+        kept.append(encoded)
     return f"[{','.join(reversed(kept))}]"
 
 

@@ -464,23 +464,23 @@ _TRIED: Final = (False, True, "none", "low", "medium", "high")
 
 
 def agreeing(
-    chat_format: ChatFormat, echoes: Sequence[Echo], told: Mapping[str, Any] | None
+    chat_format: ChatFormat, echoes: Sequence[Echo], defaults: Mapping[str, Any] | None
 ) -> tuple[ChatFormat | None, str]:
     """Returns `chat_format` with the variables by which it renders as the engine does.
 
     Args:
-        told: the engine's default variables; None: no variable, or else a single one, is tried.
+        defaults: the engine's default variables; None: no variable, or else a single one, is tried.
 
     Returns:
         The format, or None and a sentence that says how prompts differ and what may help.
     """
-    first = chat_format.with_defaults(told or {})
+    first = chat_format.with_defaults(defaults or {})
     difference = _disagreement(first, echoes)
     if difference is None:
         return first, ""
     others = (chat_format.with_defaults(one) for one in _candidates(chat_format))
     found = next((one for one in others if _disagreement(one, echoes) is None), None)
-    if told is None:
+    if defaults is None:
         return found, "" if found else f"{difference} {_hint(chat_format)}"
     if found is not None:
         text = orjson.dumps(found.defaults).decode()

@@ -241,10 +241,10 @@ def hashes(
 
 def _digest(before: bytes, value: Any) -> bytes:
     try:
-        told = _encode(value)
+        encoded = _encode(value)
     except (ValueError, OverflowError):  # half a surrogate pair, a number of over 64 bits
-        told = _NOT_MSGPACK + canonical(value).encode()
-    return blake2b(before + told, digest_size=16).digest()
+        encoded = _NOT_MSGPACK + canonical(value).encode()
+    return blake2b(before + encoded, digest_size=16).digest()
 
 
 class PromptPlan(msgspec.Struct, kw_only=True):

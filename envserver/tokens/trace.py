@@ -115,8 +115,8 @@ def _beginnings(messages: list[Message]) -> list[bytes]:
     """
     digests = [b""]
     for message in messages:
-        told = digests[-1] + _encode(message)
-        digests.append(hashlib.blake2b(told, digest_size=_DIGEST_BYTES).digest())
+        encoded = digests[-1] + _encode(message)
+        digests.append(hashlib.blake2b(encoded, digest_size=_DIGEST_BYTES).digest())
     return digests[1:]
 
 

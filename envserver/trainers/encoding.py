@@ -266,12 +266,12 @@ def _encoded(row: GroupRow, stored: _Stored) -> bytes:
     if row.format == "atropos":
         return body
     group = unpack(body, Group)
-    told = group_to_atropos(group, include_messages=True)
+    fields = group_to_atropos(group, include_messages=True)
     if group.images:
-        told["image_data"] = image_data(group)
+        fields["image_data"] = image_data(group)
     if (experts := expert_rows(group)) is not None:
-        told["experts"] = experts
-    return orjson.dumps(told)
+        fields["experts"] = experts
+    return orjson.dumps(fields)
 
 
 class PackedAnswer(Response):

@@ -427,8 +427,8 @@ class Follower:
         seen, last = self._failures, self._live.failures.number
         self._failures = last
         if last - seen > MOST_ALONE:
-            told = {"count": last - seen, "first": seen + 1, "last": last}
-            self._feed.publish("failures", told)
+            facts = {"count": last - seen, "first": seen + 1, "last": last}
+            self._feed.publish("failures", facts)
             return
         for row in self._live.failures.after(seen):
             self._feed.publish("failure", msgspec.structs.asdict(row))

@@ -497,7 +497,7 @@ class Runner:
                 return
 
     def _step(self) -> None:
-        told: list[Row] = []
+        changed: list[Row] = []
         for row in self.scheduler.displaced():
             self.displaced += 1
             self.generator.leave(row)
@@ -517,10 +517,10 @@ class Runner:
             if self._text.ends(row):
                 ended.append(row)
             elif row.eager:
-                told.append(row)
+                changed.append(row)
         for row in ended:
             self._leave(row)
-        self._tell(told + ended)
+        self._tell(changed + ended)
 
     def _leave(self, row: Row) -> None:
         if self.scheduler.remove(row):
@@ -570,11 +570,11 @@ class Runner:
         self.abort_all()
 
     def _tell(self, rows: Sequence[Row]) -> None:
-        told = [row.told for row in rows if row.told is not None]
-        if told and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_call_all, told)
+        callbacks = [row.told for row in rows if row.told is not None]
+        if callbacks and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_call_all, callbacks)
 
 
-def _call_all(told: list[Callable[[], None]]) -> None:
-    for one in told:
+def _call_all(callbacks: list[Callable[[], None]]) -> None:
+    for one in callbacks:
         one()

@@ -344,7 +344,7 @@ class Completions:
     async def chunks(self, body: CompletionBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
         head = bodies.head("cmpl", "text_completion", body.model or self._asking.model)
         growing = [Growing(self._text, row) for row in rows]
-        told = [0] * len(rows)
+        sent = [0] * len(rows)
         left = set(range(len(rows)))
         async with self._asking.running(rows) as wait:
             while left:
@@ -353,18 +353,18 @@ class Completions:
                 for index in sorted(left):
                     row = rows[index]
                     finish, count = row.finish, len(row.logprobs)
-                    if count == told[index] and finish is None:
+                    if count == sent[index] and finish is None:
                         continue
                     choice = {
                         "index": index,
                         "text": growing[index].more(),
-                        **self._facts(body, row, told[index], count),
+                        **self._facts(body, row, sent[index], count),
                         "finish_reason": finish,
                         "stop_reason": row.stop_reason,
                     }
                     if body.return_token_ids:
-                        choice["prompt_token_ids"] = row.prompt if told[index] == 0 else None
-                    told[index] = count
+                        choice["prompt_token_ids"] = row.prompt if sent[index] == 0 else None
+                    sent[index] = count
                     if finish is not None:
                         left.discard(index)
                     yield {**head, "choices": [choice]}
@@ -505,7 +505,7 @@ class Tokens:
         """Yields the answer in chunks; the prompt's ids are in the first one."""
         head = self._head(body)
         growing = [Growing(self._text, row) for row in rows]
-        told = [0] * len(rows)
+        sent = [0] * len(rows)
         left = set(range(len(rows)))
         prompt = {"prompt_token_ids": body.token_ids} if body.return_token_ids else {}
         async with self._asking.running(rows) as wait:
@@ -515,13 +515,13 @@ class Tokens:
                 for index in sorted(left):
                     row = rows[index]
                     finish, count = row.finish, len(row.logprobs)
-                    if count == told[index] and finish is None:
+                    if count == sent[index] and finish is None:
                         continue
-                    choice = {"index": index, **self._facts(body, row, told[index], count)}
+                    choice = {"index": index, **self._facts(body, row, sent[index], count)}
                     choice |= {"finish_reason": None, "stop_reason": None}
                     if body.output_mode == "text":
                         choice["text"] = growing[index].more()
-                    told[index] = count
+                    sent[index] = count
                     if finish is not None:
                         left.discard(index)
                         choice |= self._end(row)

@@ -81,13 +81,13 @@ async def decoded(request: Request) -> Any:
 def error_body(error: EngineRefused) -> dict[str, Any]:
     """Returns `error` as OpenAI's API writes it."""
     status = int(error.detail.get("status", 400))
-    told = {
+    problem = {
         "message": error.message,
         "type": _STATUS_NAMES.get(status, "BadRequestError"),
         "param": error.detail.get("param"),
         "code": status,
     }
-    return {"error": told}
+    return {"error": problem}
 
 
 def json_answer(

@@ -150,22 +150,22 @@ class AtroposTrainerClient:
 
     def _batch(self, answer: Answer) -> Batch | None:
         try:
-            told = msgspec.json.decode(answer.content, type=_BatchAnswer)
+            batch_answer = msgspec.json.decode(answer.content, type=_BatchAnswer)
         except msgspec.DecodeError as error:
             raise InputError(
                 f"The server's answer is not a batch: {error}.", place="body"
             ) from error
-        if told.status == "error":
+        if batch_answer.status == "error":
             raise ConflictError(
-                f"There is no batch: {told.message}",
+                f"There is no batch: {batch_answer.message}",
                 hint="The server was reset or restarted; call `register` again.",
             )
-        if told.batch is None:
+        if batch_answer.batch is None:
             return None
         return Batch(
             lease_id=answer.headers.get(_LEASE, ""),
             expires_at=0.0,
-            groups=[self._group(memoryview(group)) for group in told.batch],
+            groups=[self._group(memoryview(group)) for group in batch_answer.batch],
         )
 
     def _group(self, body: memoryview) -> ClientGroup:

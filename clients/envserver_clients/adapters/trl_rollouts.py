@@ -110,14 +110,14 @@ class EnvserverRollouts:
         tasks = [task_of(prompt) for prompt in prompts]
         counts = gather_object([len(tasks)])
         all_tasks = gather_object(tasks)
-        told: list[Any] = [None]
+        shared: list[Any] = [None]
         if trainer.accelerator.is_main_process:
-            told = [self._all_rows(all_tasks, _group_size(trainer), trainer.temperature)]
-        broadcast_object_list(told)
-        if isinstance(told[0], EnvserverError):
-            raise told[0]
+            shared = [self._all_rows(all_tasks, _group_size(trainer), trainer.temperature)]
+        broadcast_object_list(shared)
+        if isinstance(shared[0], EnvserverError):
+            raise shared[0]
         before = sum(counts[: trainer.accelerator.process_index])
-        return _columns(told[0][before : before + len(tasks)])
+        return _columns(shared[0][before : before + len(tasks)])
 
     def _bring_weights(self, trainer: Any) -> None:
         """Transfers the weights of this step to the engine if needed; call on all ranks."""

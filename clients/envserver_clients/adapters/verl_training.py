@@ -39,10 +39,10 @@ def checkpoint_manager(engines: TrainersEngines) -> type[Any]:
         @auto_await  # type: ignore[untyped-decorator, unused-ignore]
         async def update_weights(self, global_steps: int | None = None) -> Any:
             await engines.pause()
-            told = await CheckpointEngineManager.update_weights(self, global_steps)
+            result = await CheckpointEngineManager.update_weights(self, global_steps)
             addresses = [replica.server_address for replica in self.replicas]
             await engines.publish(addresses, global_steps)
-            return told
+            return result
 
     return EnvserverCheckpoints
 

@@ -164,12 +164,12 @@ def main(arguments: list[str] | None = None) -> int:
         source = Source(source.repo, asked.revision)
     try:
         count = fetch(source, asked.output_dir, endpoint=asked.endpoint)
-        told = summary(asked.output_dir)
+        counts = summary(asked.output_dir)
     except EnvserverError as error:
         sys.stderr.write(f"Error: {error}\n")
         return 1
     sys.stdout.write(
-        f"{count} files of {source.repo} are in {asked.output_dir} as the hub has them: {told}.\n"
+        f"{count} files of {source.repo} are in {asked.output_dir} as the hub has them: {counts}.\n"
         "They are for evaluation: do not pass them on, and do not train on them.\n"
     )
     return 0

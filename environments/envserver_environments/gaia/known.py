@@ -102,9 +102,9 @@ def _right(name: str, answer: str, least: float) -> KnownResult:
 
 def _result(answer: Any, replies: Sequence[str] = (), *, turns: int = 1, tokens: int = 1) -> Result:
     said: Message = {"role": "assistant", "content": "..."}
-    told = [part for reply in replies for part in (said, {"role": "user", "content": reply})]
+    dialogue = [part for reply in replies for part in (said, {"role": "user", "content": reply})]
     output = {"answer": answer, "state": "answered", "steps": []}
-    return Result(output=output, messages=[*told, said], turns=turns, completion_tokens=tokens)
+    return Result(output=output, messages=[*dialogue, said], turns=turns, completion_tokens=tokens)
 
 
 def _code(thought: str, code: str) -> Message:

@@ -206,8 +206,8 @@ def main() -> None:
             if call.when == "teardown":
                 note_replaced(near)
                 passed = item in returned and item not in failed
-                told = [*state["outside"], *state["values"]]
-                values = "[" + ",".join(told) + "]" if passed else "[]"
+                reported = [*state["outside"], *state["values"]]
+                values = "[" + ",".join(reported) + "]" if passed else "[]"
                 state["item"] = None
                 report(number_of(item), b"passed" if passed else b"failed", values.encode())
             return outcome

@@ -266,7 +266,7 @@ class _Veil:
             if uses.is_answer(name)
         }
         certain = set(_certain(function.body, [table.loop for table in tables]))
-        told = [
+        found = [
             one
             for node, checks in assertions.items()
             for one in self._replace(node, checks, uses, columns)
@@ -277,10 +277,10 @@ class _Veil:
         for column in columns.values():
             for place, cell in enumerate(column.cells):
                 self._edit(cell, f"({place})")
-        fixed = {number for one in told if not one.by_row for number in one.numbers}
+        fixed = {number for one in found if not one.by_row for number in one.numbers}
         self._result.certain[name] = frozenset(fixed)
         if parameters is not None and any(column.by_row for column in columns.values()):
-            self._rename(parameters, name, fixed, [one.numbers for one in told if one.by_row])
+            self._rename(parameters, name, fixed, [one.numbers for one in found if one.by_row])
 
     def _rename(self, table: Table, name: str, fixed: set[int], by_row: list[range]) -> None:
         if table.end is not None:
@@ -296,14 +296,14 @@ class _Veil:
     def _replace(
         self, node: ast.stmt, checks: list[_Check], uses: _Uses, columns: dict[str, _Column]
     ) -> list[_Told]:
-        told = [self._told(check, uses, columns) for check in checks]
-        if any(told):
+        found = [self._told(check, uses, columns) for check in checks]
+        if any(found):
             texts = [
                 one.text if one else f"assert ({self._source(check.whole)})"
-                for one, check in zip(told, checks, strict=True)
+                for one, check in zip(found, checks, strict=True)
             ]
             self._edit(node, "; ".join(texts))
-        return [one for one in told if one]
+        return [one for one in found if one]
 
     def _told(self, check: _Check, uses: _Uses, columns: dict[str, _Column]) -> _Told | None:
         """Returns what takes the place of a check; None: it stays."""

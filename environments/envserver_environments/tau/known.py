@@ -275,7 +275,7 @@ def _short_ones(
         call = {"id": "h", "name": HAND_OVER, "arguments": arguments}
         result = Episode(domain, task).world.call("assistant", HAND_OVER, arguments)
         made = {"role": "assistant", "content": None, "tool_calls": [call]}
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "role": "tool",
             "id": "h",
             "requestor": "assistant",
@@ -283,7 +283,7 @@ def _short_ones(
         }
         over: list[dict[str, Any]] = [
             made,
-            {**told, "error": result.error},
+            {**fields, "error": result.error},
             _said("assistant", "A colleague comes."),
         ]
         yield _known(

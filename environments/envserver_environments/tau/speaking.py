@@ -39,8 +39,8 @@ def as_openai(message: TauMessage) -> Message:
     `tasks.message_of_row` reads it back unchanged.
     """
     if message["role"] == "tool":
-        told = {"role": "tool", "tool_call_id": message["id"], "content": message["content"]}
-        return {**told, "requestor": message["requestor"], "error": message["error"]}
+        fields = {"role": "tool", "tool_call_id": message["id"], "content": message["content"]}
+        return {**fields, "requestor": message["requestor"], "error": message["error"]}
     said: Message = {"role": message["role"], "content": message["content"]}
     if message.get("tool_calls"):
         said["tool_calls"] = [_function_call(call) for call in message["tool_calls"]]
@@ -218,8 +218,8 @@ class TextSpeaker(ModelSpeaker):
         self._calls = 0
 
     def receive(self, results: Sequence[TauMessage]) -> None:
-        told = "\n".join(str(result["content"]) for result in results)
-        self.hear(f"{RESULT_HEAD}\n{told}")
+        text = "\n".join(str(result["content"]) for result in results)
+        self.hear(f"{RESULT_HEAD}\n{text}")
 
     async def speak(self) -> Utterance:
         for _ in range(MAX_UNUSABLE):

@@ -86,9 +86,9 @@ class TwentyQuestions(Environment):
             kind, what = said(reply.content)
             if kind == "guess":
                 return {"guess": what}
-            told = await run.call_tool("ask", {"word": what})
-            run.reward(told["gain"])
-            messages += [reply.message, {"role": "user", "content": told["answer"]}]
+            outcome = await run.call_tool("ask", {"word": what})
+            run.reward(outcome["gain"])
+            messages += [reply.message, {"role": "user", "content": outcome["answer"]}]
 
     def score(self, task: Task, result: Result) -> Score:
         guess = result.output.get("guess") if isinstance(result.output, dict) else None

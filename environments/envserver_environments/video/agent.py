@@ -186,10 +186,10 @@ class FrameViewer:
     async def show(self, t0: float = 0.0, t1: float | None = None) -> str:
         """Has the agent see frames of a part of the video; returns what is said of them."""
         try:
-            told = await self._run.call_tool("frames", {"t0": t0, "t1": t1})
+            found = await self._run.call_tool("frames", {"t0": t0, "t1": t1})
         except InputError as error:
             raise ToolError(error.message) from error
-        length, frames = stamp(told["seconds"]), told["frames"]
+        length, frames = stamp(found["seconds"]), found["frames"]
         if not frames:
             raise ToolError(f"There are no frames there: the video lasts {length}.")
         if self._shown + len(frames) > MAX_SHOWN:

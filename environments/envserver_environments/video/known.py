@@ -174,5 +174,5 @@ def _output(
     experts: dict[str, str] | None = None,
     final_answer: str = "",
 ) -> dict[str, Any]:
-    told = {"experts": experts or {}, "final_answer": final_answer}
-    return {"answer": answer, "text": text, **told}
+    fields = {"experts": experts or {}, "final_answer": final_answer}
+    return {"answer": answer, "text": text, **fields}

@@ -84,8 +84,8 @@ async def solve(task: PublicTask, run: Rollout, rules: TeamOptions) -> dict[str,
         answer = await _blind(public, run)
     else:
         context = VideoContext.of_json(public["context"] or {})
-        told = (line.text for name in context.modalities for line in context.lines(name))
-        run.log_action("load_context", {"path": public["video"]}, " ".join(told)[:_BEGINNING])
+        texts = (line.text for name in context.modalities for line in context.lines(name))
+        run.log_action("load_context", {"path": public["video"]}, " ".join(texts)[:_BEGINNING])
         team = _Team(run, rules, public, context)
         answer, experts = await team.solve()
     answers = {name: expert.words for name, expert in experts.items()}

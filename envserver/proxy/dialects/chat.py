@@ -281,9 +281,9 @@ class CompletionsDialect:
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        told = {**answer, "object": "text_completion"}
-        told["choices"] = [_choice(c, c["message"]) for c in answer["choices"]]
-        return told
+        completion = {**answer, "object": "text_completion"}
+        completion["choices"] = [_choice(c, c["message"]) for c in answer["choices"]]
+        return completion
 
     def writer(self, request: ModelRequest, memory: Memory) -> CompletionsWriter:
         return CompletionsWriter()
@@ -298,9 +298,9 @@ class CompletionsWriter(ChatWriter):
         parts = [part for part in chunk["choices"] if not _is_role(part)]
         if chunk["choices"] and not parts:
             return b""
-        told = {**chunk, "object": "text_completion"}
-        told["choices"] = [_choice(part, part["delta"]) for part in parts]
-        return event(told)
+        completion = {**chunk, "object": "text_completion"}
+        completion["choices"] = [_choice(part, part["delta"]) for part in parts]
+        return event(completion)
 
 
 def _prompts(prompt: Any) -> list[Any]:
@@ -328,11 +328,11 @@ def _is_role(part: dict[str, Any]) -> bool:
 
 
 def _choice(choice: dict[str, Any], message: Message) -> dict[str, Any]:
-    told = {
+    fields = {
         "index": choice.get("index", 0),
         "text": message.get("content") or "",
         "logprobs": choice.get("logprobs"),
         "finish_reason": choice.get("finish_reason"),
     }
     kept = ("stop_reason", "token_ids", "prompt_token_ids")
-    return told | {name: choice[name] for name in kept if name in choice}
+    return fields | {name: choice[name] for name in kept if name in choice}

@@ -313,8 +313,8 @@ def _kept(choice: dict[str, Any]) -> dict[str, Any]:
 def _with_text(answer: ChatAnswer, choices: list[dict[str, Any]]) -> ChatAnswer:
     """Returns `answer` with `choices`, and the prompt's ids at the top if there is only one
     prompt."""
-    told = {**answer, "choices": choices}
+    result = {**answer, "choices": choices}
     prompts = [choice.get("prompt_token_ids") for choice in choices]
     if prompts and isinstance(prompts[0], list) and all(ids == prompts[0] for ids in prompts):
-        told["prompt_token_ids"] = prompts[0]
-    return told
+        result["prompt_token_ids"] = prompts[0]
+    return result

@@ -51,8 +51,8 @@ class Grids:
 
     def learn(self, digests: Sequence[str], rendered: ChatAnswer) -> None:
         """Remembers the grids in a rendered request of these images."""
-        told = _items(rendered.get("features"), len(digests))
-        for digest, item in zip(digests, told, strict=True):
+        facts = _items(rendered.get("features"), len(digests))
+        for digest, item in zip(digests, facts, strict=True):
             self._grids[digest] = _grid(item)
         while len(self._grids) > _MOST_GRIDS:
             self._grids.popitem(last=False)
@@ -65,8 +65,8 @@ class Grids:
 def _items(features: Any, count: int) -> list[Any]:
     """Returns vLLM's serialised facts for each image: without pixels, if it gives those."""
     for name in ("mm_metadata", "kwargs_data"):
-        told = features.get(name) if isinstance(features, dict) else None
-        items = told.get("image") if isinstance(told, dict) else None
+        feature = features.get(name) if isinstance(features, dict) else None
+        items = feature.get("image") if isinstance(feature, dict) else None
         if isinstance(items, list) and len(items) == count and all(items):
             return items
     return [None] * count
@@ -193,9 +193,9 @@ class SentPrompt(NamedTuple):
 
 def image_ranges(holder: ChatAnswer, where: str) -> list[Range]:
     """Returns vLLM's `mm_placeholders` of the images of a prompt."""
-    told = require(require(holder, "mm_placeholders", dict, where), "image", list, where)
+    places = require(require(holder, "mm_placeholders", dict, where), "image", list, where)
     return [
-        (require(one, "offset", int, where), require(one, "length", int, where)) for one in told
+        (require(one, "offset", int, where), require(one, "length", int, where)) for one in places
     ]
 
 

@@ -40,9 +40,9 @@ def facts(data: bytes, kind: str) -> str:
             parts.append(f"{value:,} {unit}")
     if tag.bitrate:
         parts.append(f"{tag.bitrate:.0f} kbit/s")
-    told = {name: getattr(tag, name, None) for name in _WORDS}
-    told |= dict(list(tag.other.items())[:_MOST_EXTRA])
-    lines = [f"{name}: {_value(value)}" for name, value in told.items() if value]
+    facts = {name: getattr(tag, name, None) for name in _WORDS}
+    facts |= dict(list(tag.other.items())[:_MOST_EXTRA])
+    lines = [f"{name}: {_value(value)}" for name, value in facts.items() if value]
     return "\n".join([", ".join(parts) + ".", *lines, "What is heard in it is not in this text."])
 
 

@@ -63,17 +63,17 @@ CUT_OFF = "The model's turn was longer than it may be."
 def system_prompt(kind: str, tools: Iterable[Tool], imports: tuple[str, ...] = ()) -> str:
     """Returns the system prompt of an agent of that kind with these tools."""
     given = list(tools)
-    told = {
+    fields = {
         "imports": f" Imported already: {', '.join(imports)}." if imports else "",
         "internet": _internet(tool.name for tool in given),
         "rules": ANSWER_RULES,
     }
     if kind != "code":
-        return _TOOLS.format(**told)
+        return _TOOLS.format(**fields)
     functions = "\n".join(_signature(tool) for tool in given)
     if functions:
         functions = f"\n\nThese functions are there, too; each returns a text:\n{functions}"
-    return _CODE.format(**told, functions=functions)
+    return _CODE.format(**fields, functions=functions)
 
 
 def instructions(tools: Iterable[Tool], imports: tuple[str, ...] = ()) -> str:

@@ -191,14 +191,14 @@ def _error_of(error: BaseException, name: str) -> dict[str, str]:
     return {"kind": type(error).__name__, "text": text}
 
 
-def _without_us(told: traceback.TracebackException) -> Iterator[str]:
+def _without_us(error: traceback.TracebackException) -> Iterator[str]:
     """Removes this file's frames from a traceback: they mean nothing to the model, and differ
     between machines."""
-    part: traceback.TracebackException | None = told
+    part: traceback.TracebackException | None = error
     for _ in range(10):
         if part is None:
             break
         mine = [frame for frame in part.stack if frame.filename != __file__]
         part.stack = traceback.StackSummary.from_list(mine)
         part = part.__cause__ or part.__context__
-    return told.format()
+    return error.format()

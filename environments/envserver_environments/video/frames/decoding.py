@@ -213,8 +213,8 @@ def main() -> None:
             confining.limit(request.cpu_seconds, request.memory_mb)
             confining.confine()
             seconds, frames = decoded(av, numpy, file, request)
-            told = [{"time": time, "bytes": len(data)} for time, data in frames]
-            said: dict[str, Any] = {"seconds": seconds, "frames": told}
+            listed = [{"time": time, "bytes": len(data)} for time, data in frames]
+            said: dict[str, Any] = {"seconds": seconds, "frames": listed}
         except OSError as error:
             said = {"error": f"it cannot be read in a confined process: {error}"[:300]}
         except Refused as refused:

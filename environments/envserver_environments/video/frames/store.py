@@ -225,7 +225,7 @@ async def _decoded(descriptor: int, t0: float, t1: float | None, limits: FrameLi
     try:
         # Processor time is limited; this is for a process that waits, on a busy machine.
         async with asyncio.timeout(limits.cpu_seconds * 10 + _START_SECONDS):
-            told = await _at_most(process.stdout, most)
+            output = await _at_most(process.stdout, most)
             status = await process.wait()
     except TimeoutError:
         raise Broken(f"decoding it takes longer than {limits.cpu_seconds * 10} seconds") from None
@@ -240,7 +240,7 @@ async def _decoded(descriptor: int, t0: float, t1: float | None, limits: FrameLi
         # A decoder that gets no memory may also crash.
         most_mb = f"{limits.memory_mb} MB of memory"
         raise Broken(f"the process that decoded it died (status {status}; it may take {most_mb})")
-    return _read(told)
+    return _read(output)
 
 
 async def _at_most(stream: asyncio.StreamReader, most: int) -> bytes:
@@ -254,9 +254,9 @@ async def _at_most(stream: asyncio.StreamReader, most: int) -> bytes:
     return b"".join(parts)
 
 
-def _read(told: bytes) -> Shown:
+def _read(output: bytes) -> Shown:
     """Reads what the process wrote: a confined process may have been taken over, too."""
-    head, _, rest = told.partition(b"\n")
+    head, _, rest = output.partition(b"\n")
     try:
         said = json.loads(head)
         if "error" in said:

@@ -32,5 +32,5 @@ def about(context: VideoContext) -> str:
     return f"{length}Of it there are {there}."
 
 
-def reports(told: Sequence[tuple[str, str]]) -> str:
-    return "\n\n".join(f"The expert for {name} reports:\n{text}" for name, text in told)
+def reports(texts: Sequence[tuple[str, str]]) -> str:
+    return "\n\n".join(f"The expert for {name} reports:\n{text}" for name, text in texts)

@@ -57,10 +57,10 @@ class MyEnv(Environment):
                 return {"guess": None}
             numbers = re.findall(r"\d+", reply.content)
             number = int(numbers[-1][:9]) if numbers else 0
-            told = await run.call_tool("guess", {"number": number})
-            if told == "right":
+            answer = await run.call_tool("guess", {"number": number})
+            if answer == "right":
                 return {"guess": number}
-            messages += [reply.message, {"role": "user", "content": f"{told} Guess again."}]
+            messages += [reply.message, {"role": "user", "content": f"{answer} Guess again."}]
 
     def score(self, task: Task, result: Result) -> Score:
         guess = result.output.get("guess") if isinstance(result.output, dict) else None
@@ -96,8 +96,8 @@ class Game:
 
 async def guess(arguments: dict[str, Any], caller: Caller) -> str:
     """Says how the secret compares with a number."""
-    told: str = caller.state.told(int(arguments["number"]))
-    return told
+    answer: str = caller.state.told(int(arguments["number"]))
+    return answer
 
 
 def _bisection(task: Task) -> list[int]:

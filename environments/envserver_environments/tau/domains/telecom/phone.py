@@ -385,8 +385,8 @@ def vpn(device: Record) -> str:
     details = device["vpn_details"]
     if not details:
         return "VPN is ON and connected."
-    told = ", ".join(f"{key}: {value}" for key, value in details.items())
-    return f"VPN is ON and connected. Details: {told}"
+    shown = ", ".join(f"{key}: {value}" for key, value in details.items())
+    return f"VPN is ON and connected. Details: {shown}"
 
 
 def app(state: Record) -> str:
