@@ -53,7 +53,7 @@ from ..telemetry.tracing import NO_TRACER, Tracer
 from ..tokens.flags import chosen
 from ..tools.serving import services_of
 from ..workers.local import LocalPool
-from ..workers.sandboxed import WorkerSandbox
+from ..workers.messages import WorkerSandbox
 from .engines import OwnEndpoint, look_at, make_endpoint, make_engine, own_endpoints, started
 from .judging import folder_of, judge_of, scorer_processes
 from .prices import rollout_prices

@@ -8,11 +8,11 @@ from ..lazy import lazy_names
 
 if TYPE_CHECKING:
     from .local import LocalPool
+    from .messages import WorkerSandbox
     from .pool import Assignment
-    from .sandboxed import WorkerSandbox
 
 __all__ = ["Assignment", "LocalPool", "WorkerSandbox"]
 
 __getattr__ = lazy_names(
-    __name__, {"Assignment": "pool", "LocalPool": "local", "WorkerSandbox": "sandboxed"}
+    __name__, {"Assignment": "pool", "LocalPool": "local", "WorkerSandbox": "messages"}
 )

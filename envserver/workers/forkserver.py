@@ -39,10 +39,10 @@ from ..sandbox.backend import NamespaceBackend
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux
 from .lean import LeanParent, load
-from .messages import READ_BYTES, Boot
+from .messages import READ_BYTES, Boot, WorkerSandbox
 from .output import OutputLimiter
 from .process import OUTSIDE, WorkerSpec, worker_main
-from .sandboxed import LOOK_SECONDS, Watch, WorkerSandbox, fork_sandboxed, prepare_for_workers
+from .sandboxed import LOOK_SECONDS, Watch, fork_sandboxed, prepare_for_workers
 
 LOOK_ROUND_SECONDS = 1.0
 

@@ -22,8 +22,8 @@ from envserver_records.waiting import Backoff
 from .. import registry
 from ..settings.config import WorkersConfig
 from .handle import WorkerHandle
+from .messages import WorkerSandbox
 from .pool import Assignment, Spent
-from .sandboxed import WorkerSandbox
 from .supervisor import Listen, Supervisor
 
 MAX_SUSPECTS = 4096

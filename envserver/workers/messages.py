@@ -16,8 +16,6 @@ from collections.abc import Iterator
 import msgspec
 from envserver_records import framing
 
-from .sandboxed import WorkerSandbox
-
 MAX_FRAME_BYTES = 64 * 1024
 """Maximum size of a frame from a worker."""
 MAX_RESULT_BYTES = 32 * 1024
@@ -51,6 +49,33 @@ class FrameReader:
 
 
 READ_BYTES = 65536
+
+
+class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
+    """The sandbox of workers.
+
+    Args:
+        backend: "namespace", "bubblewrap" or "landlock".
+        port: of the proxy, on this machine's loopback.
+        memory_mb: limit of a worker with all that it starts.
+        disk_mb, inodes: limits of what it may write.
+        processes: limit of processes and threads.
+        reserved_mb: memory that a process may reserve beyond what it uses, as engines of
+            JavaScript do.
+        shown: folder of this machine that its programs see, read-only, at `outer.PLACE`; with
+            landlock at its own place. "": none.
+        private: see `sandbox.system.hidden_paths`.
+    """
+
+    backend: str
+    port: int
+    memory_mb: int
+    disk_mb: int
+    inodes: int = 65536
+    processes: int = 256
+    reserved_mb: int = 0
+    shown: str = ""
+    private: list[str] = []
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,19 +19,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import msgspec
+from typing import Any, NoReturn
 
 from ..sandbox import landlock, linux, namespaces
 from ..sandbox.backend import NamespaceBackend, kernel_bytes
 from ..sandbox.usage import numbers, sample
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from .linux import bound
-
-if TYPE_CHECKING:
-    from .process import WorkerSpec
-
+from .messages import WorkerSandbox
+from .process import WorkerSpec, worker_main
 
 LOOK_SECONDS = 0.1
 """Seconds between two samples of a worker's memory."""
@@ -42,33 +38,6 @@ _HEARD = {
     signal.SIGWINCH,
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT),  # are faults
 }
-
-
-class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
-    """The sandbox of workers.
-
-    Args:
-        backend: "namespace", "bubblewrap" or "landlock".
-        port: of the proxy, on this machine's loopback.
-        memory_mb: limit of a worker with all that it starts.
-        disk_mb, inodes: limits of what it may write.
-        processes: limit of processes and threads.
-        reserved_mb: memory that a process may reserve beyond what it uses, as engines of
-            JavaScript do.
-        shown: folder of this machine that its programs see, read-only, at `outer.PLACE`; with
-            landlock at its own place. "": none.
-        private: see `sandbox.system.hidden_paths`.
-    """
-
-    backend: str
-    port: int
-    memory_mb: int
-    disk_mb: int
-    inodes: int = 65536
-    processes: int = 256
-    reserved_mb: int = 0
-    shown: str = ""
-    private: list[str] = []
 
 
 def fork_sandboxed(
@@ -134,8 +103,6 @@ def _live(confine: Callable[[], None], spec: WorkerSpec) -> NoReturn:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    from .process import worker_main  # imported already, in the forkserver
-
     worker_main(spec)
 
 

@@ -31,9 +31,8 @@ from ..sandbox.places import temporary_folder
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux
 from .handle import ProcessEnd, WorkerHandle
-from .messages import BEATS_PER_SILENCE, READ_BYTES, Boot
+from .messages import BEATS_PER_SILENCE, READ_BYTES, Boot, WorkerSandbox
 from .output import OutputLimiter
-from .sandboxed import WorkerSandbox
 
 # The kernel ends a forkserver with the thread that started it, so the event loop needs a lasting
 # thread.
