@@ -69,8 +69,6 @@ _decoder = msgspec.json.Decoder(_Batch)
 
 
 class Steps:
-    """The steps of one attempt."""
-
     def __init__(self) -> None:
         self._taken: list[dict[str, Any]] = []
         self._next = 0

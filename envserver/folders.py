@@ -50,7 +50,6 @@ def shipped(path: Path) -> Path:
 
 
 def is_environment_folder(path: Path) -> bool:
-    """Returns whether the folder `path` is one environment."""
     return any((path / name).is_file() for name in ENTRY_FILES)
 
 

@@ -104,7 +104,6 @@ class LeaderLink:
         return self._session
 
     def leader_for(self, scope: Scope) -> Leader:
-        """Returns the leader that a request goes to."""
         leader = self._leadership.leader
         if leader is None or is_passed(scope):
             raise no_leader()
@@ -205,7 +204,6 @@ def answer_headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]
 
 
 def is_disconnect(message: Message) -> bool:
-    """Returns whether the client is gone."""
     return message["type"] in ("http.disconnect", "websocket.disconnect")
 
 

@@ -34,7 +34,6 @@ def show_messages(console: Console, messages: Iterable[Message]) -> None:
 
 
 def show_rollout(console: Console, trajectory: Trajectory) -> None:
-    """Prints all conversations of a rollout, and its reward."""
     console.rule(f"{trajectory.rollout_id}, task {trajectory.task_id}", characters="-")
     show_messages(console, trajectory.messages)
     for other in trajectory.others:

@@ -155,8 +155,6 @@ class CurrentStderr(io.TextIOBase):
 
 
 class LogSettings(Protocol):
-    """The settings of a command that logs."""
-
     @property
     def log_level(self) -> str: ...
 

@@ -404,7 +404,6 @@ def current_path(path: str, known: Collection[str]) -> str:
 
 
 def with_old_names(known: Collection[str]) -> set[str]:
-    """Returns `known` with the old names of its paths added."""
     old_names = {
         old + path[len(new) :]
         for path in known

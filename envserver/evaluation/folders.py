@@ -184,7 +184,6 @@ def _lines(path: Path) -> Iterator[Json]:
 
 
 def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -> Report:
-    """Returns the report of one task, from the samples in its folder."""
     path = folder / SAMPLES_FILE
     if not path.exists():
         raise InputError(f"{path} is missing.", place=str(path))
@@ -461,7 +460,6 @@ def _report_of_groups(path: Path, env: str, groups: list[GroupFacts], view: View
 
 
 def read_run(path: Path, view: View) -> dict[str, Report]:
-    """Returns the reports of a run by the names of its parts."""
     if path.is_dir() and (read_run_file(path) is not None or not any(path.rglob("*.jsonl*"))):
         return {one.name or one.env: one for one in read_folder(path, view)}
     if not path.exists():

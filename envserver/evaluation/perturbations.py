@@ -73,7 +73,6 @@ KINDS: Final = (*_WITHIN, "sentences")
 
 
 def perturbed(text: str, kind: str, seed: str) -> str:
-    """Returns `text` perturbed in one of KINDS."""
     rng = random.Random(f"{seed}-{kind}")
     if kind == "sentences":
         return sentences(text, rng)

@@ -347,7 +347,6 @@ class JsonlSink:
             self._done.add(group.group_id)
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """Returns those that are in the file."""
         return self._done.intersection(group_ids)
 
     async def wait_for_capacity(self) -> None:

@@ -28,7 +28,6 @@ _SYSTEM: Final = ("/usr/", "/bin/")
 
 
 def agents_folder(folder: Path | None = None) -> Path:
-    """Returns the folder of all installed programs."""
     if folder is not None:
         return folder.resolve()
     return user_folder("XDG_DATA_HOME", ".local/share") / "envserver/agents"

@@ -91,5 +91,4 @@ class Harness:
 
 
 def skill_files(skills: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Returns files of skills below `folder` of HOME."""
     return {f"{folder}/{path}": text for path, text in skills.items()}

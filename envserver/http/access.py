@@ -245,7 +245,6 @@ def create_token(
 
 
 def revoke_token(path: Path, name: str) -> Token:
-    """Removes the token with this name or id from the file."""
     with _changed(path) as tokens:
         for token in tokens:
             if name in (token.name, token.id):
@@ -255,7 +254,6 @@ def revoke_token(path: Path, name: str) -> Token:
 
 
 def read_tokens(path: Path) -> list[Token]:
-    """Returns the entries of the file."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

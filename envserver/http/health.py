@@ -63,7 +63,6 @@ class Health:
         self._asking: asyncio.Task[None] | None = None
 
     def expect(self, part: str) -> None:
-        """Marks `part` as starting."""
         self._set(part, "starting")
 
     def found(self, part: str, probe: Probe | None = None, *, failing: PartState = "down") -> None:
@@ -277,11 +276,9 @@ class Metrics:
         self.add(families)
 
     async def families(self) -> list[Metric]:
-        """Returns all metrics as they are now."""
         return [family for source in self._sources for family in await source()]
 
     async def text(self) -> bytes:
-        """Returns all metrics in the Prometheus text format."""
         return await asyncio.to_thread(generate_latest, _Read(await self.families()))
 
 

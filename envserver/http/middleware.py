@@ -110,7 +110,6 @@ class Strangers:
         self._failures: OrderedDict[str, Bucket] = OrderedDict()
 
     def failed(self, address: str) -> None:
-        """Counts a failed attempt."""
         now = self._clock()
         place = _network(address)
         bucket = self._failures.pop(place, None)

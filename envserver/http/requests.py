@@ -127,7 +127,6 @@ async def read_body(request: Request, wanted: TypeAdapter[T]) -> T:
 
 
 def parse_body(raw: bytes, wanted: TypeAdapter[T]) -> T:
-    """Parses `raw` as `wanted`."""
     if not raw:
         raise Refused([refusal("missing", ["body"], "Field required", None)])
     if raw.count(b",") >= _MOST_VALUES:
@@ -241,7 +240,6 @@ class Hangup:
 
     @property
     def gone(self) -> bool:
-        """Whether the client has disconnected."""
         return self._task.done()
 
     def then(self, call: Callable[[], None]) -> None:

@@ -163,7 +163,6 @@ class ScorerJudge:
 
 
 def framed(body: bytes) -> bytes:
-    """Returns a frame."""
     return len(body).to_bytes(LENGTH_BYTES) + body
 
 

@@ -78,7 +78,6 @@ async def rubric_marks(
 def rubric_messages(
     question: str, answer: str, criteria: Mapping[str, str], reference: str | None = None
 ) -> list[Message]:
-    """Returns what the judge is asked."""
     asked: dict[str, Any] = {"question": question, "answer": answer, "criteria": dict(criteria)}
     if reference is not None:
         asked["reference"] = reference

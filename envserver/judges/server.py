@@ -224,7 +224,6 @@ class JudgeServer:
             return JudgeAnswer(failure=error.failure())
 
     async def chat(self, request: JudgeRequest) -> JudgeReply:
-        """Answers one call."""
         assert self._cache is not None
         started = time.monotonic()
         try:

@@ -162,7 +162,6 @@ class CheckedResolver:
         self._addresses = addresses
 
     async def resolve(self, host: str, port: int) -> list[Any]:
-        """Returns the entries of getaddrinfo for `host`."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         if not self._addresses.is_checked(host, port):

@@ -95,7 +95,6 @@ class Fleet:
         return list(self._routes.all)
 
     def named(self, name: str) -> Replica:
-        """Returns the replica with this id or address."""
         engine_id = replica_id(name.rstrip("/").removesuffix("/v1").rstrip("/"))
         for replica in self._routes.all:
             if replica.id in (name, engine_id):

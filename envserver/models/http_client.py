@@ -112,7 +112,6 @@ class Response:
         self._inflater: Any = None
 
     async def begun(self) -> Response:
-        """Waits for the head."""
         while not self.has_head:
             if self._error is not None:
                 raise self._error

@@ -27,7 +27,6 @@ class ParsedCall(msgspec.Struct, frozen=True):
     arguments: str
 
     def message(self) -> dict[str, Any]:
-        """Returns the call as an entry of `tool_calls`."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
@@ -108,7 +107,6 @@ def _tagged_call(name: str, pairs: list[tuple[str, str]], tools: Tools) -> Parse
 
 
 def _parameters_of(tools: Tools, name: str) -> dict[str, Any]:
-    """Returns the schemas of the parameters of the tool called `name`."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, dict) and function.get("name") == name:

@@ -458,7 +458,6 @@ async def _derender(
 
 
 async def try_tools(ask: ProbeClient, chat: ChatProbe) -> ProbeAnswer:
-    """Makes a chat call with an optional tool."""
     body = {**chat.body, "tools": TOOLS, "tool_choice": "auto"}
     try:
         return read(await ask.may(CHAT, body), CHAT)

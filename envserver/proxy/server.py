@@ -208,7 +208,6 @@ class Proxy:
 
     @property
     def own_endpoints(self) -> Mapping[str, EngineEndpoint]:
-        """Endpoints of agents with their own engine or model, by agent."""
         return self._own
 
     @property
@@ -217,7 +216,6 @@ class Proxy:
 
     @property
     def open_sandboxes(self) -> int:
-        """Number of sandboxes that are open or waited for."""
         return self._sandboxes.open if self._sandboxes is not None else 0
 
     @property
@@ -238,7 +236,6 @@ class Proxy:
         return attempt
 
     def _routes(self, spec: AttemptSpec) -> Iterator[tuple[EngineEndpoint, str]]:
-        """Yields the endpoint and the routing key of each agent of an attempt."""
         for agent in spec.agents or (None,):
             endpoint = self._endpoints.get(spec.route(agent).endpoint)
             if endpoint is not None:

@@ -172,7 +172,6 @@ INTEGRATIONS = "envserver.integrations"
 
 
 def integration_points() -> dict[str, EntryPoint]:
-    """Returns the entry points of all integrations, by scheme."""
     return {point.name: point for point, _ in offered(INTEGRATIONS)}
 
 
@@ -212,7 +211,6 @@ def split(reference: str) -> tuple[str, str] | None:
 
 @functools.cache
 def integration(scheme: str) -> Integration:
-    """Returns the integration of a scheme."""
     point = integration_points()[scheme]
     try:
         loaded = point.load()

@@ -501,7 +501,6 @@ class Auditor:
         }
 
     def summary(self) -> str:
-        """Returns the report in one line."""
         totals = self._totals
         words = [
             f"{totals.rows_over} of {totals.rows} rows differ",

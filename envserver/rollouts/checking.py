@@ -290,7 +290,6 @@ def secrets_of(task: Task) -> list[str]:
 
 
 def task_problems(task: Task) -> Iterator[str]:
-    """Yields the problems of one task by itself."""
     try:
         orjson.dumps(task.public)
         pack(task)

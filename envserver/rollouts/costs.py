@@ -51,7 +51,6 @@ def tokens_of(calls: Iterable[Call]) -> tuple[int, int]:
 def with_scoring(
     usage: Usage, calls: list[Call], spent: ScoringSpent, prices: RolloutPrices
 ) -> Usage:
-    """Returns the usage of a rollout with what scoring took, and with its cost."""
     return msgspec.structs.replace(
         usage,
         scoring_seconds=spent.seconds,

@@ -93,7 +93,6 @@ class Episode:
         self.work.add_done_callback(self._over)
 
     async def next(self) -> Asked | Outcome:
-        """Returns the next request to the model, or the outcome."""
         while True:
             while self._asked:
                 request = self._asked.popleft()
@@ -189,7 +188,6 @@ class Episodes:
 
     @property
     def names(self) -> list[str]:
-        """The environments that offer episodes."""
         return list(self._parts) if self._most else []
 
     @property

@@ -145,7 +145,6 @@ def as_of(estimate: Estimate, version: int, discount: float) -> Estimate:
 
 
 def updated(estimate: Estimate, news: Scored, discount: float) -> Estimate:
-    """Returns `estimate` with one more group."""
     before = as_of(estimate, news.policy_version, discount)
     last = max(before.policy_version, news.policy_version)
     behind = last - news.policy_version if news.policy_version >= 0 else 0

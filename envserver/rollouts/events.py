@@ -275,11 +275,9 @@ class RunningRollout(msgspec.Struct):
     worker: int | None = None
 
     def plays(self, attempt: int) -> None:
-        """Notes that it has its place."""
         self.state, self.since, self.attempt = "playing", time.time(), attempt
 
     def is_scored(self) -> None:
-        """Notes that its agent has ended."""
         self.state = "scoring"
 
 

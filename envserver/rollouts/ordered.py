@@ -178,11 +178,9 @@ class Orders:
 
     @property
     def names(self) -> list[str]:
-        """The names of the environments of this server."""
         return list(self._parts)
 
     def environment(self, name: str) -> Environment:
-        """Returns an environment."""
         if name not in self._parts:
             raise NotFoundError(
                 f"This server has no environment {name!r}; it has {', '.join(self._parts)}."

@@ -428,7 +428,6 @@ class UntrainedCeiling:
         )
 
     def hint(self) -> str:
-        """Says what to do."""
         by_flag = self.window.by_flag
         advice = [f"For {flag}: {_REMEDIES[flag]}." for flag in by_flag if flag in _REMEDIES]
         flags = ",".join(by_flag)

@@ -351,7 +351,6 @@ def calls_in(kept: Mapping[str, Any]) -> list[Call]:
 
 
 def service_calls_in(kept: Mapping[str, Any]) -> list[ServiceCall]:
-    """Returns the calls to services."""
     try:
         return msgspec.convert(kept.get("service_calls") or [], list[ServiceCall])
     except msgspec.ValidationError as error:

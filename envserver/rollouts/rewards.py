@@ -71,7 +71,6 @@ class RewardRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rules_of_rewards(environment: Environment) -> RewardRules:
-    """Returns what `environment` declares."""
     return RewardRules(
         environment=environment.name,
         range=range_of(environment),
@@ -81,7 +80,6 @@ def rules_of_rewards(environment: Environment) -> RewardRules:
 
 
 def range_of(environment: Environment) -> RewardRange:
-    """Returns the declared range of rewards."""
     name = environment.name
     try:
         low, high = (float(end) for end in environment.reward_range)

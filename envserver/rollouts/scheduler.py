@@ -278,7 +278,6 @@ class Lane:
         return await self._turns.take(self._name, size)
 
     def ended(self, size: int, how: Ending) -> None:
-        """Notes how a group that had its turn ended."""
         self._turns.ended(self._name, size, how)
 
     def left(self) -> None:
@@ -371,7 +370,6 @@ class Scheduler:
         self._draining.set()
 
     async def run(self) -> None:
-        """Runs the stream to its end."""
         most = max(1, self._context.rollouts.max_concurrent // self._size) + 1
         try:
             while not self._draining.is_set() and self.delivered != self._wanted:

@@ -98,7 +98,6 @@ def with_rubric(environment: Environment, reference: str) -> Environment:
 
 
 def rubric_class(reference: str) -> type[Any]:
-    """The class that `reference` names."""
     path, _, name = reference.partition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise NotFoundError(
@@ -299,12 +298,10 @@ def answer(request: bytes) -> bytes:
 
 
 def declared() -> Declared:
-    """Returns what the environment of this process declares."""
     return declared_by(_environment())
 
 
 def declared_by(environment: Environment) -> Declared:
-    """Returns what the environment declares."""
     return Declared(
         limits=ScoreLimits(
             cpu_seconds=float(environment.score_cpu_seconds),

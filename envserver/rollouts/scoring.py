@@ -154,7 +154,6 @@ class ScorerChannel(asyncio.Protocol):
         return answer
 
     def end(self) -> None:
-        """Ends the process, whatever it does."""
         if not self._ends:
             self._ends = True
             _signal(self._pidfd, *_END)
@@ -405,7 +404,6 @@ class ScorerPool:
         """Whether scores need `Result.completion_ids`; known once the context is entered."""
 
     async def __aenter__(self) -> Self:
-        """Starts the processes."""
         check_working_directory()
         try:
             calls = (s.call(scorer_process.declared, (), self._limits) for s in self._scorers)

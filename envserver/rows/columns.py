@@ -232,7 +232,6 @@ class Columns:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def task(self, task_id: str, row: Row) -> Task:
-        """Returns the task of `row`."""
         asked = columns_in(self.prompt)
         answer = self.answer or (ANSWER if ANSWER in row else "")
         took([*(f"prompt: {name}" for name in asked), *([f"answer: {answer}"] if answer else [])])

@@ -194,7 +194,6 @@ def _ignored(*_: Any) -> None:
 
 
 def name_of(function: RewardFunction | str) -> str:
-    """Returns the name of a function, or of what a reference names."""
     if isinstance(function, str):
         return function.rpartition(":")[2] or function
     name = getattr(function, "__name__", "")

@@ -69,13 +69,11 @@ def natural(paths: Iterable[Path]) -> list[Path]:
 
 
 def same_split(split: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that mean `split`."""
     wanted = _SPLITS.get(split, split)
     return [name for name in names if _SPLITS.get(name.lower(), name) == wanted]
 
 
 def are_splits(names: Iterable[str]) -> bool:
-    """Returns whether all names are those of splits."""
     return all(name.lower() in _SPLITS for name in names)
 
 
@@ -92,7 +90,6 @@ class Layout:
 
     @property
     def has_splits(self) -> bool:
-        """Whether each split has files of its own."""
         return any(name for splits in self.splits.values() for name in splits)
 
     def files(self, split: str, subset: str | None = None) -> list[Path]:
@@ -157,7 +154,6 @@ class Layout:
 
 
 def layout_of(folder: Path) -> Layout:
-    """Reads which files `folder` has."""
     if saved := _saved(folder):
         return Layout(folder, {"": {"": saved}})
     if (folder / "dataset_dict.json").is_file():
@@ -266,7 +262,6 @@ class Source:
     listed: Sequence[Mapping[str, Any]] | None = None
 
     def open(self, split: str) -> Rows:
-        """Opens the rows of `split`."""
         if self.listed is not None:
             return _listed(self.listed)
         name = self.splits.get(split, split)
@@ -305,7 +300,6 @@ def is_data(reference: str) -> bool:
 
 
 def is_glob(data: str) -> bool:
-    """Returns whether `data` is a pattern of files."""
     return glob.has_magic(data) and not Path(data).exists()
 
 
@@ -509,7 +503,6 @@ def _hub(reference: str, subset: str | None, split: str) -> Rows:
 
 
 def on_the_hub(name: str, subset: str | None, split: str, **arguments: Any) -> Rows:
-    """The rows of a data set on the hub."""
     data = _loaded(name, subset, split, **arguments)
     return Rows(
         len(data),

@@ -73,7 +73,6 @@ class RowType:
         self._hidden = {name for name, kind in self._types.items() if _is_hidden(kind)}
 
     def task(self, row: Any) -> Task:
-        """Returns the task of a row."""
         parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for name in self._types:
             value = msgspec.to_builtins(getattr(row, name))

@@ -193,7 +193,6 @@ class Dealer:
             work.made.set_result(made)
 
     def drain(self, runner: str) -> None:
-        """Gives nothing further to a runner."""
         self._draining.add(runner)
         self._wake()
 

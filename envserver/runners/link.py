@@ -85,7 +85,6 @@ class GroupPoster:
         await waiting.done
 
     async def close(self) -> None:
-        """Abandons the waiting groups."""
         if self._task is not None:
             await cancel_and_wait(self._task)
         for one in self._waiting:

@@ -116,7 +116,6 @@ class LocalEnvironment(msgspec.Struct, frozen=True):
     begun: Callable[[], int]
 
     def participant(self) -> Participant:
-        """Returns its current state."""
         is_open = self.open_groups()
         return Participant(self.share, self.share.name, is_open, is_open, self.capacity)
 
@@ -154,7 +153,6 @@ class Deal:
         return max(asking.open, least, min(target, free))
 
     def grant(self, asking: Participant, room: int) -> None:
-        """Notes that `asking` has received `room`."""
         self._held += max(room, asking.open) - asking.held
         if room:
             self._idle.discard(asking.env)
@@ -300,8 +298,6 @@ _CHEAP_SECONDS: Final = 0.001
 
 
 class RunnerNews:
-    """The news for the runners of a server."""
-
     def __init__(self, store: Store, runners: RunnerTable, shared: SharedCapacity) -> None:
         self._store = store
         self._runners = runners

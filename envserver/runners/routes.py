@@ -66,7 +66,6 @@ class WrongMediaType(UsageError):
 
 
 def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
-    """Returns the routes for `environments`."""
     router = APIRouter(tags=["environments"])
 
     @router.post(

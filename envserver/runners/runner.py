@@ -152,7 +152,6 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
 
     @property
     def prefix(self) -> str:
-        """ID prefix of its groups."""
         return stream_prefix(self.env, self.split, self.seed)
 
 
@@ -202,7 +201,6 @@ class RunnerTable:
         self._status: dict[str, RunnerStatus] = {}
 
     async def load(self) -> None:
-        """Loads the stored registrations."""
         if old := await self._store.get_value(_OLD_KEY):
             keys = {_KEY_PREFIX + one["id"]: one for one in old}
             await self._store.set_values(keys | {_OLD_KEY: None})
@@ -278,7 +276,6 @@ class RunnerTable:
         return now
 
     def is_present(self, one: RegisteredRunner) -> bool:
-        """Returns whether a runner counts."""
         if one.gone:
             return False
         silent = self.heartbeats.silent_seconds(one.id)

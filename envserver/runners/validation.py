@@ -73,7 +73,6 @@ def check_group(group: Group, stream: Stream) -> None:
 
 
 def decoded(body: bytes) -> Group:
-    """Decodes a packed group."""
     try:
         group: Group = unpack(body, Group)
     except msgspec.DecodeError as error:
@@ -239,7 +238,6 @@ async def read_batch_async(post: bytes, stream: Stream, most_bytes: int) -> list
 
 
 def read_posted_group(body: bytes, stream: Stream) -> EncodedPut:
-    """Reads the group in `body`, as packed by `records.pack`."""
     (read,) = _checked([_Body(body)], stream)
     if isinstance(read, InputError):
         raise read

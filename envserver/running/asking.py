@@ -255,8 +255,6 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class Answered:
-    """The rollout of a question."""
-
     task_id: str
     trajectory: Trajectory
     document: dict[str, Any]
@@ -273,7 +271,6 @@ class Asking:
 
 
 def asking(spec: RunSpec[RunSettings]) -> Asking:
-    """Makes the question and the environment from the settings of `spec`."""
     question = _question(spec)
     if question is not None:
         spec = _with_implied(spec, question)

@@ -229,8 +229,6 @@ def _tasks_of(
 
 
 class _Plays:
-    """Collects plays by way."""
-
     def __init__(self, context: RolloutContext, players: _Players, problems: list[str]) -> None:
         self._context = context
         self._players = players

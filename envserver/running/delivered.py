@@ -466,8 +466,6 @@ class Source(Protocol):
 
 
 class FileSource:
-    """A JSONL file."""
-
     def __init__(self, path: Path, *, digests: bool = True) -> None:
         if not path.is_file():
             raise NotFoundError(f"There is no file {str(path)!r}.")

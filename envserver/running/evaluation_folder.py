@@ -96,7 +96,6 @@ def write_tasks(path: Path, tasks: Iterable[TaskFacts]) -> None:
 
 
 def write_report(folder: Path, view: View) -> Report | Suite:
-    """Makes the report of a folder, and of each of its parts, from its files."""
     reports = read_folder(folder, view)
     run = read_run_file(folder)
     for name in run.parts if run is not None else ():
@@ -135,7 +134,6 @@ class Shard:
         return f"{self.number}/{self.count}" if self.count > 1 else ""
 
     def taken(self, stream: Iterable[T]) -> Iterator[T]:
-        """Yields the items of a stream that belong to this shard."""
         return itertools.islice(stream, self.number - 1, None, self.count)
 
     def size(self, total: int | None) -> int | None:
@@ -171,8 +169,6 @@ class Accepted:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One environment in one shard."""
-
     folder: Path
     run: RunFile
     evaluated: Evaluated
@@ -187,7 +183,6 @@ class _Shard:
 def merge_evaluations(
     folders: Sequence[Path], out: Path, accepted: Accepted, *, overwrite: bool = False
 ) -> Report | Suite:
-    """Writes the evaluation of all shards, and its report, to `out`."""
     if len(folders) < 2:
         raise ConfigError("Two shards at least are merged: evaluate merge SHARD SHARD --out DIR.")
     if out.resolve() in [folder.resolve() for folder in folders]:

@@ -66,15 +66,11 @@ class Part:
 
 
 class View(Observer, Protocol):
-    """Shows a run."""
-
     def say(self, text: str) -> None:
         """Shows one line."""
 
 
 class NoView:
-    """Shows nothing."""
-
     def __call__(self, event: Event) -> None:
         pass
 
@@ -175,7 +171,6 @@ class GroupRun:
         return None if self._shared is None else self._shared.judge
 
     def written(self) -> dict[Path, int]:
-        """Number of groups in each file."""
         found = Counter({path: file.sink.already for path, file in self.files.items()})
         for part in self._parts:
             if part.path is not None and part.path in found:
@@ -362,7 +357,6 @@ class _Sink:
 
 
 def makers_of(settings: MixSettings, weights: Sequence[float] = (1.0,)) -> OpenMakers:
-    """Returns what opens the makers that `settings.ray` names."""
     if not settings.ray.address:
         return no_makers
 

@@ -252,8 +252,6 @@ OnProgress = Callable[[str], None]
 
 
 class _Wheel(NamedTuple):
-    """What a wheel says of itself."""
-
     path: Path
     package: str
     version: str

@@ -85,7 +85,6 @@ class RolloutNumbers:
         self._untrained = Counts()
 
     def observer(self, environment: str) -> Observer:
-        """Returns an observer that counts the events of one environment."""
         self._delivered.add((environment,), 0)
         return partial(self._observe, environment)
 

@@ -36,8 +36,6 @@ _PLAIN = {int: "int", float: "float", str: "text", bool: "true|false", Path: "pa
 
 @dataclass(frozen=True)
 class Option:
-    """One setting."""
-
     path: str
     annotation: Any
     default: Any
@@ -72,7 +70,6 @@ class Option:
 
     @property
     def type_name(self) -> str:
-        """Returns its type as text for users."""
         names = [_type_name(member) for member in _members(self.annotation)]
         return "|".join(dict.fromkeys(names))
 
@@ -113,7 +110,6 @@ def options_of(model: type[BaseModel]) -> dict[str, Option]:
 
 
 def expanded(options: Mapping[str, Option], names: Iterable[str]) -> dict[str, Option]:
-    """Returns `options` plus those of named sections."""
     used = list(names)
     more: dict[str, Option] = {}
     for path, option in options.items():
@@ -221,7 +217,6 @@ def flatten(
 
 
 def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """Returns dotted paths as nested dicts."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *sections, name = path.split(".")

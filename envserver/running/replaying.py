@@ -130,7 +130,6 @@ class Replayed:
 
 
 def read_record(sources: Sequence[str], rollout_id: str) -> Record:
-    """Finds the rollout with this id in `sources`."""
     seen: list[str] = []
     for group in read_groups(sources):
         for rollout, raw in zip(group.rollouts, group.line["envserver"]["rollouts"], strict=True):

@@ -267,8 +267,6 @@ def _unseen(groups: Iterable[StoredGroup], done: set[str]) -> Iterator[StoredGro
 
 
 class _Tasks:
-    """Tasks by split, seed and id."""
-
     def __init__(
         self, reference: str, config: dict[str, Any], address: SandboxAddress | None
     ) -> None:
@@ -286,8 +284,6 @@ class _Tasks:
 
 @dataclass
 class _Rescoring:
-    """Scores groups."""
-
     scorers: ScorerPool
     tasks: _Tasks
     env: str

@@ -30,7 +30,6 @@ class ServedSandboxes:
         await self.machine.drain()
 
     async def close(self) -> None:
-        """Ends all connections, and with them the sandboxes."""
         await self._server.close(at_once=True)
 
 

@@ -126,7 +126,6 @@ class OpenScorers:
     judge: JudgeServer | None
 
     def judge_line(self) -> str | None:
-        """Returns what the judge was asked and what it cost."""
         return judge_line(self.judge) if self.judge is not None else None
 
 
@@ -250,8 +249,6 @@ def _size(line: _Line) -> int:
 
 
 class _Scoring:
-    """Scores rows."""
-
     def __init__(self, scorers: ScorerPool, finder: TaskFinder) -> None:
         self._scorers = scorers
         self._finder = finder

@@ -72,7 +72,6 @@ async def run_until_stopped(
     on_stop: Callable[[], None] = lambda: None,
     drain_seconds: float | None = None,
 ) -> Ending:
-    """Awaits `work`, which runs `scheduler`, and returns how it ended."""
     loop = asyncio.get_running_loop()
     running = asyncio.ensure_future(work)
     overdue = False

@@ -199,7 +199,6 @@ def last_line(said: bytes) -> str:
 
 
 def command(engine: Engine, name: str, key: ContainerKey, words: list[str]) -> list[str]:
-    """Returns the command line that starts a container."""
     memory = key.memory_mb + key.disk_mb + _SERVER_MB  # files in memory count as well
     mount = f"rw,exec,nosuid,nodev,size={key.disk_mb}m,mode=1777"
     shared = f"rw,exec,nosuid,nodev,size={max(1, key.disk_mb // 2)}m,mode=1777"

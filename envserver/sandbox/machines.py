@@ -323,7 +323,6 @@ class Machine:
 
 @functools.cache
 def machines_at(urls: tuple[str, ...]) -> tuple[Machine, ...]:
-    """Returns what this process knows of these machines."""
     return tuple(Machine(url) for url in urls)
 
 

@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 
 def sandboxes_at(address: SandboxAddress) -> SandboxMaker:
-    """Returns what makes sandboxes at `address`."""
     if isinstance(address, RemoteAddress):
         from .machines import Machines  # an HTTP client, which few scorers need
 

@@ -248,7 +248,6 @@ def unavailable(backend: str, failure: str) -> ProbeReport:
 
 
 async def examine(address: str, backend: str, private: Sequence[str] = ()) -> ProbeReport:
-    """Tries a backend."""
     limits = SandboxLimits(
         disk_mb=_DISK_MB, memory_mb=_MEMORY_MB, processes=_PROCESSES, wall_seconds=_LONGEST_SECONDS
     )

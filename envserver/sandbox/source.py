@@ -187,7 +187,6 @@ async def machines_of(config: SandboxConfig) -> AsyncIterator[RemoteSource]:
 
 
 def address_of(config: SandboxConfig) -> RemoteAddress:
-    """Returns the address of the machines in the settings."""
     token = config.remote_token.get_secret_value()
     if config.remote_token_file is not None:
         try:

@@ -64,7 +64,6 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[list[Any]]:
-        """The messages of the frames that `data` completes."""
         self._buffer += data
         found = []
         while len(self._buffer) >= _lengths.size:

@@ -40,8 +40,6 @@ _MOST_REASONS = 64
 
 @dataclass(frozen=True)
 class KnownLease:
-    """A lease as stored in the database."""
-
     lease_id: str
     run: str
     queue: str

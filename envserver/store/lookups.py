@@ -260,7 +260,6 @@ class StoreLookups(GroupLookups):
         return await self._read(runs.get_value, key)
 
     async def values_with_prefix(self, prefix: str) -> dict[str, Any]:
-        """Returns the values of all keys that begin with `prefix`."""
         return await self._read(runs.values_with_prefix, prefix)
 
     async def minutes_between(self, start: int, end: int, step: int) -> list[tuple[int, str]]:
@@ -425,7 +424,6 @@ class StoreReader(GroupLookups):
 
 @asynccontextmanager
 async def open_reader(where: str) -> AsyncIterator[StoreReader]:
-    """Opens the store at `where` for reading."""
     url = _locate(where)
     name = where if url.get_backend_name() == "sqlite" else url.render_as_string()
     async with only_reading(url) as engine:

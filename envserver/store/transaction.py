@@ -37,7 +37,6 @@ class KnownRun:
 
 
 def queue_of(name: str, delivery: Delivery) -> str:
-    """Returns the queue from which a run draws."""
     return SHARED if delivery == "shared" else f"run/{name}"
 
 
@@ -92,7 +91,6 @@ class Memory:
     filled: dict[str, int] = field(default_factory=dict)
 
     def copy(self) -> Memory:
-        """Returns a copy whose dictionaries can change."""
         tables: dict[str, Any] = {
             name: dict(value) for name, value in vars(self).items() if isinstance(value, dict)
         }

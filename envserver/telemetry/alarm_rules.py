@@ -162,7 +162,6 @@ def _words(facts: AlarmFacts, kind: str) -> str:
 
 
 def workers_die(at: Situation) -> Iterator[Finding]:
-    """Worker processes die again and again."""
     for environment in at.curves.values_of("envserver_worker_deaths_total", "environment"):
         of = {"environment": environment}
         kinds = [

@@ -151,7 +151,6 @@ class AlarmBook:
         self._logged_at: dict[Key, float] = {}
 
     def update(self, now: float, findings: Iterable[Finding]) -> None:
-        """Takes what was found now."""
         self.checked_at = now
         found = {one.key: one for one in findings}
         for key, finding in found.items():

@@ -56,7 +56,6 @@ Row = tuple[float, Numbers]
 
 
 def numbers_of(families: Iterable[Metric]) -> dict[Name, float]:
-    """Returns the samples of metrics that are kept."""
     return {
         Name(sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)
         for family in families
@@ -87,7 +86,6 @@ class History:
         self._rows: deque[tuple[float, NDArray[np.float64]]] = deque(maxlen=most_rows)
 
     def add(self, at: float, numbers: Numbers) -> None:
-        """Adds a row."""
         for name in numbers:
             if name not in self._columns and len(self._columns) < MOST_NAMES:
                 self._columns[name] = len(self._columns)

@@ -20,7 +20,6 @@ _LONGEST: Final = 16_384
 
 
 def text_processors(*, colors: bool) -> list[Processor]:
-    """Returns the processors that render an event as text."""
     renderer = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_write_traceback)
     return [shorten, _escape, renderer, strike]
 

@@ -56,8 +56,6 @@ def _address(endpoint: str) -> str:
 
 
 class OtelTracer:
-    """A `tracing.Tracer`."""
-
     def __init__(self, tracer: ApiTracer, texts: bool) -> None:
         self._tracer = tracer
         self._texts = texts

@@ -352,7 +352,6 @@ def _stop_token(format: ChatFormat, completion: Completion) -> int | None:
 def _after_end(
     format: ChatFormat, turn: Turn, ids: list[int], stop: int, shown: str | None
 ) -> Suffix:
-    """Returns the suffix of an answer that the model ended with `stop`."""
     vocabulary = format.vocabulary
     text = vocabulary.added_text(stop)
     if text is None or not vocabulary.stands_alone(stop):

@@ -284,7 +284,6 @@ class PostedGroup:
 
 
 def encoded(groups: Sequence[PostedGroup]) -> list[PostedGroup]:
-    """Returns the groups with their bodies encoded for the store."""
     return [
         replace(group, encoded=packed.encode(group.body)) if group.encoded is None else group
         for group in groups

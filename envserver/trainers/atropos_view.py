@@ -280,7 +280,6 @@ class View:
 
 
 def as_waiting(row: GroupRow) -> Waiting:
-    """Converts a stored group."""
     native = row.format == "group"
     return Waiting(
         group_id=row.group_id,

@@ -179,7 +179,6 @@ class GroupEncoder:
         self._json = Cache(self._encode, len, most_bytes)
 
     async def lease(self, lease: Lease) -> Packed:
-        """Encodes a lease with its bodies in MessagePack."""
         start = msgspec.msgpack.encode(WireLease(lease.lease_id, lease.expires_at, []))
         # Replace the last byte, an empty array, with an array header of the real length.
         pieces: list[bytes | _Stored] = [start[:-1] + struct.pack(">BI", 0xDD, len(lease.groups))]

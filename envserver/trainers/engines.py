@@ -51,7 +51,6 @@ class EngineBook:
         self.fleet.restore(self._written)
 
     async def save(self) -> None:
-        """Writes what has changed."""
         now = self.fleet.registrations()
         if len(now) != len(self._written) or any(map(_differs, self._written, now)):
             await self._store.set_value(_KEY, msgspec.to_builtins(now))

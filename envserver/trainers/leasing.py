@@ -157,8 +157,6 @@ _RETRY_MILLISECONDS: Final = 1000
 
 
 class Streams:
-    """The open streams of an app."""
-
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], LeaseStream] = {}
 
@@ -172,12 +170,10 @@ class Streams:
             await older.supersede()
 
     def leave(self, stream: LeaseStream) -> None:
-        """Removes a stream that has ended."""
         if self._open.get(stream.key) is stream:
             del self._open[stream.key]
 
     def lease_closed(self, run: str, lease_id: str) -> None:
-        """Tells the stream that one of its leases was acknowledged or returned."""
         if stream := self._open.get((run, stream_of(lease_id))):
             stream.forget(lease_id)
 

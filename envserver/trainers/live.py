@@ -334,7 +334,6 @@ class Live:
         self.running: Running = lambda environment, limit: ([], 0)
 
     def alarmed(self, alarm: Alarm, begins: bool) -> None:
-        """Publishes that an alarm begins or ends."""
         self.feed.publish("alarm", alarm.facts() | {"active": begins})
 
     def sampled(self, now: float, numbers: Numbers) -> None:
@@ -373,7 +372,6 @@ class Follower:
         self._changed_engines()
 
     async def load(self) -> None:
-        """Notes what is there already."""
         self._dropped = await self._store.counters()
 
     async def run(self) -> None:
@@ -389,7 +387,6 @@ class Follower:
                 await self._note_drops()
 
     async def look(self) -> None:
-        """Publishes what changed."""
         async with self._lock:
             try:
                 await self._tell_groups()

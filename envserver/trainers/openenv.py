@@ -182,7 +182,6 @@ class Session:
         return answer
 
     def state(self) -> State:
-        """Describes the episode."""
         episode = self._episode
         if episode is None:
             return State()

@@ -77,7 +77,6 @@ class Logins:
         self.strangers = strangers
 
     def log_in(self, text: str, address: str) -> Token:
-        """Returns the entry of the token that a person logs in with."""
         token = self.tokens.find(text.strip())
         if token is None:
             self.strangers.failed(address)

@@ -52,8 +52,6 @@ _LONGEST_HEADER: Final = 1000
 
 
 class FilterWarnings:
-    """The warnings of one server."""
-
     def __init__(
         self, store: Store, policy: PolicyVersion, present: Callable[[], Collection[str]]
     ) -> None:

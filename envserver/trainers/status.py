@@ -86,7 +86,6 @@ class Recorder:
             self._history.add(at, numbers)
 
     async def record(self) -> None:
-        """Records the numbers of now."""
         now = self._clock()
         numbers = numbers_of(await self._metrics.families())
         self._history.add(now, numbers)
@@ -140,7 +139,6 @@ class AlarmWatch:
         self._failed: set[str] = set()
 
     async def check(self, now: float, history: History) -> None:
-        """Finds what is wrong now."""
         found = await asyncio.to_thread(self._find, now, history, self._facts())
         self.book.update(now, found)
 

@@ -42,8 +42,6 @@ class TaskSearch(msgspec.Struct, frozen=True):
 
 
 class Evaluations:
-    """The runs that are looked at."""
-
     def __init__(self, viewed: Viewed, index: IndexReader) -> None:
         self._viewed = viewed
         self._index = index

@@ -308,7 +308,6 @@ def task_of(document: Json) -> tuple[str, str]:
 
 
 def group_of_documents(documents: Sequence[Json], group_id: str) -> Json:
-    """Returns the line of a group with a rollout for each document."""
     line: Json = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
     rollouts = [_rollout(one, number, group_id, line) for number, one in enumerate(documents)]
     first = documents[0]

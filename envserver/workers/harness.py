@@ -316,7 +316,6 @@ async def play(
     run: AttemptRun,
     record: Record,
 ) -> Any:
-    """Runs the program on a task and returns its output."""
     task = await harness_task(environment, public, run)
     workspace = OwnWorkspace(*_folders())
     await asyncio.to_thread(workspace.fill, task.archive, task.files)
@@ -343,7 +342,6 @@ async def play(
 
 
 def ending_of(status: int | None, seen: CallRecord, *, in_time: bool) -> Ending:
-    """Returns how a program ended, by what the proxy recorded."""
     if seen.limit is not None:
         return "limit"
     if not in_time:

@@ -29,8 +29,6 @@ class RequestFailed(Exception):
 
 
 class Answer(NamedTuple):
-    """Status and body of an answer."""
-
     status: int
     content: bytes
 

@@ -91,7 +91,6 @@ class LocalPool:
         self._deaths: Counter[str] = Counter()
 
     async def __aenter__(self) -> LocalPool:
-        """Starts the pool."""
         config = self._config
         self._pooled_room = asyncio.Semaphore(config.processes * config.rollouts_per_process)
         self._dedicated_room = asyncio.Semaphore(config.dedicated)

@@ -212,7 +212,6 @@ class ChatDialect:
 
 
 def _fields_and_tools(body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the fields that are sent to the engine, and the tools."""
     fields = {name: value for name, value in body.items() if name in CHAT.engine}
     tools = chat_tools(body)
     if "tool_choice" in fields:

@@ -126,7 +126,6 @@ def messages_of(given: Any, find: Find) -> list[Message]:
 
 
 def _resolved(item: dict[str, Any], place: str, find: Find) -> dict[str, Any]:
-    """Returns `item`, or the item that it refers to."""
     reference = item.get("type") == "item_reference" or set(item) == {"id"}
     if not reference:
         return item

@@ -161,7 +161,6 @@ class SentPrompt(NamedTuple):
     json: bytes = b""
 
     def check(self, answer: ChatAnswer, where: str) -> list[Range]:
-        """Returns where the images are in the prompt that `answer` echoes."""
         echo = answer.get("prompt_token_ids")
         if isinstance(echo, msgspec.Raw):
             written = bytes(echo)
@@ -231,7 +230,6 @@ class GeneratedAnswer:
             require(choice, "text", str, _WHERE)
 
     def told(self, messages: Sequence[Message]) -> ChatAnswer:
-        """Returns the chat answer with `messages`, one for each choice."""
         return {
             "id": _id(self._answer),
             "object": "chat.completion",
@@ -260,7 +258,6 @@ async def chunks_of(
     *,
     is_bare: bool = False,
 ) -> AsyncIterator[ChatAnswer]:
-    """Converts a generated stream to the chunks of a chat answer."""
     count = count_of(body)
     head: dict[str, Any] = {}
     unfinished = set(range(count))
