@@ -1,9 +1,9 @@
 """What `evaluate` and `sweep` share: the environments that they run, and what they show.
 
-In: the command line. Out: `Member`s, each with its own settings and a unique name. A folder has
-environments (`*.py`, or `NAME/env.py`) and settings files (`*.yaml`) that each name an environment:
-only their `env` and `sampling` are used, and flags override them; all other settings are the
-command's.
+In: the command line. Out: `EvaluatedEnvironment`s, each with its own settings and a unique name. A
+folder has environments (`*.py`, or `NAME/env.py`) and settings files (`*.yaml`) that each name an
+environment: only their `env` and `sampling` are used, and flags override them; all other settings
+are the command's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..registry import (
     find,
     is_path,
 )
-from ..running.evaluating import EvaluationView, Member
+from ..running.evaluating import EvaluatedEnvironment, EvaluationView
 from ..running.group_run import GroupRun
 from ..running.mix import RunSpec
 from ..running.python_api import EVALUATION_DEFAULTS
@@ -59,7 +59,7 @@ class _Wanted:
     name: str = ""
 
 
-def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]]:
+def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[EvaluatedEnvironment[M]]:
     """Returns the environments given on the command line, at least one; each has a group size of 1
     at temperature 0 unless another is given."""
     warn = once(to_stderr)
@@ -76,18 +76,20 @@ def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]
             settings.env.group_size = 1
         environment_class = find(one.reference)
         name = one.name or environment_class.name
-        found.append(Member(name, RunSpec(settings, one.reference, environment_class)))
+        found.append(
+            EvaluatedEnvironment(name, RunSpec(settings, one.reference, environment_class))
+        )
     return _named_apart(found)
 
 
-def _named_apart(members: Sequence[Member[M]]) -> list[Member[M]]:
+def _named_apart(members: Sequence[EvaluatedEnvironment[M]]) -> list[EvaluatedEnvironment[M]]:
     seen: Counter[str] = Counter()
     found = []
     for member in members:
         seen[member.name] += 1
         number = seen[member.name]
         name = member.name if number == 1 else f"{member.name}-{number}"
-        found.append(Member(name, member.spec))
+        found.append(EvaluatedEnvironment(name, member.spec))
     return found
 
 

@@ -126,7 +126,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
         self.staleness.publish(version)
 
 
-class Member(msgspec.Struct):
+class ScoredRollout(msgspec.Struct):
     """A scored rollout of a group. `failed`: its attempts before this one."""
 
     attempt: int
@@ -150,26 +150,26 @@ async def make_group(
     """
     rules = rules or _rules(context)
     failures = GroupFailures(context.observer, request)
-    members = await _members(context, request, rules, failures)
+    rollouts = await _rollouts(context, request, rules, failures)
     drop = failures.bug or judge_losses(failures.lost, rules)
     if drop is not None:
         return drop
     try:
-        scores = await _group_scores(context, request.task, list(members.values()))
+        scores = await _group_scores(context, request.task, list(rollouts.values()))
     except SCORING_FAILURES as error:
         bug = error.detail.get("bug")
         message = without_hidden(bug or str(error), request.task.hidden)
         return Drop("unscorable", message, True, bug=bug is not None)
     trajectories = {
-        number: trajectory_of(context, request, number, member, score)
-        for (number, member), score in zip(members.items(), scores, strict=True)
+        number: trajectory_of(context, request, number, rollout, score)
+        for (number, rollout), score in zip(rollouts.items(), scores, strict=True)
     }
     shown = await context.proxy.services.shown(request.group_id)
     made = _judged(context, request, rules, trajectories, failures, shown)
     if isinstance(made, Group):
         made = await asyncio.to_thread(sealed, made)
     # Last: a run that ends over its ceiling ends at once, but for groups that are being delivered.
-    why_not = context.ceiling.judge(summed(member.untrained for member in members.values()))
+    why_not = context.ceiling.judge(summed(rollout.untrained for rollout in rollouts.values()))
     if why_not is not None and (isinstance(made, Group) or made.reason == "incomplete"):
         return Drop("untrained", why_not, True)
     return made
@@ -185,17 +185,17 @@ def _rules(context: RolloutContext) -> GroupRules:
     )
 
 
-async def _members(
+async def _rollouts(
     context: RolloutContext, request: GroupRequest, rules: GroupRules, failures: GroupFailures
-) -> dict[int, Member]:
+) -> dict[int, ScoredRollout]:
     """Returns the scored rollouts by number; `failures` holds the reasons for the others."""
     started = time.monotonic()
     tasks = {
-        asyncio.create_task(_member(context, request, number, failures)): number
+        asyncio.create_task(_rollout(context, request, number, failures)): number
         for number in range(rules.size)
     }
     pending = set(tasks)
-    members: dict[int, Member] = {}
+    rollouts: dict[int, ScoredRollout] = {}
     enough_at: float | None = None
     try:
         while pending and not failures.bug and judge_losses(failures.lost, rules) is None:
@@ -209,21 +209,21 @@ async def _members(
             if not done:
                 break
             for task in done:
-                if (member := task.result()) is not None:
-                    members[tasks[task]] = member
-            if enough_at is None and len(members) >= rules.least:
+                if (rollout := task.result()) is not None:
+                    rollouts[tasks[task]] = rollout
+            if enough_at is None and len(rollouts) >= rules.least:
                 enough_at = time.monotonic()
     finally:
         await cancel_and_wait(*tasks)
     if not failures.bug and judge_losses(failures.lost, rules) is None:
         for number in sorted(tasks[task] for task in pending):
             failures.add(number, straggler(time.monotonic() - started), final=True)
-    return dict(sorted(members.items()))
+    return dict(sorted(rollouts.items()))
 
 
-async def _member(
+async def _rollout(
     context: RolloutContext, request: GroupRequest, number: int, failures: GroupFailures
-) -> Member | None:
+) -> ScoredRollout | None:
     rollout_id = rollout_id_of(request, number)
     bind_contextvars(rollout_id=rollout_id)
     about = {
@@ -238,17 +238,19 @@ async def _member(
 
 async def _until_scored(
     context: RolloutContext, request: GroupRequest, number: int, failures: GroupFailures
-) -> Member | None:
+) -> ScoredRollout | None:
     tries = Tries()
     while True:
         try:
             with context.running.shown(request, number) as shown:
-                member = await _try_member(context, request, number, failures, shown, tries.deaths)
+                rollout = await _try_rollout(
+                    context, request, number, failures, shown, tries.deaths
+                )
         except RolloutError as error:
             failed = error
         else:
             failures.scored += 1
-            return member
+            return rollout
         tries.add(failed)
         most = context.rollouts.max_attempts
         again = is_retried(failed, tries.counted, most, scored=failures.scored)
@@ -258,14 +260,14 @@ async def _until_scored(
         await asyncio.sleep(retry_delay_seconds(max(tries.counted, 1), random.random()))
 
 
-async def _try_member(
+async def _try_rollout(
     context: RolloutContext,
     request: GroupRequest,
     number: int,
     failures: GroupFailures,
     shown: RunningRollout,
     deaths: int,
-) -> Member:
+) -> ScoredRollout:
     rollout_id = rollout_id_of(request, number)
     async with context.slots:
         attempt = failures.next_attempt(number)
@@ -301,7 +303,7 @@ async def _try_member(
             usage=with_scoring(finished.usage, finished.attempt.calls, spent, context.prices),
         )
     )
-    return Member(attempt, finished, score, untrained, failures.of(number), spent)
+    return ScoredRollout(attempt, finished, score, untrained, failures.of(number), spent)
 
 
 async def run_once(
@@ -350,30 +352,36 @@ def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: 
     )
 
 
-async def _group_scores(context: RolloutContext, task: Task, members: list[Member]) -> list[Score]:
-    """Returns the final scores; what scoring the group takes is shared equally by `members`."""
-    scores = [member.score for member in members]
-    if not scores_groups(context.environment) or not members:
+async def _group_scores(
+    context: RolloutContext, task: Task, rollouts: list[ScoredRollout]
+) -> list[Score]:
+    """Returns the final scores; what scoring the group takes is shared equally by `rollouts`."""
+    scores = [rollout.score for rollout in rollouts]
+    if not scores_groups(context.environment) or not rollouts:
         return scores
     spent = ScoringSpent()
-    results = [member.finished.result for member in members]
+    results = [rollout.finished.result for rollout in rollouts]
     with contextlib.ExitStack() as timed:
-        for member in members:
-            timeline = member.finished.attempt.timeline
+        for rollout in rollouts:
+            timeline = rollout.finished.attempt.timeline
             timed.enter_context(timeline.timed("scoring", "score_group"))
         scores = await context.scorer.score_group(task, results, scores, spent)
-    spent.share_with([member.spent for member in members])
+    spent.share_with([rollout.spent for rollout in rollouts])
     return scores
 
 
 def trajectory_of(
-    context: RolloutContext, request: GroupRequest, number: int, member: Member, score: Score
+    context: RolloutContext,
+    request: GroupRequest,
+    number: int,
+    rollout: ScoredRollout,
+    score: Score,
 ) -> Trajectory:
     """Builds the trajectory of a scored rollout; `score`: as the scorer gave it."""
-    finished, result = member.finished, member.finished.result
+    finished, result = rollout.finished, rollout.finished.result
     return Trajectory(
         rollout_id=rollout_id_of(request, number),
-        attempt=member.attempt,
+        attempt=rollout.attempt,
         task_id=request.task.id,
         env=context.environment.name,
         sequences=finished.sequences,
@@ -385,7 +393,7 @@ def trajectory_of(
         truncated=result.truncated,
         limit=result.limit,
         turns=result.turns,
-        usage=with_scoring(finished.usage, finished.attempt.calls, member.spent, context.prices),
+        usage=with_scoring(finished.usage, finished.attempt.calls, rollout.spent, context.prices),
         metrics=result.metrics,
         calls=finished.calls,
         actions=result.actions,
@@ -398,12 +406,12 @@ def trajectory_of(
         started_at=finished.attempt.timeline.started_at,
         timings=with_scoring_times(finished.timings, finished.attempt.timeline),
         images=finished.images,
-        attempts=member.failed,
+        attempts=rollout.failed,
         printed=finished.attempt.timeline.lines(),
         flags=[
             *finished.flags,
             *_LATE[: finished.attempt.late_calls],
-            *(name for name in member.score.metrics if name == SCORER_KILLED),
+            *(name for name in rollout.score.metrics if name == SCORER_KILLED),
         ],
     )
 
@@ -479,17 +487,17 @@ async def run_single(
     if not scored:  # no solution is known
         context = msgspec.structs.replace(context, demonstrator=None)
     request = single_request(context.environment, task)
-    member = await run_member(context, request, scored=scored, failed=failed)
-    return trajectory_of(context, request, 0, member, member.score)
+    rollout = await run_rollout(context, request, scored=scored, failed=failed)
+    return trajectory_of(context, request, 0, rollout, rollout.score)
 
 
-async def run_member(
+async def run_rollout(
     context: RolloutContext,
     request: GroupRequest,
     *,
     scored: bool,
     failed: Callable[[Failure], object] = lambda failure: None,
-) -> Member:
+) -> ScoredRollout:
     """Runs the only rollout of `request`; arguments and errors are those of `run_single`."""
     attempt, tries = 0, Tries()
     while True:
@@ -502,7 +510,7 @@ async def run_member(
             if scored:
                 with finished.attempt.timeline.timed("scoring", "score"):
                     score = await score_once(context.scorer, request.task, finished.result, spent)
-            return Member(attempt, finished, score, spent=spent)
+            return ScoredRollout(attempt, finished, score, spent=spent)
         except RolloutError as error:
             tries.add(error)
             if not is_retried(error, tries.counted, context.rollouts.max_attempts):

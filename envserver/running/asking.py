@@ -36,8 +36,8 @@ from ..models.engine import EngineRequest, MeasuredEngine
 from ..models.sim import Conversation, Said, SimEngine, Wish, assistant_text, canonical_arguments
 from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.group import (
-    Member,
     RolloutContext,
+    ScoredRollout,
     run_once,
     run_single,
     single_request,
@@ -121,7 +121,7 @@ async def run_here(
     if scored:
         in_thread = judge is not None  # which answers from this thread's loop
         score = await _score(environment, request.task, finished.result, in_thread=in_thread)
-    return trajectory_of(context, request, 0, Member(1, finished, score), score)
+    return trajectory_of(context, request, 0, ScoredRollout(1, finished, score), score)
 
 
 def _prepare_scoring(environment: Environment) -> None:

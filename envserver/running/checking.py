@@ -46,7 +46,7 @@ from ..rollouts.check_data import (
     estimated_tokens,
 )
 from ..rollouts.checking import Plays, RowsToCheck, check, placed, secrets_of, watched_rows
-from ..rollouts.group import RolloutContext, run_member
+from ..rollouts.group import RolloutContext, run_rollout
 from ..rollouts.rewards import range_of
 from ..rollouts.stream import GroupRequest, first_tasks
 from ..rows.environment import RowsEnvironment
@@ -251,11 +251,11 @@ class _Plays:
             task=task,
         )
         try:
-            member = await run_member(context, request, scored=True)
+            rollout = await run_rollout(context, request, scored=True)
         except EnvserverError as error:
             played.wrong.append(Wrong(task_id=task.id, reward=None, error=str(error), raised=True))
             return
-        finished = member.finished
+        finished = rollout.finished
         if WAYS[name].differs and rollout_id not in self._players.differing:
             return
         played.turns += finished.result.turns
@@ -264,7 +264,7 @@ class _Plays:
             played.limits[finished.result.limit] += 1
         if name == DEMONSTRATION:
             self._problems += _shown_secrets(finished, task)
-        if self._counted(played, task, context.scorer.delivered(member.score).reward):
+        if self._counted(played, task, context.scorer.delivered(rollout.score).reward):
             self.right[task.id] = finished.result.output
 
     def _counted(self, played: Played, task: Task, reward: float | None) -> bool:

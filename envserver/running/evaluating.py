@@ -57,7 +57,7 @@ _NO_MATTER = {"total_steps", "data_path_to_save_groups", "max_token_length"}
 
 
 @dataclass(frozen=True)
-class Member(Generic[M]):
+class EvaluatedEnvironment(Generic[M]):
     """An environment to be evaluated, with a unique name."""
 
     name: str
@@ -168,7 +168,7 @@ class _Run:
 class _Part:
     """One environment: its folder, the facts noted there and its runs by baseline ("": itself)."""
 
-    member: Member[Any]
+    member: EvaluatedEnvironment[Any]
     folder: Path
     evaluated: Evaluated
     noted: RunFile
@@ -186,7 +186,7 @@ class _Part:
 
 
 async def evaluate_members(
-    members: Sequence[Member[Any]],
+    members: Sequence[EvaluatedEnvironment[Any]],
     choice: Choice,
     *,
     view: EvaluationView | None = None,
@@ -214,7 +214,7 @@ async def evaluate_members(
 
 
 async def evaluate_on(
-    shared: SharedEngine, members: Sequence[Member[Any]], choice: Choice
+    shared: SharedEngine, members: Sequence[EvaluatedEnvironment[Any]], choice: Choice
 ) -> Evaluation:
     """Runs everything on an engine that is open already, and shows nothing; see
     `evaluate_members`."""
@@ -227,7 +227,9 @@ async def evaluate_on(
     return await asyncio.to_thread(_reported, folder, parts, failures, view, stopped=False)
 
 
-def _ready_parts(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> list[_Part]:
+def _ready_parts(
+    members: Sequence[EvaluatedEnvironment[Any]], folder: Path, choice: Choice
+) -> list[_Part]:
     """Claims the folders; see `_claimed` and `_check_passable` for errors."""
     parts = _claimed(members, folder, choice)
     for part in parts:
@@ -307,12 +309,14 @@ def _has_groups(part: _Part) -> bool:
     return run.groups.exists() and run.groups.stat().st_size > 0
 
 
-def _new_folder(members: Sequence[Member[Any]]) -> Path:
+def _new_folder(members: Sequence[EvaluatedEnvironment[Any]]) -> Path:
     name = members[0].name if len(members) == 1 else "several"
     return Path("runs") / "evaluate" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _claimed(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> list[_Part]:
+def _claimed(
+    members: Sequence[EvaluatedEnvironment[Any]], folder: Path, choice: Choice
+) -> list[_Part]:
     if choice.resume and choice.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
     if choice.resume and choice.folder is None:
@@ -328,7 +332,7 @@ def _claimed(members: Sequence[Member[Any]], folder: Path, choice: Choice) -> li
     return parts
 
 
-def _part(member: Member[Any], folder: Path, choice: Choice) -> _Part:
+def _part(member: EvaluatedEnvironment[Any], folder: Path, choice: Choice) -> _Part:
     environment = member.make_environment()
     baselines = baselines_of(environment) if choice.baselines else {}
     shard = shard_of(choice.shard)

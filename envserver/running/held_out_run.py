@@ -22,9 +22,8 @@ from ..export.stored_sources import opened
 from ..settings.config import MixSettings
 from ..settings.runs import HeldOutConfig
 from .context import SharedEngine
-from .evaluating import Choice, Member, evaluate_on
-from .mix import Member as Served
-from .mix import RunSpec
+from .evaluating import Choice, EvaluatedEnvironment, evaluate_on
+from .mix import Member, RunSpec
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -36,7 +35,7 @@ class Made(msgspec.Struct, frozen=True):
 
 async def evaluated(
     room: SharedEngine,
-    served: Sequence[Served[MixSettings]],
+    served: Sequence[Member[MixSettings]],
     config: HeldOutConfig,
     pricing: Pricing,
     folder: Path,
@@ -101,7 +100,7 @@ class _Line(msgspec.Struct):
     envserver: _Rollouts
 
 
-def _member(one: Served[MixSettings], config: HeldOutConfig) -> Member[MixSettings]:
+def _member(one: Member[MixSettings], config: HeldOutConfig) -> EvaluatedEnvironment[MixSettings]:
     settings, env = one.spec.settings, one.spec.settings.env
     size = config.group_size or env.group_size
     own = env.model_copy(
@@ -122,4 +121,4 @@ def _member(one: Served[MixSettings], config: HeldOutConfig) -> Member[MixSettin
         update={"env": own, "sampling": sampling, "rollouts": rollouts, "track": []}
     )
     spec = RunSpec(changed, one.spec.reference, one.spec.environment_class)
-    return Member(one.share.name, spec)
+    return EvaluatedEnvironment(one.share.name, spec)

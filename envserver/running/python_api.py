@@ -49,8 +49,7 @@ from ..settings.section import Section
 from ..telemetry.log_lines import text_processors
 from ..workers.linux import killing_programs
 from . import replaying, rescoring, scoring, verifying
-from .evaluating import Choice, Evaluation, evaluate_members
-from .evaluating import Member as EvaluatedMember
+from .evaluating import Choice, EvaluatedEnvironment, Evaluation, evaluate_members
 from .group_run import Give, GroupRun, process_run
 from .hosting import Members
 from .judging import kept_answers
@@ -467,7 +466,7 @@ async def evaluate(
     listed: list[Any] = list(environment) if several else [environment]  # type: ignore[arg-type]
     given = settings if out is None else {**settings, "out": Path(out)}
     specs = [spec_of(EvaluateSettings, one, given, defaults=EVALUATION_DEFAULTS) for one in listed]
-    members = [EvaluatedMember(spec.environment_class.name, spec) for spec in specs]
+    members = [EvaluatedEnvironment(spec.environment_class.name, spec) for spec in specs]
     return await evaluate_members(members, choice_of(specs[0].settings))
 
 
