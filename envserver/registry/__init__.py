@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import inspect
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -24,11 +26,12 @@ from envserver_records.errors import ConfigError, NotFoundError
 
 from ..environment import Environment, Isolation
 from ..folders import import_path, is_environment_folder, same_folder
+from ..integration_interface import Integration
 from ..rows.sources import is_data
 from ..rows.typed_tasks import plain
 from ..settings.section import EnvironmentConfig
 from . import installed
-from .installed import with_own_interpreter
+from .installed import Installed, with_own_interpreter
 
 ENTRY_POINT_GROUP = installed.ENVIRONMENTS
 _US = "envserver"
@@ -79,7 +82,7 @@ def find(reference: str) -> type[Environment]:
 def _found(reference: str, current: Path | None) -> type[Environment]:
     path, _, class_name = reference.partition(":")
     if (parts := installed.split(reference)) is not None:
-        return _checked(installed.integrated_class(*parts), reference)
+        return _checked(_integrated_class(*parts), reference)
     if _is_data(reference):
         from ..rows.environment import rows_class
 
@@ -96,6 +99,39 @@ def _found(reference: str, current: Path | None) -> type[Environment]:
 
         return hosted_class(*one)
     raise _not_found(reference)
+
+
+def _integrated_class(scheme: str, rest: str) -> type[Environment]:
+    """Returns the environment class of `SCHEME:REST`: its own, or one that stands for it."""
+    if not rest:
+        raise NotFoundError(f"--env {scheme}: needs a name: {scheme}:NAME.")
+    one = installed.integration(scheme)
+    reference = installed.absolute(scheme, rest)
+    if (own := with_own_interpreter().get(reference)) is not None and not _runs_in(own[0]):
+        from .hosted import hosted_class
+
+        return hosted_class(*own)
+    if one.module and importlib.util.find_spec(one.module) is None:
+        raise _not_installed(scheme, rest, one)
+    return one.environment(reference.partition(":")[2])
+
+
+def _not_installed(scheme: str, rest: str, one: Integration) -> NotFoundError:
+    if one.backend is None:
+        text = f"{scheme}:{rest} needs the package {one.module!r}, which is not installed here."
+        return NotFoundError(text, hint=f"pip install {one.module}")
+    beside = [name for name in with_own_interpreter() if name.startswith(f"{scheme}:")]
+    text = (
+        f"{scheme}:{rest} is not installed; others of {scheme} are, so it takes seconds."
+        if beside
+        else f"{scheme}:{rest} needs the package {one.module!r}, which is not installed here."
+    )
+    hint = f"envserver env install {scheme}:{rest} (--with PACKAGE, if it is in one of its own)"
+    return NotFoundError(text, hint=hint)
+
+
+def _runs_in(one: Installed) -> bool:
+    return one.interpreter is not None and one.interpreter.executable == sys.executable
 
 
 def _not_found(reference: str) -> NotFoundError:

@@ -12,7 +12,6 @@ entry point. Those of the second kind are never imported in this process (see `h
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from envserver_records.errors import ConfigError, NotFoundError
+from envserver_records.errors import ConfigError
 from envserver_records.files import user_folder
 
-from ..environment import Environment
 from ..integration_interface import Integration
 from ..version import __version__
 from .description import Description
@@ -226,36 +224,3 @@ def integration(scheme: str) -> Integration:
 def absolute(scheme: str, rest: str) -> str:
     """Returns `SCHEME:REST` as another process, in another folder, understands it."""
     return f"{scheme}:{integration(scheme).absolute(rest)}"
-
-
-def integrated_class(scheme: str, rest: str) -> type[Environment]:
-    """Returns the environment class of `SCHEME:REST`: its own, or one that stands for it."""
-    if not rest:
-        raise NotFoundError(f"--env {scheme}: needs a name: {scheme}:NAME.")
-    one = integration(scheme)
-    reference = absolute(scheme, rest)
-    if (own := with_own_interpreter().get(reference)) is not None and not _runs_in(own[0]):
-        from .hosted import hosted_class
-
-        return hosted_class(*own)
-    if one.module and importlib.util.find_spec(one.module) is None:
-        raise _not_installed(scheme, rest, one)
-    return one.environment(reference.partition(":")[2])
-
-
-def _not_installed(scheme: str, rest: str, one: Integration) -> NotFoundError:
-    if one.backend is None:
-        text = f"{scheme}:{rest} needs the package {one.module!r}, which is not installed here."
-        return NotFoundError(text, hint=f"pip install {one.module}")
-    beside = [name for name in with_own_interpreter() if name.startswith(f"{scheme}:")]
-    text = (
-        f"{scheme}:{rest} is not installed; others of {scheme} are, so it takes seconds."
-        if beside
-        else f"{scheme}:{rest} needs the package {one.module!r}, which is not installed here."
-    )
-    hint = f"envserver env install {scheme}:{rest} (--with PACKAGE, if it is in one of its own)"
-    return NotFoundError(text, hint=hint)
-
-
-def _runs_in(one: Installed) -> bool:
-    return one.interpreter is not None and one.interpreter.executable == sys.executable

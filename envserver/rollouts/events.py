@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from envserver_records.errors import (
@@ -25,9 +25,6 @@ from ..telemetry.redaction import redacted
 from .estimates import Scored
 from .policy import Alike, Drop, Untrained, is_bug
 from .stream import GroupRequest
-
-if TYPE_CHECKING:
-    from .group import RolloutContext
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,27 +295,3 @@ class RunningRollouts:
             yield shown
         finally:
             del self.by_id[rollout_id]
-
-
-def running_rollouts(
-    contexts: Iterable[RolloutContext], environment: str, limit: int
-) -> tuple[list[RunningRollout], int]:
-    """Returns up to `limit` rollouts in progress, oldest first of each environment, and how many
-    there are. `environment`: "": all.
-    """
-    found: list[RunningRollout] = []
-    total = 0
-    for context in contexts:
-        if environment not in ("", context.environment.name):
-            continue
-        total += len(context.running.by_id)
-        attempts, workers = context.proxy.running(), context.pool.workers()
-        for rollout_id, shown in list(context.running.by_id.items())[: limit - len(found)]:
-            worker = workers.get(rollout_id)
-            if (attempt := attempts.get(rollout_id)) is not None:
-                shown.turns = sum(call.choice == 0 for call in attempt.calls)
-                shown.tokens = sum(len(call.completion_ids) for call in attempt.calls)
-            waits = shown.state == "playing" and worker is None  # for a process
-            state = "waiting" if waits else shown.state
-            found.append(msgspec.structs.replace(shown, state=state, worker=worker))
-    return found, total

@@ -10,7 +10,7 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -530,3 +530,27 @@ def single_request(environment: Environment, task: Task) -> GroupRequest:
         seed=config.seed,
         task=task,
     )
+
+
+def running_rollouts(
+    contexts: Iterable[RolloutContext], environment: str, limit: int
+) -> tuple[list[RunningRollout], int]:
+    """Returns up to `limit` rollouts in progress, oldest first of each environment, and how many
+    there are. `environment`: "": all.
+    """
+    found: list[RunningRollout] = []
+    total = 0
+    for context in contexts:
+        if environment not in ("", context.environment.name):
+            continue
+        total += len(context.running.by_id)
+        attempts, workers = context.proxy.running(), context.pool.workers()
+        for rollout_id, shown in list(context.running.by_id.items())[: limit - len(found)]:
+            worker = workers.get(rollout_id)
+            if (attempt := attempts.get(rollout_id)) is not None:
+                shown.turns = sum(call.choice == 0 for call in attempt.calls)
+                shown.tokens = sum(len(call.completion_ids) for call in attempt.calls)
+            waits = shown.state == "playing" and worker is None  # for a process
+            state = "waiting" if waits else shown.state
+            found.append(msgspec.structs.replace(shown, state=state, worker=worker))
+    return found, total

@@ -16,8 +16,8 @@ from ..http.health import Health, engine_probe
 from ..models.engine import PlayedEngine
 from ..rollouts.audit import Auditor
 from ..rollouts.episodes import Episodes
-from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer, running_rollouts
-from ..rollouts.group import RolloutContext
+from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
+from ..rollouts.group import RolloutContext, running_rollouts
 from ..rollouts.ordered import Orders
 from ..rollouts.policy import Bounds
 from ..rollouts.scheduler import Scheduler, Shares, Turns, targets
