@@ -229,8 +229,8 @@ class Environment(abc.ABC, Generic[TaskT]):
         It runs in the worker, which then runs the program, too: isolation "sandboxed".
         """
         raise ConfigError(
-            f"The environment {self.name!r} cannot be played by other programs (--agent).",
-            hint="It needs the method `harness_task`; without --agent its own agent plays.",
+            f"The environment {self.name!r} cannot be used with --agent.",
+            hint="It needs the method `harness_task`; without --agent its own agent runs.",
         )
 
     def prepare_scoring(self) -> None:

@@ -77,7 +77,7 @@ class Health:
 
     def drain(self) -> None:
         """Marks the server as shutting down; it does not become ready again."""
-        self._set("server", "draining", "it was told to stop")
+        self._set("server", "draining", "it is stopping")
 
     @property
     def ready(self) -> bool:

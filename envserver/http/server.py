@@ -606,7 +606,7 @@ def require_loopback(host: str) -> None:
     if not is_loopback(host):
         raise ConfigError(
             f"Without access tokens the server does not listen at {host or 'every address'}.",
-            hint="Use 127.0.0.1, and an SSH tunnel to reach it from elsewhere.",
+            hint="Use 127.0.0.1, and an SSH tunnel to reach it from another machine.",
             host=host,
         )
 

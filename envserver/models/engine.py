@@ -331,7 +331,7 @@ class PlayedEngine:
         body = request.body
         player = self._players.get(rollout)
         if player is None:
-            raise EngineRefused("Nobody plays the model of this rollout.", status=400)
+            raise EngineRefused("No player is set for the model of this rollout.", status=400)
         if body.get("n") not in (None, 1):
             raise EngineRefused("A player gives one answer: n must be 1.", status=400)
         message = await player(

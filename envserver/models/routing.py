@@ -142,8 +142,8 @@ class Replicas:
         if version is not None:
             return f"it has version {version}, and {published} is published"
         if replica.version is not None:
-            return "it was away, and its version was not told again"
-        return "its policy version was not told"
+            return "it was away, and its version is not known since"
+        return "its policy version is not known"
 
     async def next(
         self, rollout_id: str, avoid: Collection[Replica], patience_until: float

@@ -138,7 +138,7 @@ def _check_references(value: Any, place: str) -> None:
     for name, item in value.items() if isinstance(value, dict) else ():
         at = f"{place}.{name[:80]}"
         if name in _REFERENCES and isinstance(item, str) and not item.startswith("#"):
-            raise bad(at, "must begin with #: no schema is loaded from elsewhere")
+            raise bad(at, "must begin with #: no schema is loaded over the network")
         _check_references(item, at)
     for index, item in enumerate(value if isinstance(value, list) else ()):
         _check_references(item, f"{place}[{index}]")

@@ -111,8 +111,8 @@ def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
         return environment.isolation
     if type(environment).harness_task is Environment.harness_task:
         raise ConfigError(
-            f"The environment {environment.name!r} cannot be played by other programs (--agent).",
-            hint="It needs the method `harness_task`; without --agent its own agent plays.",
+            f"The environment {environment.name!r} cannot be used with --agent.",
+            hint="It needs the method `harness_task`; without --agent its own agent runs.",
         )
     if config.name is not None:
         harness_of(config.name)

@@ -53,7 +53,7 @@ async def _source(
     if (isolation or environment.isolation) == "sandboxed":
         raise ConfigError(
             f"Agents of {environment.name!r} run in the sandbox themselves; their processes cannot "
-            "be elsewhere (--sandbox.remote, --sandbox.maker).",
+            "be on another machine (--sandbox.remote, --sandbox.maker).",
             hint="Run `envserver join` on that machine, with its own sandboxes.",
         )
     if config.maker is not None:

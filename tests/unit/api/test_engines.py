@@ -156,7 +156,7 @@ async def test_an_engine_that_tells_no_version_follows_publications_only_from_th
     assert attributed(*await asked(house, 1)) == [1]
     row = await house.register(two.url)
     assert (row["standing"], row["weights_version"]) == ("old", None)
-    assert row["reason"] == "its policy version was not told"
+    assert row["reason"] == "its policy version is not known"
     await house.publish(2)
     assert (await house.row(one.url))["weights_version"] == 2
     assert (await house.row(two.url))["standing"] == "old"

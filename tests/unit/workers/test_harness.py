@@ -128,7 +128,7 @@ def test_how_a_program_ended_is_judged_by_the_record_not_by_its_status() -> None
 
 
 def test_what_cannot_be_played_is_told_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="'duel' cannot be played by other programs"):
+    with pytest.raises(ConfigError, match="'duel' cannot be used with --agent"):
         envserver.process(str(SUPPORT / "duel.py"), model="sim", agent=TINY)
     with pytest.raises(NotFoundError, match="There is no agent 'claud-code'"):
         envserver.process("math", model="sim", agent={"name": "claud-code"})

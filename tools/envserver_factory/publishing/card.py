@@ -158,7 +158,7 @@ def card(
         "\n## Decontamination\n",
         _decontamination(asked),
         "\n## License\n",
-        "Not named yet: whoever publishes this says under which license, with regard to those of "
+        "Not named yet: the publisher chooses the license, with regard to those of "
         "the tasks and of the model.",
     ]
     return "\n".join(parts) + "\n"
