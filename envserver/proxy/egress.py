@@ -166,7 +166,7 @@ class LeadsOut(Protocol):
     """A sandbox whose programs can be given an HTTP proxy."""
 
     async def lead_out(self, serve: OnConnection) -> Closable | None:
-        """See `sandbox.maker.TalkingSandbox`."""
+        """See `sandbox.maker.InteractiveSandbox`."""
 
 
 class Egress:

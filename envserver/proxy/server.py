@@ -1,7 +1,8 @@
 """The proxy as an ASGI application: keys, routes and errors.
 
-`/r/{key}/...` serves one attempt or one guest. `/r/{key}/a/{agent}/v1/...` names the agent of an
-attempt that has several (so does the header `x-agent`). Any prefix may precede the path.
+`/r/{key}/...` serves one attempt or one unrecorded client. `/r/{key}/a/{agent}/v1/...` names the
+agent of an attempt that has several (so does the header `x-agent`). Any prefix may precede the
+path.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ from .dialects.responses import find_response
 from .egress import Egress
 from .endpoint import EngineEndpoint
 from .gate import Gate
-from .guest import generate, pass_through
 from .hooks import HookFunctions, Hooks
 from .recorded import RecordedRequests
 from .request_handler import (
@@ -65,6 +65,7 @@ from .request_handler import (
 )
 from .retries import RetryMarks, digest_of
 from .services import PREFIX, TOOLS_PREFIX, SandboxHost, ServiceRouter, answer_about_sandboxes
+from .unrecorded import generate, pass_through
 from .worker import record_body, refuse_result, take_actions, take_log, take_result, take_rewards
 
 SERVER: dict[str, Any] = {"object": "server", "name": "envserver"}
@@ -111,7 +112,9 @@ _REMEMBER_SEALED_SECONDS = 60.0
 _HEALTH_SECONDS = 1.0
 _NO_RETRY = ((b"x-should-retry", b"false"),)
 _RETRY_SOON = ((b"x-should-retry", b"true"), (b"retry-after", b"1"))
-_GUESTS = AttemptBounds(max_connections=2**30, max_request_mb=2**30, max_requests_per_second=2**30)
+_UNRECORDED = AttemptBounds(
+    max_connections=2**30, max_request_mb=2**30, max_requests_per_second=2**30
+)
 _MAX_AGENT_NAME = 80
 _DIGEST_ON_LOOP_BYTES = 1 << 20
 _MAX_ACTIONS_BYTES = 2 << 20
@@ -172,10 +175,10 @@ class Proxy:
         self.totals = Totals.of(self.bounds)
         """Totals over all attempts."""
         self._strangers = InFlight(self.bounds, self.totals)
-        self._guests_in_flight = InFlight(_GUESTS, Totals.of(_GUESTS))
+        self._unrecorded_in_flight = InFlight(_UNRECORDED, Totals.of(_UNRECORDED))
         self._clock = clock
         self._attempts: dict[str, ProxyAttempt] = {}
-        self._guests: set[str] = set()
+        self._unrecorded: set[str] = set()
         # Weak: a record is large, and its runner holds it as long as it is needed.
         self._sealed: dict[str, weakref.ref[ProxyAttempt]] = {}
         self._sealed_at: deque[tuple[float, str]] = deque()
@@ -265,10 +268,10 @@ class Proxy:
             await self.egress.settle(attempt)
         return await self._sandboxes.settle(attempt) if self._sandboxes is not None else None
 
-    def open_guest(self) -> str:
+    def open_unrecorded(self) -> str:
         """Returns a key for a foreign environment, without limits or recording."""
         key = secrets.token_urlsafe(24)
-        self._guests.add(key)
+        self._unrecorded.add(key)
         return key
 
     def running(self) -> dict[str, ProxyAttempt]:
@@ -284,8 +287,8 @@ class Proxy:
     def in_flight(self, path: str) -> InFlight | None:
         """Returns what the owner of the key in `path` has in flight; None for an unknown key."""
         key = key_and_rest(path)[0]
-        if key in self._guests:
-            return self._guests_in_flight
+        if key in self._unrecorded:
+            return self._unrecorded_in_flight
         attempt = self._attempts.get(key)
         return attempt.in_flight if attempt is not None else None
 
@@ -313,7 +316,7 @@ class Proxy:
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         key, path = key_and_rest(scope["path"])
         attempt = self._attempts.get(key)
-        if attempt is None and key not in self._guests:
+        if attempt is None and key not in self._unrecorded:
             self._forget()
             await self._strangers.admit()
             if key in self._sealed:
@@ -326,7 +329,7 @@ class Proxy:
         if attempt is None:
             # Foreign environments have a setting for the address, but often send a key of their
             # own.
-            await self._guest_route(scope, key, path, receive, send)
+            await self._unrecorded_route(scope, key, path, receive, send)
         else:
             check_bearer(scope, key)
             if path != "result" or attempt.posted:  # the only result is never too much
@@ -449,7 +452,7 @@ class Proxy:
             if attempt.late_calls == 1:
                 _log.warning("call_after_seal", rollout_id=attempt.spec.rollout_id, path=path[:80])
 
-    async def _guest_route(
+    async def _unrecorded_route(
         self, scope: Scope, key: str, path: str, receive: Receive, send: Send
     ) -> None:
         method = scope["method"]

@@ -233,8 +233,8 @@ class Link:
         tls: how to verify the server's certificate; None: the system's defaults.
         facts: returns the runner's status; `seen`, `quiet` and `wait_seconds` are filled in here.
         publish: called with each new policy version.
-        hear_engines: called with the server's engines when they have changed; None: they are not
-            asked for. `doubts_engines` says whether to ask for them again.
+        on_engines: called with the server's engines when they have changed; None: they are not
+            asked for. `engines_in_doubt` says whether to ask for them again.
         drain: called when no more groups should be begun.
     """
 
@@ -249,12 +249,12 @@ class Link:
         facts: Callable[[], Heartbeat] = Heartbeat,
         publish: Callable[[int], None] = lambda version: None,
         drain: Callable[[], None] = lambda: None,
-        hear_engines: Callable[[Sequence[ToldEngine]], None] | None = None,
+        on_engines: Callable[[Sequence[ToldEngine]], None] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.facts, self.publish, self.drain = facts, publish, drain
-        self.hear_engines = hear_engines
-        self.doubts_engines: Callable[[], bool] = lambda: False
+        self.on_engines = on_engines
+        self.engines_in_doubt: Callable[[], bool] = lambda: False
         self._registration = registration
         self._gate = gate
         self._posts = GroupPoster(self._post)
@@ -392,8 +392,8 @@ class Link:
             self.publish(news.policy_version)
         if news.engines is None:
             self._news = news.model_copy(update={"engines": before.engines})
-        elif self.hear_engines is not None:
-            self.hear_engines(news.engines.engines)
+        elif self.on_engines is not None:
+            self.on_engines(news.engines.engines)
         if news.pause != before.pause:
             self._set_pause(news.pause)
         if news.next_seconds is not None:
@@ -437,7 +437,7 @@ class Link:
         )
         asked_at = time.monotonic()
         said = self._said.model_dump(exclude={"seen": {"next_seconds", "engines"}})
-        if self._news.engines is not None and not self.doubts_engines():
+        if self._news.engines is not None and not self.engines_in_doubt():
             said["seen"]["engines"] = {"id": self._news.engines.id}
         answer = await self._send("POST", "/heartbeat", json=said)
         return asked_at, _read(News, answer)
@@ -487,7 +487,7 @@ class Link:
         answer = await self._request(
             "POST",
             _PLACE,
-            params={"understands": [NEXT_SECONDS, *([ENGINES] if self.hear_engines else [])]},
+            params={"understands": [NEXT_SECONDS, *([ENGINES] if self.on_engines else [])]},
             json=self._registration.model_dump(),
             headers=self._registering_key,
         )

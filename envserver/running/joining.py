@@ -90,7 +90,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
         gate=gate,
         token=settings.token.get_secret_value(),
         tls=tls_of(settings),
-        hear_engines=_not_yet if _hears_engines(settings) else None,
+        on_engines=_not_yet if _hears_engines(settings) else None,
     )
     async with link.open() as welcome:
         environment = _with_seed(spec, welcome.seed).make_environment()
@@ -266,12 +266,12 @@ def _not_yet(engines: Sequence[ToldEngine]) -> None:
 
 def _follow_engines(link: Link, shared: SharedEngine) -> None:
     fleet = shared.fleet
-    if link.hear_engines is None or fleet is None:
+    if link.on_engines is None or fleet is None:
         return
-    link.hear_engines = lambda engines: fleet.sync(
+    link.on_engines = lambda engines: fleet.sync(
         "server", [KnownEngine(**one.model_dump()) for one in engines]
     )
-    link.doubts_engines = lambda: fleet.doubts
+    link.engines_in_doubt = lambda: fleet.doubts
 
 
 def calls_waiting(parts: RolloutContext) -> int:

@@ -15,7 +15,7 @@ from ..folders import loaded_paths
 from ..sandbox.maker import SandboxMaker
 from ..sandbox.opening import WatchedSandboxes
 from ..sandbox.service import SandboxService
-from ..sandbox.source import SandboxSource, foreign, machines_of
+from ..sandbox.source import SandboxSource, custom_sandboxes, machines_of
 from ..settings.config import SandboxConfig
 
 _SYSTEM = ("/usr/bin/", "/usr/sbin/", "/usr/lib", "/usr/include/", "/usr/local/bin/")
@@ -57,7 +57,7 @@ async def _source(
             hint="Run `envserver join` on that machine, with its own sandboxes.",
         )
     if config.maker is not None:
-        yield foreign(config.maker)
+        yield custom_sandboxes(config.maker)
         return
     async with machines_of(config) as elsewhere:
         yield elsewhere

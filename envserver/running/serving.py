@@ -63,7 +63,7 @@ class Serving:
         self.url = server.url
         """Address for trainers."""
         context = host.parts[0]
-        self.model_url = f"{context.proxy_url}/r/{context.proxy.open_guest()}/v1"
+        self.model_url = f"{context.proxy_url}/r/{context.proxy.open_unrecorded()}/v1"
         """Endpoint of the model, with recording, for remote environments."""
         self._settings = settings
         self._server = server

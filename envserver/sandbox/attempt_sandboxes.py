@@ -24,7 +24,7 @@ from envserver_records.records import SandboxSpec, SandboxUsage
 from ..proxy.attempts import ProxyAttempt, ended
 from ..proxy.egress import Egress
 from ..sandbox_interface import Sandbox
-from .maker import SandboxMaker, TalkingProgram, TalkingSandbox, not_lost
+from .maker import InteractiveProgram, InteractiveSandbox, SandboxMaker, not_lost
 from .requests import (
     Exec,
     Open,
@@ -208,7 +208,7 @@ class AttemptSandboxes:
     @asynccontextmanager
     async def _opening(
         self, attempt: ProxyAttempt, spec: SandboxSpec
-    ) -> AsyncIterator[TalkingSandbox]:
+    ) -> AsyncIterator[InteractiveSandbox]:
         """Opens a sandbox when there is a place, with the way out that the environment has."""
         async with self._places, self._sandboxes.open(spec) as sandbox:
             server = None
@@ -285,21 +285,21 @@ class _Tenant:
     usage, or None without a sandbox.
     """
 
-    def __init__(self, opening: AbstractAsyncContextManager[TalkingSandbox]) -> None:
-        self.opened: asyncio.Future[TalkingSandbox] = asyncio.get_running_loop().create_future()
+    def __init__(self, opening: AbstractAsyncContextManager[InteractiveSandbox]) -> None:
+        self.opened: asyncio.Future[InteractiveSandbox] = asyncio.get_running_loop().create_future()
         self._working: set[asyncio.Task[Any]] = set()
-        self._program: TalkingProgram | None = None
+        self._program: InteractiveProgram | None = None
         self._over = asyncio.Event()
         self.task = asyncio.create_task(self._live(opening), name="sandbox")
 
     @property
-    def sandbox(self) -> TalkingSandbox:
+    def sandbox(self) -> InteractiveSandbox:
         if not self.opened.done():
             raise InputError("The sandbox is not open yet.")
         return self.opened.result()
 
     @property
-    def program(self) -> TalkingProgram:
+    def program(self) -> InteractiveProgram:
         if self._program is None:
             raise InputError("No program was started in this sandbox.")
         return self._program
@@ -310,7 +310,7 @@ class _Tenant:
         if not asked.argv:
             raise InputError("An empty command cannot be run.")
         argv = [plain(word) for word in asked.argv]
-        program = TalkingProgram(self.sandbox, argv, variables(asked.env), seconds)
+        program = InteractiveProgram(self.sandbox, argv, variables(asked.env), seconds)
         self._program = program
         living = asyncio.create_task(program.live())
         self._working.add(living)
@@ -351,7 +351,7 @@ class _Tenant:
         await asyncio.wait({self.task})
 
     async def _live(
-        self, opening: AbstractAsyncContextManager[TalkingSandbox]
+        self, opening: AbstractAsyncContextManager[InteractiveSandbox]
     ) -> SandboxUsage | None:
         usage = None
         try:

@@ -34,7 +34,7 @@ from .machine_messages import (
     framed,
     problem_of,
 )
-from .maker import SandboxMaker, TalkingProgram, TalkingSandbox
+from .maker import InteractiveProgram, InteractiveSandbox, SandboxMaker
 from .requests import (
     Exec,
     Read,
@@ -182,9 +182,9 @@ class _Conversation:
     def __init__(self, machine: SandboxMachine, link: FramedLink) -> None:
         self._machine = machine
         self._link = link
-        self._sandbox: TalkingSandbox | None = None
+        self._sandbox: InteractiveSandbox | None = None
         self._limits = SandboxLimits()
-        self._program: TalkingProgram | None = None
+        self._program: InteractiveProgram | None = None
         self._outside = Outside()
         self._work: dict[int, asyncio.Task[None]] = {}
         self._living: set[asyncio.Task[None]] = set()
@@ -347,18 +347,18 @@ class _Conversation:
                 return await self._outside.receive(body)
         raise InputError(f"A sandbox cannot {word[:40]!r}.")
 
-    async def _start(self, sandbox: TalkingSandbox, asked: StartProgram) -> None:
+    async def _start(self, sandbox: InteractiveSandbox, asked: StartProgram) -> None:
         if self._program is not None:
             raise InputError("A program was started in this sandbox before.")
         if not asked.argv or not asked.wall_seconds > 0:
             raise InputError("A program needs a command, and a time to run.")
         argv = [plain(text) for text in asked.argv]
-        self._program = TalkingProgram(sandbox, argv, variables(asked.env), asked.wall_seconds)
+        self._program = InteractiveProgram(sandbox, argv, variables(asked.env), asked.wall_seconds)
         living = asyncio.create_task(self._program.live())
         self._living.add(living)
         await self._program.started()
 
-    def _talking(self) -> TalkingProgram:
+    def _talking(self) -> InteractiveProgram:
         if self._program is None:
             raise InputError("No program was started in this sandbox.")
         return self._program

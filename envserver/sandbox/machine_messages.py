@@ -51,7 +51,7 @@ from envserver_records.waiting import cancel_and_wait
 
 from ..proxy.egress import Closable, OnConnection
 from ..proxy.egress_rules import MOST_HEAD_BYTES
-from .maker import TalkingSandbox
+from .maker import InteractiveSandbox
 from .requests import Exec, Read, Received, RunPython, Send, Write
 from .wire import MAX_FRAME_BYTES
 
@@ -91,7 +91,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class StartProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `TalkingSandbox.start`."""
+    """See `InteractiveSandbox.start`."""
 
     argv: list[str]
     env: dict[str, str]
@@ -232,7 +232,7 @@ class Outside:
         self._came: asyncio.Queue[int] = asyncio.Queue()
         self._streams: dict[int, _Streams] = {}
 
-    async def lead_out(self, sandbox: TalkingSandbox) -> bool:
+    async def lead_out(self, sandbox: InteractiveSandbox) -> bool:
         """Accepts connections from now on; returns False if the sandbox cannot have any."""
         if self._server is not None:
             raise InputError("This sandbox has a way out already.")

@@ -62,7 +62,7 @@ class MachineGone(SandboxUnavailable):
 
 
 class MachineSandbox(AskedSandbox):
-    """A sandbox at the other end of `websocket`; see `maker.TalkingSandbox`.
+    """A sandbox at the other end of `websocket`; see `maker.InteractiveSandbox`.
 
     Args:
         url: of its machine.

@@ -1,5 +1,5 @@
 """What makes sandboxes: the supervisor of this machine (`client.SandboxClient`), other machines
-(`machines.Machines`), or a user-supplied class (`source.ForeignSandboxes`).
+(`machines.Machines`), or a user-supplied class (`source.CustomSandboxes`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class StartedProgram:
         self.result: ExecResult | None = None
 
 
-class TalkingSandbox(Sandbox, Protocol):
+class InteractiveSandbox(Sandbox, Protocol):
     """A sandbox that supports interactive programs and proxied network access."""
 
     def start(
@@ -103,7 +103,7 @@ class TalkingSandbox(Sandbox, Protocol):
 class SandboxMaker(Protocol):
     """Makes sandboxes while its async context is entered, in one event loop."""
 
-    def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[TalkingSandbox]:
+    def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[InteractiveSandbox]:
         """See `sandbox_interface.Sandboxes.open`."""
 
     async def __aenter__(self) -> Self: ...
@@ -115,7 +115,7 @@ class SandboxMaker(Protocol):
 _PIECE_BYTES = 1 << 16
 
 
-class TalkingProgram:
+class InteractiveProgram:
     """`live` is its whole life, in a task of its own; the rest is for requests.
 
     Args:
@@ -123,7 +123,11 @@ class TalkingProgram:
     """
 
     def __init__(
-        self, sandbox: TalkingSandbox, argv: Sequence[str], env: Mapping[str, str], seconds: float
+        self,
+        sandbox: InteractiveSandbox,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        seconds: float,
     ) -> None:
         self._sandbox = sandbox
         self._argv = argv
@@ -160,7 +164,7 @@ class TalkingProgram:
             raise
 
     async def started(self) -> None:
-        """Waits until the program is ready; raises as `TalkingSandbox.start`."""
+        """Waits until the program is ready; raises as `InteractiveSandbox.start`."""
         await asyncio.shield(self._streams)
 
     async def send(self, data: bytes) -> None:

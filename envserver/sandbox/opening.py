@@ -29,9 +29,9 @@ def sandboxes_at(address: SandboxAddress) -> SandboxMaker:
 
         return Machines(address)
     if isinstance(address, ForeignAddress):
-        from .source import ForeignSandboxes
+        from .source import CustomSandboxes
 
-        return ForeignSandboxes(address.reference)
+        return CustomSandboxes(address.reference)
     from .client import SandboxClient
 
     return SandboxClient(address)

@@ -48,7 +48,7 @@ def maker_class(reference: str) -> Callable[[], Sandboxes]:
     return found
 
 
-class ForeignSandboxes:
+class CustomSandboxes:
     """See `maker.SandboxMaker`. The class may have an async context of its own."""
 
     def __init__(self, reference: str) -> None:
@@ -92,7 +92,7 @@ def _typed(
 
 
 class ForeignSandbox:
-    """A sandbox of such a class; see `maker.TalkingSandbox`. It has no interactive programs."""
+    """A sandbox of such a class; see `maker.InteractiveSandbox`. It has no interactive programs."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.id = sandbox.id
@@ -153,7 +153,7 @@ class RemoteSource:
         self.private: list[str] = []
 
 
-def foreign(reference: str) -> RemoteSource:
+def custom_sandboxes(reference: str) -> RemoteSource:
     """Returns the sandboxes of a class; see `SandboxConfig.maker`."""
     place, _, name = reference.rpartition(":")
     if place.endswith(".py"):

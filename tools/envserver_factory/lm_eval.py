@@ -248,7 +248,7 @@ async def _endpoint(engine: CountingEngine) -> AsyncIterator[str]:
     proxy = Proxy(engine, endpoint=EngineEndpoint(engine))
     server = await serve_proxy(proxy)
     try:
-        yield f"{server.url}/r/{proxy.open_guest()}"
+        yield f"{server.url}/r/{proxy.open_unrecorded()}"
     finally:
         await server.close()
 

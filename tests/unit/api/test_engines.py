@@ -350,11 +350,11 @@ async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(
             Registration(**registration("math@one")),
             gate=RunnerGate(),
             publish=runner.proxy.publish_version,
-            hear_engines=lambda told: runner.fleet.sync(
+            on_engines=lambda told: runner.fleet.sync(
                 "server", [KnownEngine(**one.model_dump()) for one in told]
             ),
         )
-        link.doubts_engines = lambda: runner.fleet.doubts
+        link.engines_in_doubt = lambda: runner.fleet.doubts
 
         async def samples(version: int, name: str) -> None:
             (call,) = await asked(runner, 1, name)

@@ -216,10 +216,10 @@ async def test_unknown_keys_have_a_rate_together() -> None:
         assert await (await made.get(made.open())).status() == 200
 
 
-async def test_guests_have_no_bounds() -> None:
+async def test_unrecorded_clients_have_no_bounds() -> None:
     async with house(max_connections=2, max_requests_per_second=1) as made:
         sent = head(None, "POST", "v1/completions", 9).replace(
-            b"unknown", made.proxy.open_guest().encode()
+            b"unknown", made.proxy.open_unrecorded().encode()
         )
         held = [await made.connect(sent) for _ in range(20)]
         for client in held:

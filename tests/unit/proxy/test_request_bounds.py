@@ -32,8 +32,8 @@ from envserver.models import OpenAIEngine
 from envserver.proxy import Proxy, bounds
 from envserver.proxy.bounds import AttemptBounds, InFlight, Totals
 from envserver.proxy.dialects.base import ModelRequest
-from envserver.proxy.guest import generate_answer
 from envserver.proxy.recorded import RecordedRequests, size_of
+from envserver.proxy.unrecorded import generate_answer
 from envserver.proxy.worker import job_of
 from envserver.rollouts.attempt import ending_limit
 from envserver.tokens import images
@@ -275,7 +275,7 @@ def picture_size(data: bytes) -> tuple[int, int] | None:
     return image_size(lambda at, size: data[at : at + size])
 
 
-# Access to the proxy: attempts, their workers, guests
+# Access to the proxy: attempts, their workers, unrecorded clients
 
 # Keys
 
@@ -447,8 +447,8 @@ async def test_log_lines_are_checked(home: House) -> None:
 # Guests
 
 
-async def test_a_guest_is_passed_through_and_not_recorded(home: House) -> None:
-    key = home.proxy.open_guest()
+async def test_an_unrecorded_client_is_passed_through(home: House) -> None:
+    key = home.proxy.open_unrecorded()
     client = home.client(key)
     assert (await chat(client, temperature=0.3)).message.content == "Hëllo."
     assert await chat(client, streamed=True) == ("Hëllo.", "stop")
@@ -465,7 +465,7 @@ async def test_a_guest_is_passed_through_and_not_recorded(home: House) -> None:
 
 
 async def test_generate_gives_ids_and_logprobs_for_ids(home: House) -> None:
-    key = home.proxy.open_guest()
+    key = home.proxy.open_unrecorded()
     body = {
         "prompt": {"prompt_token_ids": [5, 6]},
         "logprobs": 0,
@@ -505,7 +505,7 @@ def test_generate_gives_no_answer_that_is_none(choices: Any) -> None:
 
 
 async def test_health_says_whether_the_engine_answers(home: House) -> None:
-    key = home.proxy.open_guest()
+    key = home.proxy.open_unrecorded()
     assert (await home.get(key, "health"))[0] == 200
     asked = len(home.fake.headers)
     await home.get(key, "health")
@@ -514,6 +514,6 @@ async def test_health_says_whether_the_engine_answers(home: House) -> None:
         proxy = Proxy(dead)
         async with (
             serving(proxy.asgi()) as url,
-            home.http.get(f"{url}/r/{proxy.open_guest()}/health") as answer,
+            home.http.get(f"{url}/r/{proxy.open_unrecorded()}/health") as answer,
         ):
             assert answer.status == 503

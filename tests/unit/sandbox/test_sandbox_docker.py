@@ -28,7 +28,7 @@ from envserver.sandbox.container import CgroupAccounts
 from envserver.sandbox.docker import new_prefix, remove_leftovers
 from envserver.sandbox.opening import WatchedSandboxes, sandboxes_at
 from envserver.sandbox.service import probe
-from envserver.sandbox.source import foreign
+from envserver.sandbox.source import custom_sandboxes
 
 CASES = cases_of(__file__)
 
@@ -233,7 +233,7 @@ def maker(request: pytest.FixtureRequest) -> Any:
     if request.param == "docker":
         return request.getfixturevalue("containers")
     request.getfixturevalue("cloud")
-    return sandboxes_at(foreign(request.getfixturevalue("reference")).address)
+    return sandboxes_at(custom_sandboxes(request.getfixturevalue("reference")).address)
 
 
 @pytest.mark.thorough
@@ -267,7 +267,7 @@ async def test_foreign_sandboxes_are_used_so(maker: Any, request: pytest.Fixture
 
 
 async def test_a_failing_cloud_is_never_the_models_fault(cloud: Cloud, reference: str) -> None:
-    watched = WatchedSandboxes(foreign(reference).address)
+    watched = WatchedSandboxes(custom_sandboxes(reference).address)
     async with watched.open(SandboxSpec()) as box:
         cloud.is_broken = True
         with pytest.raises(SandboxLost, match="503"):
