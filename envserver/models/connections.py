@@ -370,7 +370,7 @@ class RetryableError(Exception):
     Args:
         fault: what the failure says about the replica.
         wait_seconds: how long the replica asks to wait.
-        elsewhere: retry only on another replica.
+        other_replica: retry only on another replica.
     """
 
     def __init__(
@@ -379,13 +379,13 @@ class RetryableError(Exception):
         fault: Fault = "failed",
         *,
         wait_seconds: float = 0.0,
-        elsewhere: bool = False,
+        other_replica: bool = False,
     ) -> None:
         super().__init__(error.message)
         self.error = error
         self.fault: Fault = fault
         self.wait_seconds = wait_seconds
-        self.elsewhere = elsewhere
+        self.other_replica = other_replica
 
 
 class Connections:
@@ -504,7 +504,7 @@ def _retryable(replica: Replica, error: HttpError) -> RetryableError:
         )
     if isinstance(error, NotHttp):
         message = f"{at} does not speak HTTP: {error}."
-        return RetryableError(EngineGarbage(message, base_url=replica.url), elsewhere=True)
+        return RetryableError(EngineGarbage(message, base_url=replica.url), other_replica=True)
     message = f"{at} closed the connection before its answer."
     return RetryableError(EngineGarbage(message, base_url=replica.url))
 

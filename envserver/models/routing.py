@@ -312,7 +312,7 @@ class Retrying:
         """Returns the seconds until the next try, or None if there should be none."""
         if self._replicas.other_usable(tried):
             return 0.0
-        if retryable.elsewhere:
+        if retryable.other_replica:
             return None
         return max(self._backoff.seconds(len(tried), random.random()), retryable.wait_seconds)
 
@@ -340,7 +340,7 @@ async def _try(
         raise
     except EngineError as error:
         request.failed(error.message)
-        raise RetryableError(error, elsewhere=True) from None
+        raise RetryableError(error, other_replica=True) from None
     request.answered()
     return result
 

@@ -137,7 +137,7 @@ async def check(
     again = await asyncio.to_thread(first_tasks, make_environment(), most_tasks + 1)
     problems = [*same_ids(listed), *differences(tasks, again)]
     if not problems:
-        problems += elsewhere(tasks, await scorer.task_digests(most_tasks + 1))
+        problems += differences_in_the_scorer(tasks, await scorer.task_digests(most_tasks + 1))
     whole = len(tasks) <= most_tasks
     tasks = tasks[:most_tasks]
     for task in tasks:
@@ -271,7 +271,7 @@ def same_ids(tasks: list[Task]) -> Iterator[str]:
         yield f"Several tasks have the same id: {_named(twice)}."
 
 
-def elsewhere(tasks: list[Task], digests: list[str]) -> Iterator[str]:
+def differences_in_the_scorer(tasks: list[Task], digests: list[str]) -> Iterator[str]:
     """Yields the differences from a listing in another process, which has its own order of sets."""
     changed = [
         task.id for task, digest in zip(tasks, digests, strict=False) if digest_of(task) != digest

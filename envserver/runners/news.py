@@ -203,14 +203,14 @@ class SharedCapacity:
         """Returns how many groups of `env` trainers would have open, if none were."""
         return max(0, self._demand.capacity_if_idle(env))
 
-    def report_to_demand(self, elsewhere: Counter[str]) -> None:
+    def report_to_demand(self, opened: Counter[str]) -> None:
         """Reports the groups in progress on other machines, by environment; groups of this process
         are counted where they are made.
         """
-        for env in elsewhere.keys() | self._reported.keys():
-            if elsewhere[env] != self._reported[env]:
-                self._demand.opened(env, elsewhere[env] - self._reported[env])
-        self._reported = elsewhere
+        for env in opened.keys() | self._reported.keys():
+            if opened[env] != self._reported[env]:
+                self._demand.opened(env, opened[env] - self._reported[env])
+        self._reported = opened
 
     def _extra(self, free: int, most: int, held: int) -> int:
         if not self._stretches:

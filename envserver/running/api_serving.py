@@ -60,7 +60,7 @@ async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
             settings=settings.server,
             status=lambda: delivery.status() | server.facts(),
             on_policy_version=delivery.publish,
-            runners=delivery.elsewhere,
+            runners=delivery.runners,
             gate=Gate(),  # this server has no engine: environments on other machines pause with it
             metrics=server.metrics,
             alarms=watch,
@@ -73,7 +73,7 @@ async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
             beside("stale-groups", delivery.staleness.run()),
             beside("silent-runs", delivery.demand.close_silent_runs()),
         ):
-            yield ApiServer(server.url, server, delivery.elsewhere, delivery.demand, watch)
+            yield ApiServer(server.url, server, delivery.runners, delivery.demand, watch)
         server.health.drain()
 
 
@@ -93,7 +93,7 @@ class _Delivery:
             ),
             silent_run_seconds=rules.silent_run_seconds,
         )
-        self.elsewhere = RunnerRegistry(
+        self.runners = RunnerRegistry(
             store,
             self.demand,
             silent_after_seconds=settings.server.silent_after_seconds,

@@ -448,7 +448,7 @@ async def _make(
         shared=shared,
         show=view.show,
         stop=stop,
-        elsewhere=lambda: nullcontext(makers),
+        open_makers=lambda: nullcontext(makers),
     )
     try:
         await groups.run()

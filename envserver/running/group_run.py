@@ -118,7 +118,7 @@ class GroupRun:
         total_groups: number of groups of all parts before it ends; None: each part ends by itself.
         expected: number of groups at the end, as far as it is known.
         for_training: the groups are for a trainer: see `rollout_context`.
-        elsewhere: opens what makes the groups on other machines; default: they are made here.
+        open_makers: opens what makes the groups on other machines; default: they are made here.
         give: receives each group after it is in its file, if it has one; the run awaits it.
     """
 
@@ -137,7 +137,7 @@ class GroupRun:
         show: Show = show_nothing,
         stop: Stop | None = None,
         track: Track = no_tracking,
-        elsewhere: OpenMakers = no_makers,
+        open_makers: OpenMakers = no_makers,
     ) -> None:
         self.tally = Tally()
         self.groups: Counter[str] = Counter()
@@ -157,7 +157,7 @@ class GroupRun:
         self._show = show
         self._stop = stop or Stop()
         self._track = track
-        self._elsewhere = elsewhere
+        self._open_makers = open_makers
         self._tracked: Tracking | None = None
 
     @property
@@ -201,7 +201,7 @@ class GroupRun:
             view = stack.enter_context(
                 self._show(self.tally, self._expected, sum(already.values()))
             )
-            makers = await stack.enter_async_context(self._elsewhere())
+            makers = await stack.enter_async_context(self._open_makers())
             schedulers = await self._schedulers(stack, already, view, makers)
             several = Several(schedulers)
             work = several.run(view.say)
@@ -407,7 +407,7 @@ def process_run(
             command="process",
             environments=[member.share.name for member in members],
         ),
-        elsewhere=makers_of(settings, [member.share.weight for member in members]),
+        open_makers=makers_of(settings, [member.share.weight for member in members]),
     )
 
 

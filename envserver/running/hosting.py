@@ -140,7 +140,7 @@ class Hosted(msgspec.Struct, frozen=True):
     auditor: Auditor
     demand: Demand
     staleness: Staleness
-    elsewhere: RunnerRegistry
+    runners: RunnerRegistry
     schedulers: Several
     orders: Orders
     episodes: Episodes
@@ -211,7 +211,7 @@ async def hosted(
         await stack.enter_async_context(auditor)
         demand = _demand(members, server.store)
         most_staleness = settings.rollouts.most_staleness
-        elsewhere = RunnerRegistry(
+        runners = RunnerRegistry(
             server.store,
             demand,
             silent_after_seconds=settings.server.silent_after_seconds,
@@ -225,9 +225,9 @@ async def hosted(
             auditor=auditor,
             demand=demand,
             staleness=Staleness(server.store, most_staleness),
-            elsewhere=elsewhere,
+            runners=runners,
             schedulers=await _schedulers(
-                members, parts, server.store, demand, elsewhere, curricula, tracked
+                members, parts, server.store, demand, runners, curricula, tracked
             ),
             orders=orders,
             episodes=await stack.enter_async_context(episodes),
@@ -385,7 +385,7 @@ async def _schedulers(
     parts: list[RolloutContext],
     store: Store,
     demand: Demand,
-    elsewhere: RunnerRegistry,
+    runners: RunnerRegistry,
     curricula: Mapping[str, TaskStream],
     tracked: Tracking | None,
 ) -> Several:
@@ -408,7 +408,7 @@ async def _schedulers(
         sink = LocalEnvironmentSink(
             store,
             demand,
-            elsewhere,
+            runners,
             share=one.share,
             prefix=id_prefix(one.environment),
             capacity=settings.rollouts.max_concurrent // config.group_size + 1,

@@ -109,12 +109,12 @@ async def url_for_nodes(cluster: Cluster, config: RayConfig, url: str, host: str
     if config.url:
         return config.url
     own, nodes = await cluster.own_address(), await cluster.nodes()
-    elsewhere = _elsewhere(own, nodes)
-    if not elsewhere:
+    others = _other_machines(own, nodes)
+    if not others:
         return url
     if is_loopback(host):
         raise ConfigError(
-            f"The Ray nodes {', '.join(elsewhere)} cannot reach {url}.",
+            f"The Ray nodes {', '.join(others)} cannot reach {url}.",
             hint="Listen at an address of this machine, with access tokens: --server.host 0.0.0.0 "
             "--server.tokens_file FILE, and ENVSERVER_RAY__TOKEN for the runners.",
         )
@@ -126,10 +126,10 @@ async def bind_host(cluster: Cluster) -> str:
     """Returns the address to listen at that all nodes reach: loopback if all are on this
     machine."""
     own = await cluster.own_address()
-    return own if _elsewhere(own, await cluster.nodes()) else "127.0.0.1"
+    return own if _other_machines(own, await cluster.nodes()) else "127.0.0.1"
 
 
-def _elsewhere(own: str, nodes: Sequence[Node]) -> list[str]:
+def _other_machines(own: str, nodes: Sequence[Node]) -> list[str]:
     return sorted({one.address for one in nodes} - {own, "127.0.0.1"})
 
 

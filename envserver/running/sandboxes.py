@@ -59,8 +59,8 @@ async def _source(
     if config.maker is not None:
         yield custom_sandboxes(config.maker)
         return
-    async with machines_of(config) as elsewhere:
-        yield elsewhere
+    async with machines_of(config) as machines:
+        yield machines
 
 
 def private_paths(environment: Environment | type[Environment]) -> list[str]:

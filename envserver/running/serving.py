@@ -174,7 +174,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
         include_messages=config.include_messages,
         score_range=config.score_range,
         retention=settings.retention,
-        runners=host.elsewhere,
+        runners=host.runners,
         orders=host.orders,
         episodes=host.episodes,
         alarms=alarms,
