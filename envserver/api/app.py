@@ -23,6 +23,7 @@ from ..formats.atropos import ScoreRange
 from ..http.access import AccessTokens, Sessions, rules_of, session_key
 from ..http.answers import MEANINGS, PROBLEM, Problem, answer_errors, is_native
 from ..http.health import (
+    STORE_IS_SILENT,
     CountedRequests,
     Health,
     Metrics,
@@ -367,5 +368,5 @@ def _logins(tokens_file: Path) -> Logins:
 
 def _store_only(store: Store) -> Health:
     health = Health()
-    health.found("store", store_probe(store))
+    health.found("store", store_probe(store), silent=STORE_IS_SILENT)
     return health

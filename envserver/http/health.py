@@ -58,21 +58,31 @@ class Health:
         self.lag = lag
         self.role: Callable[[], dict[str, object]] = dict
         """Returns what the answers add: whether this server leads or follows, and who leads."""
-        self._probes: dict[str, tuple[Probe, PartState]] = {}
+        self._probes: dict[str, tuple[Probe, PartState, str]] = {}
         self._started_at = time.time()
         self._asking: asyncio.Task[None] | None = None
 
     def expect(self, part: str) -> None:
         self._set(part, "starting")
 
-    def found(self, part: str, probe: Probe | None = None, *, failing: PartState = "down") -> None:
-        """Marks `part` as ready or, with a `probe`, lets the probe decide from now on. `failing`:
-        state of the part while its probe gives a reason.
+    def found(
+        self,
+        part: str,
+        probe: Probe | None = None,
+        *,
+        failing: PartState = "down",
+        silent: str = f"no answer within {PROBE_SECONDS:g} seconds",
+    ) -> None:
+        """Marks `part` as ready or, with a `probe`, lets the probe decide from now on.
+
+        Args:
+            failing: state of the part while its probe gives a reason.
+            silent: the reason if the probe does not answer.
         """
         if probe is None:
             self._set(part, "ready")
         else:
-            self._probes[part] = (probe, failing)
+            self._probes[part] = (probe, failing, silent)
             self.parts.setdefault(part, Part("starting", time.time()))
 
     def drain(self) -> None:
@@ -123,12 +133,12 @@ class Health:
     async def _ask_all(self) -> None:
         await asyncio.gather(*(self._ask(part, *one) for part, one in self._probes.items()))
 
-    async def _ask(self, part: str, probe: Probe, failing: PartState) -> None:
+    async def _ask(self, part: str, probe: Probe, failing: PartState, silent: str) -> None:
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 reason = await probe()
         except TimeoutError:
-            reason = f"no answer within {PROBE_SECONDS:g} seconds"
+            reason = silent
         except EnvserverError as error:
             reason = error.message
         except Exception as error:  # noqa: BLE001 (a part that cannot be asked is not well)
@@ -148,15 +158,17 @@ class Health:
             _log.info("part_is_back", part=name)
 
 
+STORE_IS_SILENT: Final = (
+    "it cannot be written: another program locks it, or its disk does not answer"
+)
+
+
 def store_probe(store: Store) -> Probe:
     """Returns a probe that writes to the store. `disk_probe` reports a full disk."""
 
     async def probe() -> str:
         try:
-            async with asyncio.timeout(PROBE_SECONDS * 0.9):
-                await store.touch()
-        except TimeoutError:
-            return "it cannot be written: another program locks it, or its disk does not answer"
+            await store.touch()
         except StoreFull as error:
             return "" if store.disk_problem else error.message
         return ""

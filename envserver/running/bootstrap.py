@@ -19,7 +19,7 @@ from envserver_records.waiting import cancel_and_wait
 from starlette.types import ASGIApp
 
 from ..api.bootstrap import BootstrapApp, FromFollowers, leads_metric, role
-from ..http.health import Health, Metrics, disk_probe, store_probe
+from ..http.health import STORE_IS_SILENT, Health, Metrics, disk_probe, store_probe
 from ..http.server import RunningServer, serve_api
 from ..settings.config import StorePlace
 from ..settings.server import ServerConfig, TelemetryConfig
@@ -125,7 +125,7 @@ async def bootstrap_server(
             health.expect(part)
         start = _sharing if shared else _alone
         async with start(server, store, health, lag) as bootstrap:
-            health.found("store", store_probe(bootstrap.store))
+            health.found("store", store_probe(bootstrap.store), silent=STORE_IS_SILENT)
             health.found("disk", disk_probe(bootstrap.store), failing="limited")
             watching = asyncio.create_task(health.watch(), name="health")
             try:
