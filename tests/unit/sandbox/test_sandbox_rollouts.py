@@ -448,7 +448,7 @@ async def test_usages_are_summed_and_peaks_kept() -> None:
     assert (both.executions, both.killed) == (2, {"wall": 2, "cpu": 1})
 
 
-def test_each_limit_is_cut_down_by_itself() -> None:
+async def test_each_limit_is_cut_down_by_itself() -> None:
     most = SandboxLimits(wall_seconds=5.0, memory_mb=100)
     cut = cut_down(SandboxLimits(wall_seconds=9.0, memory_mb=50, processes=2), most)
     assert (cut.wall_seconds, cut.memory_mb, cut.processes) == (5.0, 50, 2)
