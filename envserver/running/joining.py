@@ -272,6 +272,7 @@ def _follow_engines(link: Link, shared: SharedEngine) -> None:
         "server", [KnownEngine(**one.model_dump()) for one in engines]
     )
     link.engines_in_doubt = lambda: fleet.doubts
+    fleet.changed = link.hurry  # calls wait for the version of an engine that was away
 
 
 def calls_waiting(parts: RolloutContext) -> int:

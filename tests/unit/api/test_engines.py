@@ -355,6 +355,7 @@ async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(
             ),
         )
         link.engines_in_doubt = lambda: runner.fleet.doubts
+        runner.fleet.changed = link.hurry
 
         async def samples(version: int, name: str) -> None:
             (call,) = await asked(runner, 1, name)
