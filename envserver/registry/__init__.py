@@ -1,5 +1,5 @@
 """Finds environments by the name of an entry point, by the path of a .py file, a folder or rows,
-or by another framework's scheme (`integrated`).
+or by another framework's scheme (`SCHEME:NAME`).
 
 Installed packages (`installed`) offer entry points, too. An environment with an interpreter of its
 own is found as a class that stands for it (`hosted`).
@@ -68,7 +68,7 @@ def find(reference: str) -> type[Environment]:
         reference: an entry point's name (dashes count as underscores),
             `path/to/file.py[:ClassName]`, `folder[:ClassName]`, rows: `rows.jsonl`,
             `hub:owner/name` (see `rows.sources.is_data`), or another framework's:
-            `SCHEME:NAME` (see `integrated`).
+            `SCHEME:NAME`.
 
     Raises:
         NotFoundError: nothing has that name; the message holds the nearest one.

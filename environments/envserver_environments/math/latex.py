@@ -89,7 +89,7 @@ _OPTION = (
     rf"(?=(?:{SPACE}|[}}$:])*(?!(?:\\text\{{\s*)?(?:or|and|[A-E]\}}?\Z)\b)(?:[-+]?[\d.$]|[a-z(\[]|\\(?:\$|[a-z]*(?:text|math|frac|sqrt|pi)))))"
 )
 _NAME = (
-    r"(?!.*\b(?:not?|isn|least|most|than)\b|(?:alpha|beta|gamma|delta|theta|lambda|sigma|omega)\b)"
+    r"(?!.*\b(?:(?:not?|isn|least|most|than)\b|lambda\b[^:]*:))"
     r"(?:the )?(?P<name>[a-z][a-z '-]{2,}?)\s*(?::|(?=\}\s*:)|\b(?:is|are)(?=[^a-z]*\d)|=(?=\s*\}))"
 )
 _LABELLED = re.compile(

@@ -444,7 +444,7 @@ async def test_log_lines_are_checked(home: House) -> None:
     assert (await home.post(attempt.key, "log", {"event": "x" * 70_000}))[0] == 413
 
 
-# Guests
+# Unrecorded clients
 
 
 async def test_an_unrecorded_client_is_passed_through(home: House) -> None:
