@@ -62,7 +62,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """What an engine is asked.
+    """One request to an engine.
 
     Args:
         rollout_id: requests of one go to the same replica while it is healthy and has slots.

@@ -16,6 +16,7 @@ Bodies are MessagePack both ways; what is not 200 is the proxy's JSON error.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -95,12 +96,12 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     data: bytes
 
 
-class AskedSandbox:
+class AskedSandbox(ABC):
     """A `sandbox_interface.Sandbox` whose methods are requests, which a subclass sends."""
 
+    @abstractmethod
     async def ask(self, action: str, body: Any, kind: type[T]) -> T:
         """Sends a request and returns its answer."""
-        raise NotImplementedError
 
     async def exec(
         self,

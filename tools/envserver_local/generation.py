@@ -570,7 +570,7 @@ class Runner:
         self.abort_all()
 
     def _tell(self, rows: Sequence[Row]) -> None:
-        callbacks = [row.told for row in rows if row.told is not None]
+        callbacks = [row.on_change for row in rows if row.on_change is not None]
         if callbacks and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_call_all, callbacks)
 

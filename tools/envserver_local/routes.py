@@ -136,7 +136,7 @@ class Asking:
             raise EngineRefused("The engine has ended.", status=503)
         news = asyncio.Event()
         for row in rows:
-            row.told = news.set
+            row.on_change = news.set
         self.runner.submit(rows)
         try:
 

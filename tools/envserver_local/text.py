@@ -265,8 +265,8 @@ class Row:
     Args:
         prompt: ids, at least one.
         adapter: adapter to use; None: only the model's own weights.
-        told: called, from the engine's thread, after each step that added to the row or ended it.
-            Calls of one step come together.
+        on_change: called, from the engine's thread, after each step that added to the row or ended
+            it. Calls of one step come together.
     """
 
     def __init__(
@@ -275,15 +275,15 @@ class Row:
         sampling: Sampling,
         *,
         adapter: Adapter | None = None,
-        told: Callable[[], None] | None = None,
+        on_change: Callable[[], None] | None = None,
         eager: bool = False,
     ) -> None:
         self.prompt = prompt
         self.sampling = sampling
         self.adapter = adapter
-        self.told = told
+        self.on_change = on_change
         self.eager = eager
-        """Whether to call `told` after each token rather than only at the end."""
+        """Whether to call `on_change` after each token rather than only at the end."""
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % (1 << 64)
         self.ids: list[int] = []
         self.logprobs: list[float] = []

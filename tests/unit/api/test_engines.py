@@ -350,8 +350,8 @@ async def test_a_runner_calls_the_engines_of_its_server_with_their_versions(
             Registration(**registration("math@one")),
             gate=RunnerGate(),
             publish=runner.proxy.publish_version,
-            on_engines=lambda told: runner.fleet.sync(
-                "server", [KnownEngine(**one.model_dump()) for one in told]
+            on_engines=lambda engines: runner.fleet.sync(
+                "server", [KnownEngine(**one.model_dump()) for one in engines]
             ),
         )
         link.engines_in_doubt = lambda: runner.fleet.doubts

@@ -88,7 +88,7 @@ class Game:
     def __init__(self, task: Task) -> None:
         self.secret: int = task.hidden["secret"]
 
-    def told(self, number: int) -> str:
+    def hint(self, number: int) -> str:
         if number == self.secret:
             return "right"
         return "It is higher." if number < self.secret else "It is lower."
@@ -96,7 +96,7 @@ class Game:
 
 async def guess(arguments: dict[str, Any], caller: Caller) -> str:
     """Says how the secret compares with a number."""
-    answer: str = caller.state.told(int(arguments["number"]))
+    answer: str = caller.state.hint(int(arguments["number"]))
     return answer
 
 
