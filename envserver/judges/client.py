@@ -1,7 +1,7 @@
 """The judge in a scorer process: each call is one connection to the server's socket.
 
-A frame is four bytes of length and JSON. The server answers with a reply or a failure; a connection
-that the scorer closes, or that ends with its process, ends the call.
+A frame is four bytes of length and JSON. A connection that the scorer closes, or that ends with its
+process, ends the call.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ class JudgeAddress(msgspec.Struct, frozen=True):
 
 
 class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A scorer's call."""
-
     key: str
     messages: list[Message]
     attempt: int = 0
@@ -51,11 +49,7 @@ _answer = msgspec.json.Decoder(JudgeAnswer)
 
 
 class ScorerJudge:
-    """The Judge of a scorer process.
-
-    Args:
-        address: None: there is no judge.
-    """
+    """The Judge of a scorer process; without an address there is none."""
 
     def __init__(self, address: JudgeAddress | None) -> None:
         self._address = address

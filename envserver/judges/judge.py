@@ -1,10 +1,9 @@
 """Judges: marks of one answer by named criteria, comparisons of answers, and the judge's bias.
 
-In: a question, an answer and what counts. Out: a mark in [0, 1] for each criterion. The judge must
-answer in exactly the JSON that it is asked for; anything else is asked for again, then it is our
-failure (JudgeError), never a mark of 0. What the policy wrote reaches the judge as one JSON string:
-it cannot end its own quotation, but it may still talk to the judge. Measure that with
-`judge_bias` on answers of your own.
+The judge must answer in exactly the JSON that it is asked for; anything else is asked for again,
+then it is our failure (JudgeError), never a mark of 0. What the policy wrote reaches the judge as
+one JSON string: it cannot end its own quotation, but it may still talk to the judge. Measure that
+with `judge_bias` on answers of your own.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ def rubric_messages(
 
 
 def as_messages(system: str, asked: dict[str, Any]) -> list[Message]:
-    """Returns a conversation whose user message is `asked` as JSON."""
     return [
         {"role": "system", "content": system},
         {"role": "user", "content": msgspec.json.format(msgspec.json.encode(asked)).decode()},
@@ -93,7 +91,6 @@ def as_messages(system: str, asked: dict[str, Any]) -> list[Message]:
 
 
 def read_marks(text: str, criteria: Mapping[str, str]) -> dict[str, float]:
-    """Returns the marks of an answer, in the order of `criteria`."""
     marks = decoded(_marks, text).marks
     if set(marks) != set(criteria):
         raise ValueError(f"marks of {sorted(marks)}, not of {sorted(criteria)}")
@@ -103,9 +100,7 @@ def read_marks(text: str, criteria: Mapping[str, str]) -> dict[str, float]:
 
 
 def decoded(decoder: msgspec.json.Decoder[T], text: str) -> T:
-    """Decodes an answer that is JSON, perhaps in a Markdown fence, which chat models like to add.
-    Raises ValueError: it is something else, or of another form.
-    """
+    """Decodes JSON, perhaps in a Markdown fence, or raises ValueError."""
     text = text.strip()
     if text.startswith("```") and text.endswith("```") and "\n" in text:
         text = text.partition("\n")[2].removesuffix("```")
@@ -212,9 +207,7 @@ async def pairwise_comparison(
     reference: str | None = None,
     **sampling: Any,
 ) -> float:
-    """Returns 1 if `first` is better, 0 if `second` is, 0.5 for a tie; in this order only.
-    Raises JudgeError: no answer, or none in the form that was asked for.
-    """
+    """Returns 1 if `first` is better, 0 if `second` is, 0.5 for a tie; raises JudgeError."""
     asked = {"question": question, "A": first, "B": second, "criterion": criterion}
     if reference is not None:
         asked["reference"] = reference
@@ -222,8 +215,7 @@ async def pairwise_comparison(
 
 
 def read_verdict(text: str) -> float:
-    """Returns 1 if "A" is better, 0 if "B" is, 0.5 for a tie; ValueError if it is not the JSON
-    that was asked for."""
+    """Returns 1 if "A" is better, 0 if "B" is, 0.5 for a tie."""
     return {"A": 1.0, "B": 0.0, "tie": 0.5}[decoded(_verdicts, text).better]
 
 

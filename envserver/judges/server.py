@@ -1,9 +1,8 @@
 """The server's side of the judge: answers scorers over a Unix socket; only it has the engine's key.
 
-In: a scorer's messages. Out: an answer of the judge's engine, from the cache where it is there.
-Invariants: equal calls are made once, also side by side; no more than `max_concurrent` are at the
-engine; a failed call is tried again by the engine's client, then it is a JudgeError; nothing here
-is recorded as a call of a rollout.
+Equal calls are made once, also side by side; no more than `max_concurrent` are at the engine; a
+failed call is tried again by the engine's client, then it is a JudgeError; nothing here is recorded
+as a call of a rollout.
 """
 
 from __future__ import annotations
@@ -51,12 +50,7 @@ _decoder = msgspec.msgpack.Decoder(JudgeReply)
 
 
 class AnswerCache:
-    """A cache on disk; its methods block and may run in any thread.
-
-    Args:
-        path: of the file; it is made when it is missing.
-        most_bytes: size at which the oldest tenth is dropped.
-    """
+    """A cache on disk, of which the oldest tenth is dropped at `most_bytes`; its methods block."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         self.path = path
@@ -78,7 +72,6 @@ class AnswerCache:
             ) from error
 
     def get(self, key: bytes) -> JudgeReply | None:
-        """Returns the answer, or None; one that cannot be read counts as missing."""
         with self._lock:
             try:
                 row = self._db.execute(
@@ -90,7 +83,7 @@ class AnswerCache:
                 return None
 
     def put(self, key: bytes, answer: JudgeReply) -> None:
-        """Stores an answer; a full disk is logged and costs only the cache."""
+        """A full disk is logged and costs only the cache."""
         values = key, msgspec.msgpack.encode(answer)
         with self._lock:
             try:
@@ -125,14 +118,9 @@ Pause = Callable[[], AbstractContextManager[None]]
 
 
 class JudgeCounts(msgspec.Struct):
-    """Counts of judge calls since the start.
+    """Counts of judge calls since the start; `calls` were answered, `cached` by the cache.
 
-    Args:
-        calls: answered calls, from the engine or the cache.
-        cached: those from the cache.
-        again: those that were asked because an earlier answer could not be read.
-        failed: calls without an answer.
-        prompt_tokens, completion_tokens: of the engine's answers (the cache's cost nothing).
+    `again`: calls after an answer that could not be read; tokens: of the engine's answers alone.
     """
 
     calls: int = 0
@@ -144,13 +132,6 @@ class JudgeCounts(msgspec.Struct):
 
 
 class JudgeServer:
-    """Answers while its async context is entered.
-
-    Args:
-        engine: the judge's, open.
-        cache_path: file of the cache.
-    """
-
     def __init__(self, engine: Engine, config: JudgeConfig, cache_path: Path) -> None:
         self.counts = JudgeCounts()
         self.config = config
@@ -181,13 +162,11 @@ class JudgeServer:
         await asyncio.to_thread(self._cache.close)
 
     def register(self, pause: Pause) -> JudgeAddress:
-        """Returns the address for one scorer; `pause` is entered while it waits for an answer."""
         key = secrets.token_urlsafe(24)
         self._scorers[key] = pause
         return JudgeAddress(self._socket, key)
 
     def take_usage(self, address: JudgeAddress) -> JudgeUsage | None:
-        """Returns what a scorer asked since the last time; None if it asked nothing."""
         return self._used.pop(address.key, None)
 
     @property

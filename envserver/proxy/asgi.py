@@ -1,7 +1,6 @@
 """Reads request bodies and sends answers over ASGI, without a framework.
 
-The hot path does no more than it must: a body is read once, with a limit on its compressed and its
-inflated size, and parsed once; an answer is two ASGI messages.
+A body is read once, with a limit on its compressed and its inflated size, and parsed once.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def context_limit(message: str) -> LimitReached | None:
     """Returns the limit that an engine's refusal `message` is about; None: another reason.
 
     The engine may be vLLM, SGLang, llama.cpp, TGI, OpenAI or another provider; agents' clients
-    recognise the result and shorten their conversation. `detail`: `limit` ("context") and, if the
-    message says them, `prompt_tokens`, `answer_tokens` and `context_tokens`.
+    recognise the result and shorten their conversation. `detail` has the numbers that the message
+    says.
     """
     if not _FULL.search(message):
         return None
@@ -100,10 +99,7 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MAX_COMMAS = 2_000_000
-"""Maximum commas of a body, which bound the number of its values.
-
-A value of three bytes takes 300 nanoseconds and 70 bytes of memory to parse.
-"""
+"""Bounds the number of values: one of three bytes takes 300 nanoseconds and 70 bytes to parse."""
 _INFLATE_ON_LOOP_BYTES = 64 * 1024
 """Larger compressed bodies are inflated in a thread."""
 _MAX_RATIO = 1032
@@ -112,8 +108,7 @@ HOLD = "envserver.hold"
 """Name in a scope of the Hold that counts the bytes of its request."""
 
 
-class ClientGone(Exception):
-    """The client hung up while its request was read."""
+class ClientGone(Exception): ...
 
 
 _HEADERS = "envserver.headers"
@@ -128,7 +123,7 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def header_number(text: str) -> int:
-    """Returns the whole number in a header, 0 if it is none; a huge one becomes too large a number.
+    """Returns the whole number in a header, or 0; a huge one becomes too large a number.
 
     Python refuses to read thousands of digits, and llhttp lets as many zeros through.
     """
@@ -240,7 +235,6 @@ async def send_nothing(send: Send) -> None:
 
 
 async def start_events(send: Send) -> None:
-    """Starts a stream of server-sent events; `send_events` and `end_events` follow."""
     head = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": head})
 
@@ -261,7 +255,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_body(error: EnvserverError, code: str | None = None) -> dict[str, Any]:
-    """Returns `error` as OpenAI's API writes it."""
     kind = "invalid_request_error" if error.status < 500 else "engine_error"
     known = CONTEXT_IS_FULL if is_context_limit(error) else error.kind
     facts = {
@@ -277,8 +270,6 @@ Reason = Literal["gone", "sealed", "time"]
 
 
 class Interrupted(Exception):
-    """A request's work was stopped early because of `reason`."""
-
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
         self.reason: Reason = reason
@@ -296,7 +287,6 @@ class Hangups:
         self._gone = False
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Calls `on_gone` when the client hangs up, soon if it has."""
         if self._gone:
             asyncio.get_running_loop().call_soon(on_gone)
         else:
@@ -313,13 +303,10 @@ class Hangups:
 
 
 class Interrupts:
-    """Cancels the enclosed block when its result is no longer needed; use with `async with`.
+    """Cancels the enclosed block, which then raises `Interrupted`; use with `async with`.
 
     That is when the client hangs up ("gone"), after `seconds` ("time"), or when `interrupt` is
-    called. The block then raises `Interrupted`.
-
-    Args:
-        hangups: those of the connection; None: `receive` reports them.
+    called. `hangups`: those of the connection; None: `receive` reports them.
     """
 
     def __init__(
@@ -356,10 +343,7 @@ class Interrupts:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     def stop_watching(self) -> None:
-        """Stops watching for hang-ups.
-
-        Call it before the end of the answer, which servers report as a hang-up.
-        """
+        """Call it before the end of the answer, which servers report as a hang-up."""
         if self._hangups is not None:
             self._hangups.forget(self._gone)
         # Its error would hold this object by its traceback, and both would be a cycle.

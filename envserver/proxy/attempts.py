@@ -62,10 +62,7 @@ _MOST_SECONDS = 1e9
 
 
 class Timeline:
-    """The times of one attempt, which begins now.
-
-    `timings`: of tools and programs, in order of their ends.
-    """
+    """The times of one attempt, which begins now; `timings` are in order of their ends."""
 
     def __init__(self) -> None:
         self.started_at = time.time()
@@ -103,7 +100,6 @@ class Timeline:
             self._characters -= len(self._printed.popleft().text)
 
     def lines(self) -> list[Printed]:
-        """Returns the last lines in order of time."""
         return sorted(self._printed, key=lambda line: line.time)
 
 
@@ -129,8 +125,6 @@ class _Refused:
 
 
 class ReachedLimits:
-    """Limits that were reached, by agent."""
-
     def __init__(self) -> None:
         self._refused: dict[tuple[str, str | None], _Refused] = {}
         self._ends: asyncio.Timeout | None = None
@@ -145,8 +139,8 @@ class ReachedLimits:
     def watch(self, ends: asyncio.Timeout | None) -> None:
         """From now on an agent that keeps asking lets `ends` expire; None: stops watching.
 
-        A timeout holds its task, and that the rollout's record when it has ended: one that stayed
-        here would keep it until the next collection of old cycles, some 30,000 rollouts later.
+        A timeout holds its task, and that the rollout's record: one that stayed here would keep it
+        until the next collection of old cycles, some 30,000 rollouts later.
         """
         self._ends = ends
 
@@ -161,11 +155,7 @@ class ReachedLimits:
             self._ends.reschedule(asyncio.get_running_loop().time() + GRACE_SECONDS)
 
     def answered(self, agent: str | None) -> None:
-        """Registers an answered call of `agent`.
-
-        It has shortened its conversation since it met the context limit, or asked for what a hook
-        lets through.
-        """
+        """Forgets refusals by the context limit and by hooks: the agent has adapted."""
         forgotten = [self._refused.pop((limit, agent), None) for limit in ("context", "refused")]
         ending = any(one is not None and one.times >= MOST_REFUSALS for one in forgotten)
         if not ending or self._ends is None:
@@ -179,10 +169,7 @@ _MAX_LOG_BYTES = 8 * 1024 * 1024
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits of one attempt; `max_completion_tokens` may be None (unlimited).
-
-    Turns are counted for each agent; tokens for all trained agents together.
-    """
+    """Turns are counted for each agent, tokens for all trained ones together; None: unlimited."""
 
     max_turns: int
     max_completion_tokens: int | None
@@ -192,9 +179,7 @@ class AgentRoute(msgspec.Struct, frozen=True, kw_only=True):
     """The model and the engine of one agent of an attempt.
 
     Args:
-        model: the name to request.
         sampling: see AttemptSpec.
-        trained: whether its samples are trained on.
         endpoint: name of its own engine; "" for the run's engine.
         follows_policy: whether the policy serves it, so that its samples have policy versions.
     """
@@ -213,11 +198,9 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
         env_reference: what a worker loads the environment from.
         task: with its hidden part, for services; `worker.job_of` leaves that out.
         deadline: seconds, as `time.time()`.
-        group_id: the group of rollouts that this one is compared with; "" for none.
         sampling: `temperature`, `top_p` (both forced) and `max_tokens` (a cap).
         agents: the route of each declared agent by name, the main one first; empty: a single agent.
         isolation: of its worker; code of the model can reach it if that is "sandboxed".
-        keep_services: whether to record the requests to services and their answers.
         endpoint: name of the engine where no agents are declared; "" for the run's engine.
         harness: the external agent; None: the environment's `rollout`.
     """
@@ -266,7 +249,6 @@ class PostedReward(msgspec.Struct, frozen=True):
     Args:
         at: when, by `time.monotonic()`, which all processes of a machine share.
         turn: the turn's number; None: the latest call of the agent at that time.
-        agent: None: the main agent.
     """
 
     value: float
@@ -285,22 +267,12 @@ class ProxyAttempt:
 
     Args:
         calls: in order of commit; committed_at: when, by `time.monotonic()`.
-        turn_rewards: given by the rollout with `run.reward`.
-        engine_failures: number of calls that the engine failed.
-        sandbox_failure, service_failure: how a sandbox or a service failed, if one did.
-        asked_services: the calls to services, if they are kept.
         refused_requests: those that hooks refused before the engine got them.
         flags: flags that services put on the trajectory.
         output, metrics, steps, posted, failure: posted by the worker.
-        late_calls: model calls that came after the end.
         log_budget: what the attempt may still write to the server's log.
-        log_lines_dropped: its log lines beyond that.
-        memory: state of each dialect for this attempt.
         histories: the conversations that can be continued, by engine.
         span: trace span of the agent's run, the parent of its model calls.
-        in_flight: its connections, bytes and requests.
-        egress: its requests to hosts outside.
-        recorded: the requests that its record holds.
         planning: held while one of its long prompts is planned, or waits for that.
     """
 
@@ -413,10 +385,7 @@ class ProxyAttempt:
     async def reserve(
         self, wanted: int | None, choices: int, agent: str | None = None
     ) -> TokenReservation:
-        """Reserves tokens for a request with `choices` answers of up to `wanted` tokens each.
-
-        Tokens of untrained agents are not counted.
-        """
+        """Reserves up to `wanted` tokens per answer; those of untrained agents do not count."""
         route = self.spec.route(agent)
         cap = route.sampling.get("max_tokens")
         each = min((n for n in (wanted, cap) if n is not None), default=None)
@@ -492,7 +461,6 @@ class ProxyAttempt:
             self.sandbox_failure = error.failure()
 
     def sandbox_opened(self) -> None:
-        """Forgets an earlier failure to open a sandbox."""
         if self.sandbox_failure and self.sandbox_failure.kind == SandboxUnavailable.kind:
             self.sandbox_failure = None
 
@@ -546,9 +514,7 @@ class ProxyAttempt:
 
 
 class TokenReservation:
-    """Completion tokens of one request, `max_tokens` per choice; a context manager that releases
-    unused ones.
-    """
+    """Tokens of one request, `max_tokens` per choice; a context manager, releases unused ones."""
 
     def __init__(self, attempt: ProxyAttempt, max_tokens: int | None, reserved: int) -> None:
         self.max_tokens = max_tokens

@@ -5,9 +5,9 @@ or refused. The run may pass on more (`tokens.extra_fields`), and decides how ag
 what is sampled (`tokens.constraints`).
 
 The run alone decides the distribution that tokens are sampled from: its temperature and top_p are
-sent whatever the agent asks for, and every other sampler setting is sent switched off, so no
-model's default changes it. What the agent's protocol needs (stop, tools, seed, formats) is kept,
-except for `parallel_tool_calls` of free calls: vLLM would mask what is sampled.
+sent whatever the agent asks for, every other sampler setting is sent switched off. What the agent's
+protocol needs (stop, tools, seed, formats) is kept, except for `parallel_tool_calls` of free calls:
+vLLM would mask what is sampled.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ def without_strict(request: ModelRequest) -> ModelRequest:
 
 
 def check_references(fields: dict[str, Any], tools: list[dict[str, Any]]) -> None:
-    """Checks the schemas of tools and answers, enforced or not."""
     forms = ("response_format", *RAW)
     places: dict[str, Any] = {name: fields[name] for name in forms if name in fields}
     places["tools"] = tools
@@ -178,7 +177,6 @@ def not_allowed(place: str, needed: str) -> InputError:
 
 
 def _schemas(fields: dict[str, Any], tools: list[dict[str, Any]]) -> Iterator[tuple[Any, str]]:
-    """Yields what the engine makes grammars of, with its place."""
     yield fields.get("response_format"), "response_format"
     forced = fields.get("tool_choice") not in (None, "auto", "none")
     for index, tool in enumerate(tools):
@@ -187,7 +185,6 @@ def _schemas(fields: dict[str, Any], tools: list[dict[str, Any]]) -> Iterator[tu
 
 
 def _patterns(schema: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Yields the regular expressions of a schema with their places."""
     for name, value in schema.items() if isinstance(schema, dict) else ():
         at = f"{place}.{name[:80]}"
         if name in _COUNTS and isinstance(value, int | float) and value > _LARGEST_COUNT:
@@ -229,10 +226,7 @@ def _repeats(pattern: str) -> float:
 
 
 def _times(word: str) -> tuple[float, float]:
-    """Returns how often `word` repeats what is before it, at least and at most.
-
-    (1, 1) if it is not a quantifier.
-    """
+    """Returns how often `word` repeats what is before it, at least and at most."""
     if word in ("*", "+"):
         return 0, math.inf
     if not word.startswith("{") or word == "{":
@@ -271,13 +265,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class EngineBody(msgspec.Struct, kw_only=True):
-    """The body of a chat (or text completion) request to the engine.
-
-    Args:
-        body: completed by `with_max_tokens`.
-        tokens_field: see ModelRequest.
-        flags: flags of all resulting calls.
-    """
+    """The body of a chat (or text completion) request, completed by `with_max_tokens`."""
 
     body: dict[str, Any]
     tokens_field: str
@@ -306,7 +294,6 @@ def engine_body(
     """Builds the engine's body for `request`.
 
     Args:
-        model: the name to request.
         sampling: the run's `temperature` and `top_p`.
         exact: whether the engine returns token ids and logprobs on demand.
         banned: tokens that must not be sampled: placeholders with no image behind them.
@@ -387,8 +374,7 @@ _EMPTY: tuple[Any, ...] = ("", [], {})
 
 
 class _Fields(NamedTuple):
-    """A request's fields for the dialect and for the engine as they are, and the names of ignored
-    ones."""
+    """A request's fields for the dialect, for the engine as they are, and names of ignored ones."""
 
     known: dict[str, Any]
     passed: dict[str, Any]
@@ -419,7 +405,6 @@ def read_request(
 
 
 async def admit_images(messages: list[Message], tokens: TokensConfig, in_flight: InFlight) -> None:
-    """Checks the images of a request, all of their bytes."""
     check_images(await facts_of_all(urls_of(messages), in_flight.reading), tokens)
 
 

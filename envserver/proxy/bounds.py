@@ -1,9 +1,8 @@
 """Bounds what one attempt may ask of the proxy at once: connections, bytes, requests a second.
 
 An agent may run code of a model, which has the attempt's key: without bounds, one rollout takes the
-descriptors, memory or time that all share. What exceeds a bound is refused to that attempt (status
-429) and counted. While all attempts together are near a bound of the server, each may still have a
-small reserve.
+descriptors, memory or time that all share. Requests over a bound get status 429 and are counted.
+While all attempts together are near a bound of the server, each may still have a small reserve.
 """
 
 from __future__ import annotations
@@ -72,21 +71,18 @@ class AttemptBounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Connection(Protocol):
-    """A client's connection, as far as the bounds are concerned."""
-
     @property
     def is_answered(self) -> bool:
         """Whether the server is answering a complete request of this connection."""
 
-    def drop(self, error: OverBound) -> None:
-        """Closes it because of `error`."""
+    def drop(self, error: OverBound) -> None: ...
 
 
 class Connections:
     """Open connections that share a bound.
 
-    If there are too many, those that have waited for their clients longest are closed: a client
-    that holds connections without using them only loses these.
+    Those that have waited for their clients longest are closed if there are too many: a client that
+    holds connections without using them only loses these.
     """
 
     def __init__(self) -> None:
@@ -96,8 +92,7 @@ class Connections:
         return len(self._open)
 
     def add(self, connection: Connection, most: int) -> int:
-        """Adds `connection`, or makes it the latest; returns how many were closed to keep within
-        `most`."""
+        """Adds `connection`, or makes it the latest; returns how many were closed for `most`."""
         self._open.pop(connection, None)
         self._open[connection] = None
         if (over := len(self._open) - most) <= 0:
@@ -115,8 +110,6 @@ class Connections:
 
 
 class Totals:
-    """Bytes in flight and in records, connections, and refused requests, over all attempts."""
-
     def __init__(self, max_bytes: int, max_recorded: int) -> None:
         self.max_bytes = max_bytes
         self.max_recorded = max_recorded
@@ -131,12 +124,7 @@ class Totals:
 
 
 class InFlight:
-    """Bytes and connections in flight for one attempt.
-
-    Args:
-        totals: those of all attempts; default: its own.
-        rollout_id, flags: of the attempt; default: of all clients without a valid key.
-    """
+    """Bytes and connections in flight for one attempt, or for all clients without a valid key."""
 
     def __init__(
         self,
@@ -150,9 +138,7 @@ class InFlight:
         self.connections = Connections()
         self.bytes = 0
         self.recorded = 0
-        """Bytes of requests in its record, see `recorded.py`."""
         self.reading_seconds = 0.0
-        """CPU time that reading its requests took."""
         self._totals = totals or Totals.of(self.bounds)
         self._rollout_id = rollout_id
         # Not the attempt itself: a cycle would keep its record until the next collection.
@@ -236,10 +222,7 @@ class InFlight:
 
 
 class Hold:
-    """Bytes of one request; a context manager that gives them back.
-
-    `in_flight`: the attempt's; None: without a bound.
-    """
+    """Bytes of one request, given back at the end of its block; None: without a bound."""
 
     def __init__(self, in_flight: InFlight | None = None) -> None:
         self._in_flight = in_flight

@@ -73,12 +73,8 @@ def model_call(
 ) -> AbstractContextManager[Span]:
     """Opens a span for a model call; requests to the engine carry its `traceparent`.
 
-    Texts are in spans only if the tracer wants them (`Span.texts`).
-
-    Args:
-        body: the request as the engine gets it.
-        request: the same as the agent sent it.
-        server: kind of the engine's server.
+    Texts are in spans only if the tracer wants them. `request`: as the agent sent it; `body`: as
+    the engine gets it.
     """
     if not attempt.span.traceparent:
         return nullcontext(attempt.span)
@@ -110,8 +106,7 @@ def note_answer(span: Span, engine_answer: EngineAnswer) -> None:
 def note_tools(attempt: ProxyAttempt, agent: str | None, request: ModelRequest) -> None:
     """Adds a span for each tool whose result comes with `request` for the first time.
 
-    It lasts from the answer that asked for the tool until now; the tools of one answer are not
-    distinguished.
+    It lasts from the answer that called the tool until now, for all tools of one answer.
     """
     if not attempt.span.traceparent:
         return
@@ -139,12 +134,7 @@ Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class CallTask:
-    """The engine call for one request and for the retries that join it.
-
-    Args:
-        agent: the agent of the attempt, None for the only one.
-        digest: of the request.
-    """
+    """The engine call for one request, with its `digest`, and for the retries that join it."""
 
     def __init__(
         self,
@@ -187,8 +177,7 @@ class CallTask:
         self._delivered = False
 
     async def begin(self) -> None:
-        """Waits for the engine's capabilities, plans the prompt, and starts `task` unless it
-        streams."""
+        """Waits for the engine's capabilities, plans the prompt, starts `task` or will stream."""
         try:
             await self._prepare()
             if not self._can_stream():
@@ -417,8 +406,7 @@ class CallTask:
     # Recording
 
     def failed(self, error: EngineError) -> EnvserverError:
-        """Records the engine's failure, once, and what had arrived; returns the error for the
-        agent."""
+        """Records the failure once, and what had arrived; returns the error for the agent."""
         if self._failure is None:
             if self._first_at is not None:
                 self.break_off("error")
@@ -431,10 +419,7 @@ class CallTask:
         return self._failure
 
     def break_off(self, how: str) -> None:
-        """Records what has arrived of a call that ended early, by "disconnect" or "error".
-
-        Nothing is recorded if the engine had not been called yet.
-        """
+        """Records what has arrived of a call that began and ended by "disconnect" or "error"."""
         if self._attempt.sealed or self.calls or not self._asked:
             return
         engine_answer = self._collected()
@@ -445,7 +430,6 @@ class CallTask:
         self._record(calls_of(engine_answer, self._context(engine_answer), how))
 
     async def _committed(self, engine_answer: EngineAnswer) -> None:
-        """Records the calls, so that later ones can continue them."""
         self._commit(engine_answer)
         await self._ready.remember(self._attempt, self.calls, self._prompt)
         if any("render_mismatch" in call.flags for call in self.calls):
@@ -522,8 +506,8 @@ class CallTask:
     def _versions(self) -> tuple[int, int]:
         """Returns the policy versions at the start and at the end of the call.
 
-        They are those of the replica that sampled, if it has its own. A version in the model's name
-        is the policy's.
+        They are those of the replica, if it has its own; a version in the model's name is the
+        policy's.
         """
         first, last = self._first_version, self._version
         if not self._route.follows_policy or VERSION_PLACEHOLDER in self._route.model:

@@ -3,11 +3,9 @@
     GET http://api.example.com/v1 HTTP/1.1      CONNECT api.example.com:443 HTTP/1.1
     Proxy-Authorization: Basic ...              Proxy-Authorization: Basic ...
 
-In: a connection whose first bytes ask for another host (from `api/proxy_server.py`), or one of a
-program in a sandbox (`serve_sandbox`). Out: the host's answer, or an error that says why not.
-What always holds: the key of a running attempt is needed, except on the socket of its own sandbox;
-every request is recorded with its bytes, refused ones too; no attempt exceeds its requests and
-bytes; all connections of an attempt end with it.
+The key of a running attempt is needed, except on the socket of its own sandbox; every request is
+recorded with its bytes, refused ones too; no attempt exceeds its requests and bytes; all
+connections of an attempt end with it.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ _HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME, _HOST_NAME = 22, 1, 0, 0
 _MOST_RECORDS = 8
 """A message in tiny records would be read again and again, for each of their bytes."""
 _BEFORE_SESSION = 2 + 32
-"""Bytes of version and random."""
 
 
 class NotTls(Exception):
@@ -163,15 +160,10 @@ class Closable(Protocol):
 
 
 class LeadsOut(Protocol):
-    """A sandbox whose programs can be given an HTTP proxy."""
-
-    async def lead_out(self, serve: OnConnection) -> Closable | None:
-        """See `sandbox.maker.InteractiveSandbox`."""
+    async def lead_out(self, serve: OnConnection) -> Closable | None: ...
 
 
 class Egress:
-    """The egress proxy of one environment, with the bounds of one attempt."""
-
     def __init__(self, rules: EgressRules, *, max_requests: int, max_bytes: int) -> None:
         self._rules = rules
         self._max_requests = max_requests
@@ -179,7 +171,6 @@ class Egress:
         self.counts: Counter[str] = Counter()
         """Requests since the start by how they ended ("ok", or an EgressEnd)."""
         self.bytes = 0
-        """Bytes of all attempts, in both directions."""
 
     async def serve(
         self,
@@ -188,12 +179,7 @@ class Egress:
         find: Callable[[str], Awaitable[ProxyAttempt | None]],
         own: Callable[[ProxyAttempt], None],
     ) -> None:
-        """Answers one connection, and closes it.
-
-        Args:
-            find: returns the running attempt of a key.
-            own: called with the attempt whose connection it is.
-        """
+        """Answers one connection, and closes it; `own` is called with the attempt that it is of."""
         try:
             async with asyncio.timeout(_HEAD_SECONDS):
                 head = read_request(await reader.readuntil(b"\r\n\r\n"))
@@ -220,12 +206,10 @@ class Egress:
             writer.close()
 
     async def serve_sandbox(self, sandbox: LeadsOut, attempt: ProxyAttempt) -> Closable | None:
-        """Serves the programs of a sandbox of `attempt`, until the result is closed.
+        """Serves the programs of a sandbox until the result is closed; None: it has no network.
 
         They need no key, and must not have it: with it they could call the model. After many
         connections without a request, it ends early: a program could connect without end.
-
-        Returns None if the sandbox has no network that could hold a way out.
         """
         left = self._max_requests + _MOST_REFUSED_CONNECTIONS
         server: Closable | None = None

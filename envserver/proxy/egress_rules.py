@@ -49,14 +49,7 @@ class EgressRefused(UsageError):
 
 @dataclass
 class EgressUse:
-    """The requests of one attempt.
-
-    Args:
-        requests: those that were carried out, and the first refused ones, in order.
-        made, refused: their numbers.
-        bytes: of all requests, in both directions.
-        running: tasks of its open connections.
-    """
+    """The requests of one attempt, with the first refused ones; bytes in both directions."""
 
     requests: list[EgressRequest] = field(default_factory=list)
     made: int = 0
@@ -77,10 +70,9 @@ class EgressRules:
     """The hosts that an environment's agents may reach.
 
     Args:
-        hosts: names such as "api.example.com", with ":8443" for another port than 80 and 443, or
+        hosts: "api.example.com", with ":8443" for another port than 80 and 443, or
             "*.example.com" for all names below.
-        addresses_for_tests: for tests only, no setting sets it: addresses of names, which are
-            neither resolved nor checked.
+        addresses_for_tests: for tests only: addresses of names, neither resolved nor checked.
     """
 
     def __init__(
@@ -106,7 +98,6 @@ class EgressRules:
             raise EgressRefused(f"Port {port} of {host[:100]!r} may not be reached.", "port")
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """Returns the public addresses of a host."""
         if host in self._addresses_for_tests:
             return [self._addresses_for_tests[host]]
         loop = asyncio.get_running_loop()
@@ -123,8 +114,7 @@ class EgressRules:
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an address is public: not of this machine, its neighbours or its cloud's
-    services."""
+    """Whether an address is not of this machine, its neighbours or its cloud's services."""
     try:
         known: Address = ipaddress.ip_address(address)
     except ValueError:
@@ -196,7 +186,6 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         key: of the attempt, from its credentials; "" without any.
         path: without its query; "" of a tunnel.
-        body_bytes: length of its body.
         outgoing: the head for the host; b"" of a tunnel.
     """
 
@@ -214,8 +203,7 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def asks_a_proxy(first: bytes) -> bool | None:
-    """Returns whether a connection that begins with `first` asks for another host; None: unknown
-    yet."""
+    """Returns whether a connection that begins so asks for another host; None: unknown yet."""
     method, space, target = first.partition(b" ")
     if not space:
         return None if len(first) < _FIRST_BYTES and _TOKEN.fullmatch(method or b"x") else False
@@ -228,7 +216,6 @@ def asks_a_proxy(first: bytes) -> bool | None:
 
 
 def read_request(head: bytes) -> RequestHead:
-    """Reads the head of a request to a proxy, up to and with its empty line."""
     first, headers = _lines(head)
     parts = first.split(b" ")
     if len(parts) != 3 or parts[2] not in (b"HTTP/1.1", b"HTTP/1.0"):
@@ -247,8 +234,7 @@ def read_request(head: bytes) -> RequestHead:
 
 
 def read_answer(head: bytes) -> tuple[int, bytes]:
-    """Returns the status of a host's answer, and its head for the agent: the connection ends after
-    it."""
+    """Returns the status of a host's answer, and its head for the agent (the connection then ends)."""
     first, headers = _lines(head)
     found = _STATUS.fullmatch(first)
     if found is None:

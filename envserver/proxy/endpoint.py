@@ -53,7 +53,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         format: the model's chat template and tokenizer; None: calls are not continued by ids.
-        folder: the folder with its files, or None.
         why_not: a sentence that says why there is no format, or "".
     """
 
@@ -98,8 +97,7 @@ def no_experts() -> ConfigError:
 
 
 VERSION_PLACEHOLDER = "{version}"
-"""Placeholder for the policy version in a model name, as in a LoRA adapter's:
-`policy@{version}`."""
+"""The policy version in a model's name, as in a LoRA adapter's: `policy@{version}`."""
 _LONG_TEXT = 16_384
 """Characters above which a text is tokenised in a thread; it takes some milliseconds."""
 _MANY_MESSAGES = 128
@@ -136,8 +134,7 @@ class ReadyEngine:
         return self.capabilities.probe_result.server or self._engine.kind
 
     def described(self) -> dict[str, Any]:
-        """Describes how the engine is called and prompts are rendered, for people and the
-        record."""
+        """Describes how the engine is called and prompts are rendered, for the record."""
         if self.capabilities is None:
             return {"mode": "chat" if self.exact else "opaque", "continues": False}
         facts: dict[str, Any] = {
@@ -173,7 +170,6 @@ class ReadyEngine:
 
     @property
     def image_token(self) -> int | None:
-        """The token of an image in a prompt, if the model sees images and its files are known."""
         return None if self._format is None else self._format.image_token
 
     @property
@@ -191,7 +187,6 @@ class ReadyEngine:
 
     @property
     def max_model_len(self) -> int | None:
-        """Maximum tokens of prompt and answer together, if the engine reports it."""
         found = self.capabilities
         return found.probe_result.max_model_len if found is not None else None
 
@@ -246,7 +241,6 @@ class ReadyEngine:
         return plan if refusal is None else plan.as_root(refusal)
 
     async def remember(self, attempt: ProxyAttempt, calls: list[Call], prompt: PromptPlan) -> None:
-        """Lets later calls continue the recorded `calls`."""
         history = attempt.histories.get(self)
         if history is None or self._format is None or prompt.text is None:
             return
@@ -262,7 +256,6 @@ class ReadyEngine:
             _log.warning("render_mismatch", differs_at=self._differs_at)
 
     def streams(self, request: ModelRequest, body: dict[str, Any], prompt: PromptPlan) -> bool:
-        """Returns whether a true stream is possible and equals the whole answer."""
         return request.prompt is not None or self._client.streams(body, prompt)
 
     async def whole(
@@ -345,17 +338,14 @@ class EngineEndpoint:
         self._finding: asyncio.Task[ReadyEngine] | None = None
 
     def pinned(self) -> EngineEndpoint:
-        """Returns an endpoint of the same engine that stays at the current policy version.
-
-        For model names that hold the version.
-        """
+        """Returns an endpoint that stays at the current policy version, for names that hold it."""
         other = copy.copy(self)
         other._finding = None
         return other
 
     @property
     def capabilities(self) -> Capabilities | None:
-        """The probe's result for the engine; None until the engine has answered once."""
+        """None until the engine has answered once."""
         return None if self._ready is None else self._ready.capabilities
 
     @property
@@ -383,8 +373,7 @@ class EngineEndpoint:
             finding.exception()  # retrieved here because nothing may be waiting for it
 
     async def max_model_len(self) -> int | None:
-        """Returns the model's context in tokens; None if the engine is away or does not report
-        it."""
+        """Returns the model's context in tokens; None if the engine is away or does not say."""
         try:
             return (await self.ready()).max_model_len
         except (EngineError, ConfigError):
@@ -392,21 +381,17 @@ class EngineEndpoint:
 
     @property
     def logprobs_kind(self) -> LogprobsKind:
-        """Whether the engine's logprobs are from before the temperature; unknown until it
-        answered."""
+        """Whether logprobs are from before the temperature; unknown until it answered."""
         return "unknown" if self._ready is None else self._ready.logprobs_kind
 
     def described(self) -> dict[str, Any]:
-        """Describes how the engine is called; empty until it answered once."""
         return {} if self._ready is None else self._ready.described()
 
     def identity(self) -> dict[str, Any]:
-        """Returns what the engine says of itself; empty until it answered once."""
         return {} if self._ready is None else self._ready.identity()
 
     def model(self, name: str) -> str:
-        """Returns the name to request: `name` with the policy version in its placeholder, if
-        any."""
+        """Returns `name` with the policy version in its placeholder, if it has one."""
         return name.replace(VERSION_PLACEHOLDER, str(max(0, self.policy_version)))
 
 
@@ -427,11 +412,10 @@ class MissingVersion:
         self._pauses = 0
 
     async def wait(self, error: EngineRefused, asked: str, now: str) -> None:
-        """Returns when the call may be sent again.
+        """Returns when the call may be sent again, or raises.
 
-        Args:
-            asked: the model name that the engine refused with `error`.
-            now: the name of the current version.
+        `asked`: the model name that the engine refused with `error`; `now`: that of the current
+        version.
         """
         if error.detail.get("status") != HTTPStatus.NOT_FOUND:
             raise error

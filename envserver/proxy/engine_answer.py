@@ -1,7 +1,7 @@
 """An engine's answer to one request, in the same form for whole answers and streams.
 
-Chunks are collected for the record, cleaned for the agent, or made from a whole answer: with tools
-the engine is asked for a whole one, since an engine may parse a stream differently.
+Chunks are collected, cleaned, or made from a whole answer: with tools the engine is asked for a
+whole one, since an engine may parse a stream differently.
 """
 
 from __future__ import annotations
@@ -114,7 +114,6 @@ class Chunk(_Head, kw_only=True):
 
 
 def check_answer(answer: dict[str, Any]) -> None:
-    """Raises EngineGarbage if `answer` is not a chat answer."""
     choices = _converted(answer, _Answer, "The engine's answer").choices
     if len({choice.index for choice in choices}) < len(choices):
         raise EngineGarbage("The engine's answer holds two choices with the same index.")
@@ -139,9 +138,7 @@ class SampledChoice(msgspec.Struct, kw_only=True):
         prompt_ids: of this choice alone, if a request held several prompts.
         weight_versions: vLLM's spans of `ids`, each {"version", "start", "end"}.
         told_experts: as the engine reports them; `experts`: read (`CallTask`).
-        calls_dropped: whether the agent gets the first of its calls only.
         returned: the message that the agent gets instead, if it is another.
-        hooked: what a hook did to it.
     """
 
     index: int
@@ -160,11 +157,9 @@ class SampledChoice(msgspec.Struct, kw_only=True):
 
 
 class EngineAnswer(msgspec.Struct, kw_only=True):
-    """The answers to one request.
+    """The answers to one request, with the engine's own counts, over all choices.
 
-    Args:
-        images: offset, length and grid of each image in the prompt, if the engine reports them.
-        prompt_tokens, completion_tokens: the engine's own counts, the latter over all choices.
+    `images`: offset, length and grid of each image in the prompt, if the engine reports them.
     """
 
     choices: list[SampledChoice]
@@ -241,12 +236,8 @@ async def read_all_experts(
 ) -> None:
     """Reads the experts of all choices, in a thread: there may be megabytes of them.
 
-    An answer that the engine broke off may lack them.
-
-    Args:
-        calls: those recorded before.
-        sent_ids: the prompt, for engines that do not echo it.
-        start: position of the first token whose experts were asked for.
+    An answer that the engine broke off may lack them. `sent_ids`: the prompt, for engines that do
+    not echo it; `start`: position of the first token whose experts were asked for.
     """
     room = MOST_BYTES - sum(call.experts.ids.nbytes for call in calls if call.experts)
     for choice in engine_answer.choices:
@@ -366,7 +357,6 @@ def _extended(held: list[Any] | None, more: list[Any]) -> list[Any]:
 
 
 def clean_answer(answer: dict[str, Any], request: ModelRequest) -> None:
-    """Removes fields that only the proxy requested from a whole answer."""
     if not request.wants_token_ids:
         answer.pop("prompt_token_ids", None)
     for choice in answer["choices"]:
@@ -376,10 +366,7 @@ def clean_answer(answer: dict[str, Any], request: ModelRequest) -> None:
 
 
 def leave_one_call(answer: dict[str, Any], engine_answer: EngineAnswer) -> None:
-    """Removes all tool calls but the first, for an agent that wants one at a time.
-
-    The record keeps the engine's message.
-    """
+    """Removes all tool calls but the first; the record keeps the engine's message."""
     for choice, sampled in zip(answer["choices"], engine_answer.choices, strict=True):
         calls = sampled.message.get("tool_calls") or []
         if len(calls) > 1:

@@ -1,9 +1,8 @@
 """Runs the hooks of an environment between an agent and the engine.
 
-In: an agent's request, or the engine's answer to it. Out: the same or another one, with the reason,
-or a refusal. The record keeps what the engine sampled, and beside it the message that the agent
-got; a later prompt continues recorded tokens only if the agent sends back what the engine sampled.
-A hook that raises is the environment's bug, and a ServiceError is not.
+The record keeps what the engine sampled, and beside it the message that the agent got; a later
+prompt continues recorded tokens only if the agent sends back what the engine sampled. A hook that
+raises is the environment's bug, and a ServiceError is not.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from .services import ServiceRouter
 HOOK_SECONDS = 60.0
 """Seconds after which a hook is cancelled, and the rollout retried."""
 _MOST_REFUSED = 1000
-"""Maximum number of refused requests that are recorded for one attempt."""
 _MOST_TRACEBACK = 8000
 
 Hook = Callable[[ModelCall], Awaitable[None] | None]
@@ -98,10 +96,7 @@ class Hooks:
         answer: dict[str, Any],
         engine_answer: EngineAnswer,
     ) -> str | None:
-        """Lets the hook look at each choice of `answer`, which the agent is to get.
-
-        Changes it, notes in `engine_answer` how, and returns why the answer is refused, if so.
-        """
+        """Lets the hook see each choice; notes changes in both; returns why it refuses, if so."""
         assert self.on_answer is not None
         for choice, sampled in zip(answer["choices"], engine_answer.choices, strict=True):
             message = choice["message"]
@@ -171,7 +166,7 @@ class Hooks:
             raise ServiceError(f"The rollout's state failed: {type(error).__name__}.") from error
 
     def _checked(self, attempt: ProxyAttempt, name: str, make: Callable[[], Any]) -> Any:
-        """Returns what `make` makes of a change; a malformed one is the environment's bug."""
+        """A malformed change is the environment's bug."""
         try:
             return make()
         except InputError as error:

@@ -1,9 +1,8 @@
 """Counts and bounds the memory that an attempt's requests hold until its rollout ends.
 
-Each request, before the engine is asked, shares the messages, tools and fields that equal those of
-an earlier recorded request: a conversation is held once, not once for each of its calls. What is
-new is counted as Python holds it. Token ids are not counted: turns and the model's context bound
-them.
+Each request shares the messages, tools and fields that equal those of an earlier recorded one: a
+conversation is held once, not once for each of its calls. What is new is counted as Python holds
+it; not token ids, which turns and the model's context bound.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _LARGE = 1024
 
 
 class Kept:
-    """The space that one request takes in the record; give it back with `end` if none is needed."""
+    """The space that one request takes in the record."""
 
     def __init__(self, record: RecordedRequests, request: _Request, size: int) -> None:
         self._record = record
@@ -32,7 +31,6 @@ class Kept:
         self._size = size
 
     def end(self, *, recorded: bool) -> None:
-        """Ends the request; unless its calls are `recorded`, the space is given back."""
         if recorded:
             self._record.add(self._request)
         else:
@@ -40,10 +38,7 @@ class Kept:
 
 
 class _Request:
-    """The parts of a request that later requests may share.
-
-    `earlier`: the request whose first `shared` messages it shares.
-    """
+    """The parts of a request that later ones may share; it has `shared` messages of `earlier`."""
 
     def __init__(self, request: ModelRequest, earlier: _Request | None, shared: int) -> None:
         self.dialect = request.dialect
@@ -75,10 +70,7 @@ class RecordedRequests:
         self._ended = False
 
     def recall(self, body: dict[str, Any]) -> int:
-        """Puts the messages of recorded requests in the place of equal ones of the chat API.
-
-        Returns how many there are at the beginning: they were checked before.
-        """
+        """Puts recorded messages in the place of equal ones of the chat API; returns how many."""
         messages = body.get("messages")
         if not isinstance(messages, list):
             return 0
@@ -152,8 +144,8 @@ def _share(request: ModelRequest, earlier: _Request, shared: int) -> None:
 def _is_text(value: Any, levels: int) -> bool:
     """Returns whether `value` is a text, or holds nothing else within so many levels.
 
-    Four levels: a message, a list in it, an item, an object in this; the order of their fields says
-    nothing. What is deeper, such as arguments, may have any order.
+    Four levels: a message, a list in it, an item, an object in this. What is deeper, such as
+    arguments, may have fields in any order.
     """
     if value is None or type(value) is str:
         return True
@@ -168,8 +160,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Returns whether equal values are written alike in JSON: in Python 1, 1.0 and true are
-    equal."""
+    """Returns whether equal values are written alike in JSON: to Python 1, 1.0, true are equal."""
     if type(one) is str:
         return True
     try:

@@ -37,13 +37,11 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         asked_model: the name that was requested (`model` may hold a placeholder for the version).
         first_version, last_version: the policy version at the start and at the end.
-        hooked: what a hook did to the request.
         follows_policy: whether the policy samples, so that the engine's version numbers count.
         images: SHA-256 of each image of the request, in order.
         folded: the prompt with one `image_token` for each of them, if it is known.
         names_versions: whether the engine has reported a version number before. If it reports none
             afterwards, it was restarted and has lost the published weights.
-        wants_experts: whether routed experts were asked for.
     """
 
     model: str
@@ -81,13 +79,10 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
 def calls_of(
     engine_answer: EngineAnswer, context: CallContext, broken: str | None = None
 ) -> list[Call]:
-    """Returns one Call per choice, in their order; `index` is set when they are committed.
+    """Returns one Call per choice, undelivered; `index` is set when they are committed.
 
-    They count as undelivered until `mark_delivered` is called.
-
-    Args:
-        broken: "disconnect" or "error" if the exchange ended before the engine's answer did. Such
-            calls hold what had arrived and get no flags for missing fields.
+    `broken`: "disconnect" or "error" if the exchange ended before the engine's answer did. Such
+    calls hold what had arrived and get no flags for missing fields.
     """
     shared = [*context.flags, *context.prompt.flags, *_hook_flags(context.hooked)]
     if broken is None and not _count_agrees(engine_answer):
@@ -222,10 +217,7 @@ def _told_tokens(
 def _sampled(
     engine_answer: EngineAnswer, choice: SampledChoice
 ) -> tuple[NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    """Returns the sampled ids and logprobs.
-
-    vLLM sends neither for a call that was aborted before its first token: nothing is missing then.
-    """
+    """Returns sampled ids and logprobs; vLLM sends neither if it aborts before the first token."""
     ids = _ids([] if choice.ids is None and engine_answer.completion_tokens == 0 else choice.ids)
     empty = ids is not None and not ids.size
     return ids, _logprobs([] if choice.logprobs is None and empty else choice.logprobs)
@@ -253,10 +245,7 @@ def mark_replayed(calls: list[Call]) -> None:
 
 
 def _bracketed(size: int, context: CallContext) -> list[VersionSpan]:
-    """Returns one span with the requested version, or else the policy's version during the call.
-
-    If the policy changed during the call, the lower version is used: never newer than the truth.
-    """
+    """Returns one span with the requested version, or else the lowest during the call."""
     if context.is_named and context.follows_policy:
         version = max(0, context.first_version)
     else:
@@ -269,8 +258,7 @@ def _told_versions(
 ) -> list[VersionSpan] | None:
     """Returns the engine's spans if they have numbers and cover [0, size), else None.
 
-    `begun_before_any`: the first version may have been published during the call; tokens sampled
-    before it have version -1.
+    `begun_before_any`: the first version may have been published during the call: -1 before it.
     """
     found: list[VersionSpan] = []
     at = 0
@@ -343,7 +331,6 @@ def _finish_flags(finish: str, choice: SampledChoice, context: CallContext) -> l
 
 
 def _begins_a_call(message: Message) -> bool:
-    """Returns whether a truncated answer holds a tool call or the beginning of one as text."""
     content = message.get("content")
     if message.get("tool_calls") or not isinstance(content, str):
         return bool(message.get("tool_calls"))

@@ -1,9 +1,9 @@
 """Handles one model request of an agent, from its body to the last byte of its answer.
 
-The order matters: limits are checked and taken before the engine is called; calls are committed
-before the agent can know that its answer is complete (the ends of a streamed answer are held back
-until then). If a stream ends early, what was sampled so far is recorded and marked as broken. After
-a seal, and if the engine failed before it sent anything, nothing is recorded.
+Limits are taken before the engine is called; calls are committed before the agent can know that its
+answer is complete (the ends of a streamed answer are held back until then). If a stream ends early,
+what was sampled is recorded as broken. After a seal, and if the engine failed before it sent
+anything, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -49,12 +49,7 @@ _CLOCK_ERROR_SECONDS = 0.05
 
 
 class RequestHandler:
-    """One request; call `answer`.
-
-    Args:
-        agent: the agent of the attempt, None for the only one.
-        hangups: those of the client's connection, if it reports them.
-    """
+    """One request; call `answer`. `agent`: None for the only one of the attempt."""
 
     def __init__(
         self,
@@ -206,7 +201,6 @@ class RequestHandler:
             await start_events(self._send)
 
     def _start_pulse(self) -> asyncio.Task[None] | None:
-        """Sends keep-alive comments until it is cancelled, if the client wants a stream."""
         return asyncio.create_task(self._pulse()) if self._writer else None
 
     async def _pulse(self) -> None:
@@ -260,8 +254,7 @@ def _ended(task: asyncio.Task[Any]) -> asyncio.Future[None]:
 
 
 def _too_slow() -> EngineTimeout:
-    """Returns the error for a deadline that passes while the engine samples: not the model's
-    fault."""
+    """Returns the error for a deadline while the engine samples: not the model's fault."""
     return EngineTimeout(
         "The rollout's time ended while the engine was sampling.",
         hint="Raise --env.worker_timeout, or lower --rollouts.max_concurrent.",
@@ -274,10 +267,7 @@ _MESSAGES = DIALECTS["v1/messages"]
 async def count_tokens(
     endpoint: EngineEndpoint, attempt: ProxyAttempt, agent: str | None, body: bytes
 ) -> dict[str, Any]:
-    """Returns the number of tokens that the prompt of this conversation would have.
-
-    It takes no turn and records nothing.
-    """
+    """Returns how many tokens the conversation's prompt has; takes no turn and records nothing."""
     if attempt.sealed:
         raise ended()
     attempt.check_time()
@@ -312,7 +302,6 @@ class WrongMethod(UsageError):
 
 
 def key_and_rest(path: str) -> tuple[str, str]:
-    """Returns the attempt's key in a path, and what follows it."""
     key, _, rest = path.partition("/r/")[2].partition("/")
     return key, rest
 

@@ -32,8 +32,7 @@ class Answering(Protocol):
         """Whether no request received its answer and none waits for it."""
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether a request waits for its answer."""
+    def is_waited_for(self) -> bool: ...
 
     @property
     def is_usable(self) -> bool:
@@ -63,16 +62,14 @@ class RetryMarks:
 
 
 class Retries(Generic[TaskT]):
-    """The latest requests of one attempt."""
-
     def __init__(self) -> None:
         self._latest: deque[tuple[RetryMarks, TaskT]] = deque(maxlen=_REMEMBERED)
 
     def find(self, marks: RetryMarks) -> TaskT | None:
-        """Returns the call that this request repeats, or None if the request is new.
+        """Returns the call that this request repeats, or None if it is new.
 
-        A key identifies the call. Without one, if an agent sent the same request several times, the
-        call whose answer was lost is returned.
+        A key identifies the call. Without one, the call of several equal ones whose answer was lost
+        counts.
         """
         if not (marks.key or marks.is_retry):
             return self._unmarked(marks)
@@ -85,7 +82,6 @@ class Retries(Generic[TaskT]):
         )
 
     def _unmarked(self, marks: RetryMarks) -> TaskT | None:
-        """Returns the call whose answer was lost, or that a coding program asks for again."""
         same = [call_task for known, call_task in self._latest if known.digest == marks.digest]
         lost = next((call_task for call_task in same if call_task.is_lost), None)
         if lost is not None or not (same and marks.of_program):
@@ -118,8 +114,8 @@ SIDE = "side"
 def may_be_side(request: ModelRequest, *, of_program: bool) -> bool:
     """Returns whether `request` is a side call if its agent's conversation has tools.
 
-    `of_program`: a coding program sends it. Any other agent may ask without tools on purpose, and
-    only an answer that is a title by its JSON schema is taken for one.
+    Any other agent than a coding program may ask without tools on purpose: only a title, by its
+    JSON schema, is taken for one.
     """
     return not request.tools and (of_program or _is_title(request.fields.get("response_format")))
 

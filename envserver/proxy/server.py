@@ -80,7 +80,6 @@ def model_list(name: str, max_model_len: int | None = None) -> dict[str, Any]:
 
 
 def model_at(path: str, name: str, max_model_len: int | None = None) -> dict[str, Any]:
-    """Returns the answer to `GET /v1/models` or `/v1/models/{id}`."""
     wanted = path.removeprefix(MODELS).removeprefix("/")
     if not wanted:
         return model_list(name, max_model_len)
@@ -90,7 +89,6 @@ def model_at(path: str, name: str, max_model_len: int | None = None) -> dict[str
 
 
 def response_at(attempt: ProxyAttempt, path: str) -> dict[str, Any]:
-    """Returns the answer to `GET /v1/responses/{id}`."""
     wanted = path.removeprefix(RESPONSES)
     response = find_response(attempt.memory.get("responses", {}), wanted)
     if response is None:
@@ -120,7 +118,6 @@ _DIGEST_ON_LOOP_BYTES = 1 << 20
 _MAX_ACTIONS_BYTES = 2 << 20
 """Limit of one batch of steps; workers send half as much."""
 _MAX_REWARDS_BYTES = 2 << 20
-"""Limit of all rewards of turns of one attempt."""
 _ASKING = {path.removeprefix("v1/") for path in DIALECTS}
 
 _CHAT = DIALECTS["v1/chat/completions"]
@@ -135,13 +132,7 @@ class Proxy:
         engine: must be open while the proxy is used; the proxy neither opens nor closes it.
         endpoint: how attempts' calls reach the engine; default: through its chat API only.
         endpoints: those of agents with their own engine or model, by `AgentRoute.endpoint`.
-        played: the endpoint of agents that a client acts for; default: none.
-        sandboxes: owner of the agents' sandboxes; default: none.
-        services: the environment's services by name; default: none.
-        hooks: the environment's hooks on model calls; default: none.
-        egress: carries agents' requests to hosts outside; default: there are none.
         max_body_bytes: limit of a request, as sent and inflated.
-        bounds: what each attempt may ask for at once.
         clock: seconds; used only to forget sealed keys.
     """
 
@@ -173,7 +164,6 @@ class Proxy:
         self.bounds = bounds or AttemptBounds()
         self._max_body_bytes = min(max_body_bytes, self.bounds.max_bytes)
         self.totals = Totals.of(self.bounds)
-        """Totals over all attempts."""
         self._strangers = InFlight(self.bounds, self.totals)
         self._unrecorded_in_flight = InFlight(_UNRECORDED, Totals.of(_UNRECORDED))
         self._clock = clock
@@ -192,15 +182,11 @@ class Proxy:
         return self._endpoint.policy_version
 
     def publish_version(self, version: int) -> None:
-        """Sets the policy `version` that the engine serves from now on."""
         for endpoint in self._endpoints.values():
             endpoint.policy_version = version
 
     def engine_described(self) -> dict[str, Any]:
-        """Describes how the engines are called; empty until they answered once.
-
-        `agents` describes the engines of agents that have their own.
-        """
+        """Describes how the engines are called; `agents` has those of agents with their own."""
         others = {name: one.described() for name, one in self._own.items()}
         return {**self._endpoint.described(), **({"agents": others} if others else {})}
 
@@ -245,8 +231,7 @@ class Proxy:
                 yield endpoint, spec.routing_key(agent)
 
     def seal(self, attempt: ProxyAttempt) -> None:
-        """Ends an attempt: requests in flight are stopped, later ones get 409 (404 after a
-        minute)."""
+        """Ends an attempt: its requests are stopped, later ones get 409 (404 after a minute)."""
         attempt.seal()
         self._services.seal(attempt)
         if self._sandboxes is not None:
@@ -278,7 +263,6 @@ class Proxy:
         return {one.spec.rollout_id: one for one in self._attempts.values()}
 
     async def attempt_of(self, key: str) -> ProxyAttempt | None:
-        """Returns the running attempt of `key`, if there is one."""
         attempt = self._attempts.get(key)
         if attempt is None:
             await self._strangers.admit()
@@ -496,10 +480,7 @@ def error_answer(
 
 
 def _status(error: EnvserverError) -> int:
-    """Returns the status that agents' clients expect: 400 for an impossible request.
-
-    A rollout's limit is not a rate limit: clients must not wait and try again.
-    """
+    """Returns 400 for a rollout's limit, too: unlike at a rate limit, clients must not retry."""
     return 400 if isinstance(error, InputError | LimitReached) else error.status
 
 

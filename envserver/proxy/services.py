@@ -1,9 +1,8 @@
 """Handles an attempt's calls to its environment's services and its requests for sandboxes.
 
-Both are limited and stopped with the attempt. `POST tools/{name}` takes and returns a JSON object;
-only the environment knows what a service does (`Environment.services`). `POST sandbox/...` takes
-and returns MessagePack; only the `SandboxHost` knows sandboxes. Errors are JSON. A failure that is
-not the agent's fault is recorded before the agent sees it, since the agent may hide it.
+Both are limited and stopped with the attempt. Services take and return JSON objects, sandboxes
+MessagePack. A failure that is not the agent's fault is recorded before the agent sees it, since the
+agent may hide it.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ SETTLE_SECONDS = 10.0
 
 
 class AttemptState:
-    """The state that a service keeps for one attempt, made at once.
-
-    `make` returns the state, or an async context manager of it.
-    """
+    """What a service keeps for one attempt: what `make` returns, or the value of that context."""
 
     def __init__(self, make: Callable[[], Any], rollout_id: str) -> None:
         self._rollout_id = rollout_id
@@ -99,7 +95,6 @@ def _look_at(opened: asyncio.Future[Any]) -> None:
 
 TOOLS_PREFIX = "tools/"
 MOST_CALLS = 2000
-"""Maximum calls of one attempt."""
 _AT_A_TIME = 8
 """Calls of one attempt at the same time; further ones wait."""
 _MOST_BODY_BYTES = 1 << 20
@@ -120,12 +115,10 @@ class ServiceRouter:
         return self._known.counts()
 
     async def shown(self, group_id: str) -> dict[str, Any]:
-        """Returns what the services showed to the rollouts of a finished group."""
         shown = self._known.shown(group_id)
         return await shown if inspect.isawaitable(shown) else shown
 
     def seal(self, attempt: ProxyAttempt) -> None:
-        """Leaves the attempt's state when its requests have stopped."""
         if (state := self._states.get(attempt)) is not None:
             state.seal()
 
@@ -134,7 +127,6 @@ class ServiceRouter:
             await state.settle()
 
     async def close(self) -> None:
-        """Leaves the states that are still open, at the end of the server."""
         states = list(self._states.values())
         for state in states:
             state.seal()
@@ -180,7 +172,6 @@ class ServiceRouter:
         arguments: dict[str, Any],
         receive: Receive,
     ) -> bytes:
-        """Runs the service while the client waits and time is left; returns the answer's body."""
         places = self._places.setdefault(attempt, asyncio.Semaphore(_AT_A_TIME))
         interrupts = Interrupts(receive, max(0.0, attempt.seconds_left))
         with attempt.working(interrupts):
@@ -273,17 +264,14 @@ class SandboxHost(Protocol):
     """Owns the sandboxes of all running attempts."""
 
     @property
-    def open(self) -> int:
-        """Number of sandboxes that are open or waited for."""
+    def open(self) -> int: ...
 
-    def most_bytes(self, path: str) -> int:
-        """Returns the maximum body size in bytes of requests to `path`."""
+    def most_bytes(self, path: str) -> int: ...
 
     async def answer(self, attempt: ProxyAttempt, path: str, body: bytes) -> bytes:
         """Carries out one request; cancelling it cancels what it started."""
 
-    def seal(self, attempt: ProxyAttempt) -> None:
-        """Closes the attempt's sandboxes and refuses further ones."""
+    def seal(self, attempt: ProxyAttempt) -> None: ...
 
     async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
         """Waits, after `seal`, until all is gone; returns the usage, None without a sandbox."""
@@ -297,7 +285,6 @@ async def answer_about_sandboxes(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Answers one request; `path`: the part after the prefix."""
     if host is None:
         raise SandboxUnavailable(
             "This environment declares no sandbox.", hint="Set Environment.sandbox."

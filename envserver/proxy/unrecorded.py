@@ -1,8 +1,7 @@
 """Model calls of foreign environments (such as Atropos's), which do their own recording.
 
-Chat and text completions are passed on unchanged except for the model's name. `/generate` speaks
-the dialect that Atropos's `server_type=vllm` expects: token ids in, token ids with logprobs out.
-Nothing is limited or recorded.
+`/generate` speaks the dialect that Atropos's `server_type=vllm` expects: token ids in, token ids
+with logprobs out. Nothing is limited or recorded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """A worker's requests about its attempt, other than model calls.
 
-`GET record` returns what was recorded of its calls, `POST result` takes its result once, `POST log`
-a log line, `POST actions` readable steps, `POST rewards` those of turns (not from a sandboxed
-worker). A malformed result fails the attempt with WorkerGarbage; broken text, depth and size of an
-output are cleaned instead, and the rollout's flags say so. All that it writes is bounded.
+A malformed result fails the attempt with WorkerGarbage; broken text, depth and size of an output
+are cleaned instead, and the rollout's flags say so. All that it writes is bounded.
 """
 
 from __future__ import annotations
@@ -63,8 +61,8 @@ class _Posted(msgspec.Struct):
 class _Result(msgspec.Struct, forbid_unknown_fields=True):
     """An output (possibly null), or a failure, maybe with what the agent had until then.
 
-    `changes`: how the output was cleaned. `tools`: name, start and seconds of each tool call that
-    ran in the worker; `printed`: time, stream and text of its last lines.
+    `tools`: name, start and seconds of each call that ran in the worker; `printed`: time, stream,
+    text.
     """
 
     output: Any = msgspec.UNSET
@@ -150,10 +148,7 @@ def refuse_result(attempt: ProxyAttempt) -> None:
 
 
 def take_log(attempt: ProxyAttempt, body: bytes) -> None:
-    """Handles `POST log`: writes a line with the attempt's ids to the server's log.
-
-    Lines beyond the attempt's budget are counted.
-    """
+    """Handles `POST log`: a line for the server's log; those beyond the budget are counted."""
     if attempt.sealed:
         raise ended()
     if len(body) > _MAX_LOG_BYTES:
@@ -204,7 +199,6 @@ def _without_key(attempt: ProxyAttempt, body: bytes) -> bytes:
 
 
 def _read_result(body: bytes) -> _Result:
-    """Reads a result. One that is nested too deeply has no output."""
     try:
         return _result.decode(body)
     except RecursionError:

@@ -1,21 +1,10 @@
 """Exact tokens, in two independent parts (see README.md).
 
-Before a call: messages -> prompt ids, so that a conversation continues from its recorded tokens.
+Before a call, messages -> prompt ids, so that a conversation continues from its recorded tokens:
+history, comparison, suffix; chat_format, prepare, vocabulary; images.
 
-    history      finds the recorded call that a request continues, and plans the prompt
-    comparison   classifies agents' edits, and compares the template's rendering with what the
-                 model has in its context
-    suffix       what a chat template writes after an answer
-    chat_format, prepare, vocabulary      a model's chat template and tokenizer
-    images       images in prompts, and where the engine put their tokens
-
-After a rollout: recorded calls -> training rows. Only recorded ids can get into a row, whatever the
-first part did.
-
-    builder      builds the forest of calls and its rows
-    invariants   what always holds of a trajectory
-    flags        flags for the unusual, with their actions; the policy version of each token
-    trace        stores all calls compactly
+After a rollout, recorded calls -> training rows: builder, invariants, flags; trace. Only recorded
+ids can get into a row, whatever the first part did.
 """
 
 from __future__ import annotations

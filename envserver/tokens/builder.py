@@ -1,13 +1,11 @@
 """Builds training sequences from the calls of one rollout.
 
-Calls form a forest: a call is the child of the longest earlier call whose prompt and completion
-are a prefix of its own prompt, token by token and image by image. Each path from a root to a leaf
-is one sequence, and holds exactly what the model saw at its leaf. Where paths share a call, its
-tokens are trained in the first one only and are context in the others. Calls are never merged,
-however equal their tokens: each was a choice of the policy.
-
-Cost: linear in the tokens of the prompts and of the resulting rows (plus a few nanoseconds for each
-pair of calls).
+Calls form a forest: a call is the child of the longest earlier call whose prompt and completion are
+a prefix of its own prompt, token by token and image by image. Each path from a root to a leaf is
+one sequence, and holds exactly what the model saw at its leaf. Where paths share a call, its tokens
+are trained in the first one only and are context in the others. Calls are never merged, however
+equal their tokens: each was a choice of the policy. Linear in the tokens of the prompts and of the
+rows.
 """
 
 from __future__ import annotations
@@ -42,11 +40,9 @@ def first_unknown(call: Call) -> int:
 
 
 def read_experts(text: str, size: int, start: int) -> RoutedExperts:
-    """Reads the engine's record of a call.
+    """Reads the engine's record of a call of `size` tokens, prompt and answer.
 
-    Args:
-        size: number of tokens of prompt and answer.
-        start: position of the first token that was asked for; engines may report all.
+    `start`: position of the first token that was asked for; engines may report all.
     """
     try:
         table = table_from_text(text)
@@ -96,11 +92,11 @@ def build(calls: list[Call], actions: Actions = DEFAULT) -> list[Sequence]:
     """Returns sequences in which every sampled token of `calls` is trained exactly once.
 
     Args:
-        calls: of one attempt, in order of commit. Those that are not exact are left out; the tokens
-            of those with a flag whose action is `mask` become context.
-        actions: what is done about each flag. Where `mixed_versions` masks, a sequence whose
-            trained tokens come from several policy versions keeps those of the newest; the others
-            become context, there and in every other sequence.
+        calls: of one attempt, in order of commit. Those that are not exact are left out; tokens of
+            those with a flag whose action is `mask` become context.
+        actions: where `mixed_versions` masks, a sequence whose trained tokens come from several
+            policy versions keeps those of the newest; the others become context, there and in
+            every other sequence.
 
     Returns:
         One sequence per leaf that trains anything, longest path first.
@@ -119,8 +115,6 @@ def build(calls: list[Call], actions: Actions = DEFAULT) -> list[Sequence]:
 
 
 class TrainedRow(Protocol):
-    """Has the tokens of a row, and where they are trained."""
-
     @property
     def tokens(self) -> Tokens: ...
 
@@ -129,7 +123,6 @@ class TrainedRow(Protocol):
 
 
 def trained_ids(rows: Iterable[TrainedRow]) -> list[int] | None:
-    """Returns the ids of the trained tokens of all rows, in order; None without rows."""
     parts = [row.tokens[row.mask.astype(bool)].tolist() for row in rows]
     return [one for part in parts for one in part] if parts else None
 
@@ -176,10 +169,7 @@ def find_parents(calls: list[Call]) -> list[int]:
 
 
 def _is_one_conversation(calls: list[Call]) -> bool:
-    """Returns whether each call continues the one before it.
-
-    That is then also its longest prefix: it holds all earlier ones.
-    """
+    """Whether each call continues the one before: that is then also its longest prefix."""
     return all(
         earlier.completion_ids.size > 0
         and (earlier.agent, earlier.model) == (later.agent, later.model)
@@ -193,8 +183,7 @@ def _end(call: Call) -> int:
 
 
 def _continues(later: Call, call: Call) -> bool:
-    """Returns whether the prompt of `later` begins with what `call` saw and sampled, images
-    included."""
+    """Returns whether the prompt of `later` begins with what `call` saw and sampled."""
     size, end = len(call.prompt_ids), _end(call)
     prompt = later.prompt_ids[:end]
     return (
@@ -205,7 +194,6 @@ def _continues(later: Call, call: Call) -> bool:
 
 
 def _leaves(parents: list[int]) -> list[int]:
-    """Returns positions without children, longest paths first, then in order of commit."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
@@ -220,10 +208,7 @@ def _path(parents: list[int], leaf: int) -> list[int]:
 
 
 def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence:
-    """Builds the row of `path`, root first.
-
-    Calls in `trained` become context; the others are added to it.
-    """
+    """Builds the row of `path`, root first. Calls in `trained` become context; adds the others."""
     leaf = path[-1]
     size = _end(leaf)
     mask, logprobs = np.zeros(size, np.uint8), np.zeros(size, np.float32)

@@ -1,8 +1,7 @@
-"""A model's chat format: its chat template and its vocabulary, messages <-> ids.
+"""A model's chat format: its chat template and its vocabulary, messages <-> ids. Pure.
 
-Pure: the same conversation gives the same text, unless the template uses the time. An engine may
-give variables to every template without saying which; `agreeing` finds them by comparing our
-rendering of small conversations with the engine's.
+An engine may give variables to every template without saying which; `agreeing` finds them by
+comparing our rendering of small conversations with the engine's.
 """
 
 from __future__ import annotations
@@ -44,11 +43,6 @@ _TO_JSON = json.JSONEncoder(ensure_ascii=False)
 
 
 class ChatTemplate:
-    """A compiled template.
-
-    `variables`: what it may name besides the conversation: `bos_token`, `eos_token`, ...
-    """
-
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._compiled, self.parts, self.names = _compile(source)
         """`parts`: it loops over a content's parts; else a content is given to it as one text.
@@ -66,13 +60,7 @@ class ChatTemplate:
         generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> str:
-        """Renders a conversation to text.
-
-        Args:
-            messages, tools: as `prepare` and `prepare_tools` return them.
-            generation_prompt: end with what opens the model's next turn.
-            kwargs: further variables for the template.
-        """
+        """`messages`, `tools`: as `prepare` and `prepare_tools` return them."""
         variables = {"documents": None, **self.variables, **kwargs}
         variables |= {"messages": messages, "tools": tools or None}
         try:
@@ -86,8 +74,7 @@ class ChatTemplate:
 
 @lru_cache(maxsize=16)
 def _compile(source: str) -> tuple[jinja2.Template, bool, frozenset[str]]:
-    """Returns the template, shared by a family's models, whether it reads parts, and its
-    variables."""
+    """Returns the template, shared by a family's models, if it reads parts, and its variables."""
     environment = _Environment()
     try:
         tree = environment.parse(source)
@@ -166,7 +153,7 @@ def _strftime_now(form: str) -> str:
 def _reads_parts(tree: nodes.Template) -> bool:
     """Returns whether a template loops over the parts of a message's content.
 
-    vLLM decides by the same signs whether it passes a content on as parts or as one text
+    By the signs by which vLLM passes content on as parts or as one text
     (`--chat-template-content-format auto`); where it cannot tell it passes text.
     """
     try:
@@ -198,7 +185,7 @@ def _loops_over_content(tree: nodes.Template) -> Iterator[nodes.For]:
 
 
 def _content_parameters(tree: nodes.Template, messages: list[str]) -> dict[int, set[str]]:
-    """Returns the macro's parameters that get a content, for each loop in a macro (by `id`)."""
+    """Returns the parameters of macros that get a content, for each loop (by `id`)."""
     found: dict[int, set[str]] = {}
     calls = [call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]
     for macro in tree.find_all(nodes.Macro):
@@ -238,8 +225,7 @@ def _name(target: nodes.Node) -> str:
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Returns whether `node` is the variable `name` (its item `key`), perhaps sliced or
-    filtered."""
+    """Whether `node` is the variable `name` (its item `key`), perhaps sliced or filtered."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
@@ -266,9 +252,7 @@ class ChatFormat:
     """Renders and encodes; safe to share between attempts and threads.
 
     Args:
-        vocabulary: the model's tokenizer.
-        templates: the model's chat templates by name: `default`, and `tool_use` for conversations
-            with tools where the model has one.
+        templates: by name: `default`, and `tool_use` for conversations with tools, if it has one.
         stop_ids: ids that end the model's turn by its own configuration.
         defaults: template variables of every conversation; a request's own take precedence.
         image_token: what the template writes for an image; None: the model sees none.
@@ -333,7 +317,6 @@ class ChatFormat:
         return sorted(read - given)
 
     def remember(self, shape: bytes, found: str) -> None:
-        """Adds to `shapes`, and clears it when it is full."""
         if len(self.shapes) >= _SHAPES_KEPT:
             self.shapes = {}
         self.shapes[shape] = found
@@ -441,7 +424,6 @@ def _read_templates(folder: Path) -> dict[str, str]:
 
 
 def _processor_digest(folder: Path) -> str:
-    """Returns the digest of the files that configure the processor of images; "" without any."""
     found = [folder / name for name in _PROCESSORS if (folder / name).is_file()]
     digest = hashlib.blake2b(digest_size=16)
     for path in found:
@@ -468,11 +450,8 @@ def agreeing(
 ) -> tuple[ChatFormat | None, str]:
     """Returns `chat_format` with the variables by which it renders as the engine does.
 
-    Args:
-        defaults: the engine's default variables; None: no variable, or else a single one, is tried.
-
-    Returns:
-        The format, or None and a sentence that says how prompts differ and what may help.
+    Or None and a sentence that says how prompts differ. `defaults`: the engine's default variables;
+    None: no variable, or else a single one, is tried.
     """
     first = chat_format.with_defaults(defaults or {})
     difference = _disagreement(first, echoes)
@@ -506,7 +485,6 @@ def _hint(chat_format: ChatFormat) -> str:
 
 
 def _disagreement(chat_format: ChatFormat, echoes: Sequence[Echo]) -> str | None:
-    """Returns a sentence that says how our prompts differ from the engine's, if they do."""
     for echo in echoes:
         kind = "with tools" if echo.tools else "without tools"
         try:

@@ -2,9 +2,9 @@
 
 A conversation that is continued token by token alternates between contexts (written by the
 template) and turns (sampled). Every context must occur in the new rendering, in order, from its
-beginning to its end; what is between two of them is how the template shows the turn. If that
-differs from what was sampled, the difference is classified. Works on text only: no template's
-syntax is known here except for the usual tags around reasoning.
+beginning to its end; what is between two of them is how the template shows the turn. Differences
+are classified by text only: no template's syntax is known here except for the usual tags around
+reasoning.
 """
 
 from __future__ import annotations
@@ -25,18 +25,13 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class AnswerContent(NamedTuple):
-    """The comparable part of an assistant message.
-
-    `calls`: (id, name, arguments as compact JSON).
-    """
+    """What is compared of an assistant message; `calls`: (id, name, arguments as compact JSON)."""
 
     content: str
     calls: tuple[tuple[str, str, str], ...]
 
 
 class Replay(NamedTuple):
-    """How an answer came back; `extra` is the appended text."""
-
     change: Change
     extra: str = ""
 
@@ -44,15 +39,13 @@ class Replay(NamedTuple):
 def classify(recorded: Message, replayed: Message, *, ended: bool = True, tail: str = "") -> Replay:
     """Classifies the change from the answer `recorded` to `replayed`, as the agent sent it back.
 
-    Args:
-        ended: the model ended its turn with an end token, after which nothing can be appended.
-        tail: what was sampled beyond the content: the stop string and the rest of its last token.
+    `ended`: the model ended its turn with an end token, after which nothing can be appended;
+    `tail`: what was sampled beyond the content: the stop string and the rest of its last token.
     """
     return change_of(answer_of(recorded), answer_of(replayed), ended=ended, tail=tail)
 
 
 def change_of(was: AnswerContent, now: AnswerContent, *, ended: bool, tail: str) -> Replay:
-    """Does the work of `classify`, on reduced messages."""
     if was == now:
         return Replay("exact")
     if was.calls != now.calls:
@@ -77,16 +70,12 @@ def answer_of(message: Message) -> AnswerContent:
 
 
 def content_key(answer: AnswerContent) -> Hashable:
-    """Returns a key that is equal for answers that differ only in whitespace or in the format of
-    calls."""
+    """Returns a key that is equal for answers that differ only in whitespace or calls' format."""
     return " ".join(answer.content.split()), tuple(_meaning(answer))
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a message's content.
-
-    None is empty, text parts are joined by newlines as engines do, and other parts appear as JSON.
-    """
+    """Returns a content's text: parts joined by newlines as engines do, other parts as JSON."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -107,7 +96,7 @@ def _part_text(part: Any) -> str:
 
 
 def canonical(value: Any) -> str:
-    """Returns `value` as compact ASCII JSON. The order of keys is kept, since templates show it."""
+    """Returns compact ASCII JSON. The order of keys is kept, since templates show it."""
     return _compact(value)
 
 
@@ -128,7 +117,6 @@ def _call_of(call: Any) -> tuple[str, str, str]:
 
 
 def compact_arguments(arguments: Any) -> str:
-    """Returns a tool call's arguments as compact JSON; text that is not JSON stays unchanged."""
     if not isinstance(arguments, str):
         return canonical(arguments or {})
     try:
@@ -154,8 +142,7 @@ def _same_words(one: str, other: str) -> bool:
 
 
 def _appended(was: str, now: str, tail: str) -> Replay:
-    """Returns the text after the content and tail; an agent may also have put back only the stop
-    string."""
+    """Returns the text after content and tail; an agent may have put back only the stop string."""
     end = _words_end(was, now)
     if end is None:
         return _EDITED
@@ -168,10 +155,7 @@ def _appended(was: str, now: str, tail: str) -> Replay:
 
 
 def _words_end(prefix: str, text: str) -> int | None:
-    """Returns where in `text` the words of `prefix` end, or None if it does not begin with them.
-
-    Whitespace after them is included if the text has it too.
-    """
+    """Returns where in `text` the words of `prefix`, and whitespace after them, end, or None."""
     at = 0
     for number, word in enumerate(prefix.split()):
         begin = at
@@ -209,8 +193,6 @@ class Segment(NamedTuple):
     Args:
         context: text from the end of the previous turn (or the beginning) to the answer.
         sampled: the completion's text, special tokens included.
-        answer: as the agent got it.
-        reasoning: as the engine separated it.
         specials: special tokens that were sampled inside the answer.
         tail: what was sampled beyond the answer's content, see `classify`.
     """
@@ -226,8 +208,7 @@ class Segment(NamedTuple):
 def compare(
     segments: Sequence[Segment], suffix: str, shown: str, head: Callable[[], str]
 ) -> list[set[Difference]]:
-    """Returns the differences in each of `segments`, up to the first with "other"; empty sets for
-    none.
+    """Returns the differences in each of `segments`, up to the first with "other".
 
     Args:
         segments: of one conversation, from its beginning.
@@ -268,8 +249,7 @@ def _compare_each(
 
 
 def _end(shown: str, at: int, turn: str, following: str, last: bool) -> int | None:
-    """Returns where the turn that begins at `at` ends, or None if its following context is
-    missing."""
+    """Returns where the turn that begins at `at` ends; None: its following context is missing."""
     if last:
         end = len(shown) - len(following)
         return end if end >= at and shown.endswith(following) else None
@@ -304,9 +284,7 @@ def _pressed(text: str) -> str:
 
 
 def _same_sayable(sampled: str, shown: str, segment: Segment) -> bool:
-    """Returns whether the texts differ only in parts that the answer could not contain: broken
-    UTF-8, special tokens, and tokens sampled after the content.
-    """
+    """Whether texts differ only in what the answer could not contain, and in its tail."""
     for piece in (*segment.specials, UNREADABLE):
         sampled, shown = sampled.replace(piece, ""), shown.replace(piece, "")
     sampled, shown, tail = _pressed(sampled), _pressed(shown), _pressed(segment.tail)
@@ -328,10 +306,7 @@ class _Block(NamedTuple):
 
 
 def _think_block(text: str, reasoning: str, begin: int) -> _Block | None:
-    """Finds the reasoning of a turn.
-
-    Without an opening tag it starts at `begin`; without a closing tag it extends to the end.
-    """
+    """Without an opening tag, reasoning starts at `begin`; without a closing one, it has no end."""
     for opening, closing in THINK_TAGS:
         first, last = text.find(opening), text.rfind(closing)
         if first < 0 and last < 0:
@@ -358,8 +333,7 @@ def _cut(text: str, block: _Block | None) -> str:
 
 
 def _shows(shown: str, answer: AnswerContent) -> bool:
-    """Returns whether `shown` has the answer's content and each call's name and arguments, in any
-    format."""
+    """Returns whether `shown` has the content and each call's name and arguments, in any format."""
     pressed = _pressed(shown)
     content = _cut(answer.content, _think_block(answer.content, "", 0))
     said = [[content], *([name] for _, name, _ in answer.calls)]

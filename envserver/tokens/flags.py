@@ -94,8 +94,6 @@ FLAGS: dict[str, Flag] = {
 
 
 class Actions:
-    """The action for each flag: the table, with a run's `overrides`."""
-
     def __init__(self, overrides: Mapping[str, Action] | None = None) -> None:
         self._overrides = dict(overrides or {})
         for flag in self._overrides:
@@ -116,7 +114,6 @@ class Actions:
 
 
 DEFAULT = Actions()
-"""The table without overrides."""
 
 
 def chosen(
@@ -131,7 +128,6 @@ def chosen(
 
 
 UNKNOWN = -1
-"""The unknown policy version, older than any."""
 
 
 def token_versions(call: Call) -> Tokens:

@@ -1,10 +1,8 @@
 """Plans the prompt of each request: continue a recorded call, or let the engine render it.
 
-In: the requests of one attempt and, after each, its recorded calls. Out: a `PromptPlan` for each
-request. A prompt that continues a call is that call's prompt and completion, token by token,
-followed by what the chat template writes after them. A request that cannot be shown to continue a
-call is a root, which the engine renders: that costs tokens and merges fewer calls, but is never
-wrong.
+A prompt that continues a call is that call's prompt and completion, token by token, followed by
+what the chat template writes after them. A request that cannot be shown to continue a call is a
+root, which the engine renders: that costs tokens and merges fewer calls, but is never wrong.
 """
 
 from __future__ import annotations
@@ -45,9 +43,7 @@ class Parent(msgspec.Struct, kw_only=True, eq=False):
     """A recorded call, and what it added to its conversation.
 
     Args:
-        before: the call that its prompt continues.
         ended: whether the model ended its turn itself, not the token limit or a stop string.
-        kwargs: of the chat template.
         head: the generation prompt, once computed.
     """
 
@@ -65,22 +61,17 @@ class Parent(msgspec.Struct, kw_only=True, eq=False):
         return path[::-1]
 
     def same_tokens(self, other: Parent) -> bool:
-        """Returns whether continuing either gives the same prompt."""
         return np.array_equal(
             self.call.completion_ids, other.call.completion_ids
         ) and np.array_equal(self.call.prompt_ids, other.call.prompt_ids)
 
 
 class Match(NamedTuple):
-    """A call whose answer appears in a request, and how that answer was changed."""
-
     parent: Parent
     replay: Replay
 
 
 class Parents:
-    """Calls, by the requests that they answered."""
-
     def __init__(self) -> None:
         self._by_request: dict[bytes, list[Parent]] = {}
         self._by_index: dict[int, Parent] = {}
@@ -109,7 +100,6 @@ class Parents:
         return sorted(found, key=_rank)
 
     def was_answered(self, message: Message) -> bool:
-        """Returns whether any call of the attempt gave this answer, to any request."""
         return content_key(answer_of(message)) in self._answers
 
 
@@ -122,7 +112,7 @@ def _rank(match: Match) -> tuple[int, int, bool]:
 
 
 def is_ambiguous(chosen: Match, accepted: Collection[Match]) -> bool:
-    """Returns whether another match is as good as the chosen one but has different tokens."""
+    """Whether another match is as good as the chosen one but has different tokens."""
     return any(
         _rank(match) == _rank(chosen) and not match.parent.same_tokens(chosen.parent)
         for match in accepted
@@ -186,10 +176,8 @@ class RequestHashes:
     Hash i of a request identifies its first i messages together with everything else that affects
     their rendering and answer, images by the SHA-256 of their bytes. So a request continues a
     recorded one exactly if one of its hashes equals that one's last. Reasoning is left out: agents
-    drop it, and templates decide about it.
-
-    What a request shares with the one before, the same objects, is not hashed again: a long
-    conversation costs what is new in each turn.
+    drop it, and templates decide about it. What a request shares with the one before, the same
+    objects, is not hashed again: a long conversation costs what is new in each turn.
     """
 
     def __init__(self) -> None:
@@ -252,14 +240,10 @@ class PromptPlan(msgspec.Struct, kw_only=True):
 
     Args:
         ids: the whole prompt, with one token for each image; None: the engine renders it.
-        tokens: `ids` as an array, so that they are converted once.
         text: the whole prompt as our template renders it; None if unknown.
-        parent: index of the continued call, or None.
         edge, refusal: see Call.
-        flags: flags of the resulting calls.
         added: the text after the completion of the continued call.
         key: hash of the whole request, see `hashes`; empty: the call cannot be continued.
-        kwargs: the request's variables for the chat template.
         images: SHA-256 of each image of the request, in order.
     """
 
@@ -294,10 +278,8 @@ _MOST_TRIES = 3
 class History:
     """The calls of one attempt, of all its agents and models.
 
-    Args:
-        format: of the model; shared between attempts.
-        edits: changes to an answer after which its tokens are still continued.
-        think: what happens where the template drops earlier reasoning, see `TokensConfig`.
+    `edits`: changes to an answer after which its tokens are still continued; `think`: what happens
+    where the template drops earlier reasoning, see `TokensConfig`.
     """
 
     def __init__(
@@ -322,12 +304,9 @@ class History:
         model: str,
         agent: str | None,
     ) -> PromptPlan:
-        """Plans the prompt for `messages`, without changing the history.
+        """Plans the prompt for `messages`, in OpenAI's chat shape, without changing the history.
 
-        Args:
-            messages, tools: in OpenAI's chat shape.
-            kwargs: of the chat template, see `prepare.template_kwargs`.
-            model, agent: calls of another model or agent are never continued.
+        Calls of another model or agent are never continued.
         """
         if self.differs_at:
             return _left_to_the_engine("render_mismatch")
@@ -347,9 +326,8 @@ class History:
         """Adds a committed call, so that later calls may continue it, and may add flags to it.
 
         A call whose prompt differs from the plan is flagged and never continued. If the engine
-        rendered that prompt, no call of this attempt is continued any more.
-
-        `same`: the result of `same_prompt`; None: computed here.
+        rendered that prompt, no call of this attempt is continued any more. `same`: the result of
+        `same_prompt`.
         """
         if not call.exact or not call.completion_ids.size or plan.text is None or not plan.key:
             return
@@ -407,7 +385,6 @@ def _described(index: int, message: Message) -> str:
 
 
 def _oddities(segment: Segment) -> Iterator[str]:
-    """Yields flags for what the text of an answer cannot show."""
     if segment.specials:
         yield "special_token_in_completion"
     if UNREADABLE in segment.sampled:
@@ -452,8 +429,7 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class _Search:
-    """Finds the recorded call that produced the last assistant message, to continue from its
-    tokens."""
+    """Finds the recorded call that produced the last assistant message, to continue its tokens."""
 
     def __init__(
         self,
@@ -504,8 +480,7 @@ class _Search:
         )
 
     def _accepted(self, at: int) -> list[Match]:
-        """Returns the calls that produced the answer at `at`, up to allowed edits; flags if there
-        is none."""
+        """Returns the calls that produced the answer at `at`, up to allowed edits; may flag."""
         message = self._request.messages[at]
         matches = self._parents.matches(self._request.chain[at], message)
         accepted = [match for match in matches if match.replay.change in self._edits]
@@ -579,7 +554,6 @@ class _Search:
         )
 
     def _check(self, differences: list[set[Difference]]) -> None:
-        """Refuses differences between the template's rendering and the model's context."""
         found = set().union(*differences)
         if "other" in found:
             raise Refused("template_rewrites_history")
@@ -616,8 +590,7 @@ _EDGES: tuple[Edge, ...] = ("think_kept", "lossy_detok", "appended", "calls", "w
 
 
 def _edge(match: Match, differences: list[set[Difference]]) -> Edge:
-    """Returns how the last turn is continued, from the agent's edits and the template's
-    differences."""
+    """Returns how the last turn is continued: the agent's edits, the template's differences."""
     found: set[str] = {match.replay.change, *differences[-1]}
     if any("think" in some for some in differences):
         found.add("think_kept")
@@ -625,7 +598,7 @@ def _edge(match: Match, differences: list[set[Difference]]) -> Edge:
 
 
 def _lost_its_answer(recorded: Message, replayed: Message) -> bool:
-    """Returns whether the engine parsed the answer as reasoning only and the agent dropped it."""
+    """Whether the engine parsed the answer as reasoning only and the agent dropped it."""
     return bool(
         reasoning_of(recorded)
         and not (recorded.get("content") or recorded.get("tool_calls"))

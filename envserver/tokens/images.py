@@ -98,7 +98,6 @@ def _of_gif(read: Read, head: bytes) -> Size | None:
 
 
 def _after_parts(read: Read, at: int) -> int:
-    """Returns where a GIF's block ends whose parts begin at `at`."""
     for _ in range(_MOST_STEPS):
         length = read(at, 1)[0]
         at += 1 + length
@@ -164,13 +163,12 @@ _BANNED_FIELDS = (*_TOKEN_FIELDS, "video_token_id", "video_token_index", "audio_
 
 
 def image_token_of(config: Mapping[str, Any]) -> int | None:
-    """Returns the token that stands for an image, by a model's config.json, if it has one."""
     found = [config[name] for name in _TOKEN_FIELDS if isinstance(config.get(name), int)]
     return found[0] if found else None
 
 
 def banned_tokens_of(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the placeholders that must not be sampled: no image, video or sound is behind one."""
+    """Returns the placeholders that must not be sampled: no medium is behind them."""
     found = {config[name] for name in _BANNED_FIELDS if isinstance(config.get(name), int)}
     size = (config.get("text_config") or config).get("vocab_size")
     return tuple(sorted(one for one in found if not isinstance(size, int) or one < size))
@@ -181,7 +179,6 @@ def is_image(part: Any) -> bool:
 
 
 def url_of(part: Mapping[str, Any]) -> str | None:
-    """Returns the `data:` address of an image part, if it has one."""
     held = part.get("image_url")
     url = held.get("url") if isinstance(held, dict) else held
     return url if isinstance(url, str) and url[:5].lower() == "data:" else None
@@ -198,9 +195,7 @@ def urls_of(messages: Iterable[Message]) -> list[str]:
 class ImageFacts(NamedTuple):
     """Facts from the bytes of a `data:` address.
 
-    Args:
-        sha256: of the bytes, in hex; of the address itself if it is not base64.
-        size: width and height, as the file declares them; None: unknown.
+    `sha256`: in hex, of the address itself if it is not base64; `size`: as the file declares it.
     """
 
     sha256: str
@@ -232,10 +227,7 @@ _remembered = _Remembered()
 
 
 def bytes_of(url: str) -> bytes:
-    """Returns the bytes that a `data:` address holds; those of the address if it is not base64.
-
-    So different images never have one name.
-    """
+    """Returns the address's own bytes if it is not base64, so different images have two names."""
     try:
         return base64.b64decode(_base64_of(url), validate=True)
     except (binascii.Error, ValueError):
@@ -243,15 +235,12 @@ def bytes_of(url: str) -> bytes:
 
 
 def url_from(data: bytes) -> str:
-    """Returns the `data:` address of an image; engines look at the bytes for its format."""
+    """Returns a `data:` address; engines look at the bytes for the format."""
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 def facts_of(url: str) -> ImageFacts:
-    """Returns the facts of a `data:` address; some milliseconds for each megabyte the first time.
-
-    They are remembered for 64 MB of addresses: a conversation sends its images with each turn.
-    """
+    """Takes milliseconds for each megabyte of an address that is not among the last 64 MB."""
     facts = _remembered.get(url)
     if facts is None:
         facts = _facts(url)
@@ -262,8 +251,7 @@ def facts_of(url: str) -> ImageFacts:
 async def facts_of_all(
     urls: Sequence[str], reading: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> list[ImageFacts]:
-    """Returns the facts of addresses, in a thread if they are large and new; `reading`: its
-    context."""
+    """Returns the facts of addresses, in a thread if they are large and new, within `reading`."""
     if not urls:
         return []
 
@@ -276,7 +264,6 @@ async def facts_of_all(
 
 
 def digest_of(url: str) -> str:
-    """Returns the SHA-256 of the bytes of a `data:` address, in hex; see `facts_of`."""
     return facts_of(url).sha256
 
 
@@ -300,7 +287,6 @@ def _base64_of(url: str) -> str:
 
 
 def _part(text: str, at: int, size: int) -> bytes:
-    """Returns `size` bytes of what the base64 `text` holds, from the byte `at` on."""
     first = at // 3
     held = base64.b64decode(text[first * 4 : -(-(at + size) // 3) * 4])
     return held[at - first * 3 : at - first * 3 + size]
@@ -336,8 +322,7 @@ def folded(ids: Sequence[int], ranges: Iterable[Range], token: int) -> list[int]
 
 
 def folds_to(ids: Sequence[int], ranges: Sequence[Range], token: int) -> bool:
-    """Returns whether every `token` of expanded `ids` is in one of `ranges`, and each range has
-    one."""
+    """Returns whether every `token` of expanded `ids` is in a range, and each range has one."""
     at = 0
     for offset, length in ranges:
         if length < 1 or offset < at or offset + length > len(ids) or token in ids[at:offset]:
@@ -349,11 +334,9 @@ def folds_to(ids: Sequence[int], ranges: Sequence[Range], token: int) -> bool:
 
 
 def placed(ids: Sequence[int], expanded: Sequence[int], token: int) -> list[Range] | None:
-    """Finds where the images of a folded prompt are in the expanded one.
+    """Finds where the images of a folded prompt are in the expanded one: a range for each `token`.
 
-    Returns:
-        A range for each `token` in `ids`; None: the prompts differ in more than their images, or
-        the ranges are not certain.
+    None: the prompts differ in more than their images, or the ranges are not certain.
     """
     pieces = _split(ids, token)
     if len(expanded) < len(ids) or list(expanded[: len(pieces[0])]) != pieces[0]:
@@ -379,7 +362,6 @@ def placed(ids: Sequence[int], expanded: Sequence[int], token: int) -> list[Rang
 def spans(
     digests: Sequence[str], ranges: Sequence[Range], grids: Sequence[tuple[int, ...]] = ()
 ) -> list[ImageSpan]:
-    """Returns the images of a prompt; all arguments have one entry for each."""
     known = list(grids) if len(grids) == len(ranges) else [()] * len(ranges)
     return [
         ImageSpan(digest, offset, length, tuple(grid))

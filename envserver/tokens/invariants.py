@@ -121,7 +121,6 @@ class _Recorded:
             self._shift[call.index] = begin - len(call.prompt_ids)
 
     def places(self, sequence: Sequence, sampled: Positions) -> Positions:
-        """Returns where the columns hold the tokens at `sampled` in `sequence`."""
         return sampled + self._shift[sequence.calls[sampled]]
 
 
@@ -138,8 +137,6 @@ def _check_shape(row: int, sequence: Sequence) -> None:
 
 
 def _check_path(row: int, sequence: Sequence, recorded: _Recorded) -> None:
-    """Checks that the row's tokens were sampled by the calls of its path, which follow each
-    other."""
     calls = np.full(len(sequence.tokens), -1, np.int32)
     previous: Call | None = None
     for index in sequence.path:

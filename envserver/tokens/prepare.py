@@ -1,8 +1,8 @@
-"""Prepares a request's messages and tools for the chat template as engines do.
+"""Prepares a request's messages and tools for the chat template as vLLM 0.32 does.
 
 The template's text depends on it: which fields there are, their order (some templates print whole
-objects), arguments as objects instead of JSON, content as one text or as parts. Written to the
-behaviour of vLLM 0.32. What is out of the ordinary is refused: the engine knows better.
+objects), arguments as objects instead of JSON, content as one text or as parts. What is out of the
+ordinary is refused: the engine knows better.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RESERVED = (
 
 
 def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the further variables that a chat request gives to the template.
+    """Returns the variables that a chat request gives to the template.
 
     `add_generation_prompt` is among them if the request turns it off.
     """
@@ -75,16 +75,12 @@ def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(defaults: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `defaults` with a request's variables over them, merged as vLLM does.
-
-    A null and "auto" count as not sent.
-    """
+    """Returns `defaults` under a request's variables; like vLLM, ignores null and "auto"."""
     own = {name: value for name, value in kwargs.items() if value is not None and value != "auto"}
     return {**defaults, **own}
 
 
 def prepare_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Returns tools with the fields and the order in which templates get them."""
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -122,7 +118,6 @@ def prepare(
     """Returns messages as the template gets them; the given ones are left as they are.
 
     Args:
-        messages: in OpenAI's chat shape.
         parts: the template reads content as parts (see `ChatTemplate`).
         developer: it knows the role `developer`.
         images: `shown`: as the parts that templates write a placeholder for; `named`: by their
@@ -136,7 +131,7 @@ def prepare(
 
 
 class KeptMessages:
-    """The prepared messages of one request; the next one's are prepared only where they differ.
+    """The prepared messages of a request; the next one's are prepared only where they differ.
 
     Messages are compared by identity. Threads may use it at the same time.
     """
@@ -146,7 +141,6 @@ class KeptMessages:
         """As given, as prepared, and how: always of one request."""
 
     def prepare(self, messages: list[Message], parts: bool, images: Images) -> list[Message]:
-        """See `prepare`; the result must not be changed."""
         how = (parts, images)
         given, prepared, before = self._kept
         same = same_objects(given, messages) if before == how else 0
@@ -157,7 +151,6 @@ class KeptMessages:
 
 
 def same_objects(some: Sequence[Any], others: Sequence[Any]) -> int:
-    """Returns how many objects both begin with."""
     for at, (one, other) in enumerate(zip(some, others, strict=False)):
         if one is not other:
             return at
@@ -214,7 +207,6 @@ def _content(
 
 
 def _part(part: Any, role: str, images: Images) -> dict[str, Any] | None:
-    """Returns a part of a content as a text part or an image; None if it says nothing."""
     if not isinstance(part, dict):
         raise Refused("unusual_message")
     kind = part.get("type")
@@ -312,5 +304,4 @@ def _without(value: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _first(value: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Returns `value` with the items of `names` in front, in their order."""
     return {name: value[name] for name in names if name in value} | _without(value, *names)

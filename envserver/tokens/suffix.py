@@ -3,10 +3,8 @@
 The template says what it writes after the answer (see `tail`). The model has sampled the beginning
 of the tail, up to its end-of-turn token, or was cut off before it; the rest is the suffix. Only the
 tail is encoded, from the end-of-turn token on: text before that token never affects what follows
-it.
-
-Anything uncertain is refused: templates that move, drop, repeat or change messages, answers whose
-end is not where the template has it, calls that were cut off.
+it. Anything uncertain is refused: templates that move, drop, repeat or change messages, answers
+whose end is not where the template has it, calls that were cut off.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ _PUNCTUATION = " \t\r\n\"'`,:>)]}"
 
 
 class Turn(NamedTuple):
-    """An answer in its conversation: the messages before it, and those that the agent added after
-    it."""
+    """An answer in its conversation: the messages before it, and those that came after it."""
 
     history: list[Message]
     assistant: Message
@@ -58,10 +55,7 @@ class Turn(NamedTuple):
 
 
 def tail(format: ChatFormat, turn: Turn) -> str:
-    """Returns what the template writes after the answer's content.
-
-    If the answer has calls: after the value of an argument of the last call.
-    """
+    """Returns what the template writes after the content, or an argument of the last call."""
     messages = [*turn.history, _stand_in(turn), *turn.new]
     return _behind(_render(format, turn, messages, generation_prompt=True), bool(turn.calls))
 
@@ -69,12 +63,9 @@ def tail(format: ChatFormat, turn: Turn) -> str:
 def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str:
     """Checks that the template keeps messages after the answer in order and ends it with `head`.
 
-    Args:
-        head: beginning of the tail, up to and with the first `stop`.
-        stop: the text of the token that ends the answer.
-
-    Returns:
-        What every call ends with before `stop`, whatever its arguments; empty without calls.
+    `head`: beginning of the tail, with the first `stop`, the text of the token that ends the
+    answer. Returns what every call ends with before `stop`, whatever its arguments; empty without
+    calls.
     """
     key = _key(turn, head)
     found = format.shapes.get(key)
@@ -87,8 +78,7 @@ def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str:
 
 
 def known_end(format: ChatFormat, turn: Turn, stop: str) -> tuple[str, str] | None:
-    """Returns the text between an answer and `stop`, and the result of `check`, for a checked
-    shape."""
+    """Returns the text between an answer and `stop`, and `check`'s result, for a checked shape."""
     known = format.shapes.get(_key(turn, _ENDS + stop))
     if known is None:
         return None
@@ -250,7 +240,6 @@ def _marked(message: Message, word: str, words: list[str]) -> Message:
 
 
 def _key(turn: Turn, head: str) -> bytes:
-    """Returns a digest of everything that the checks depend on."""
     asked = [_role(message) for message in turn.history]
     given = [_role(message) for message in turn.new]
     names = sorted(turn.assistant)
@@ -267,8 +256,6 @@ def _role(message: Message) -> tuple[Any, ...]:
 
 
 class Completion(NamedTuple):
-    """An engine's sample, as recorded: see `records.Call`."""
-
     ids: list[int]
     finish_reason: str
     stop_reason: int | str | None
@@ -277,9 +264,8 @@ class Completion(NamedTuple):
 class Suffix(NamedTuple):
     """The tokens after the completion; all of them are context.
 
-    `text` and `ids` hold all of it. `closing` is the part at the beginning of `text` that belongs
-    to the answer although the model did not sample it: what the agent appended and, if the answer
-    was cut off, the template's end of the turn.
+    `closing`: the part at the beginning of `text` that belongs to the answer although the model did
+    not sample it: what the agent appended and, if it was cut off, the template's end of the turn.
     """
 
     text: str
@@ -306,8 +292,6 @@ def suffix(
         assistant: the message that it gave.
         new: the messages that the agent added after it; not empty, without assistant messages.
         tools, kwargs: the same for the call and the next one.
-        completion: what was sampled.
-        extra: text that the agent appended to the answer.
         shown: what the template renders after the completion, if its rendering of all messages
             begins with the prompt and the completion word for word; None: it is found out.
     """
@@ -378,8 +362,7 @@ def _after_end(
 
 
 def _after_cut(format: ChatFormat, turn: Turn, ids: list[int], extra: str) -> Suffix:
-    """Returns the suffix of an answer that ended by length or a stop string: the template ends
-    it."""
+    """Returns the suffix of an answer cut by length or a stop string: the template ends it."""
     if turn.calls or _in_call(format, turn, ids):
         raise Refused("truncated_in_call")
     vocabulary = format.vocabulary

@@ -1,9 +1,8 @@
 """Packs the calls of one rollout into a trace that stores only what is new in each call.
 
 Every call of a conversation repeats everything before it: stored whole, 100 turns take 50 times the
-space. In a trace a call holds only the tokens and messages that earlier calls lack; sampled tokens
-are always its own. `unpack_calls(pack_calls(calls, parents))` equals `calls` in every field and
-byte.
+space. Sampled tokens are always a call's own. `unpack_calls(pack_calls(calls, parents))` equals
+`calls` in every field and byte.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def pack_calls(calls: list[Call], parents: list[int]) -> list[TracedCall]:
-    """Returns the trace of `calls`.
+    """Returns the trace of `calls` of one attempt, in order of commit; inexact ones as well.
 
-    Args:
-        calls: of one attempt, in order of commit; inexact ones as well.
-        parents: for each the position of the call that it continues, -1 for none, as
-            `builder.find_parents` tells. Wrong parents give a correct but longer trace.
+    `parents`: for each the position of the call that it continues, -1 for none, as `find_parents`
+    says. Wrong parents give a correct but longer trace.
     """
     siblings: dict[tuple[str | None, int], int] = {}
     said: dict[bytes, int] = {}
@@ -95,8 +92,7 @@ def _common(some: Tokens, others: Tokens) -> int:
 def _kept_messages(call: Call, said: dict[bytes, int], k: int) -> tuple[int, int]:
     """Returns the call that has most of the messages of `call` (-1: none), and how many.
 
-    `said`: the first call by each beginning of a conversation up to an answer; `call` is added, at
-    position `k`.
+    `said`: the first call by each beginning of a conversation up to an answer; adds `call`, at `k`.
     """
     beginnings = _beginnings([*call.messages, call.message])
     count = len(call.messages)
@@ -109,7 +105,7 @@ def _kept_messages(call: Call, said: dict[bytes, int], k: int) -> tuple[int, int
 
 
 def _beginnings(messages: list[Message]) -> list[bytes]:
-    """Returns for each message a digest of it and all before it.
+    """Returns a digest of each message and all before it.
 
     Of the bytes: equal dicts may differ in the order of their keys, or as 1 and True do.
     """

@@ -34,12 +34,7 @@ _AFTER = ("", "x", "\nx", " x", "\n\n1")
 
 
 class Vocabulary:
-    """Text <-> ids.
-
-    Args:
-        variables: what a chat template may name: `bos_token`, `eos_token`, ...
-        digest: of the files it was made from.
-    """
+    """Text <-> ids. `variables`: what a template may name: `bos_token`, `eos_token`, ..."""
 
     def __init__(
         self, tokenizer: Tokenizer, variables: Mapping[str, str], digest: str = ""
@@ -51,7 +46,6 @@ class Vocabulary:
         self.digest = digest
         self._added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in self._added.items() if token.special)
-        """See `is_special`."""
         self._ids = {token.content: id for id, token in self._added.items()}
         self._stands_alone = lru_cache(maxsize=256)(self._check_stands_alone)
 
@@ -74,7 +68,6 @@ class Vocabulary:
 
     @cached_property
     def size(self) -> int:
-        """Number of ids, including those of added tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
@@ -89,7 +82,6 @@ class Vocabulary:
         return np.asarray(self.encode(text), np.int32)
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the text of `ids`, with special tokens and spaces as they are."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def special_id(self, text: str) -> int | None:
@@ -100,7 +92,7 @@ class Vocabulary:
         return id in self.special_ids
 
     def added_text(self, id: int) -> str | None:
-        """Returns the added token `id` as text in a rendered prompt; None for an ordinary token."""
+        """Returns the added token `id` as text; None for an ordinary token."""
         token = self._added.get(id)
         return None if token is None else token.content
 
@@ -113,8 +105,7 @@ class Vocabulary:
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def stands_alone(self, id: int) -> bool:
-        """Returns whether text may be encoded in two pieces, the second beginning with added token
-        `id`.
+        """Returns whether text may be encoded in two, the second beginning with added token `id`.
 
         Tried, not derived: normalizers, tokens that swallow the spaces around them and prefixes
         before a text's beginning all show in the ids.

@@ -1,9 +1,8 @@
 """Runs a model's tool calls: checks arguments strictly, never raises for what a model wrote.
 
-In: a tool's name and arguments, or one tool call in OpenAI's format. Out: the text for the model,
-and whether the call succeeded. JSON is strict (no duplicate keys, NaN or lone surrogates); the
-arguments must be an object that is valid against the tool's JSON schema. An exception other than
-ToolError raised by a tool is a bug in the tool and propagates.
+JSON is strict (no duplicate keys, NaN or lone surrogates); the arguments must be an object that is
+valid against the tool's JSON schema. An exception other than ToolError raised by a tool is a bug in
+the tool and propagates.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ CUT_MARKER = "\n[cut: the result is longer]"
 Timed = Callable[[str, float, float], None]
 """Gets a tool's name, when a call of it began (`time.time()`), and the seconds that it took."""
 TIMED: ContextVar[Timed | None] = ContextVar("envserver_timed", default=None)
-"""Is called with each call of a tool in its context, also of a refused one; not of those that the
-server runs, which it times itself."""
+"""Called with each call of a tool in its context, also a refused one; the server times its own."""
 
 
 class ToolError(Exception):
@@ -72,11 +70,7 @@ class Tool:
         return Draft202012Validator(self.description["function"]["parameters"])
 
     def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns valid arguments, as the function takes them.
-
-        Raises:
-            ToolError: they violate the schema; it names the argument.
-        """
+        """Returns valid arguments, as the function takes them; a ToolError names the wrong one."""
         try:
             broken = next(iter(self.validator.iter_errors(arguments)), None)
         except RecursionError:
@@ -90,8 +84,6 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a call: its text for the model, and whether the call succeeded."""
-
     text: str
     ok: bool
 
@@ -136,12 +128,10 @@ def function_tool(
 
 
 def toolbox(*tools: Tool) -> dict[str, Tool]:
-    """Returns a dict of tools by name."""
     return {tool.name: tool for tool in tools}
 
 
 def descriptions(tools: Iterable[Tool]) -> list[dict[str, Any]]:
-    """Returns the `tools` argument of a chat completion."""
     return [tool.description for tool in tools]
 
 
@@ -223,14 +213,11 @@ def _told(tool: Tool, began: float) -> None:
 
 
 def refused(error: ToolError) -> ToolResult:
-    """Returns the result of a call that cannot be carried out."""
     return ToolResult(cut(f"Error: {error}"), ok=False)
 
 
 def checked_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> tuple[Tool, dict[str, Any]]:
-    """Returns the tool that `call` names, and its arguments.
-    Raises ToolError: the tool does not exist, or the arguments violate its schema.
-    """
+    """Returns the tool that `call` names, and its arguments, or raises ToolError."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise ToolError("a tool call must hold a function.")
@@ -249,7 +236,6 @@ def checked_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> tuple[To
 def checked_arguments(
     tools: Mapping[str, Tool], name: object, arguments: object
 ) -> tuple[Tool, dict[str, Any]]:
-    """Returns the named tool and its valid arguments; raises like `checked_call`."""
     tool = _named(tools, name)
     if not isinstance(arguments, dict):
         raise ToolError("the arguments must be a JSON object.")
@@ -262,8 +248,6 @@ def cut(text: str, limit: int = MAX_RESULT_CHARACTERS) -> str:
 
 
 class StrictDecoder(json.JSONDecoder):
-    """Strict JSON: ValueError for NaN, numbers out of range and duplicate keys."""
-
     def __init__(self) -> None:
         super().__init__(
             parse_constant=_no_constant,
@@ -314,13 +298,15 @@ _LIBRARIES = (
 
 
 def is_bug(error: Exception) -> bool:
-    """Returns whether a tool's exception is a bug of its author: it has no other meaning here."""
+    """Whether a tool's exception is a bug of its author: it has no other meaning here."""
     return not isinstance(error, EnvserverError | ToolError | OSError)
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the innermost place outside of libraries (else the innermost). The file's name alone:
-    messages are kept with rollouts, without the user's folders."""
+    """Returns the innermost place outside of libraries (else the innermost).
+
+    The file's name alone: messages are kept with rollouts, without the user's folders.
+    """
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [one for one in frames if not one[0].f_code.co_filename.startswith(_LIBRARIES)]
     if not frames:

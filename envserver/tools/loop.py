@@ -1,9 +1,6 @@
 """The agent loop, `run.loop`: chat with tools until the model is done.
 
-In: a rollout, a conversation and tools. Out: a `LoopEnd`; the conversation grows in place, and the
-metric `tool_errors` counts the calls that failed. The loop ends at a call of the final tool, at a
-message without tool calls, at a message that was cut off, after `max_turns`, or after
-`max_tool_errors`.
+The conversation grows in place, and the metric `tool_errors` counts the calls that failed.
 """
 
 from __future__ import annotations
@@ -61,7 +58,6 @@ async def _asked(run: Rollout, service: str, /, **arguments: Any) -> str:
 
 
 async def _tools_of(server: McpServer, run: Rollout, stack: AsyncExitStack) -> list[Tool]:
-    """Returns the tools of an MCP server, started here unless it is shared."""
     if not server.shared:
         own = await stack.enter_async_context(connect(server, run))
         return [
@@ -157,7 +153,6 @@ async def chat_with_tools(
 def _side_by_side(
     tools: Mapping[str, Tool], calls: list[dict[str, Any]], final: str | None
 ) -> list[list[dict[str, Any]]]:
-    """Splits calls into runs of those that may run at the same time."""
     parts: list[list[dict[str, Any]]] = []
     was_parallel = False
     for call in calls:

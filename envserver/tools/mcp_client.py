@@ -1,8 +1,7 @@
 """Tools of an MCP server, for environments (extra `mcp`).
 
-In: an `McpServer`. Out: a connection that describes its tools and calls them. What a tool of it
-reports as an error is shown to the model; a server that cannot be reached, breaks off or takes too
-long is a `ServiceError`: the rollout is tried again.
+What a tool of it reports as an error is shown to the model; a server that cannot be reached, breaks
+off or takes too long is a `ServiceError`: the rollout is tried again.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ async def over_program(program: RunningProgram) -> AsyncIterator[Any]:
 
 
 def _message(line: bytes) -> SessionMessage | Exception:
-    """Returns a message; what is not one as the error that says so."""
     from mcp.shared.message import SessionMessage
     from mcp.types import jsonrpc_message_adapter
 
@@ -101,8 +99,10 @@ LEAVE_SECONDS = 10.0
 
 @asynccontextmanager
 async def in_own_task(make: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
-    """Enters what `make` returns and leaves it at the end of the block. Raises what entering it
-    raised, without a group around a single exception."""
+    """Enters what `make` returns and leaves it at the end of the block.
+
+    Raises what entering it raised, without a group around a single exception.
+    """
     opened: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     leave = asyncio.Event()
 
@@ -191,13 +191,10 @@ class McpServer:
 
     @property
     def service(self) -> str:
-        """The prefix of its services' names, if it is shared."""
         return f"{SHARED_PREFIX}{self.name}"
 
 
 class McpConnection:
-    """A connection to a server, for several calls at the same time."""
-
     def __init__(self, server: McpServer, client: Client, program: _Program) -> None:
         self._server = server
         self._client = client
@@ -340,7 +337,6 @@ def _filled(server: McpServer, values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _text_of(block: Any) -> str:
-    """Returns a part of a result as the model reads it; what is not text is named."""
     if block.type == "text":
         return str(block.text)
     resource = getattr(block, "resource", None)

@@ -1,9 +1,8 @@
 """Offers tools as an MCP server, to agents that speak only MCP (extra `mcp`).
 
-In: tools by name. Out: the address of a server over streamable HTTP in this process, behind a
-secret path. What the model did wrong is a result with `isError`. Any other failure (a limit, the
-sandbox, a bug) is reported to the agent, which may hide it: so it is raised again at the end of the
-block.
+It is in this process, behind a secret path. What the model did wrong is a result with `isError`.
+Any other failure (a limit, the sandbox, a bug) is reported to the agent, which may hide it: so it
+is raised again at the end of the block.
 """
 
 from __future__ import annotations

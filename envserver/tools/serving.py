@@ -1,7 +1,6 @@
 """Tools that run in the server, as services of their environment.
 
-In: an environment with `@tool(on_server=True)` methods and shared MCP servers. Out: its services
-with those tools among them. The server checks the arguments itself: a worker may send anything.
+The server checks the arguments itself: a worker may send anything.
 """
 
 from __future__ import annotations
@@ -50,14 +49,12 @@ async def services_of(environment: Environment) -> AsyncIterator[Mapping[str, Se
 
 
 def server_tools(environment: Environment) -> list[TypedTool]:
-    """Returns the methods and listed tools that are marked `on_server`."""
     given = [*typed_methods(environment).values(), *tools_of(environment)]
     marked = [one for one in given if isinstance(one, TypedTool) and one.on_server]
     return list({one.name: one for one in marked}.values())
 
 
 def shared_servers(environment: Environment) -> list[McpServer]:
-    """Returns the MCP servers in `Environment.tools` that all rollouts share."""
     listed = [one for one in environment.tools or () if isinstance(one, McpServer) and one.shared]
     names = [one.name for one in listed]
     if len(set(names)) < len(names):
@@ -66,9 +63,11 @@ def shared_servers(environment: Environment) -> list[McpServer]:
 
 
 class SharedServer:
-    """One connection to an MCP server for all rollouts: opened at the first call, closed at the end
-    of the block. It is opened again after it broke, or after several calls in a row got no answer
-    (one slow call must not end those of others)."""
+    """One connection to an MCP server for all rollouts, opened at the first call.
+
+    It is opened again after it broke, or after several calls in a row got no answer (one slow call
+    must not end those of others).
+    """
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -84,7 +83,6 @@ class SharedServer:
         await self._stack.aclose()
 
     async def tools(self, arguments: dict[str, Any], caller: Caller) -> list[dict[str, Any]]:
-        """The service `mcp/NAME/tools`: see `McpConnection.describe`."""
         return await self._used(lambda connection: connection.describe())
 
     async def call(self, arguments: dict[str, Any], caller: Caller) -> str:

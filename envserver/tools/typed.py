@@ -1,9 +1,7 @@
 """Makes a tool of a typed function: `@tool`.
 
-In: a function with type hints and a docstring. Out: a `TypedTool`: its description for the model,
-arguments that are checked and converted to the declared types, and a result as text. A wrong
-argument and a `ToolError` are shown to the model; any other exception of the function is a bug of
-the environment (an `AgentError`, reported once), except those of envserver (limits, engines,
+A wrong argument and a `ToolError` are shown to the model; any other exception of the function is a
+bug of the environment (an `AgentError`, reported once), except those of envserver (limits, engines,
 sandboxes) and `OSError`, which pass as they are.
 """
 
@@ -31,14 +29,11 @@ _SHOWN = ("Returns", "Example", "Examples", "Note")
 
 @dataclass(frozen=True)
 class Docstring:
-    """A docstring in Google's form: the text for the model, and descriptions of arguments."""
-
     description: str
     arguments: dict[str, str]
 
 
 def parse_docstring(text: str) -> Docstring:
-    """Parses a docstring as `inspect.getdoc` returns it."""
     section, shown, described = "", [], []
     for line in text.splitlines():
         head = _SECTION.fullmatch(line.rstrip())
@@ -76,13 +71,6 @@ _PLAIN = (str, int, float, bool, Enum, type(None))
 
 @dataclass(frozen=True)
 class TypedTool(Tool):
-    """A tool made of a typed function; calling it calls the function.
-
-    Args:
-        original: the function itself.
-        arguments: the struct that its arguments are converted to.
-    """
-
     original: Callable[..., Any] = lambda: None
     arguments: type[msgspec.Struct] = msgspec.Struct
 
@@ -94,7 +82,6 @@ class TypedTool(Tool):
         return _is_async(self.original)
 
     def __get__(self, instance: Any, owner: Any = None) -> TypedTool:
-        """Returns the tool of an object's method: `self.search` is a tool, too."""
         if instance is None:
             return self
         bound = partial(self.original, instance)
@@ -157,7 +144,6 @@ def tool(
 
 
 def as_tool(given: Tool | Callable[..., Any]) -> Tool:
-    """Returns a tool as it is, and a typed function as a tool. Raises like `tool`."""
     return given if isinstance(given, Tool) else tool(given)
 
 
@@ -259,7 +245,6 @@ def _arguments(
 
 
 def _default(value: Any) -> tuple[Any, ...]:
-    """Returns the default of a field; nothing for a required one."""
     if value is inspect.Parameter.empty:
         return ()
     return (
@@ -280,8 +265,10 @@ def _described(hint: Any, description: str | None) -> Any:
 
 
 def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Returns the JSON schema of arguments. Only recursive types stay references: a chat template
-    shows the schema to the model as it is."""
+    """Returns the JSON schema of arguments.
+
+    Only recursive types stay references: a chat template shows the schema to the model as it is.
+    """
     (top,), definitions = msgspec.json.schema_components((struct,), ref_template="#/$defs/{name}")
     schema: dict[str, Any] = _inlined(top, definitions, ())
     schema.pop("title", None)

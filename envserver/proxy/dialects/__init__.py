@@ -1,7 +1,6 @@
-"""The APIs that agents use: each reads requests into a ModelRequest and writes answers.
+"""The APIs that agents use: each reads requests into a ModelRequest and writes answers. Pure.
 
-Pure. Answers arrive in OpenAI's chat format, whole or as chunks, without what the agent did not ask
-for.
+Answers come in OpenAI's chat format, whole or as chunks, without what the agent did not ask for.
 """
 
 from __future__ import annotations

@@ -30,14 +30,10 @@ class ModelRequest(msgspec.Struct, kw_only=True):
         prompt: for a text completion its text, its token ids, or a list of either; else None.
         fields: further fields for the engine, under their names in its chat API: stop, seed, n,
             tool_choice, response_format, top_logprobs, ...
-        choices: number of answers.
         wanted_tokens: the agent's own limit per choice, or None.
         tokens_field: the name of that limit in the engine's request.
-        stream: whether the agent wants a stream.
         unchecked: whether `fields` holds some that the run passes on unchecked.
         ignored: names of the agent's fields that have no effect here.
-        strict_dropped: whether `tools` were strict (see `body.without_strict`).
-        may_be_side: see `retries.SideCalls`.
         wants_*: what the agent wants its answer to show.
     """
 
@@ -62,8 +58,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 
 
 def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[dict[str, Any]]:
-    """Returns the list of objects in field `name`, or [], which is refused if the field is
-    `needed`."""
+    """Returns the list of objects in field `name`, or []; refuses [] if it is `needed`."""
     values = body.get(name)
     if not needed and not values:
         return []
@@ -75,7 +70,6 @@ def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[di
 
 
 def count(body: dict[str, Any], name: str) -> int | None:
-    """Returns the positive integer in field `name`, or None."""
     value = body.get(name)
     if value is None:
         return None
@@ -89,7 +83,6 @@ def bad(name: str, what: str) -> InputError:
 
 
 def string(holder: dict[str, Any], name: str, place: str = "") -> str:
-    """Returns the string in field `name` of `holder`, which is at `place` in the request."""
     value = holder.get(name)
     if not isinstance(value, str):
         raise bad(_path(place, name), "must be a text")
@@ -97,7 +90,6 @@ def string(holder: dict[str, Any], name: str, place: str = "") -> str:
 
 
 def mapping(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:
-    """Returns the object in field `name` of `holder`, which is at `place`, or {}."""
     value = holder.get(name)
     if value is None:
         return {}
@@ -107,7 +99,6 @@ def mapping(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any
 
 
 def boolean(holder: dict[str, Any], name: str, place: str = "") -> bool | None:
-    """Returns the boolean in field `name` of `holder`, which is at `place`, or None."""
     value = holder.get(name)
     if value is not None and not isinstance(value, bool):
         raise bad(_path(place, name), "must be true or false")
@@ -128,7 +119,6 @@ LARGEST_INT32 = 2**31 - 1
 
 
 def whole(least: int, most: int) -> Check:
-    """Returns the check for a whole number in [least, most]."""
     limit = "" if most >= LARGEST_INT32 else f" and at most {most}"
 
     def check(value: Any, place: str) -> None:
@@ -139,8 +129,6 @@ def whole(least: int, most: int) -> Check:
 
 
 def number(least: float, most: float) -> Check:
-    """Returns the check for a finite number in [least, most]."""
-
     def check(value: Any, place: str) -> None:
         if (
             type(value) not in (int, float)
@@ -181,8 +169,6 @@ def items(most: int, each: Check | None = None) -> Check:
 
 
 def bounded_object(size: int) -> Check:
-    """Returns the check for an object of at most `size` bytes as JSON."""
-
     def check(value: Any, place: str) -> None:
         if not isinstance(value, dict):
             raise bad(place, "must be an object")
@@ -193,10 +179,7 @@ def bounded_object(size: int) -> Check:
 
 
 def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> dict[str, Any]:
-    """Returns the fields of `holder` that `checks` names, checked, and leaves out all others.
-
-    A field that is null stays null.
-    """
+    """Returns the fields of `holder` that `checks` names, checked; null stays null."""
     fields = {}
     for name, value in holder.items():
         check = checks.get(name)
@@ -208,7 +191,6 @@ def kept(holder: Mapping[str, Any], checks: Mapping[str, Check], place: str) -> 
 
 
 def refuse_others(holder: Mapping[str, Any], known: Collection[str], place: str) -> None:
-    """Raises InputError if `holder` has a field that is not in `known`."""
     for name in holder:
         if name not in known:
             raise bad(f"{place}.{name[:80]}", "is not supported")
@@ -237,8 +219,6 @@ def either(*checks: Check) -> Check:
 
 
 def instance(*types: type, what: str) -> Check:
-    """Returns the check for a value of one of `types`; `what` names them in its error."""
-
     def check(value: Any, place: str) -> None:
         if not isinstance(value, types):
             raise bad(place, f"must be {what}")
@@ -247,8 +227,6 @@ def instance(*types: type, what: str) -> Check:
 
 
 def one_of(*values: Any) -> Check:
-    """Returns the check for one of `values`, which are strings or whole numbers."""
-
     def check(value: Any, place: str) -> None:
         if not any(type(value) is type(one) and value == one for one in values):
             raise bad(place, f"must be {' or '.join(map(str, values))}")
@@ -488,10 +466,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 
 def is_ignored(name: str) -> bool:
-    """Returns whether a field that is in no table of its API is ignored.
-
-    It steers no engine and means nothing in another API.
-    """
+    """Whether a field of no table is ignored: it steers no engine and means nothing elsewhere."""
     tables = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
     known = (name in (*one.engine, *one.read, *one.refused) for one in tables)
     return name in _MEANINGLESS or not (name in _STEERING or any(known))
@@ -511,20 +486,14 @@ class EventWriter(Protocol):
     `begin` is called when the first chunk has arrived, `end` when the calls are recorded.
     """
 
-    def begin(self) -> bytes:
-        """Returns the events before the first chunk, if any."""
+    def begin(self) -> bytes: ...
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
-        """Returns the events for one chat chunk, if any.
+        """The chunk that ends a choice, and the one with the usage, come only after recording."""
 
-        The chunk that ends a choice, and the one with the usage, come only after recording.
-        """
+    def end(self) -> bytes: ...
 
-    def end(self) -> bytes:
-        """Returns the last events."""
-
-    def fail(self, error: EnvserverError) -> bytes:
-        """Returns the events that end the stream because of `error`."""
+    def fail(self, error: EnvserverError) -> bytes: ...
 
 
 class DialectAdapter(Protocol):
@@ -534,19 +503,16 @@ class DialectAdapter(Protocol):
     table: FieldTable
     """The fields of a request; `read` gets no others, and none that is null."""
 
-    def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        """Reads a decoded request body."""
+    def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest: ...
 
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
         """Returns the chat answer in this dialect. Called after the calls are recorded."""
 
-    def writer(self, request: ModelRequest, memory: Memory) -> EventWriter:
-        """Returns the writer for a streamed answer to `request`."""
+    def writer(self, request: ModelRequest, memory: Memory) -> EventWriter: ...
 
-    def error(self, error: EnvserverError) -> dict[str, Any]:
-        """Returns the body of an error response."""
+    def error(self, error: EnvserverError) -> dict[str, Any]: ...
 
 
 _PASSED = ("seed", "chat_template_kwargs")
@@ -572,7 +538,6 @@ def engine_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def effort_fields(effort: Any, place: str) -> dict[str, Any]:
-    """Returns the field for the reasoning effort, if the agent sets one."""
     if effort is None:
         return {}
     EFFORT(effort, place)
@@ -590,19 +555,16 @@ def own_tools(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def function_tool(function: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a tool of the chat API from the fields of `function`, which is at `place`."""
     string(function, "name", place)
     return {"type": "function", "function": kept(function, _FUNCTION, place)}
 
 
 def schema_format(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns the format of an answer that follows `schema`, which is at `place`."""
     refuse_others(schema, _SCHEMA_FIELDS, place)
     return {"type": "json_schema", "json_schema": kept(schema, _SCHEMA_FIELDS, place)}
 
 
 def response_format(form: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns the format of an answer as the chat API writes it."""
     match form.get("type"):
         case "text" | "json_object" as kind:
             refuse_others(form, ("type",), place)

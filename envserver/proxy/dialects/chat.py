@@ -64,8 +64,7 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def chat_messages(body: dict[str, Any], checked: int = 0) -> list[Message]:
-    """Returns the messages in field `messages`, of which the first `checked` were returned
-    before."""
+    """Returns the messages in field `messages`; the first `checked` were returned before."""
     given = objects(body, "messages", needed=True)
     return given[:checked] + [
         message if _is_plain(message) else _message(message, f"messages[{index}]")

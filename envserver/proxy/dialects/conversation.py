@@ -1,9 +1,8 @@
 """Builds chat messages from the items of other dialects; takes answers apart. Pure.
 
-What always holds: the results of tool calls follow each other, and one answer of the model is one
-message. Images, audio and video come only as `data:` addresses, within limits: an engine fetches
-another address from its own place in the network or from its disk, which an agent behind a wall
-must not reach.
+The results of tool calls follow each other, and one answer of the model is one message. Images,
+audio and video come only as `data:` addresses, within limits: an engine fetches another address
+from its own place in the network or from its disk, which an agent must not reach.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class AnswerEnd(msgspec.Struct):
     usage: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def take(self, answer: dict[str, Any]) -> None:
-        """Updates it from a whole answer or a chunk."""
         choice = choice_of(answer)
         if choice.get("finish_reason"):  # some engines write "" before the end
             self.finish_reason = choice["finish_reason"]
@@ -62,16 +60,12 @@ class AnswerEnd(msgspec.Struct):
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer, if one did."""
         return self.stop_reason if isinstance(self.stop_reason, str) else None
 
     def tokens(self, name: str) -> int:
-        """Returns the engine's count of `prompt_tokens` or `completion_tokens`; 0 if missing."""
         return self.usage.get(name) or 0
 
     def detail(self, name: str, detail: str) -> int:
-        """Returns a count of `prompt_tokens_details` or `completion_tokens_details`; 0 if
-        missing."""
         return (self.usage.get(name) or {}).get(detail) or 0
 
 
@@ -82,7 +76,6 @@ def ending_of(answer: dict[str, Any]) -> AnswerEnd:
 
 
 def choice_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """Returns the only choice of an answer or chunk; {} for a chunk without one."""
     choices = answer.get("choices") or [{}]
     choice: dict[str, Any] = choices[0]
     return choice
@@ -120,8 +113,6 @@ Part = dict[str, Any]
 
 
 class Conversation:
-    """Collects messages in order; `messages` returns them."""
-
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._images: list[Part] = []
@@ -137,8 +128,7 @@ class Conversation:
         self._messages.append({"role": "user", "content": content_of(parts)})
 
     def tool(self, call_id: str, parts: list[Part]) -> None:
-        """Adds a tool's result, which can only be text in chats: its images follow in a user
-        message."""
+        """Adds a tool's result, in chats a text: its images follow in a user message."""
         texts = [part for part in parts if part["type"] == "text"]
         self._images.extend(part for part in parts if part["type"] != "text")
         content = "\n".join(part["text"] for part in texts)
@@ -270,7 +260,6 @@ def _audio(given: Any, place: str) -> dict[str, str]:
 
 
 def check_media(messages: list[Message], limits: TokensConfig) -> None:
-    """Checks the number and the bytes of all media of a request; each was checked before."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     sizes = [_size(part) for part in parts if part["type"].endswith(("_url", "_audio"))]
@@ -321,7 +310,6 @@ def _check_first(head: str, kind: str, place: str) -> None:
 
 
 def _is_known(first: bytes, kind: str) -> bool:
-    """Returns whether a file of `kind`, image, audio or video, can begin with the bytes `first`."""
     if first[:4] == b"RIFF":
         return _RIFF.get(first[8:12]) == kind
     return first[4:8] in _ISO_BOXES or first.startswith(_BEGINNINGS[kind])

@@ -61,8 +61,7 @@ class Arguments:
         self._texts[call_id] = arguments
 
     def given(self, call_id: str, value: dict[str, Any]) -> str:
-        """Returns the model's text for `value`, which an agent sent back, or else `value` as
-        JSON."""
+        """Returns the model's text for `value`, which an agent sent back, or else its JSON."""
         kept = self._texts.get(call_id)
         if kept is not None and _same(as_object(kept), value):
             return kept
@@ -128,8 +127,7 @@ def message_of(
 
 
 def head_of(request: ModelRequest, answer: dict[str, Any]) -> dict[str, Any]:
-    """Returns an empty message that answers `request`; `answer`: the engine's, or its first
-    chunk."""
+    """Returns an empty message that answers `request`; `answer`: whole, or its first chunk."""
     return {
         "id": new_id("msg"),
         "type": "message",
@@ -157,11 +155,7 @@ def call_block(call: ToolCall) -> Block:
 
 
 def stop_of(ending: AnswerEnd, *, called: bool) -> dict[str, Any]:
-    """Returns why the model stopped.
-
-    Any other interruption (such as a halted engine) is reported as `max_tokens`: the agent then
-    knows that the answer may be incomplete.
-    """
+    """Any other interruption is `max_tokens`: the agent knows that the answer may be incomplete."""
     reason, sequence = _STOPS.get(ending.finish_reason or "", "max_tokens"), None
     if ending.finish_reason in _WHOLE:
         reason = "tool_use" if called else "end_turn"
@@ -233,7 +227,6 @@ class MessagesWriter:
         self._ending = AnswerEnd()
 
     def begin(self) -> bytes:
-        """Returns nothing: the first event needs the first chunk."""
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
@@ -307,9 +300,8 @@ _BILLING = "x-anthropic-billing-header"
 def messages_of(body: dict[str, Any], arguments: Arguments) -> list[Message]:
     """Returns the messages in fields `system` and `messages`, without an empty turn at the end.
 
-    A user's turn with tool results becomes their messages, in order, followed by the rest of the
-    turn. An assistant's turn becomes one message. What chats have no place for (signatures,
-    encrypted reasoning, cache marks) is left out.
+    Tool results in a user's turn become messages before the rest of the turn. What chats have no
+    place for (signatures, encrypted reasoning, cache marks) is left out.
     """
     conversation = Conversation()
     if body.get("system") is not None:
@@ -487,7 +479,6 @@ def wants_thinking(body: dict[str, Any]) -> bool:
 def fields_of(
     body: dict[str, Any], tools: list[dict[str, Any]], messages: list[Message]
 ) -> dict[str, Any]:
-    """Returns the engine's fields other than messages and tools."""
     fields = engine_fields(body)
     stop = body.get("stop_sequences")
     if stop:

@@ -58,10 +58,7 @@ _WHOLE = ("stop", "tool_calls", "function_call")
 
 
 class Head:
-    """The fields shared by all states of one response; `response` builds one state.
-
-    `answer`: the engine's, or its first chunk; empty if it gave none.
-    """
+    """The fields of all states of one response; `answer`: the engine's, or its first chunk."""
 
     def __init__(self, request: ModelRequest, answer: dict[str, Any]) -> None:
         self._request = request
@@ -76,7 +73,6 @@ class Head:
         ending: AnswerEnd | None = None,
         error: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns the response object; while in progress it has no `ending`."""
         body = self._request.body
         reason = None if ending is None else _INCOMPLETE.get(ending.finish_reason or "")
         return {
@@ -165,10 +161,7 @@ def call_item(item_id: str, call: ToolCall, request: ModelRequest) -> Item:
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[Any]:
-    """Returns the logprobs of an answer's or chunk's choice.
-
-    They cover all sampled tokens: an engine does not say which tokens became what.
-    """
+    """They cover all sampled tokens: an engine does not say which tokens became what."""
     entries = (choice.get("logprobs") or {}).get("content") or []
     return [
         _logprob(entry)
@@ -305,7 +298,6 @@ _STORED = "whole"
 
 
 def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
-    """Returns the conversation that `previous_response_id` names, or []."""
     if body.get("previous_response_id") is None:
         return []
     previous = string(body, "previous_response_id")
@@ -334,7 +326,7 @@ def remember(
     response: dict[str, Any],
     said: Iterable[TextPart | ToolCall],
 ) -> None:
-    """Stores `response` to `request`; `said` is the model's part of it."""
+    """Stores `response`; `said` is the model's part of it."""
     if request.body.get("store") is False:
         return
     instructed = bool(request.body.get("instructions"))
@@ -368,7 +360,6 @@ class ResponsesWriter:
         self._ending = AnswerEnd()
 
     def begin(self) -> bytes:
-        """Returns nothing: the first events need the first chunk."""
         return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:

@@ -1,8 +1,8 @@
 """Converts a request of OpenAI's responses API, its items and tools, to the chat API. Pure.
 
-What the model said in one answer comes back as several items (reasoning, a message, function calls)
-and becomes one assistant message again. Developer messages become system messages, since chat
-templates drop roles that they do not know.
+What the model said in one answer comes back as several items and becomes one assistant message
+again. Developer messages become system messages, since chat templates drop roles that they do not
+know.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _JOINT = "__"
 
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tools in the chat API's format; only the allowed ones if the agent limits
-    them."""
     tools = [function_tool(tool, place) for tool, place in _functions(body)]
     choice = body.get("tool_choice")
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
@@ -48,7 +46,6 @@ def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def flat_name(holder: dict[str, Any], place: str) -> str:
-    """Returns the engine's name for the function that `name` and `namespace` of `holder` name."""
     name = string(holder, "name", place)
     if holder.get("namespace") is None:
         return name
@@ -56,10 +53,7 @@ def flat_name(holder: dict[str, Any], place: str) -> str:
 
 
 def names_of(body: dict[str, Any], flat: str) -> dict[str, str]:
-    """Returns the fields that name the function in an answer to `body`.
-
-    `flat`: the engine's name for it; one that the agent did not offer stays as it is.
-    """
+    """Returns the fields that name the function in an answer; `flat`: the engine's name for it."""
     for space in _spaces(body):
         prefix = space["name"] + _JOINT
         name = flat.removeprefix(prefix)
@@ -265,7 +259,6 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def refuse_impossible(body: dict[str, Any]) -> None:
-    """Raises InputError if the request asks for something unsupported or inexact."""
     if body.get("truncation") not in (None, "disabled"):
         raise bad("truncation", "must be disabled: it would cut the prompt silently")
     if body.get("n") not in (None, 1):
@@ -278,7 +271,6 @@ def wants_logprobs(body: dict[str, Any]) -> bool:
 
 
 def fields_of(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the engine's fields other than messages and tools."""
     fields = engine_fields(body)
     if wants_logprobs(body):
         fields["top_logprobs"] = _top_logprobs(body)

@@ -1,8 +1,7 @@
 """Clients for an engine: one interface, OpenAI's chat format with vLLM's token ids.
 
 One client for each mode: `tokens` (render, generate, derender), `completions` (continue ids, and
-whole text completions), `base.ChatClient` (the engine does everything). In flow a chat body and,
-if the call continues an earlier one, the ids of its prompt. Out flow an answer or chunks.
+whole text completions), `base.ChatClient` (the engine does everything).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ __all__ = [
 def client_for(probe_result: ProbeResult, format: ChatFormat | None) -> EngineClient:
     """Returns the client for the engine's mode.
 
-    `format`: the model's template and tokenizer. Without it sampled text cannot be parsed, so an
-    engine that only continues ids is used through its chat API.
+    Without a `format`, sampled text cannot be parsed: an engine that only continues ids is then
+    used through its chat API.
     """
     if probe_result.mode == "tokens":
         return TokensClient(probe_result, None if format is None else format.image_token)

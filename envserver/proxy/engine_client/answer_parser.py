@@ -1,7 +1,6 @@
 """Parses an answer's text into a message, as the engine parses its own answers.
 
-Used for engines that take a prompt of ids but do not parse the answer. Answers that the engine
-parsed itself are compared with this parser's result.
+For engines that take a prompt of ids but do not parse the answer.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ CLOSE = "</think>"
 
 
 def parse_reasoning(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
-    """Returns the text between `<think>` and `</think>`, and the rest.
-
-    If the template opened the tag at the end of the prompt, a text without tags is unfinished
-    reasoning; if it closed it there, nothing is reasoning.
-    """
+    """Returns the text between `<think>` and `</think>`, and the rest."""
     if prompt_tail.rstrip().endswith(CLOSE):
         return None, text
     before, opened, behind = text.partition(OPEN)
@@ -42,10 +37,7 @@ _TAIL_TOKENS = 16
 
 
 class AnswerParser:
-    """Parses answers of one model.
-
-    `reasons`: whether the engine separates reasoning from content, so that this parser does.
-    """
+    """Parses answers of one model; `reasons`: the engine separates reasoning from content."""
 
     def __init__(self, format: ChatFormat, *, reasons: bool) -> None:
         self._format = format
@@ -78,8 +70,7 @@ class AnswerParser:
     def compare(self, body: ChatBody, answer: ChatAnswer) -> None:
         """Compares this parser's result with the engine's own in a chat answer.
 
-        One difference disables this parser for good: otherwise agents would see different forms of
-        answers from turn to turn.
+        One difference disables it for good: agents must not see different forms from turn to turn.
         """
         prompt_ids = answer.get("prompt_token_ids")
         if not isinstance(prompt_ids, list) or not (has_tools(body) or self._reasons):
@@ -124,7 +115,6 @@ def format_of_calls(format: ChatFormat) -> str | None:
 
 
 def calls_are_free(body: ChatBody) -> bool:
-    """Returns whether the model may, but need not, call a tool."""
     return has_tools(body) and body.get("tool_choice", "auto") in (None, "auto")
 
 

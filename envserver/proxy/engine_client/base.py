@@ -27,8 +27,6 @@ ChatAnswer = dict[str, Any]
 
 
 class Prompt(Protocol):
-    """The planned prompt: its ids, or None if the engine renders it."""
-
     @property
     def ids(self) -> list[int] | None: ...
 
@@ -36,16 +34,13 @@ class Prompt(Protocol):
 class EngineClient(Protocol):
     """Samples answers from an engine.
 
-    Methods that call the engine raise only EngineError and its subclasses; EngineGarbage says what
-    an answer lacks. All requests for one call go to the replica of `rollout_id`, and together they
+    What calls the engine raises only EngineError and its subclasses; EngineGarbage says what an
+    answer lacks. All requests for one call go to the replica of `rollout_id`, and together they
     take at most `timeout_seconds`.
     """
 
     def can_continue(self, body: ChatBody) -> str | None:
-        """Returns why a prompt of given ids cannot be combined with `body`, or None if it can.
-
-        A call that cannot be continued begins a new sequence, with this reason.
-        """
+        """Returns why a prompt of given ids cannot be combined with `body`, if so."""
 
     def streams(self, body: ChatBody, prompt: Prompt) -> bool:
         """Returns whether `stream` is possible and equals `whole`."""
@@ -53,10 +48,7 @@ class EngineClient(Protocol):
     async def whole(
         self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
     ) -> ChatAnswer:
-        """Returns the whole answer.
-
-        `bare`: tokens' texts and alternatives may be left out: only their logprobs are read.
-        """
+        """`bare`: tokens' texts and alternatives may be left out; their logprobs are read."""
 
     def stream(
         self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
@@ -120,7 +112,6 @@ def has_media(body: ChatBody) -> bool:
 
 
 def has_only_images(body: ChatBody) -> bool:
-    """Returns whether all that is not text in the messages is images."""
     contents = [message.get("content") for message in body.get("messages") or []]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return all(url_of(part) is not None for part in parts if _is_media(part))
@@ -171,15 +162,13 @@ def _index(choice: dict[str, Any]) -> int:
 
 
 def check_prompt(answer: ChatAnswer, sent: list[int], where: str) -> None:
-    """Checks that the engine saw the prompt that it was sent, and puts `sent` itself in its
-    place."""
+    """Checks that the engine saw what it was sent, and puts `sent` itself in its place."""
     if require(answer, "prompt_token_ids", list, where) != sent:
         raise EngineGarbage(f"{where} echoes another prompt than was sent.")
     answer["prompt_token_ids"] = sent
 
 
 def check_ended(unfinished: set[int]) -> None:
-    """Raises EngineGarbage if a stream ended before all its choices did."""
     if unfinished:
         raise EngineGarbage(f"The engine's stream ended before its choices {sorted(unfinished)}.")
 
@@ -214,11 +203,7 @@ PATH = "/v1/chat/completions"
 
 
 class ChatClient:
-    """Client for chat completions, for engines without a better mode and calls that only they can
-    render.
-
-    Calls cannot be continued by ids, so `prompt.ids` must be None.
-    """
+    """For engines without a better mode, and calls that only they render: `prompt.ids` is None."""
 
     def can_continue(self, body: ChatBody) -> str | None:
         return "engine_renders"

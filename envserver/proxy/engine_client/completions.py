@@ -280,7 +280,6 @@ _KEPT = (
 
 
 async def whole_text(session: EngineSession, body: ChatBody) -> ChatAnswer:
-    """Returns the answer to `body`, a complete request for /v1/completions."""
     answer = await session.post(PATH, not_streamed(body))
     choices = []
     for choice in require(answer, "choices", list, _WHERE):
@@ -311,8 +310,7 @@ def _kept(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_text(answer: ChatAnswer, choices: list[dict[str, Any]]) -> ChatAnswer:
-    """Returns `answer` with `choices`, and the prompt's ids at the top if there is only one
-    prompt."""
+    """Returns `answer` with `choices`, and the ids of the only prompt at the top."""
     result = {**answer, "choices": choices}
     prompts = [choice.get("prompt_token_ids") for choice in choices]
     if prompts and isinstance(prompts[0], list) and all(ids == prompts[0] for ids in prompts):

@@ -50,7 +50,6 @@ class Grids:
         return any(digest not in self._grids for digest in digests)
 
     def learn(self, digests: Sequence[str], rendered: ChatAnswer) -> None:
-        """Remembers the grids in a rendered request of these images."""
         facts = _items(rendered.get("features"), len(digests))
         for digest, item in zip(digests, facts, strict=True):
             self._grids[digest] = _grid(item)
@@ -185,13 +184,12 @@ class SentPrompt(NamedTuple):
         return ranges
 
     def told(self, ranges: Sequence[Range]) -> ChatAnswer:
-        """Returns the field of an answer that says where the images are, if there are any."""
+        """Returns the field of an answer that says where the images are, if any."""
         images = [[*place, grid] for place, grid in zip(ranges, self.grids, strict=True)]
         return {IMAGES: images} if images else {}
 
 
 def image_ranges(holder: ChatAnswer, where: str) -> list[Range]:
-    """Returns vLLM's `mm_placeholders` of the images of a prompt."""
     places = require(require(holder, "mm_placeholders", dict, where), "image", list, where)
     return [
         (require(one, "offset", int, where), require(one, "length", int, where)) for one in places
@@ -204,13 +202,7 @@ def count_of(body: ChatBody) -> int:
 
 
 class GeneratedAnswer:
-    """A checked whole answer.
-
-    Args:
-        answer: to a request for text that echoes its prompt.
-        body: the chat body of the request.
-        is_bare: it was asked for as `BareGenerated`.
-    """
+    """A checked whole answer to a request for text that echoes its prompt."""
 
     def __init__(
         self, answer: ChatAnswer, body: ChatBody, sent: SentPrompt, *, is_bare: bool = False

@@ -77,7 +77,6 @@ class RenderCache:
         self._cache: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
 
     def learn(self, body: ChatBody, rendered: ChatAnswer) -> None:
-        """Caches `rendered`, the checked rendering of `body`, for all bodies like it."""
         if rendered["sampling_params"].get("structured_outputs") is not None:
             # Where a grammar starts to apply depends on the end of the prompt.
             return
@@ -90,7 +89,6 @@ class RenderCache:
             self._cache.popitem(last=False)
 
     def request(self, body: ChatBody, ids: list[int]) -> ChatBody | None:
-        """Returns the request for `body` with the prompt `ids`, if such a body is cached."""
         key = _key(body, _OF_ONE_CALL)
         frame = self._cache.get(key)
         if frame is None:
@@ -107,10 +105,7 @@ class RenderedPrompts:
         self._tokens = 0
 
     async def get(self, body: ChatBody, render: Callable[[], Awaitable[ChatAnswer]]) -> ChatAnswer:
-        """Returns the checked rendering of `body`: the cached one, else what `render` returns.
-
-        Bodies may differ in their seeds only.
-        """
+        """Returns the checked rendering of `body`; bodies may differ in their seeds only."""
         key = _key(body, _OF_ONE_SAMPLE)
         rendering = self._rendering(key)
         if rendering.answer is not None:
@@ -166,8 +161,8 @@ class _Rendering:
 def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: list[int]) -> ChatBody:
     """Returns a rendered request with another prompt, and with the seed, limit and so on of `body`.
 
-    The rendered limit is what the rendered prompt leaves of the context. It is removed, so that the
-    engine uses what the real prompt leaves.
+    The rendered limit is what the rendered prompt leaves of the context. Without it the engine uses
+    what the real prompt leaves.
     """
     sampling = dict(rendered["sampling_params"])
     own = {name: body.get(name) for name in ("seed", EXPERTS_START)}
@@ -211,11 +206,8 @@ async def derendered(
 
     The endpoint decodes all ids that it is given, but a chat answer's text ends before its end
     token and its stop string, so these are removed first. Sets each choice's `finish_reason` to
-    that of a chat answer, which the endpoint leaves out.
-
-    Args:
-        prompt_ids: as ids, or as JSON of them.
-        reasons: whether the engine separates reasoning from content.
+    that of a chat answer, which the endpoint leaves out. `reasons`: the engine separates reasoning
+    from content.
     """
     texts = [await _text_ids(session, body, choice) for choice in choices]
     # The endpoint refuses empty answers; in a chat answer their content is null or empty.
@@ -410,8 +402,7 @@ _UNKNOWN = (
 
 
 async def tokenized(session: EngineSession, body: ChatBody) -> int | None:
-    """Returns the number of tokens of the prompt of `body`; None: the engine has no such
-    endpoint."""
+    """Returns the number of tokens of the prompt; None: the engine has no such endpoint."""
     request = {name: body[name] for name in _FIELDS if name in body}
     try:
         answer = await session.post(TOKENIZE, request)
