@@ -234,7 +234,7 @@ def read_request(head: bytes) -> RequestHead:
 
 
 def read_answer(head: bytes) -> tuple[int, bytes]:
-    """Returns the status of a host's answer, and its head for the agent (the connection then ends)."""
+    """Returns the status of a host's answer, and its head for the agent: then it closes."""
     first, headers = _lines(head)
     found = _STATUS.fullmatch(first)
     if found is None:

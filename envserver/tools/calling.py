@@ -84,6 +84,8 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolResult:
+    """The result of a call: its text for the model, and whether the call succeeded."""
+
     text: str
     ok: bool
 
@@ -128,10 +130,12 @@ def function_tool(
 
 
 def toolbox(*tools: Tool) -> dict[str, Tool]:
+    """Returns a dict of tools by name."""
     return {tool.name: tool for tool in tools}
 
 
 def descriptions(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    """Returns the `tools` argument of a chat completion."""
     return [tool.description for tool in tools]
 
 
@@ -213,6 +217,7 @@ def _told(tool: Tool, began: float) -> None:
 
 
 def refused(error: ToolError) -> ToolResult:
+    """Returns the result of a call that cannot be carried out."""
     return ToolResult(cut(f"Error: {error}"), ok=False)
 
 
@@ -236,6 +241,7 @@ def checked_call(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> tuple[To
 def checked_arguments(
     tools: Mapping[str, Tool], name: object, arguments: object
 ) -> tuple[Tool, dict[str, Any]]:
+    """Like `checked_call`, for arguments that are already parsed."""
     tool = _named(tools, name)
     if not isinstance(arguments, dict):
         raise ToolError("the arguments must be a JSON object.")
@@ -248,6 +254,7 @@ def cut(text: str, limit: int = MAX_RESULT_CHARACTERS) -> str:
 
 
 class StrictDecoder(json.JSONDecoder):
+    """Strict JSON: ValueError for NaN, numbers out of range and duplicate keys."""
     def __init__(self) -> None:
         super().__init__(
             parse_constant=_no_constant,

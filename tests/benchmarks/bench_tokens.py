@@ -19,7 +19,9 @@ from api_load import table as columned
 from envserver_records.records import Call, pack
 from support.forests import answers, comb, conversations
 
-from envserver.tokens import build, check, find_parents, pack_calls
+from envserver.tokens.builder import build, find_parents
+from envserver.tokens.invariants import check
+from envserver.tokens.trace import pack_calls
 
 RUNS = 3
 LEAST_GAIN = 5

@@ -39,21 +39,14 @@ from envserver.http.server import serve_api
 from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.connections import Connections, Decoder, EngineAddresses, whole
 from envserver.models.replicas import Replica
-from envserver.proxy import (
-    AsgiApp,
-    Capabilities,
-    EngineEndpoint,
-    Proxy,
-    ProxyAttempt,
-    Receive,
-    Scope,
-    Send,
-)
-from envserver.proxy.asgi import send_json
+from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send, send_json
+from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.bounds import AttemptBounds
+from envserver.proxy.endpoint import Capabilities, EngineEndpoint
 from envserver.proxy.engine_client.generated import BareGenerated
 from envserver.proxy.engine_client.tokens import GENERATE, RENDER
 from envserver.proxy.request_handler import answer_lifespan
+from envserver.proxy.server import Proxy
 from envserver.running import make_endpoint
 from envserver.tokens.chat_format import ChatTemplate
 

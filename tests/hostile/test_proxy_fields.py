@@ -32,7 +32,8 @@ from support.waiting import PATIENCE
 
 from envserver import TokensConfig
 from envserver.models.engine import EngineRequest
-from envserver.proxy import EngineEndpoint, Proxy
+from envserver.proxy.endpoint import EngineEndpoint
+from envserver.proxy.server import Proxy
 from envserver.telemetry.redaction import BURST_BYTES, BYTES_PER_SECOND
 
 Json = dict[str, Any]

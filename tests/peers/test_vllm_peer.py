@@ -25,7 +25,7 @@ from envserver.models.engine import EngineRequest
 from envserver.models.probe import probe
 from envserver.proxy.endpoint import Capabilities, capabilities_of
 from envserver.settings.config import TokensConfig
-from envserver.tokens import build
+from envserver.tokens.builder import build
 
 TABLES = cases_of(__file__)
 

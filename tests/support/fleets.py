@@ -16,7 +16,8 @@ from envserver_records.records import Call
 from envserver import Settings
 from envserver.models.fleet import Fleet
 from envserver.models.openai import OpenAIEngine
-from envserver.proxy import Proxy, ProxyAttempt
+from envserver.proxy.attempts import ProxyAttempt
+from envserver.proxy.server import Proxy
 from envserver.running.engine_fleet import fleet_of
 from envserver.running.engines import make_endpoint, make_engine
 from envserver.trainers.live import EngineSource, Live

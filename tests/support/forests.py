@@ -9,8 +9,7 @@ from envserver_records.sampling import SamplingSpan
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from envserver.tokens import DEFAULT, Actions, chosen
-from envserver.tokens.flags import flags_of
+from envserver.tokens.flags import DEFAULT, Actions, chosen, flags_of
 from support.extent import examples
 
 END = 7

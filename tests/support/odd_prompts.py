@@ -10,7 +10,7 @@ from envserver_records.errors import TemplateRefused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from envserver.tokens import ChatFormat
+from envserver.tokens.chat_format import ChatFormat
 from envserver.tokens.prepare import Refused, template_kwargs
 from support.extent import examples
 from support.templates import tool

@@ -16,7 +16,9 @@ from openai import DefaultAsyncHttpxClient as OpenAIHttp
 
 from envserver import OpenAIConfig
 from envserver.models import OpenAIEngine
-from envserver.proxy import EngineEndpoint, Proxy, ProxyAttempt
+from envserver.proxy.attempts import ProxyAttempt
+from envserver.proxy.endpoint import EngineEndpoint
+from envserver.proxy.server import Proxy
 from support.engine_stand_in import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
 from support.serving import attempt_spec, serving
 from support.waiting import PATIENCE, settled, until

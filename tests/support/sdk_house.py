@@ -24,9 +24,11 @@ from envserver import OpenAIConfig, Settings, SimConfig, TokensConfig
 from envserver.models import OpenAIEngine
 from envserver.models.engine import EngineRequest
 from envserver.models.sim import RolloutSolver, SimEngine
-from envserver.proxy import AsgiApp, Proxy, ProxyAttempt, Receive, Scope, Send
+from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send
+from envserver.proxy.attempts import ProxyAttempt
+from envserver.proxy.server import Proxy
 from envserver.running import make_endpoint
-from envserver.tokens import build
+from envserver.tokens.builder import build
 from envserver.tokens.flags import Actions
 from support.serving import attempt_spec, serving
 

@@ -12,8 +12,7 @@ from aiohttp import web
 from envserver_records.records import Task
 
 from envserver.environment import Isolation
-from envserver.proxy import AttemptSpec, Limits
-from envserver.proxy.attempts import AgentRoute
+from envserver.proxy.attempts import AgentRoute, AttemptSpec, Limits
 
 
 @asynccontextmanager

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from envserver_records.records import Call, Message, VersionSpan
 
-from envserver.tokens import ChatFormat, History, PromptPlan
+from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens.history import History, PromptPlan
 from support.templates import OWN, STOPS_OF, chat_format
 
 ENDS = {name: stops[0] for name, stops in STOPS_OF.items()}

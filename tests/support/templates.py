@@ -14,7 +14,7 @@ from envserver_records.records import Message
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
-from envserver.tokens import ChatFormat
+from envserver.tokens.chat_format import ChatFormat
 from envserver.tokens.vocabulary import Vocabulary
 
 from .cases import cases_of

@@ -23,12 +23,15 @@ from envserver import OpenAIConfig, TokensConfig
 from envserver.models import OpenAIEngine
 from envserver.models.engine import EngineRequest
 from envserver.models.probe import probe
-from envserver.proxy import Capabilities, EngineEndpoint, Proxy, ProxyAttempt
-from envserver.proxy.endpoint import capabilities_of
+from envserver.proxy.attempts import ProxyAttempt
+from envserver.proxy.endpoint import Capabilities, EngineEndpoint, capabilities_of
+from envserver.proxy.server import Proxy
 from envserver.rollouts.audit import Rescorer
 from envserver.settings.config import Mode
-from envserver.tokens import DEFAULT, ChatFormat, build, check
-from envserver.tokens.flags import Actions
+from envserver.tokens.builder import build
+from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens.flags import DEFAULT, Actions
+from envserver.tokens.invariants import check
 from support.relay import Echo, Relay, relay
 from support.serving import attempt_spec, serving
 from support.speaking import Message, text_of

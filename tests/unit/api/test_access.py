@@ -30,7 +30,7 @@ from envserver.http.middleware import Strangers, TooManyRequests
 from envserver.http.server import serve_api
 from envserver.models import OpenAIEngine, Replica
 from envserver.models.fleet import Fleet
-from envserver.proxy import Gate
+from envserver.proxy.gate import Gate
 from envserver.rollouts.ordered import Orders
 
 ROLES: tuple[Role, ...] = get_args(Role)

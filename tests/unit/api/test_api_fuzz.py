@@ -42,7 +42,7 @@ from support.api import (
 )
 from support.waiting import PATIENCE
 
-from envserver.proxy import Gate
+from envserver.proxy.gate import Gate
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/vnd.envserver.group+msgpack"

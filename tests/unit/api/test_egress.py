@@ -20,7 +20,8 @@ from support.waiting import PATIENCE, until
 from envserver import ConfigError, OpenAIConfig
 from envserver.http.proxy_server import ProxyServer, serve_proxy
 from envserver.models import OpenAIEngine
-from envserver.proxy import Proxy, ProxyAttempt, egress
+from envserver.proxy import egress
+from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.egress import Egress, NotTls, server_name
 from envserver.proxy.egress_rules import (
     BadHead,
@@ -31,6 +32,7 @@ from envserver.proxy.egress_rules import (
     read_answer,
     read_request,
 )
+from envserver.proxy.server import Proxy
 
 
 class Outside:

@@ -19,10 +19,10 @@ from support.waiting import until
 from envserver.models.connections import EngineAddresses
 from envserver.models.fleet import read_list
 from envserver.models.replicas import Registration as KnownEngine
-from envserver.proxy import ProxyAttempt
+from envserver.proxy.attempts import ProxyAttempt
 from envserver.runners.link import Link, RunnerGate
 from envserver.runners.messages import Registration
-from envserver.tokens import ChatFormat
+from envserver.tokens.chat_format import ChatFormat
 
 CASES = cases_of(__file__)
 

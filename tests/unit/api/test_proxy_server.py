@@ -17,8 +17,9 @@ from support.waiting import PATIENCE, until
 from envserver import OpenAIConfig
 from envserver.http.proxy_server import ProxyServer, serve_proxy
 from envserver.models import OpenAIEngine
-from envserver.proxy import Proxy, ProxyAttempt
+from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.bounds import AttemptBounds
+from envserver.proxy.server import Proxy
 
 CHAT, MESSAGES = "v1/chat/completions", "v1/messages"
 

@@ -31,8 +31,7 @@ from envserver.http.access import (
     session_key,
 )
 from envserver.http.health import Metrics
-from envserver.proxy import Gate
-from envserver.proxy.gate import InFlight
+from envserver.proxy.gate import Gate, InFlight
 from envserver.rollouts.audit import Auditor
 
 OWN = {"sec-fetch-site": "same-origin"}

@@ -31,7 +31,7 @@ from support.waiting import PATIENCE, settled, until
 
 from envserver.http.access import RULES
 from envserver.http.server import serve_api
-from envserver.proxy import Gate
+from envserver.proxy.gate import Gate
 from envserver.running.api_serving import api_serving
 from envserver.running.run_settings import RunApiSettings
 from envserver.settings.server import ServerConfig

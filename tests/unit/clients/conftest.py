@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.api import Api, running_api
 
-from envserver.proxy import Gate
+from envserver.proxy.gate import Gate
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from support.weights_engine import saver, scripted_engine
 
 from envserver import InputError, Score, TurnReward, pack
 from envserver.formats.atropos import group_to_atropos
-from envserver.proxy import Gate
+from envserver.proxy.gate import Gate
 
 NOWHERE = "http://127.0.0.1:1"
 LISTS = ("prompt_token_ids", "response_ids", "loss_masks", "stop_reasons", "rollout_logprobs")

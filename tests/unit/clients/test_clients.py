@@ -31,7 +31,7 @@ from support.waiting import until
 
 from envserver import ConfigError, ConflictError, InputError, NotFoundError, StoreError
 from envserver.export.stored_sources import open_source
-from envserver.proxy import Gate
+from envserver.proxy.gate import Gate
 from envserver.store import GroupPut
 
 QUICK = Retries(tries=3, first_pause_seconds=0.01)

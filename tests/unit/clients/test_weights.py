@@ -27,7 +27,7 @@ from support.waiting import PATIENCE
 from support.weights_engine import ScriptedEngine, check, saver, scripted_engine
 
 from envserver import ConflictError, EngineRefused, EngineUnavailable, InputError
-from envserver.proxy import Gate
+from envserver.proxy.gate import Gate
 
 FULL_PUSH = ["pause wait", "reload", "reset_prefix_cache", "name version-{}", "resume"]
 

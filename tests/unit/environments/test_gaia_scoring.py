@@ -31,7 +31,7 @@ from support.cases import cases_of
 from support.extent import examples
 
 from envserver import Result
-from envserver.tokens import DEFAULT
+from envserver.tokens.flags import DEFAULT
 
 CASES = cases_of(__file__)
 OTHER = {

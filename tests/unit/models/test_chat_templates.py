@@ -25,9 +25,8 @@ from tokenizers.processors import TemplateProcessing
 
 from envserver.models.parsers import FORMATS, ParsedCall
 from envserver.proxy.engine_client.answer_parser import AnswerParser, format_of_calls
-from envserver.tokens import ChatFormat, Refused
-from envserver.tokens.chat_format import ChatTemplate
-from envserver.tokens.prepare import template_kwargs
+from envserver.tokens.chat_format import ChatFormat, ChatTemplate
+from envserver.tokens.prepare import Refused, template_kwargs
 
 TEMPLATES = tomllib.loads(Path(__file__).with_name("chat_templates.toml").read_text())
 MESSAGES = json.loads(Path(__file__).with_name("chat_messages.json").read_text())

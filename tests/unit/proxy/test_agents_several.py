@@ -18,13 +18,15 @@ from envserver import AgentRole, ConfigError, Environment, OpenAIConfig, Score, 
 from envserver.cli.settings import load_settings
 from envserver.environment import Rollout
 from envserver.models import OpenAIEngine
-from envserver.proxy import AttemptSpec, EngineEndpoint, Proxy, ProxyAttempt
-from envserver.proxy.attempts import AgentRoute
+from envserver.proxy.attempts import AgentRoute, AttemptSpec, ProxyAttempt
+from envserver.proxy.endpoint import EngineEndpoint
+from envserver.proxy.server import Proxy
 from envserver.registry import find
 from envserver.rollouts.policy import judge_trajectory
 from envserver.rollouts.rewards import roles_of
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
-from envserver.tokens import build, chosen
+from envserver.tokens.builder import build
+from envserver.tokens.flags import chosen
 
 CASES = cases_of(__file__)
 

@@ -38,7 +38,7 @@ from support.dialects import (
 from support.extent import examples
 
 from envserver.proxy.body import RAW
-from envserver.tokens import classify
+from envserver.tokens.comparison import classify
 
 Json = dict[str, Any]
 CASES: Json = yaml.safe_load((Path(__file__).parent / "dialect_requests.yaml").read_text())

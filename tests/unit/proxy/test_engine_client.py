@@ -25,7 +25,7 @@ from envserver.models.engine import Engine, EngineRequest
 from envserver.models.probe import EngineMode
 from envserver.proxy.engine_answer import parse_answer
 from envserver.proxy.engine_client import EngineSession, client_for, stream_text, whole_text
-from envserver.tokens import ChatFormat
+from envserver.tokens.chat_format import ChatFormat
 
 Json = dict[str, Any]
 CACHE = "envserver.proxy.engine_client.tokens"

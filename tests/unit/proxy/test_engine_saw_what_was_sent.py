@@ -24,10 +24,13 @@ from support.talk import format_of
 from support.templates import tool
 
 from envserver.models import ProbeResult
-from envserver.proxy import Capabilities, EngineEndpoint, Proxy
+from envserver.proxy.endpoint import Capabilities, EngineEndpoint
 from envserver.proxy.hooks import HookFunctions
+from envserver.proxy.server import Proxy
 from envserver.rollout_interface import ModelCall
-from envserver.tokens import ChatFormat, build, check
+from envserver.tokens.builder import build
+from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens.invariants import check
 
 Json = dict[str, Any]
 UPSTREAM = ProbeResult(mode="tokens", model="tiny", tools=True, has_parser=True)

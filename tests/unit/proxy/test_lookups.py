@@ -12,7 +12,7 @@ from support.commands import envserver, read_jsonl
 from support.proxy_house import ASK, House, house
 
 from envserver.models import ProbeResult
-from envserver.proxy import Capabilities
+from envserver.proxy.endpoint import Capabilities
 
 CASES = cases_of(__file__)
 

@@ -23,8 +23,9 @@ from support.templates import OWN, chat_format, user
 from envserver.models import ProbeResult
 from envserver.models.engine import EngineRequest
 from envserver.models.probe import EngineMode
-from envserver.proxy import EngineEndpoint, Proxy, ProxyAttempt
-from envserver.proxy.endpoint import Capabilities
+from envserver.proxy.attempts import ProxyAttempt
+from envserver.proxy.endpoint import Capabilities, EngineEndpoint
+from envserver.proxy.server import Proxy
 from envserver.tokens.invariants import check_calls
 
 Json = dict[str, Any]

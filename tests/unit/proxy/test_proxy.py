@@ -32,9 +32,11 @@ from support.waiting import settled, until
 
 from envserver import TokensConfig
 from envserver.models import ProbeResult
-from envserver.proxy import Capabilities, EngineEndpoint, Proxy
-from envserver.tokens import History, build
+from envserver.proxy.endpoint import Capabilities, EngineEndpoint
+from envserver.proxy.server import Proxy
+from envserver.tokens.builder import build
 from envserver.tokens.flags import Actions
+from envserver.tokens.history import History
 
 PATH = "v1/chat/completions"
 IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAf"

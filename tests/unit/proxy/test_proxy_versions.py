@@ -14,9 +14,11 @@ from support.proxy_house import ASK, TOOL_CALLS, TOOLS, House, chat, house
 from support.serving import attempt_spec
 from support.waiting import settled, until
 
-from envserver.proxy import Capabilities
 from envserver.proxy.attempts import ProxyAttempt
-from envserver.tokens import DEFAULT, build, check
+from envserver.proxy.endpoint import Capabilities
+from envserver.tokens.builder import build
+from envserver.tokens.flags import DEFAULT
+from envserver.tokens.invariants import check
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True])
 

@@ -29,10 +29,11 @@ from support.waiting import until
 
 from envserver import Caller, OpenAIConfig, TokensConfig
 from envserver.models import OpenAIEngine
-from envserver.proxy import Proxy, bounds
+from envserver.proxy import bounds
 from envserver.proxy.bounds import AttemptBounds, InFlight, Totals
 from envserver.proxy.dialects.base import ModelRequest
 from envserver.proxy.recorded import RecordedRequests, size_of
+from envserver.proxy.server import Proxy
 from envserver.proxy.unrecorded import generate_answer
 from envserver.proxy.worker import job_of
 from envserver.rollouts.attempt import ending_limit

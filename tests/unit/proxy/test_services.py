@@ -30,7 +30,7 @@ from support.websites import KEY, websites
 
 from envserver import Caller, ConfigError, InputError, LimitReached, ServiceError, Services, Task
 from envserver.http import requests  # noqa: F401 - as in a server: it has another error of a kind of ours
-from envserver.proxy import ProxyAttempt
+from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.hooks import HookFunctions
 from envserver.proxy.worker import job_of
 from envserver.registry import find

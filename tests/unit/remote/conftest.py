@@ -8,7 +8,7 @@ from support.api import Api, running_api
 from support.clocks import Clock
 
 from envserver.http.health import Metrics
-from envserver.proxy import Gate
+from envserver.proxy.gate import Gate
 from envserver.store import Store, open_store
 
 

@@ -37,7 +37,7 @@ from support.serving import attempt_spec
 from support.waiting import settled
 
 from envserver import Group, RolloutsConfig, Score
-from envserver.proxy import ProxyAttempt
+from envserver.proxy.attempts import ProxyAttempt
 from envserver.rollouts.attempt import StalenessMonitor, ending_limit
 from envserver.rollouts.events import Event, GroupDropped
 from envserver.rollouts.policy import (
@@ -59,7 +59,7 @@ from envserver.rollouts.policy import (
 )
 from envserver.rollouts.scheduler import Scheduler
 from envserver.rollouts.stream import GroupRequest
-from envserver.tokens import build
+from envserver.tokens.builder import build
 from envserver.tokens.flags import Actions
 
 VERSIONS = st.integers(-1, 20)

@@ -44,7 +44,7 @@ from envserver import (
     SamplingConfig,
 )
 from envserver.models.catalogue import model_source
-from envserver.proxy import ProxyAttempt
+from envserver.proxy.attempts import ProxyAttempt
 from envserver.registry import find
 from envserver.rollouts.provenance import made_with
 from envserver.running.delivered import Delivery, LineChain, read_body

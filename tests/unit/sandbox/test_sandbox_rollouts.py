@@ -35,7 +35,7 @@ from envserver import (
     pack,
     unpack,
 )
-from envserver.proxy import ProxyAttempt
+from envserver.proxy.attempts import ProxyAttempt
 from envserver.registry import find
 from envserver.rollouts.attempt import Finished, StalenessMonitor, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec, make_group

@@ -22,9 +22,12 @@ from support.templates import CHATML, OWN, TEMPLATES, call, chat_format, tool
 from support.traps import TRAPS as TEMPLATE_TRAPS
 from support.traps import Trap
 
-from envserver.tokens import Actions, ChatFormat, PromptPlan, build, check, classify
-from envserver.tokens.builder import all_flags
-from envserver.tokens.history import RequestHashes, hashes
+from envserver.tokens.builder import all_flags, build
+from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens.comparison import classify
+from envserver.tokens.flags import Actions
+from envserver.tokens.history import PromptPlan, RequestHashes, hashes
+from envserver.tokens.invariants import check
 from envserver.tokens.prepare import KeptMessages, prepare
 
 SHOWN, ENDED = "'\\n' + message.content }}", "{%- endfor %}\n{{- '<|im_end|>\\n' }}"

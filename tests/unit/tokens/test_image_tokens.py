@@ -30,9 +30,12 @@ from envserver.models import ProbeResult
 from envserver.proxy.engine_client import client_for
 from envserver.rollouts.replaying import calls_in, kept_calls
 from envserver.running.delivered import read_line
-from envserver.tokens import ChatFormat, History, PromptPlan, build, check, find_parents, pack_calls
-from envserver.tokens.builder import first_unknown, read_experts
+from envserver.tokens.builder import build, find_parents, first_unknown, read_experts
+from envserver.tokens.chat_format import ChatFormat
+from envserver.tokens.history import History, PromptPlan
 from envserver.tokens.images import digest_of, folded, placed, url_from
+from envserver.tokens.invariants import check
+from envserver.tokens.trace import pack_calls
 
 Json = dict[str, Any]
 TEMPLATE = TEMPLATES["vision"].replace("IMAGE", "<|image|>")

@@ -35,9 +35,9 @@ from support.templates import (
 )
 
 from envserver.models.probe import Echo
-from envserver.tokens import ChatFormat, Refused
-from envserver.tokens.chat_format import agreeing
+from envserver.tokens.chat_format import ChatFormat, agreeing
 from envserver.tokens.comparison import AnswerContent, Segment, compare
+from envserver.tokens.prepare import Refused
 from envserver.tokens.suffix import Completion, Suffix, suffix
 
 STOPS = [

@@ -18,7 +18,10 @@ from envserver_records.records import Call, Sequence, VersionSpan
 from msgspec.structs import replace
 from support.forests import END, NEWLINE, call, calls_of, talk
 
-from envserver.tokens import DEFAULT, Actions, build, check, chosen, invariants
+from envserver.tokens import invariants
+from envserver.tokens.builder import build
+from envserver.tokens.flags import DEFAULT, Actions, chosen
+from envserver.tokens.invariants import check
 
 Make = Callable[[], list[Call]]
 MASK_OLD = chosen(mask=["mixed_versions"])

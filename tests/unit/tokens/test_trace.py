@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from support.cases import cases_of
 from support.forests import answers, calm, conversations, forests
 
-from envserver.tokens import find_parents, pack_calls
-from envserver.tokens.trace import unpack_calls
+from envserver.tokens.builder import find_parents
+from envserver.tokens.trace import pack_calls, unpack_calls
 
 CASES = cases_of(__file__)
 
