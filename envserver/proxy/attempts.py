@@ -301,7 +301,7 @@ class ProxyAttempt:
     )
     log_lines_dropped: int = 0
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
-    retries: Retries[Any] = field(default_factory=Retries)
+    retries: Retries = field(default_factory=Retries)
     histories: dict[Any, History] = field(default_factory=dict)
     span: Span = NO_SPAN
     in_flight: InFlight = field(default_factory=InFlight)

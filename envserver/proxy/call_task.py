@@ -42,7 +42,7 @@ from ..tokens.builder import first_unknown
 from ..tokens.history import PromptPlan
 from ..tokens.images import facts_of_all, urls_of
 from .attempts import ProxyAttempt, TokenReservation
-from .body import EngineBody, engine_body, without_strict
+from .body import EngineBody
 from .dialects.base import ModelRequest
 from .dialects.conversation import TextPart, ToolCall, parts_of
 from .dialects.messages import is_object
@@ -58,10 +58,18 @@ from .engine_answer import (
     parse_answer,
     read_all_experts,
 )
-from .engine_client.base import EXPERTS_START
+from .engine_client.base import EXPERTS_START, EngineSession
 from .gate import Aborted
 from .hooks import Hooks
-from .recording import CallContext, calls_of, mark_delivered, mark_replayed, names_version
+from .recording import (
+    NO_IDS,
+    NO_LOGPROBS,
+    CallContext,
+    calls_of,
+    mark_delivered,
+    mark_replayed,
+    names_version,
+)
 
 
 def model_call(
@@ -191,26 +199,18 @@ class CallTask:
             self.begun.set()
 
     async def _prepare(self) -> None:
-        request, route = self.request, self._route
+        request = self.request
         if self._hooks is not None and self._hooks.on_request is not None:
             request, self._hooked = await self._hooks.request(
                 self._attempt, request, self._agent, self._endpoint.tokens
             )
-            self._sent = request
         try:
             self._ready = await self._endpoint.ready()
         except ConfigError as error:
             # Reported at start-up, unless the engine came later. No agent can do anything about it.
             raise EngineError(error.message, hint=error.hint) from None
-        if self._ready.exact and route.trained and self._endpoint.tokens.strict_tools == "drop":
-            request = self._sent = without_strict(request)
-        self._body = engine_body(
-            request,
-            model=route.model,
-            sampling=route.sampling,
-            exact=self._ready.exact,
-            banned=self._ready.banned,
-        )
+        request, self._body = self._ready.body_for(request, self._route)
+        self._sent = request
         images = await facts_of_all(urls_of(request.messages), self._attempt.in_flight.reading)
         self._images = [one.sha256 for one in images]
         self._prompt = await self._ready.plan(self._attempt, request, self._body.body, self._agent)
@@ -231,7 +231,7 @@ class CallTask:
             and not request.tools
             and not self._wants_experts
             and (self._hooks is None or self._hooks.on_answer is None)
-            and self._ready.streams(request, self._body.body, self._prompt)
+            and self._ready.client(request).streams(self._body.body, self._prompt.ids)
         )
 
     # Requests that wait
@@ -252,6 +252,7 @@ class CallTask:
 
     @property
     def is_lost(self) -> bool:
+        """Whether no request received its answer and none waits for it."""
         return not (self._waiting or self._delivered)
 
     @property
@@ -260,6 +261,7 @@ class CallTask:
 
     @property
     def is_usable(self) -> bool:
+        """Whether its answer has text or calls, all of which a client can read."""
         return any(map(_is_usable, self.calls))
 
     # Whole answers
@@ -318,18 +320,14 @@ class CallTask:
 
     async def _sampled_once(self) -> tuple[dict[str, Any], EngineAnswer]:
         with self._sampling() as span:
-            answer = await self._ready.whole(
-                self._sent,
-                self._body.body,
-                self._prompt,
-                rollout_id=self._routing_key,
-                timeout_seconds=self._seconds_left,
-            )
+            client, bare = self._ready.client(self._sent), not self._sent.wants_logprobs
+            ids = self._prompt.ids
+            answer = await client.whole(self._session(), self._body.body, ids, bare=bare)
             engine_answer = parse_answer(answer)
             note_answer(span, engine_answer)
         if self._wants_experts:
-            start, sent = self._experts_start, self._prompt.ids
-            await read_all_experts(engine_answer, self._attempt.calls, sent, start)
+            known, start = self._attempt.calls, self._experts_start
+            await read_all_experts(engine_answer, known, ids, start)
         return answer, engine_answer
 
     async def _wait_for_version(
@@ -380,13 +378,8 @@ class CallTask:
     async def _relay_once(
         self, collector: Collector, emit: Emit, ends: list[dict[str, Any]]
     ) -> None:
-        streaming = self._ready.stream(
-            self._sent,
-            self._body.body,
-            self._prompt,
-            rollout_id=self._routing_key,
-            timeout_seconds=self._seconds_left,
-        )
+        client, bare = self._ready.client(self._sent), not self._sent.wants_logprobs
+        streaming = client.stream(self._session(), self._body.body, self._prompt.ids, bare=bare)
         async with streaming as chunks:
             async for chunk in chunks:
                 collector.add(chunk)
@@ -427,10 +420,13 @@ class CallTask:
             engine_answer.choices = [
                 SampledChoice(index=0, message={"role": "assistant", "content": ""})
             ]
-        self._record(calls_of(engine_answer, self._context(engine_answer), how))
+        self._record(engine_answer, how)
 
     async def _committed(self, engine_answer: EngineAnswer) -> None:
-        self._commit(engine_answer)
+        self._record(engine_answer)
+        if self._route.follows_policy and names_version(engine_answer):
+            self._endpoint.names_versions = True
+        self._attempt.engine_answered(self._agent)
         await self._ready.remember(self._attempt, self.calls, self._prompt)
         if any("render_mismatch" in call.flags for call in self.calls):
             try:
@@ -441,47 +437,57 @@ class CallTask:
                 changed = EngineUnavailable(f"The engine has changed: {error.message}")
                 raise self.failed(changed) from None
 
-    def _commit(self, engine_answer: EngineAnswer) -> None:
-        self._record(calls_of(engine_answer, self._context(engine_answer)))
-        if self._route.follows_policy and names_version(engine_answer):
-            self._endpoint.names_versions = True
-        self._attempt.engine_answered(self._agent)
-
-    def _record(self, calls: list[Call]) -> None:
+    def _record(self, engine_answer: EngineAnswer, broken: str | None = None) -> None:
+        calls = calls_of(engine_answer, self._context(engine_answer), broken)
         self._attempt.commit(calls, side=self.request.may_be_side)
         self.calls = calls
 
     def _context(self, engine_answer: EngineAnswer) -> CallContext:
-        request = self._sent
-        ignored = request.ignored
+        request, route, ready, plan = self._sent, self._route, self._ready, self._prompt
+        ignored = {"ignored": request.ignored} if request.ignored else {}
         searched = bool(self._images) and engine_answer.images is None
         first_version, last_version = self._versions()
-        return CallContext(
-            model=self._route.model,
-            asked_model=self._body.body["model"],
-            agent=self._agent,
-            dialect=request.dialect,
-            digest=self._digest,
+        call = Call(
+            index=-1,
+            model=route.model,
+            prompt_ids=NO_IDS,
+            completion_ids=NO_IDS,
+            logprobs=NO_LOGPROBS,
+            versions=[],
+            exact=False,
+            finish_reason="",
+            message={},
             messages=request.messages,
             tools=request.tools,
-            sampling=self._body.sampling() | ({"ignored": ignored} if ignored else {}),
-            logprobs_kind=self._ready.logprobs_kind,
+            sampling=self._body.sampling() | ignored,
+            logprobs_kind=ready.logprobs_kind,
+            agent=self._agent,
+            trained=route.trained,
+            dialect=request.dialect,
             streamed=request.stream,
+            delivered="none",
+            body_digest=self._digest,
+            planned_parent=plan.parent,
+            edge=plan.edge,
+            refusal=plan.refusal,
             started_at=self._started_at,
             seconds=time.time() - self._started_at,
             seconds_to_first=self._first_at and self._first_at - self._started_at,
+            flags=self._body.flags + (["own_model"] if route.endpoint else []),
+            hooks=[] if self._hooked is None else [self._hooked],
+        )
+        return CallContext(
+            call=call,
+            prompt=plan,
+            asked_model=self._body.body["model"],
             first_version=first_version,
             last_version=last_version,
-            trained=self._route.trained,
-            follows_policy=self._route.follows_policy,
+            follows_policy=route.follows_policy,
             names_versions=self._endpoint.names_versions,
-            prompt=self._prompt,
-            hooked=self._hooked,
             images=self._images,
-            folded=self._ready.folded(self._prompt) if searched else None,
-            image_token=self._ready.image_token,
+            folded=ready.folded(plan) if searched else None,
+            image_token=ready.image_token,
             wants_experts=self._wants_experts,
-            flags=self._body.flags + (["own_model"] if self._route.endpoint else []),
         )
 
     @contextmanager
@@ -523,9 +529,9 @@ class CallTask:
         """The current policy version; -1 if it is unknown or another model samples."""
         return self._endpoint.policy_version if self._route.follows_policy else -1
 
-    @property
-    def _seconds_left(self) -> float:
-        return max(0.0, self._attempt.seconds_left)
+    def _session(self) -> EngineSession:
+        seconds = max(0.0, self._attempt.seconds_left)
+        return EngineSession(self._endpoint.engine, self._routing_key, seconds)
 
 
 def _is_usable(call: Call) -> bool:

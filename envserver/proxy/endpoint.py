@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from itertools import takewhile
@@ -30,16 +29,11 @@ from ..settings.config import TokensConfig
 from ..tokens.chat_format import ChatFormat, agreeing
 from ..tokens.history import History, PromptPlan, same_prompt
 from ..tokens.prepare import Refused, template_kwargs
-from .attempts import ProxyAttempt
+from .attempts import AgentRoute, ProxyAttempt
+from .body import EngineBody, engine_body, without_strict
 from .bounds import InFlight
 from .dialects.base import ModelRequest
-from .engine_client import (
-    EngineClient,
-    EngineSession,
-    client_for,
-    stream_text,
-    whole_text,
-)
+from .engine_client import EngineClient, EngineSession, TextClient, client_for
 from .engine_client.base import ChatClient, has_media, has_only_images
 from .engine_client.tokens import tokenized
 from .gate import Gate
@@ -102,6 +96,8 @@ _LONG_TEXT = 16_384
 """Characters above which a text is tokenised in a thread; it takes some milliseconds."""
 _MANY_MESSAGES = 128
 """Messages above which a prompt is planned in a thread: each is rendered several times."""
+
+_TEXTS = TextClient()
 
 _log = structlog.get_logger("envserver.proxy")
 
@@ -172,9 +168,18 @@ class ReadyEngine:
     def image_token(self) -> int | None:
         return None if self._format is None else self._format.image_token
 
-    @property
-    def banned(self) -> tuple[int, ...]:
-        return () if self._format is None else self._format.banned
+    def client(self, request: ModelRequest) -> EngineClient:
+        return self._client if request.prompt is None else _TEXTS
+
+    def body_for(self, request: ModelRequest, route: AgentRoute) -> tuple[ModelRequest, EngineBody]:
+        """Returns the body for `request`, and the request as the engine gets it."""
+        if self.exact and route.trained and self._tokens.strict_tools == "drop":
+            request = without_strict(request)
+        banned = () if self._format is None else self._format.banned
+        body = engine_body(
+            request, model=route.model, sampling=route.sampling, exact=self.exact, banned=banned
+        )
+        return request, body
 
     def folded(self, plan: PromptPlan) -> list[int] | None:
         """Returns the ids of a planned prompt with one token for each image; None: unknown."""
@@ -182,13 +187,9 @@ class ReadyEngine:
             return plan.ids
         return self._format.encode(plan.text)
 
-    def _sees(self, body: dict[str, Any]) -> bool:
-        return self.image_token is not None and has_only_images(body)
-
     @property
     def max_model_len(self) -> int | None:
-        found = self.capabilities
-        return found.probe_result.max_model_len if found is not None else None
+        return self.capabilities.probe_result.max_model_len if self.capabilities else None
 
     async def count_prompt(
         self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None
@@ -209,9 +210,11 @@ class ReadyEngine:
         self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None
     ) -> PromptPlan:
         """Plans the prompt of `request`: continue a recorded call, or let the engine render it."""
-        if request.prompt is None and has_media(body) and not self._sees(body):
+        if request.prompt is not None:
+            return PromptPlan()
+        if has_media(body) and (self.image_token is None or not has_only_images(body)):
             return PromptPlan(flags=["multimodal_unstitched"])
-        if request.prompt is not None or self._format is None:
+        if self._format is None:
             return PromptPlan()
         try:
             kwargs = template_kwargs(body)
@@ -230,15 +233,13 @@ class ReadyEngine:
             model=attempt.spec.route(agent).model,
             agent=agent,
         )
-        if not _takes_long(request.messages):
-            return self._possible(plan(), body)
-        async with attempt.planning, self._planning:  # rollouts take turns
-            return self._possible(await asyncio.to_thread(plan), body)
-
-    def _possible(self, plan: PromptPlan, body: dict[str, Any]) -> PromptPlan:
-        """Returns `plan` if the engine can carry it out, else a plan that the engine renders."""
-        refusal = self._client.can_continue(body) if plan.ids is not None else None
-        return plan if refusal is None else plan.as_root(refusal)
+        if _takes_long(request.messages):
+            async with attempt.planning, self._planning:  # rollouts take turns
+                planned = await asyncio.to_thread(plan)
+        else:
+            planned = plan()
+        refusal = self._client.can_continue(body) if planned.ids is not None else None
+        return planned if refusal is None else planned.as_root(refusal)
 
     async def remember(self, attempt: ProxyAttempt, calls: list[Call], prompt: PromptPlan) -> None:
         history = attempt.histories.get(self)
@@ -254,37 +255,6 @@ class ReadyEngine:
         if history.differs_at and not self._differs_at:
             self._differs_at = f"{history.differs_at} (rollout {attempt.spec.rollout_id})"
             _log.warning("render_mismatch", differs_at=self._differs_at)
-
-    def streams(self, request: ModelRequest, body: dict[str, Any], prompt: PromptPlan) -> bool:
-        return request.prompt is not None or self._client.streams(body, prompt)
-
-    async def whole(
-        self,
-        request: ModelRequest,
-        body: dict[str, Any],
-        prompt: PromptPlan,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-    ) -> dict[str, Any]:
-        session = EngineSession(self._engine, rollout_id, timeout_seconds)
-        if request.prompt is not None:
-            return await whole_text(session, body)
-        return await self._client.whole(session, body, prompt, bare=not request.wants_logprobs)
-
-    def stream(
-        self,
-        request: ModelRequest,
-        body: dict[str, Any],
-        prompt: PromptPlan,
-        *,
-        rollout_id: str,
-        timeout_seconds: float,
-    ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        session = EngineSession(self._engine, rollout_id, timeout_seconds)
-        if request.prompt is not None:
-            return stream_text(session, body)
-        return self._client.stream(session, body, prompt, bare=not request.wants_logprobs)
 
 
 def _counted(form: ChatFormat, text: str, in_flight: InFlight) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from envserver_records.errors import EngineGarbage
@@ -67,22 +67,22 @@ class Logprobs(msgspec.Struct):
     token_logprobs: Any = None
 
 
-class _Ending(msgspec.Struct, kw_only=True):
+class _Sampled(msgspec.Struct, kw_only=True):
     index: _Index = 0
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-
-
-class _Choice(_Ending, kw_only=True):
-    message: _Words
-
-
-class Part(_Ending, kw_only=True):
-    delta: _Words
     token_ids: Any = None
     prompt_token_ids: Any = None
     weight_versions: Any = None
+
+
+class _Choice(_Sampled, kw_only=True):
+    message: _Words
+
+
+class Part(_Sampled, kw_only=True):
+    delta: _Words
 
 
 class _Details(msgspec.Struct):
@@ -102,6 +102,10 @@ class _Head(msgspec.Struct, kw_only=True):
     created: float | None = None
     model: str | None = None
     usage: _Usage | None = None
+    prompt_token_ids: Any = None
+
+
+_HeadT = TypeVar("_HeadT", bound=_Head)
 
 
 class _Answer(_Head, kw_only=True):
@@ -110,21 +114,9 @@ class _Answer(_Head, kw_only=True):
 
 class Chunk(_Head, kw_only=True):
     choices: list[Part] | None = None
-    prompt_token_ids: Any = None
 
 
-def check_answer(answer: dict[str, Any]) -> None:
-    choices = _converted(answer, _Answer, "The engine's answer").choices
-    if len({choice.index for choice in choices}) < len(choices):
-        raise EngineGarbage("The engine's answer holds two choices with the same index.")
-
-
-def read_chunk(chunk: dict[str, Any]) -> Chunk:
-    read: Chunk = _converted(chunk, Chunk, "A chunk of the engine's answer")
-    return read
-
-
-def _converted(value: dict[str, Any], form: type[Any], what: str) -> Any:
+def _converted(value: dict[str, Any], form: type[_HeadT], what: str) -> _HeadT:
     try:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as error:
@@ -162,7 +154,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     `images`: offset, length and grid of each image in the prompt, if the engine reports them.
     """
 
-    choices: list[SampledChoice]
+    choices: list[SampledChoice] = []
     prompt_ids: list[Any] | None = None
     completion_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -175,52 +167,51 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
             return self.completion_tokens
         return sum(len(choice.ids or choice.logprobs or ()) for choice in self.choices)
 
+    def take(self, head: _Head, answer: dict[str, Any]) -> None:
+        """Takes what an answer or a chunk says besides its choices."""
+        self.model = head.model or self.model
+        if self.prompt_ids is None:
+            self.prompt_ids = _list(head.prompt_token_ids)
+        if head.usage is not None:
+            if head.usage.completion_tokens is not None:
+                self.completion_tokens = head.usage.completion_tokens
+            if head.usage.prompt_tokens is not None:
+                self.prompt_tokens = head.usage.prompt_tokens
+        if IMAGES in answer:
+            self.images = self.images or _list(answer.pop(IMAGES))
+
 
 def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
-    check_answer(answer)
-    choices = []
-    for choice in answer["choices"]:
-        choices.append(
+    read = _converted(answer, _Answer, "The engine's answer")
+    if len({choice.index for choice in read.choices}) < len(read.choices):
+        raise EngineGarbage("The engine's answer holds two choices with the same index.")
+    engine_answer = EngineAnswer()
+    engine_answer.take(read, answer)
+    for choice, sampled in zip(answer["choices"], read.choices, strict=True):
+        engine_answer.choices.append(
             SampledChoice(
-                index=choice.get("index", 0),
+                index=sampled.index,
                 message=choice["message"],
-                ids=list_or_none(choice.get("token_ids")),
-                logprobs=logprobs_of(choice),
-                prompt_ids=list_or_none(choice.get("prompt_token_ids")),
-                weight_versions=list_or_none(choice.get("weight_versions")),
+                ids=_list(sampled.token_ids),
+                logprobs=_numbers(sampled.logprobs),
+                prompt_ids=_list(sampled.prompt_token_ids),
+                weight_versions=_list(sampled.weight_versions),
                 told_experts=choice.pop(EXPERTS, None),
-                finish_reason=choice.get("finish_reason"),
-                stop_reason=choice.get("stop_reason"),
+                finish_reason=sampled.finish_reason,
+                stop_reason=sampled.stop_reason,
             )
         )
-    return EngineAnswer(
-        choices=choices,
-        prompt_ids=list_or_none(answer.get("prompt_token_ids")),
-        completion_tokens=usage_count(answer, "completion_tokens"),
-        prompt_tokens=usage_count(answer, "prompt_tokens"),
-        model=answer.get("model") or "",
-        images=list_or_none(answer.pop(IMAGES, None)),
-    )
+    return engine_answer
 
 
-def logprobs_of(choice: dict[str, Any]) -> list[Any] | None:
-    held = choice.get("logprobs")
-    if not isinstance(held, dict):
-        return None
-    content = held.get("content")
-    if isinstance(content, list):
-        return [entry.get("logprob") if isinstance(entry, dict) else None for entry in content]
-    return list_or_none(held.get("token_logprobs"))
-
-
-def usage_count(answer: dict[str, Any], name: str) -> int | None:
-    usage = answer.get("usage")
-    count = usage.get(name) if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else None
-
-
-def list_or_none(value: Any) -> list[Any] | None:
+def _list(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) else None
+
+
+def _numbers(logprobs: Logprobs | None) -> list[Any] | None:
+    if logprobs is not None and logprobs.content is not None:
+        return [entry.logprob for entry in logprobs.content]
+    return None if logprobs is None else _list(logprobs.token_logprobs)
 
 
 _BROKEN_OFF = (None, "", "abort", "error")
@@ -273,24 +264,11 @@ class Collector:
         self._texts: dict[int, dict[str, list[str]]] = {}
         self._lack_ids: set[int] = set()
         """Choices with a text whose ids are missing."""
-        self._prompt_ids: list[Any] | None = None
-        self._completion_tokens: int | None = None
-        self._prompt_tokens: int | None = None
-        self._model = ""
-        self._images: list[Any] | None = None
+        self._answer = EngineAnswer()
 
     def add(self, chunk: dict[str, Any]) -> None:
-        read = read_chunk(chunk)
-        self._model = read.model or self._model
-        if read.usage is not None:
-            if read.usage.completion_tokens is not None:
-                self._completion_tokens = read.usage.completion_tokens
-            if read.usage.prompt_tokens is not None:
-                self._prompt_tokens = read.usage.prompt_tokens
-        if self._prompt_ids is None:
-            self._prompt_ids = list_or_none(read.prompt_token_ids)
-        if IMAGES in chunk:
-            self._images = self._images or list_or_none(chunk.pop(IMAGES))
+        read = _converted(chunk, Chunk, "A chunk of the engine's answer")
+        self._answer.take(read, chunk)
         for part in read.choices or ():
             self._add_choice(part)
 
@@ -304,14 +282,8 @@ class Collector:
                 "content": "".join(texts.get("content", ())),
                 **{name: "".join(parts) for name, parts in texts.items() if name != "content"},
             }
-        return EngineAnswer(
-            choices=[self._choices[index] for index in sorted(self._choices)],
-            prompt_ids=self._prompt_ids,
-            completion_tokens=self._completion_tokens,
-            prompt_tokens=self._prompt_tokens,
-            model=self._model,
-            images=self._images,
-        )
+        self._answer.choices = [self._choices[index] for index in sorted(self._choices)]
+        return self._answer
 
     def _add_choice(self, part: Part) -> None:
         index = part.index
@@ -327,12 +299,12 @@ class Collector:
         for name, text in texts.items():
             self._texts[index].setdefault(name, []).append(text)
         if choice.prompt_ids is None:
-            choice.prompt_ids = list_or_none(part.prompt_token_ids)
+            choice.prompt_ids = _list(part.prompt_token_ids)
         if isinstance(part.token_ids, list):
             choice.ids = _extended(choice.ids, part.token_ids)
         elif texts:
             self._lack_ids.add(index)
-        if part.logprobs is not None and (logprobs := _numbers(part.logprobs)) is not None:
+        if (logprobs := _numbers(part.logprobs)) is not None:
             choice.logprobs = _extended(choice.logprobs, logprobs)
         if isinstance(part.weight_versions, list):
             choice.weight_versions = part.weight_versions
@@ -340,12 +312,6 @@ class Collector:
             choice.finish_reason = part.finish_reason
         if part.stop_reason is not None:
             choice.stop_reason = part.stop_reason
-
-
-def _numbers(logprobs: Logprobs) -> list[Any] | None:
-    if logprobs.content is not None:
-        return [entry.logprob for entry in logprobs.content]
-    return list_or_none(logprobs.token_logprobs)
 
 
 def _extended(held: list[Any] | None, more: list[Any]) -> list[Any]:

@@ -11,9 +11,8 @@ import asyncio
 import copy
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -80,12 +79,9 @@ class Hooks:
             raise attempt.reached("refused", call.reason, agent)
         if not call.changes:
             return request, None
-        make = partial(_changed_request, request, call, tokens)
-        changed = self._checked(attempt, "on_request", make)
-        try:
+        with _checking(attempt, "on_request"):
+            changed = _changed_request(request, call, tokens)
             await admit_images(changed.messages, tokens, attempt.in_flight)
-        except InputError as error:
-            raise _bug(attempt, "on_request", error) from error
         return changed, _event("request", call, agent)
 
     async def answers(
@@ -109,7 +105,8 @@ class Hooks:
                     one.hooked = HookEvent(at="answer", reason=call.reason, agent=agent)
                 return call.reason
             if call.changes:
-                new = self._checked(attempt, "on_answer", partial(_changed_answer, call))
+                with _checking(attempt, "on_answer"):
+                    new = _changed_answer(call)
                 # The record keeps the engine's message: `choice` gets another, not `sampled`.
                 choice.update(_told(choice, new))
                 choice.pop("token_ids", None)
@@ -165,12 +162,14 @@ class Hooks:
         except (Exception, SystemExit) as error:
             raise ServiceError(f"The rollout's state failed: {type(error).__name__}.") from error
 
-    def _checked(self, attempt: ProxyAttempt, name: str, make: Callable[[], Any]) -> Any:
-        """A malformed change is the environment's bug."""
-        try:
-            return make()
-        except InputError as error:
-            raise _bug(attempt, name, error) from error
+
+@contextmanager
+def _checking(attempt: ProxyAttempt, name: str) -> Iterator[None]:
+    """A malformed change is the environment's bug."""
+    try:
+        yield
+    except InputError as error:
+        raise _bug(attempt, name, error) from error
 
 
 def _changed_request(request: ModelRequest, call: ModelCall, tokens: TokensConfig) -> ModelRequest:

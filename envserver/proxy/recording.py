@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 from envserver_records.images import ImageSpan
-from envserver_records.records import Call, Dialect, Message, VersionSpan
-from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING, LogprobsKind
+from envserver_records.records import Call, Message, VersionSpan
+from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from envserver_records.timings import HookEvent
 from numpy.typing import NDArray
 
@@ -31,11 +31,16 @@ _CALL_OPENERS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", 
 _NUMBER_AT_END = re.compile(r"(?<![\d.])(\d{1,9})$")
 
 
+NO_IDS = np.empty(0, np.int32)
+NO_LOGPROBS = np.empty(0, np.float32)
+
+
 class CallContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts shared by all calls of one engine answer; the fields are those of Call.
+    """What all calls of one engine answer have in common.
 
     Args:
-        asked_model: the name that was requested (`model` may hold a placeholder for the version).
+        call: has the fields that they share, as far as they are known before the answer.
+        asked_model: the name that was requested (`call.model` may hold a placeholder).
         first_version, last_version: the policy version at the start and at the end.
         follows_policy: whether the policy samples, so that the engine's version numbers count.
         images: SHA-256 of each image of the request, in order.
@@ -44,36 +49,22 @@ class CallContext(msgspec.Struct, frozen=True, kw_only=True):
             afterwards, it was restarted and has lost the published weights.
     """
 
-    model: str
+    call: Call
+    prompt: PromptPlan
     asked_model: str
-    agent: str | None
-    dialect: Dialect
-    digest: bytes
-    messages: list[Message]
-    tools: list[dict[str, Any]]
-    sampling: dict[str, Any]
-    logprobs_kind: LogprobsKind
-    streamed: bool
-    started_at: float
-    seconds: float
-    seconds_to_first: float | None
     first_version: int
     last_version: int
-    prompt: PromptPlan
-    flags: list[str]
-    trained: bool = True
-    follows_policy: bool = True
-    names_versions: bool = False
-    hooked: HookEvent | None = None
-    images: list[str] = []
-    folded: list[int] | None = None
-    image_token: int | None = None
-    wants_experts: bool = False
+    follows_policy: bool
+    names_versions: bool
+    images: list[str]
+    folded: list[int] | None
+    image_token: int | None
+    wants_experts: bool
 
     @property
     def is_named(self) -> bool:
         """Whether the request named a version, so that no other version may answer."""
-        return VERSION_PLACEHOLDER in self.model
+        return VERSION_PLACEHOLDER in self.call.model
 
 
 def calls_of(
@@ -84,7 +75,7 @@ def calls_of(
     `broken`: "disconnect" or "error" if the exchange ended before the engine's answer did. Such
     calls hold what had arrived and get no flags for missing fields.
     """
-    shared = [*context.flags, *context.prompt.flags, *_hook_flags(context.hooked)]
+    shared = [*context.call.flags, *context.prompt.flags, *map(_hook_flag, context.call.hooks)]
     if broken is None and not _count_agrees(engine_answer):
         shared.append("logprob_count_mismatch")
     if context.is_named and engine_answer.model not in ("", context.asked_model):
@@ -101,7 +92,7 @@ def _call(
     shared: list[str],
     broken: str | None,
 ) -> Call:
-    plan = context.prompt
+    plan, hooked = context.prompt, [] if choice.hooked is None else [choice.hooked]
     echoed = engine_answer.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
     if echoed is None or echoed is plan.ids:
         echoed, prompt_ids = None, plan.tokens
@@ -121,7 +112,7 @@ def _call(
         *_finish_flags(finish, choice, context),
         *(["parallel_calls_dropped"] if choice.calls_dropped else []),
         *_version_flags(versions, context, reported is not None),
-        *_hook_flags(choice.hooked),
+        *map(_hook_flag, hooked),
     ]
     if counts and context.names_versions and choice.weight_versions and reported is None:
         flags.append("weights_lost")
@@ -133,12 +124,11 @@ def _call(
     if plan.ids is not None and echoed is not None and _folded(echoed, images, context) != plan.ids:
         flags.append("prompt_mismatch")
     flags.append("undelivered_completion")
-    return Call(
-        index=-1,
-        model=context.model,
-        prompt_ids=np.empty(0, np.int32) if prompt_ids is None else prompt_ids,
-        completion_ids=np.empty(0, np.int32) if ids is None else ids,
-        logprobs=np.empty(0, np.float32) if logprobs is None else logprobs,
+    return msgspec.structs.replace(
+        context.call,
+        prompt_ids=NO_IDS if prompt_ids is None else prompt_ids,
+        completion_ids=NO_IDS if ids is None else ids,
+        logprobs=NO_LOGPROBS if logprobs is None else logprobs,
         versions=versions,
         exact=(
             prompt_ids is not None
@@ -149,28 +139,12 @@ def _call(
         finish_reason=finish,
         message=choice.message if choice.returned is None else choice.returned,
         sampled_message=None if choice.returned is None else choice.message,
-        hooks=[event for event in (context.hooked, choice.hooked) if event is not None],
-        messages=context.messages,
-        tools=context.tools,
-        sampling=context.sampling,
-        logprobs_kind=context.logprobs_kind,
-        agent=context.agent,
-        trained=context.trained,
+        hooks=context.call.hooks + hooked,
         choice=choice.index,
         stop_reason=choice.stop_reason,
         eot_sampled=finish in ("stop", "tool_calls") and not isinstance(choice.stop_reason, str),
-        delivered="none",
-        dialect=context.dialect,
-        streamed=context.streamed,
-        body_digest=context.digest,
-        planned_parent=plan.parent,
-        edge=plan.edge,
-        refusal=plan.refusal,
         served_model=engine_answer.model,
         told_tokens=_told_tokens(engine_answer, choice, prompt_ids, ids),
-        started_at=context.started_at,
-        seconds=context.seconds,
-        seconds_to_first=context.seconds_to_first,
         flags=_distinct(flags),
         images=images or [],
         experts=choice.experts,
@@ -293,10 +267,8 @@ def _version_flags(spans: list[VersionSpan], context: CallContext, reported: boo
     return flags
 
 
-def _hook_flags(event: HookEvent | None) -> list[str]:
-    if event is None:
-        return []
-    return [f"{event.at}_{'changed' if event.changed else 'refused'}"]
+def _hook_flag(event: HookEvent) -> str:
+    return f"{event.at}_{'changed' if event.changed else 'refused'}"
 
 
 def _count_agrees(engine_answer: EngineAnswer) -> bool:
@@ -323,7 +295,7 @@ def _token_flags(
 
 def _finish_flags(finish: str, choice: SampledChoice, context: CallContext) -> list[str]:
     if finish == "length":
-        in_call = bool(context.tools) and _begins_a_call(choice.message)
+        in_call = bool(context.call.tools) and _begins_a_call(choice.message)
         return ["truncated_length", *(["truncated_in_tool_call"] if in_call else [])]
     if finish in ("abort", "error", ""):
         return ["finish_abort"]

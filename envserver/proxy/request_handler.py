@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from envserver_records.errors import EngineTimeout, EnvserverError, NotFoundError, UsageError
@@ -29,7 +31,7 @@ from .asgi import (
     start_events,
 )
 from .attempts import ProxyAttempt, ended
-from .body import admit_images, engine_body, read_request, without_strict
+from .body import admit_images, read_request
 from .call_task import CallTask
 from .dialects import DIALECTS, DialectAdapter, EventWriter
 from .dialects.base import ModelRequest
@@ -147,12 +149,8 @@ class RequestHandler:
                 call_task.delivered(again=again)
 
     async def _waited_for(self, task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
-        pulse = self._start_pulse()
-        try:
+        async with self._pulse():
             await _ended(task)
-        finally:
-            if pulse is not None:
-                pulse.cancel()
         if task.cancelled():
             raise ended()
         return task.result()
@@ -164,33 +162,24 @@ class RequestHandler:
             await send_json(self._send, 200, self._dialect.whole(request, answer, self._memory))
             return
         await self._begin_events()
-        events = [writer.begin(), *map(writer.chunk, chunks_of(answer, request)), writer.end()]
+        events = [*map(writer.chunk, chunks_of(answer, request)), writer.end()]
         await end_events(self._send, b"".join(events))
 
     async def _relay(self, call_task: CallTask, interrupts: Interrupts) -> None:
         writer = self._writer
         assert writer is not None
-        begun = False
         last: list[bytes] = []
 
         async def emit(chunk: dict[str, Any]) -> None:
-            nonlocal begun
-            events = b"" if begun else writer.begin()
-            begun = True
-            events += writer.chunk(chunk)
+            events = writer.chunk(chunk)
             if call_task.calls:
                 last.append(events)
             elif events:
-                if not self._begun:
-                    await self._begin_events()
+                await self._begin_events()
                 await send_events(self._send, events)
 
-        pulse = self._start_pulse()
-        try:
+        async with self._pulse():
             await call_task.stream(emit)
-        finally:
-            if pulse is not None:
-                pulse.cancel()
         await self._begin_events()
         interrupts.stop_watching()
         await end_events(self._send, b"".join(last) + writer.end())
@@ -200,10 +189,17 @@ class RequestHandler:
             self._begun = True
             await start_events(self._send)
 
-    def _start_pulse(self) -> asyncio.Task[None] | None:
-        return asyncio.create_task(self._pulse()) if self._writer else None
+    @asynccontextmanager
+    async def _pulse(self) -> AsyncIterator[None]:
+        """Sends keep-alive comments within the block, if the client wants a stream."""
+        task = asyncio.create_task(self._keep_alive()) if self._writer else None
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
 
-    async def _pulse(self) -> None:
+    async def _keep_alive(self) -> None:
         while True:
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             await self._begin_events()
@@ -279,11 +275,8 @@ async def count_tokens(
     await admit_images(request.messages, endpoint.tokens, attempt.in_flight)
     ready = await endpoint.ready()
     route = attempt.spec.route(agent)
-    if ready.exact and route.trained and endpoint.tokens.strict_tools == "drop":
-        request = without_strict(request)
-    made = engine_body(
-        request, model=endpoint.model(route.model), sampling=route.sampling, exact=ready.exact
-    )
+    request, made = ready.body_for(request, route)
+    made.body["model"] = endpoint.model(route.model)
     count = await ready.count_prompt(attempt, request, made.body, agent)
     if count is None:
         raise NotFoundError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from hashlib import blake2b
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from envserver_records.errors import ConflictError
 from envserver_records.records import Call
@@ -21,25 +21,10 @@ from .asgi import Scope, header, header_number
 from .body import is_program
 from .dialects.base import ModelRequest
 
+if TYPE_CHECKING:
+    from .call_task import CallTask
+
 _REMEMBERED = 64
-
-
-class Answering(Protocol):
-    """A running or finished call that a retry can join."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether no request received its answer and none waits for it."""
-
-    @property
-    def is_waited_for(self) -> bool: ...
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether its answer has text or calls, all of them, which a client can read."""
-
-
-TaskT = TypeVar("TaskT", bound=Answering)
 
 
 def digest_of(path: str, agent: str | None, body: bytes) -> bytes:
@@ -61,11 +46,11 @@ class RetryMarks:
         self.of_program = is_program(scope)
 
 
-class Retries(Generic[TaskT]):
+class Retries:
     def __init__(self) -> None:
-        self._latest: deque[tuple[RetryMarks, TaskT]] = deque(maxlen=_REMEMBERED)
+        self._latest: deque[tuple[RetryMarks, CallTask]] = deque(maxlen=_REMEMBERED)
 
-    def find(self, marks: RetryMarks) -> TaskT | None:
+    def find(self, marks: RetryMarks) -> CallTask | None:
         """Returns the call that this request repeats, or None if it is new.
 
         A key identifies the call. Without one, the call of several equal ones whose answer was lost
@@ -77,23 +62,21 @@ class Retries(Generic[TaskT]):
         same = [call_task for known, call_task in known if known.digest == marks.digest]
         if marks.key and len(same) < len(known):
             raise ConflictError("This Idempotency-Key was used before with another request.")
-        return next(
-            (call_task for call_task in same if call_task.is_lost), same[-1] if same else None
-        )
+        return next((each for each in same if each.is_lost), same[-1] if same else None)
 
-    def _unmarked(self, marks: RetryMarks) -> TaskT | None:
+    def _unmarked(self, marks: RetryMarks) -> CallTask | None:
         same = [call_task for known, call_task in self._latest if known.digest == marks.digest]
-        lost = next((call_task for call_task in same if call_task.is_lost), None)
+        lost = next((each for each in same if each.is_lost), None)
         if lost is not None or not (same and marks.of_program):
             return lost
         latest = self._latest[-1][1]
         is_again = latest is same[-1] and not latest.is_waited_for
         return latest if is_again and latest.is_usable else None
 
-    def begin(self, marks: RetryMarks, call_task: TaskT) -> None:
+    def begin(self, marks: RetryMarks, call_task: CallTask) -> None:
         self._latest.append((marks, call_task))
 
-    def forget(self, call_task: TaskT) -> None:
+    def forget(self, call_task: CallTask) -> None:
         """Forgets a call without an answer to repeat: a retry is a new request."""
         self._latest = deque(
             (pair for pair in self._latest if pair[1] is not call_task), _REMEMBERED

@@ -119,6 +119,7 @@ _MAX_ACTIONS_BYTES = 2 << 20
 """Limit of one batch of steps; workers send half as much."""
 _MAX_REWARDS_BYTES = 2 << 20
 _ASKING = {path.removeprefix("v1/") for path in DIALECTS}
+_POSTED = {*DIALECTS, "v1/messages/count_tokens", "result", "log", "actions", "rewards"}
 
 _CHAT = DIALECTS["v1/chat/completions"]
 
@@ -330,21 +331,17 @@ class Proxy:
             agent, _, path = path[2:].partition("/")
         agent = attempt.spec.agent(agent and agent[:_MAX_AGENT_NAME])
         method = scope["method"]
-        if path in DIALECTS:
+        if path in _POSTED or path.startswith((PREFIX, TOOLS_PREFIX)):
             require(method, "POST")
-            await self._ask(scope, attempt, path, agent, receive, send)
-            return
-        if path.startswith(PREFIX):
-            require(method, "POST")
-            path = path.removeprefix(PREFIX)
-            await answer_about_sandboxes(self._sandboxes, attempt, path, scope, receive, send)
-            return
-        if path.startswith(TOOLS_PREFIX):
-            require(method, "POST")
-            name = path.removeprefix(TOOLS_PREFIX)
-            await self._services.answer(attempt, name, scope, receive, send)
-            return
         match path:
+            case _ if path in DIALECTS:
+                await self._ask(scope, attempt, path, agent, receive, send)
+            case _ if path.startswith(PREFIX):
+                path = path.removeprefix(PREFIX)
+                await answer_about_sandboxes(self._sandboxes, attempt, path, scope, receive, send)
+            case _ if path.startswith(TOOLS_PREFIX):
+                name = path.removeprefix(TOOLS_PREFIX)
+                await self._services.answer(attempt, name, scope, receive, send)
             case _ if f"{path}/".startswith(f"{MODELS}/"):
                 require(method, "GET")
                 route = attempt.spec.route(agent)
@@ -355,7 +352,6 @@ class Proxy:
             case "" | "v1" if method in ("GET", "HEAD"):
                 await send_json(send, 200, SERVER)
             case "v1/messages/count_tokens":
-                require(method, "POST")
                 endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
                 body = await read_body(scope, receive, self._max_body_bytes)
                 await send_json(send, 200, await count_tokens(endpoint, attempt, agent, body))
@@ -366,21 +362,17 @@ class Proxy:
                 require(method, "GET")
                 await send_json(send, 200, record_body(attempt))
             case "result":
-                require(method, "POST")
                 await self._take_result(attempt, scope, receive)
                 await send_nothing(send)
             case "log":
-                require(method, "POST")
                 take_log(attempt, await read_body(scope, receive, self._max_body_bytes))
                 await send_nothing(send)
             case "actions":
-                require(method, "POST")
                 body = await read_body(scope, receive, _MAX_ACTIONS_BYTES)
                 with attempt.in_flight.reading():
                     take_actions(attempt, body)
                 await send_nothing(send)
             case "rewards":
-                require(method, "POST")
                 take_rewards(attempt, await read_body(scope, receive, _MAX_REWARDS_BYTES))
                 await send_nothing(send)
             case _:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -152,9 +152,8 @@ class ServiceRouter:
         is_timed = not name.startswith(SHARED_PREFIX)
         try:
             with attempt.timeline.timed("tool", name) if is_timed else nullcontext():
-                body = await self._within(attempt, name, service, arguments, receive)
-        except Interrupted as interrupted:
-            raise _error_of(attempt, interrupted) from None
+                run = self._run(attempt, name, service, arguments)
+                body = await _while_wanted(attempt, receive, attempt.seconds_left, run)
         except ServiceError as error:
             attempt.service_failed(error)
             raise
@@ -164,19 +163,24 @@ class ServiceRouter:
         _keep(attempt, name, arguments, body)
         await send_bytes(send, 200, body, b"application/json")
 
-    async def _within(
-        self,
-        attempt: ProxyAttempt,
-        name: str,
-        service: Service,
-        arguments: dict[str, Any],
-        receive: Receive,
+    async def _run(
+        self, attempt: ProxyAttempt, name: str, service: Service, arguments: dict[str, Any]
     ) -> bytes:
         places = self._places.setdefault(attempt, asyncio.Semaphore(_AT_A_TIME))
-        interrupts = Interrupts(receive, max(0.0, attempt.seconds_left))
-        with attempt.working(interrupts):
-            async with interrupts, places:
-                return await _asked(attempt, name, service, arguments, self.caller(attempt))
+        async with places:
+            try:
+                async with self.caller(attempt) as caller:
+                    body = orjson.dumps(await service(arguments, caller))
+            except (UsageError, LimitReached, ServiceError):
+                raise
+            except (Exception, SystemExit) as error:
+                # The message may hold addresses and keys: it goes to the log only.
+                _log.exception("service_failed", rollout_id=attempt.spec.rollout_id, service=name)
+                failed = f"The service {name!r} failed: {type(error).__name__}."
+                raise ServiceError(failed) from error
+        if len(body) > _MOST_ANSWER_BYTES:
+            raise ServiceError(f"The answer of {name!r} is over {_MOST_ANSWER_BYTES} bytes.")
+        return body
 
     @asynccontextmanager
     async def caller(self, attempt: ProxyAttempt) -> AsyncIterator[Caller]:
@@ -205,27 +209,6 @@ class ServiceRouter:
         return state.used()
 
 
-async def _asked(
-    attempt: ProxyAttempt,
-    name: str,
-    service: Service,
-    arguments: dict[str, Any],
-    opened: AbstractAsyncContextManager[Caller],
-) -> bytes:
-    try:
-        async with opened as caller:
-            body = orjson.dumps(await service(arguments, caller))
-    except (UsageError, LimitReached, ServiceError):
-        raise
-    except (Exception, SystemExit) as error:
-        # The message may hold addresses and keys: it goes to the log only.
-        _log.exception("service_failed", rollout_id=attempt.spec.rollout_id, service=name)
-        raise ServiceError(f"The service {name!r} failed: {type(error).__name__}.") from error
-    if len(body) > _MOST_ANSWER_BYTES:
-        raise ServiceError(f"The answer of {name!r} is over {_MOST_ANSWER_BYTES} bytes.")
-    return body
-
-
 def _keep(
     attempt: ProxyAttempt,
     name: str,
@@ -242,12 +225,21 @@ def _keep(
         )
 
 
-def _error_of(attempt: ProxyAttempt, interrupted: Interrupted) -> Exception:
-    if interrupted.reason == "sealed":
-        return ended()
-    if interrupted.reason == "time":
-        return attempt.reached("time", "The time of this rollout is used up.")
-    return interrupted
+async def _while_wanted(
+    attempt: ProxyAttempt, receive: Receive, seconds: float, work: Coroutine[Any, Any, bytes]
+) -> bytes:
+    """Runs `work` while the client waits, the attempt runs and time is left."""
+    interrupts = Interrupts(receive, max(0.0, seconds))
+    try:
+        with attempt.working(interrupts):
+            async with interrupts:
+                return await work
+    except Interrupted as interrupted:
+        if interrupted.reason == "sealed":
+            raise ended() from None
+        if interrupted.reason == "time":
+            raise attempt.reached("time", "The time of this rollout is used up.") from None
+        raise
 
 
 def _flag(attempt: ProxyAttempt, word: str) -> None:
@@ -292,13 +284,9 @@ async def answer_about_sandboxes(
     body = await read_body(scope, receive, host.most_bytes(path))
     if attempt.sealed:
         raise ended()
+    seconds = max(0.0, attempt.seconds_left) + _LAST_SECONDS
     try:
-        interrupts = Interrupts(receive, max(0.0, attempt.seconds_left) + _LAST_SECONDS)
-        with attempt.working(interrupts):
-            async with interrupts:
-                answer = await host.answer(attempt, path, body)
-    except Interrupted as interrupted:
-        raise _error_of(attempt, interrupted) from None
+        answer = await _while_wanted(attempt, receive, seconds, host.answer(attempt, path, body))
     except SandboxError as error:
         attempt.sandbox_failed(error)
         raise

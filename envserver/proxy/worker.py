@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import orjson
@@ -34,6 +35,7 @@ from envserver_records.timings import MOST_TIMINGS, Stream
 from ..environment import NO_REWARDS
 from .attempts import PostedReward, ProxyAttempt, ended
 
+T = TypeVar("T")
 _MAX_LOG_BYTES = 64 * 1024
 _MAX_MESSAGE = 4000
 _MAX_DETAIL = 32_000
@@ -156,10 +158,7 @@ def take_log(attempt: ProxyAttempt, body: bytes) -> None:
     if not attempt.log_budget.take(len(body), time.monotonic()):
         attempt.log_lines_dropped += 1
         return
-    try:
-        line = _line.decode(_without_key(attempt, body))
-    except _UNDECODABLE as error:
-        raise InputError(f"This is not a log line: {error}.") from None
+    line = _read(_line.decode, attempt, body, "This is not a log line")
     facts = "".join(f" {name}={value}" for name, value in line.facts.items())
     attempt.timeline.printed(time.time(), "log", clean_text(line.event + facts))
     _log.info(
@@ -175,10 +174,7 @@ def take_actions(attempt: ProxyAttempt, body: bytes) -> None:
     """Handles `POST actions`: adds readable steps to the attempt (see `actions`)."""
     if attempt.sealed or attempt.posted:
         raise ended()
-    try:
-        attempt.steps.take(_without_key(attempt, body))
-    except _UNDECODABLE as error:
-        raise InputError(f"These are not steps: {error}.") from None
+    _read(attempt.steps.take, attempt, body, "These are not steps")
 
 
 def take_rewards(attempt: ProxyAttempt, body: bytes) -> None:
@@ -187,10 +183,14 @@ def take_rewards(attempt: ProxyAttempt, body: bytes) -> None:
         raise ended()
     if attempt.spec.isolation == "sandboxed" or attempt.spec.harness is not None:
         raise ConflictError(NO_REWARDS)
+    attempt.turn_rewards = _read(_rewards.decode, attempt, body, "These are not rewards of turns")
+
+
+def _read(decode: Callable[[bytes], T], attempt: ProxyAttempt, body: bytes, wrong: str) -> T:
     try:
-        attempt.turn_rewards = _rewards.decode(_without_key(attempt, body))
+        return decode(_without_key(attempt, body))
     except _UNDECODABLE as error:
-        raise InputError(f"These are not rewards of turns: {error}.") from None
+        raise InputError(f"{wrong}: {error}.") from None
 
 
 def _without_key(attempt: ProxyAttempt, body: bytes) -> bytes:
@@ -202,7 +202,7 @@ def _read_result(body: bytes) -> _Result:
     try:
         return _result.decode(body)
     except RecursionError:
-        return _too_deep()
+        return _Result(output=None, changes={"cut"})
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return _read_broken_text(body, error)
 
@@ -212,17 +212,13 @@ def _read_broken_text(body: bytes, error: Exception) -> _Result:
     try:
         value = json.loads(body.decode(errors="replace"), parse_constant=_no_constant)
     except RecursionError:
-        return _too_deep()
+        return _Result(output=None, changes={"cut"})
     except ValueError:
         raise error from None
     value, changes = clean(value)
     result = msgspec.convert(value, _Result)
     result.changes |= changes | {"replaced"}
     return result
-
-
-def _too_deep() -> _Result:
-    return _Result(output=None, changes={"cut"})
 
 
 def _no_constant(name: str) -> NoReturn:

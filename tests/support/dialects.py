@@ -281,7 +281,6 @@ class Desk:
 
     def _events(self, ask: ModelRequest, answer: Json) -> Iterator[bytes]:
         writer = self.api.writer(ask, self.memory)
-        yield writer.begin()
         *chunks, last, usage = chunks_of(answer, self.piece)
         yield from map(writer.chunk, chunks)
         if self.broken is not None:

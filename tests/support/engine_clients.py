@@ -12,16 +12,18 @@ class Asking:
         self._engine = engine
         self._client = client
         self.can_continue = client.can_continue
-        self.streams = client.streams
+
+    def streams(self, body: Any, prompt: Any) -> bool:
+        return self._client.streams(body, prompt.ids)
 
     async def whole(
         self, body: Any, prompt: Any, *, rollout_id: str, timeout_seconds: float, bare: bool = False
     ) -> dict[str, Any]:
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
-        return await self._client.whole(session, body, prompt, bare=bare)
+        return await self._client.whole(session, body, prompt.ids, bare=bare)
 
     def stream(
         self, body: Any, prompt: Any, *, rollout_id: str, timeout_seconds: float
     ) -> AbstractAsyncContextManager[Any]:
         session = EngineSession(self._engine, rollout_id, timeout_seconds)
-        return self._client.stream(session, body, prompt)
+        return self._client.stream(session, body, prompt.ids)

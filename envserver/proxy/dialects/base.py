@@ -19,6 +19,7 @@ from envserver_records.errors import EnvserverError, InputError
 from envserver_records.records import Dialect, Message
 
 from ...tokens.prepare import RESERVED
+from ..asgi import error_body
 
 
 class ModelRequest(msgspec.Struct, kw_only=True):
@@ -80,6 +81,14 @@ def count(body: dict[str, Any], name: str) -> int | None:
 
 def bad(name: str, what: str) -> InputError:
     return InputError(f"{name} {what}.", place=name)
+
+
+def unsupported(kind: Any, place: str, why: str = "") -> InputError:
+    return bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported{why}")
+
+
+def impossible(value: Any, place: str) -> InputError:
+    return bad(place, f"cannot be {str(value)[:80]!r}")
 
 
 def string(holder: dict[str, Any], name: str, place: str = "") -> str:
@@ -481,12 +490,7 @@ Memory = dict[str, Any]
 
 
 class EventWriter(Protocol):
-    """Writes one answer as server-sent events. Call order: begin, chunk*, then end or fail.
-
-    `begin` is called when the first chunk has arrived, `end` when the calls are recorded.
-    """
-
-    def begin(self) -> bytes: ...
+    """Writes one answer as server-sent events: chunk*, then end (after recording) or fail."""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
         """The chunk that ends a choice, and the one with the usage, come only after recording."""
@@ -512,7 +516,8 @@ class DialectAdapter(Protocol):
 
     def writer(self, request: ModelRequest, memory: Memory) -> EventWriter: ...
 
-    def error(self, error: EnvserverError) -> dict[str, Any]: ...
+    def error(self, error: EnvserverError) -> dict[str, Any]:
+        return error_body(error)
 
 
 _PASSED = ("seed", "chat_template_kwargs")
@@ -542,6 +547,23 @@ def effort_fields(effort: Any, place: str) -> dict[str, Any]:
         return {}
     EFFORT(effort, place)
     return {"reasoning_effort": effort}
+
+
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of text parts in OpenAI's APIs, with the field that holds the text."""
+
+
+def object_part(part: Any, place: str) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        raise bad(place, "must be an object")
+    return part
+
+
+def named_choice(name: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the tool_choice of the chat API that names one of `tools`."""
+    if all(tool["function"]["name"] != name for tool in tools):
+        raise bad("tool_choice.name", f"{name[:80]!r} is not among the tools")
+    return {"type": "function", "function": {"name": name}}
 
 
 def own_tools(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -576,4 +598,4 @@ def response_format(form: dict[str, Any], place: str) -> dict[str, Any]:
             refuse_others(form, _TAG, place)
             return form
         case kind:
-            raise bad(f"{place}.type", f"cannot be {str(kind)[:80]!r}")
+            raise impossible(kind, f"{place}.type")

@@ -18,7 +18,9 @@ from .base import (
     LONG_TEXT,
     MAX_CHOICES,
     NAME,
+    TEXTS,
     Check,
+    DialectAdapter,
     Memory,
     ModelRequest,
     an_object,
@@ -29,12 +31,14 @@ from .base import (
     items,
     kept,
     mapping,
+    object_part,
     objects,
     one_of,
     own_tools,
     response_format,
     string,
     text,
+    unsupported,
 )
 from .conversation import media_part
 
@@ -59,8 +63,6 @@ _CALLED: dict[str, Check] = {
     "name": NAME,
     "arguments": instance(str, dict, what="a text or an object"),
 }
-_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of text parts, with the field that holds the text."""
 
 
 def chat_messages(body: dict[str, Any], checked: int = 0) -> list[Message]:
@@ -93,7 +95,7 @@ def chat_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, lis
             names = {_function_name(tool, f"{place}.tools[{index}]") for index, tool in given}
             return allowed["mode"], [tool for tool in tools if tool["function"]["name"] in names]
         case kind:
-            raise bad("tool_choice.type", f"{str(kind)[:80]!r} is not supported")
+            raise unsupported(kind, "tool_choice")
 
 
 def _function_name(holder: dict[str, Any], place: str) -> str:
@@ -148,24 +150,19 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _part(part: Any, place: str) -> dict[str, Any]:
-    if not isinstance(part, dict):
-        raise bad(place, "must be an object")
-    kind = part.get("type")
-    if isinstance(kind, str) and kind in _TEXTS:
-        return {"type": kind, _TEXTS[kind]: string(part, _TEXTS[kind], place)}
+    kind = object_part(part, place).get("type")
+    if isinstance(kind, str) and kind in TEXTS:
+        return {"type": kind, TEXTS[kind]: string(part, TEXTS[kind], place)}
     media = media_part(part, place)
     if media is None:
-        raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
+        raise unsupported(kind, place)
     return media
 
 
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in (None, "function"):
-        raise bad(
-            f"{place}.type",
-            f"{str(kind)[:80]!r} is not supported: all tools must be the agent's own functions",
-        )
+        raise unsupported(kind, place, ": all tools must be the agent's own functions")
     return function_tool(mapping(tool, "function", place), f"{place}.function")
 
 
@@ -173,7 +170,7 @@ CHECKED = "checked"
 """How many of the messages were in an earlier request of the attempt, and need no check."""
 
 
-class ChatDialect:
+class ChatDialect(DialectAdapter):
     name: Dialect = "chat"
     table = CHAT
 
@@ -206,9 +203,6 @@ class ChatDialect:
     def writer(self, request: ModelRequest, memory: Memory) -> ChatWriter:
         return ChatWriter()
 
-    def error(self, error: EnvserverError) -> dict[str, Any]:
-        return error_body(error)
-
 
 def _fields_and_tools(body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     fields = {name: value for name, value in body.items() if name in CHAT.engine}
@@ -225,9 +219,6 @@ def _fields_and_tools(body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[s
 
 
 class ChatWriter:
-    def begin(self) -> bytes:
-        return b""
-
     def chunk(self, chunk: dict[str, Any]) -> bytes:
         return event(chunk)
 
@@ -242,7 +233,7 @@ _DEFAULT_MAX_TOKENS = 16
 """The default of OpenAI's API and of engines."""
 
 
-class CompletionsDialect:
+class CompletionsDialect(DialectAdapter):
     name: Dialect = "completions"
     table = COMPLETIONS
 
@@ -285,9 +276,6 @@ class CompletionsDialect:
 
     def writer(self, request: ModelRequest, memory: Memory) -> CompletionsWriter:
         return CompletionsWriter()
-
-    def error(self, error: EnvserverError) -> dict[str, Any]:
-        return error_body(error)
 
 
 class CompletionsWriter(ChatWriter):

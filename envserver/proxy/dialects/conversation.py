@@ -59,6 +59,10 @@ class AnswerEnd(msgspec.Struct):
             self.usage = answer["usage"]
 
     @property
+    def is_whole(self) -> bool:
+        return self.finish_reason in ("stop", "tool_calls", "function_call")
+
+    @property
     def stop_string(self) -> str | None:
         return self.stop_reason if isinstance(self.stop_reason, str) else None
 

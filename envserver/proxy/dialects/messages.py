@@ -14,6 +14,7 @@ from envserver_records.records import Dialect, Message
 from ..asgi import is_context_limit
 from .base import (
     MESSAGES,
+    DialectAdapter,
     Memory,
     ModelRequest,
     bad,
@@ -22,10 +23,14 @@ from .base import (
     effort_fields,
     engine_fields,
     function_tool,
+    impossible,
     mapping,
+    named_choice,
+    object_part,
     objects,
     own_tools,
     string,
+    unsupported,
 )
 from .conversation import (
     AnswerEnd,
@@ -104,7 +109,6 @@ Block = dict[str, Any]
 
 _STOPS = {"length": "max_tokens", "content_filter": "refusal"}
 """Stop reasons of answers that ended early, by the engine's finish reason."""
-_WHOLE = ("stop", "tool_calls", "function_call")
 
 
 def message_of(
@@ -157,7 +161,7 @@ def call_block(call: ToolCall) -> Block:
 def stop_of(ending: AnswerEnd, *, called: bool) -> dict[str, Any]:
     """Any other interruption is `max_tokens`: the agent knows that the answer may be incomplete."""
     reason, sequence = _STOPS.get(ending.finish_reason or "", "max_tokens"), None
-    if ending.finish_reason in _WHOLE:
+    if ending.is_whole:
         reason = "tool_use" if called else "end_turn"
         if not called and ending.stop_string is not None:
             reason, sequence = "stop_sequence", ending.stop_string
@@ -225,9 +229,6 @@ class MessagesWriter:
         self._open = ""
         self._called = False
         self._ending = AnswerEnd()
-
-    def begin(self) -> bytes:
-        return b""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
         events = self._beginning(chunk)
@@ -316,7 +317,7 @@ def messages_of(body: dict[str, Any], arguments: Arguments) -> list[Message]:
             case "system":
                 _system(conversation, turn, "content", place)
             case role:
-                raise bad(f"{place}.role", f"cannot be {str(role)[:80]!r}")
+                raise impossible(role, f"{place}.role")
     messages = conversation.messages()
     if len(messages) > 1 and messages[-1] == answer_message("", "", ()):
         messages.pop()
@@ -378,7 +379,7 @@ def _assistant(
             case "tool_use":
                 calls.append(_call(block, at, arguments))
             case kind:
-                raise bad(f"{at}.type", f"{str(kind)[:80]!r} is not supported")
+                raise unsupported(kind, at)
     conversation.assistant(reasoning=reasoning, text=texts, calls=calls)
 
 
@@ -400,10 +401,9 @@ def _blocks(
         raise bad(path, "must be a text or a list of blocks")
     blocks = [(block, f"{path}[{index}]") for index, block in enumerate(given)]
     for block, at in blocks:
-        if not isinstance(block, dict):
-            raise bad(at, "must be an object")
-        if kinds and block.get("type") not in kinds:
-            raise bad(f"{at}.type", f"{str(block.get('type'))[:80]!r} is not supported")
+        kind = object_part(block, at).get("type")
+        if kinds and kind not in kinds:
+            raise unsupported(kind, at)
     return blocks
 
 
@@ -416,7 +416,7 @@ def _part(block: dict[str, Any], place: str) -> Part:
         case "document":
             return text_part(_document(block, place))
         case kind:
-            raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
+            raise unsupported(kind, place)
 
 
 def _image_url(source: dict[str, Any], place: str) -> str:
@@ -427,7 +427,7 @@ def _image_url(source: dict[str, Any], place: str) -> str:
             kind, data = (string(source, name, place) for name in ("media_type", "data"))
             return data_url(f"data:{kind};base64,{data}", "image", place)
         case kind:
-            raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
+            raise unsupported(kind, place)
 
 
 def _document(block: dict[str, Any], place: str) -> str:
@@ -439,7 +439,7 @@ def _document(block: dict[str, Any], place: str) -> str:
             given = _blocks(source, "content", at, ("text",))
             text = "\n".join(string(part, "text", where) for part, where in given)
         case kind:
-            raise bad(f"{at}.type", f"{str(kind)[:80]!r} is not supported: only text is")
+            raise unsupported(kind, at, ": only text is")
     heads = [string(block, n, place) for n in ("title", "context") if block.get(n) is not None]
     return "\n".join([*heads, text])
 
@@ -472,7 +472,7 @@ def wants_thinking(body: dict[str, Any]) -> bool:
     thinking = mapping(body, "thinking")
     kind = thinking.get("type", "disabled")
     if kind not in (*_THINKING, "disabled"):
-        raise bad("thinking.type", f"cannot be {str(kind)[:80]!r}")
+        raise impossible(kind, "thinking.type")
     return kind in _THINKING and thinking.get("display") != "omitted"
 
 
@@ -480,11 +480,8 @@ def fields_of(
     body: dict[str, Any], tools: list[dict[str, Any]], messages: list[Message]
 ) -> dict[str, Any]:
     fields = engine_fields(body)
-    stop = body.get("stop_sequences")
-    if stop:
-        if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
-            raise bad("stop_sequences", "must be a list of texts")
-        fields["stop"] = stop
+    if body.get("stop_sequences"):
+        fields["stop"] = body["stop_sequences"]
     fields |= _tool_fields(body, tools) | _prefill_fields(messages)
     output = mapping(body, "output_config")
     form = mapping(output, "format", "output_config") or mapping(body, "output_format")
@@ -499,11 +496,8 @@ def fields_of(
 
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise bad(
-            f"{place}.type",
-            f"{str(tool['type'])[:80]!r} is not supported: all tools must be the agent's own,"
-            " each with its input_schema",
-        )
+        why = ": all tools must be the agent's own, each with its input_schema"
+        raise unsupported(tool["type"], place, why)
     schema = mapping(tool, "input_schema", place)
     given = {name: tool[name] for name in _TOOL_FIELDS if tool.get(name) is not None}
     given["parameters"] = schema if "type" in schema else {"type": "object"} | schema
@@ -517,14 +511,11 @@ def _tool_fields(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str,
     kind = choice.get("type")
     fields: dict[str, Any] = {}
     if kind == "tool":
-        name = string(choice, "name", "tool_choice")
-        if all(tool["function"]["name"] != name for tool in tools):
-            raise bad("tool_choice.name", f"{name[:80]!r} is not among the tools")
-        fields["tool_choice"] = {"type": "function", "function": {"name": name}}
+        fields["tool_choice"] = named_choice(string(choice, "name", "tool_choice"), tools)
     elif isinstance(kind, str) and kind in _CHOICES:
         fields["tool_choice"] = _CHOICES[kind]
     else:
-        raise bad("tool_choice.type", f"cannot be {str(kind)[:80]!r}")
+        raise impossible(kind, "tool_choice.type")
     if boolean(choice, "disable_parallel_tool_use", "tool_choice"):
         fields["parallel_tool_calls"] = False
     if not tools and kind == "any":
@@ -558,7 +549,7 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class MessagesDialect:
+class MessagesDialect(DialectAdapter):
     name: Dialect = "messages"
     table = MESSAGES
 

@@ -14,8 +14,8 @@ from envserver_records.errors import EnvserverError
 from envserver_records.http_errors import CONTEXT_IS_FULL
 from envserver_records.records import Dialect, Message
 
-from ..asgi import error_body, is_context_limit
-from .base import RESPONSES, Memory, ModelRequest, bad, boolean, count, string
+from ..asgi import is_context_limit
+from .base import RESPONSES, DialectAdapter, Memory, ModelRequest, bad, boolean, count, string
 from .conversation import (
     AnswerEnd,
     TextPart,
@@ -54,7 +54,6 @@ _ECHOED = (
 )
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """Reasons for incomplete answers, by the engine's finish reason."""
-_WHOLE = ("stop", "tool_calls", "function_call")
 
 
 class Head:
@@ -99,7 +98,7 @@ class Head:
 
 
 def status_of(ending: AnswerEnd) -> Literal["completed", "incomplete"]:
-    return "completed" if ending.finish_reason in _WHOLE else "incomplete"
+    return "completed" if ending.is_whole else "incomplete"
 
 
 def output_of(request: ModelRequest, answer: dict[str, Any]) -> list[Item]:
@@ -126,13 +125,9 @@ def reasoning_item(item_id: str, text: str) -> Item:
         "type": "reasoning",
         "status": "completed",
         "summary": [],
-        "content": [reasoning_part(text)],
+        "content": [{"type": "reasoning_text", "text": text}],
         "encrypted_content": None,
     }
-
-
-def reasoning_part(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}
 
 
 def text_item(item_id: str, text: str, logprobs: list[Any]) -> Item:
@@ -141,12 +136,10 @@ def text_item(item_id: str, text: str, logprobs: list[Any]) -> Item:
         "type": "message",
         "status": "completed",
         "role": "assistant",
-        "content": [text_part(text, logprobs)],
+        "content": [
+            {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+        ],
     }
-
-
-def text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def call_item(item_id: str, call: ToolCall, request: ModelRequest) -> Item:
@@ -200,59 +193,50 @@ Event = dict[str, Any]
 
 
 class OpenText:
-    """A message item that grows; `logprobs`: those that have arrived and are not sent yet."""
+    """A message or a reasoning item that grows.
 
-    def __init__(self, logprobs: list[Any]) -> None:
-        self._id = new_id("msg")
+    `logprobs`: those that have arrived and are not sent yet; None for reasoning.
+    """
+
+    def __init__(self, logprobs: list[Any] | None) -> None:
+        self.is_reasoning = logprobs is None
+        self._id = new_id("rs" if logprobs is None else "msg")
+        self._kind = "reasoning_text" if logprobs is None else "output_text"
         self._texts: list[str] = []
         self._arrived = logprobs
         self._logprobs: list[Any] = []
 
     def begin(self) -> Iterator[Event]:
-        yield _added(text_item(self._id, "", []) | {"content": []})
-        yield self._event("content_part.added", part=text_part("", []))
+        item = self._item("")
+        yield _added(item | {"content": []})
+        yield self._event("content_part.added", part=item["content"][0])
 
     def grow(self, text: str) -> Event:
         self._texts.append(text)
-        return self._event("output_text.delta", delta=text, logprobs=self._taken())
+        return self._event(f"{self._kind}.delta", delta=text, **self._taken())
 
     def end(self, status: Status) -> Iterator[Event]:
         """Yields its last events; the very last holds the item."""
-        self._taken()
-        text = "".join(self._texts)
-        item = text_item(self._id, text, self._logprobs) | {"status": status}
-        yield self._event("output_text.done", text=text, logprobs=self._logprobs)
+        text, more = "".join(self._texts), self._taken()
+        if more:
+            more["logprobs"] = self._logprobs
+        item = self._item(text) | {"status": status}
+        yield self._event(f"{self._kind}.done", text=text, **more)
         yield self._event("content_part.done", part=item["content"][0])
         yield _done(item)
 
-    def _taken(self) -> list[Any]:
+    def _item(self, text: str) -> Item:
+        if self.is_reasoning:
+            return reasoning_item(self._id, text)
+        return text_item(self._id, text, self._logprobs)
+
+    def _taken(self) -> dict[str, list[Any]]:
+        if self._arrived is None:
+            return {}
         taken = [*self._arrived]
         self._arrived.clear()
         self._logprobs += taken
-        return taken
-
-    def _event(self, kind: str, **more: Any) -> Event:
-        return {"type": f"response.{kind}", "item_id": self._id, "content_index": 0, **more}
-
-
-class OpenReasoning:
-    def __init__(self) -> None:
-        self._id = new_id("rs")
-        self._texts: list[str] = []
-
-    def begin(self) -> Iterator[Event]:
-        yield _added(reasoning_item(self._id, "") | {"content": []})
-        yield self._event("content_part.added", part=reasoning_part(""))
-
-    def grow(self, text: str) -> Event:
-        self._texts.append(text)
-        return self._event("reasoning_text.delta", delta=text)
-
-    def end(self, status: Status) -> Iterator[Event]:
-        text = "".join(self._texts)
-        yield self._event("reasoning_text.done", text=text)
-        yield self._event("content_part.done", part=reasoning_part(text))
-        yield _done(reasoning_item(self._id, text) | {"status": status})
+        return {"logprobs": taken}
 
     def _event(self, kind: str, **more: Any) -> Event:
         return {"type": f"response.{kind}", "item_id": self._id, "content_index": 0, **more}
@@ -277,7 +261,7 @@ class OpenCall:
         return {"type": name, "item_id": self._item["id"], **more}
 
 
-OpenItem = OpenText | OpenReasoning | OpenCall
+OpenItem = OpenText | OpenCall
 
 
 def _added(item: Item) -> Event:
@@ -359,9 +343,6 @@ class ResponsesWriter:
         self._said: list[TextPart | ToolCall] = []
         self._ending = AnswerEnd()
 
-    def begin(self) -> bytes:
-        return b""
-
     def chunk(self, chunk: dict[str, Any]) -> bytes:
         _, events = self._begun(chunk)
         self._ending.take(chunk)
@@ -403,10 +384,9 @@ class ResponsesWriter:
 
     def _text(self, text_part: TextPart) -> bytes:
         events = b""
-        growing = self._open
-        wanted = OpenReasoning if text_part.kind == "reasoning" else OpenText
-        if not isinstance(growing, wanted):
-            growing = OpenReasoning() if wanted is OpenReasoning else OpenText(self._logprobs)
+        growing, thinks = self._open, text_part.kind == "reasoning"
+        if not isinstance(growing, OpenText) or growing.is_reasoning != thinks:
+            growing = OpenText(None if thinks else self._logprobs)
             events = self._closed("completed") + self._opened(growing)
         return events + self._tell_of_item(growing.grow(text_part.text))
 
@@ -437,7 +417,7 @@ class ResponsesWriter:
         return b"".join(named_event(event) for event in numbered)
 
 
-class ResponsesDialect:
+class ResponsesDialect(DialectAdapter):
     name: Dialect = "responses"
     table = RESPONSES
 
@@ -471,9 +451,6 @@ class ResponsesDialect:
 
     def writer(self, request: ModelRequest, memory: Memory) -> ResponsesWriter:
         return ResponsesWriter(request, memory)
-
-    def error(self, error: EnvserverError) -> dict[str, Any]:
-        return error_body(error)
 
 
 def _instructions(body: dict[str, Any]) -> list[Message]:

@@ -13,16 +13,21 @@ from typing import Any
 from envserver_records.records import Message
 
 from .base import (
+    TEXTS,
     bad,
     boolean,
     effort_fields,
     engine_fields,
     function_tool,
+    impossible,
     mapping,
+    named_choice,
+    object_part,
     objects,
     own_tools,
     schema_format,
     string,
+    unsupported,
 )
 from .conversation import Conversation, Part, ToolCall, data_url, detail, image_part, text_part
 
@@ -30,6 +35,7 @@ from .conversation import Conversation, Part, ToolCall, data_url, detail, image_
 # engine, and its calls have both names again in the agent's answer.
 
 _JOINT = "__"
+_NOT_OWN = ": all tools must be the agent's own functions"
 
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -73,10 +79,10 @@ def _functions(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
                 inner = enumerate(objects(tool, "tools", needed=True))
                 functions = [(one, f"{place}.tools[{number}]") for number, one in inner]
             case kind:
-                raise _not_own(kind, place)
+                raise unsupported(kind, place, _NOT_OWN)
         for function, at in functions:
             if function.get("type") != "function":
-                raise _not_own(function.get("type"), at)
+                raise unsupported(function.get("type"), at, _NOT_OWN)
             known = {name: value for name, value in function.items() if value is not None}
             if function is not tool:
                 known["name"] = flat_name({**function, "namespace": tool["name"]}, at)
@@ -89,16 +95,6 @@ def _functions(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 def _spaces(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     return (tool for tool in body.get("tools") or () if tool.get("type") == "namespace")
 
-
-def _not_own(kind: Any, place: str) -> Exception:
-    return bad(
-        f"{place}.type",
-        f"{str(kind)[:80]!r} is not supported: all tools must be the agent's own functions",
-    )
-
-
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Types of text content parts, with the field that holds the text."""
 
 Find = Callable[[str], dict[str, Any] | None]
 """Finds an earlier output item by its id."""
@@ -113,9 +109,7 @@ def messages_of(given: Any, find: Find) -> list[Message]:
         raise bad("input", "must be a text or a list of at least one item")
     for index, item in enumerate(given):
         place = f"input[{index}]"
-        if not isinstance(item, dict):
-            raise bad(place, "must be an object")
-        reading.item(_resolved(item, place, find), place)
+        reading.item(_resolved(object_part(item, place), place, find), place)
     return reading.messages()
 
 
@@ -152,7 +146,7 @@ class _Reading:
                 parts = _parts(item, "output", place)
                 self._conversation.tool(string(item, "call_id", place), parts)
             case _:
-                raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
+                raise unsupported(kind, place)
 
     def message(self, item: dict[str, Any], place: str) -> None:
         parts = _parts(item, "content", place)
@@ -166,7 +160,7 @@ class _Reading:
                 self._end_answer()
                 self._conversation.system(parts)
             case role:
-                raise bad(f"{place}.role", f"cannot be {str(role)[:80]!r}")
+                raise impossible(role, f"{place}.role")
 
     def messages(self) -> list[Message]:
         self._end_answer()
@@ -241,13 +235,11 @@ def _parts(item: dict[str, Any], name: str, place: str) -> list[Part]:
 
 
 def _part(part: Any, place: str) -> Part:
-    if not isinstance(part, dict):
-        raise bad(place, "must be an object")
-    kind = part.get("type")
-    if isinstance(kind, str) and kind in _TEXTS:
-        return text_part(string(part, _TEXTS[kind], place))
+    kind = object_part(part, place).get("type")
+    if isinstance(kind, str) and kind in TEXTS:
+        return text_part(string(part, TEXTS[kind], place))
     if kind != "input_image":
-        raise bad(f"{place}.type", f"{str(kind)[:80]!r} is not supported")
+        raise unsupported(kind, place)
     if part.get("image_url") is None:
         raise bad(place, "must hold its image as image_url: files are not stored here")
     url = data_url(part["image_url"], "image", f"{place}.image_url")
@@ -306,10 +298,7 @@ def _tool_choice(choice: Any, tools: list[dict[str, Any]]) -> Any:
         return choice["mode"]
     if kind != "function":
         raise bad("tool_choice", f"{str(kind)[:80]!r} is not supported")
-    name = flat_name(choice, "tool_choice")
-    if all(tool["function"]["name"] != name for tool in tools):
-        raise bad("tool_choice.name", f"{name[:80]!r} is not among the tools")
-    return {"type": "function", "function": {"name": name}}
+    return named_choice(flat_name(choice, "tool_choice"), tools)
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any] | None:
@@ -319,7 +308,7 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"type": "json_object"}
     if kind != "json_schema":
-        raise bad("text.format.type", f"{str(kind)[:80]!r} is not supported")
+        raise unsupported(kind, "text.format")
     if not isinstance(form.get("schema"), dict):
         raise bad("text.format.schema", "must be an object")
     string(form, "name", "text.format")

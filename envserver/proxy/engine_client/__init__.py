@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
-from .base import ChatAnswer, ChatBody, ChatClient, EngineClient, EngineSession, Prompt
-from .completions import CompletionsClient, stream_text, whole_text
+from .base import ChatClient, EngineClient, EngineSession
+from .completions import CompletionsClient, TextClient
 from .tokens import TokensClient
 
-__all__ = [
-    "ChatAnswer",
-    "EngineClient",
-    "EngineSession",
-    "ChatBody",
-    "Prompt",
-    "client_for",
-    "stream_text",
-    "whole_text",
-]
+__all__ = ["EngineClient", "EngineSession", "TextClient", "client_for"]
 
 
 def client_for(probe_result: ProbeResult, format: ChatFormat | None) -> EngineClient:

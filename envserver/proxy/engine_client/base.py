@@ -24,11 +24,8 @@ EXPERTS_START = "routed_experts_prompt_start"
 
 ChatBody = dict[str, Any]
 ChatAnswer = dict[str, Any]
-
-
-class Prompt(Protocol):
-    @property
-    def ids(self) -> list[int] | None: ...
+Ids = list[int] | None
+"""The ids of a planned prompt; None: the engine renders it."""
 
 
 class EngineClient(Protocol):
@@ -42,16 +39,16 @@ class EngineClient(Protocol):
     def can_continue(self, body: ChatBody) -> str | None:
         """Returns why a prompt of given ids cannot be combined with `body`, if so."""
 
-    def streams(self, body: ChatBody, prompt: Prompt) -> bool:
+    def streams(self, body: ChatBody, ids: Ids) -> bool:
         """Returns whether `stream` is possible and equals `whole`."""
 
     async def whole(
-        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
+        self, session: EngineSession, body: ChatBody, ids: Ids, *, bare: bool = False
     ) -> ChatAnswer:
         """`bare`: tokens' texts and alternatives may be left out; their logprobs are read."""
 
     def stream(
-        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
+        self, session: EngineSession, body: ChatBody, ids: Ids, *, bare: bool = False
     ) -> AbstractAsyncContextManager[AsyncIterator[ChatAnswer]]:
         """Streams the answer as chunks. A stream that ends normally was complete."""
 
@@ -203,23 +200,23 @@ PATH = "/v1/chat/completions"
 
 
 class ChatClient:
-    """For engines without a better mode, and calls that only they render: `prompt.ids` is None."""
+    """For engines without a better mode, and calls that only they render: `ids` is None."""
 
     def can_continue(self, body: ChatBody) -> str | None:
         return "engine_renders"
 
-    def streams(self, body: ChatBody, prompt: Prompt) -> bool:
+    def streams(self, body: ChatBody, ids: Ids) -> bool:
         """With tools, a parsed stream may differ from the whole answer."""
         return not has_tools(body)
 
     async def whole(
-        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
+        self, session: EngineSession, body: ChatBody, ids: Ids, *, bare: bool = False
     ) -> ChatAnswer:
         return await session.post(PATH, not_streamed(body))
 
     @asynccontextmanager
     async def stream(
-        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
+        self, session: EngineSession, body: ChatBody, ids: Ids, *, bare: bool = False
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         async with session.stream(PATH, streamed(body)) as chunks:
             yield chunks

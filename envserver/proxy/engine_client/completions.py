@@ -24,7 +24,7 @@ from .base import (
     ChatBody,
     ChatClient,
     EngineSession,
-    Prompt,
+    Ids,
     answer_fields,
     chat_id,
     check_ended,
@@ -123,32 +123,31 @@ class CompletionsClient:
             return "multimodal"
         return _foreign_field(body) or self._reader.trouble(body)
 
-    def streams(self, body: ChatBody, prompt: Prompt) -> bool:
-        if prompt.ids is None:
-            return self._chat.streams(body, prompt)
+    def streams(self, body: ChatBody, ids: Ids) -> bool:
+        if ids is None:
+            return self._chat.streams(body, ids)
         return not (has_tools(body) or self._reasons)
 
     async def whole(
-        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
+        self, session: EngineSession, body: ChatBody, ids: Ids, *, bare: bool = False
     ) -> ChatAnswer:
-        if prompt.ids is None:
-            answer = await self._chat.whole(session, body, prompt)
+        if ids is None:
+            answer = await self._chat.whole(session, body, ids)
             if _foreign_field(body) is None:
                 self._reader.compare(body, answer)
             return answer
-        answer = await session.post(PATH, _request(body, prompt.ids))
-        return self._parsed(answer, body, prompt.ids)
+        return self._parsed(await session.post(PATH, _request(body, ids)), body, ids)
 
     @asynccontextmanager
     async def stream(
-        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
+        self, session: EngineSession, body: ChatBody, ids: Ids, *, bare: bool = False
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-        if prompt.ids is None:
-            async with self._chat.stream(session, body, prompt) as chunks:
+        if ids is None:
+            async with self._chat.stream(session, body, ids) as chunks:
                 yield chunks
             return
-        async with session.stream(PATH, streamed(_request(body, prompt.ids))) as chunks:
-            yield self._chunks(chunks, body, prompt.ids)
+        async with session.stream(PATH, streamed(_request(body, ids))) as chunks:
+            yield self._chunks(chunks, body, ids)
 
     def _parsed(self, answer: ChatAnswer, body: ChatBody, sent: list[int]) -> ChatAnswer:
         choices = []
@@ -279,38 +278,38 @@ _KEPT = (
 )
 
 
-async def whole_text(session: EngineSession, body: ChatBody) -> ChatAnswer:
-    answer = await session.post(PATH, not_streamed(body))
-    choices = []
-    for choice in require(answer, "choices", list, _WHERE):
-        message = {"role": "assistant", "content": require(choice, "text", str, _WHERE)}
-        choices.append({**_kept(choice), "message": message})
-    return _with_text(answer, choices)
+class TextClient:
+    """For complete requests to /v1/completions, as the agent made them."""
+
+    def can_continue(self, body: ChatBody) -> str | None:
+        return "engine_renders"
+
+    def streams(self, body: ChatBody, ids: Ids) -> bool:
+        return True
+
+    async def whole(
+        self, session: EngineSession, body: ChatBody, ids: Ids = None, *, bare: bool = False
+    ) -> ChatAnswer:
+        answer = await session.post(PATH, not_streamed(body))
+        return _with_text(answer, _WHERE, "message", {"role": "assistant"})
+
+    @asynccontextmanager
+    async def stream(
+        self, session: EngineSession, body: ChatBody, ids: Ids = None, *, bare: bool = False
+    ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
+        async with session.stream(PATH, streamed(body)) as chunks:
+            yield (_with_text(chunk, _CHUNK, "delta", {}) async for chunk in chunks)
 
 
-@asynccontextmanager
-async def stream_text(
-    session: EngineSession, body: ChatBody
-) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
-    async with session.stream(PATH, streamed(body)) as chunks:
-        yield _chunks(chunks)
-
-
-async def _chunks(stream: AsyncIterator[ChatAnswer]) -> AsyncIterator[ChatAnswer]:
-    async for chunk in stream:
-        choices = []
-        for choice in require(chunk, "choices", list, _CHUNK):
-            delta = {"content": require(choice, "text", str, _CHUNK)}
-            choices.append({**_kept(choice), "delta": delta})
-        yield _with_text(chunk, choices)
-
-
-def _kept(choice: dict[str, Any]) -> dict[str, Any]:
-    return {name: choice[name] for name in _KEPT if name in choice}
-
-
-def _with_text(answer: ChatAnswer, choices: list[dict[str, Any]]) -> ChatAnswer:
-    """Returns `answer` with `choices`, and the ids of the only prompt at the top."""
+def _with_text(answer: ChatAnswer, where: str, name: str, role: dict[str, str]) -> ChatAnswer:
+    """Returns `answer` with its texts as `name`, and the ids of the only prompt at the top."""
+    choices: list[dict[str, Any]] = [
+        {
+            **{kept: choice[kept] for kept in _KEPT if kept in choice},
+            name: {**role, "content": require(choice, "text", str, where)},
+        }
+        for choice in require(answer, "choices", list, where)
+    ]
     result = {**answer, "choices": choices}
     prompts = [choice.get("prompt_token_ids") for choice in choices]
     if prompts and isinstance(prompts[0], list) and all(ids == prompts[0] for ids in prompts):

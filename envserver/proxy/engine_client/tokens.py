@@ -34,7 +34,7 @@ from .base import (
     ChatBody,
     ChatClient,
     EngineSession,
-    Prompt,
+    Ids,
     choices_of,
     has_media,
     has_only_images,
@@ -43,6 +43,7 @@ from .base import (
     not_streamed,
     require,
     require_ids,
+    streamed,
 )
 from .generated import (
     BareGenerated,
@@ -298,19 +299,19 @@ class TokensClient:
     def can_continue(self, body: ChatBody) -> str | None:
         return self._chat_only(body)
 
-    def streams(self, body: ChatBody, prompt: Prompt) -> bool:
+    def streams(self, body: ChatBody, ids: Ids) -> bool:
         """Derendering a stream would take quadratic time."""
         if self._chat_only(body):
-            return self._chat.streams(body, prompt)
+            return self._chat.streams(body, ids)
         return not self._is_parsed(body)
 
     async def whole(
-        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
+        self, session: EngineSession, body: ChatBody, ids: Ids, *, bare: bool = False
     ) -> ChatAnswer:
         if self._chat_only(body):
-            return await self._chat.whole(session, body, prompt)
+            return await self._chat.whole(session, body, ids)
         body = not_streamed(body)
-        request, sent = await self._request(session, body, prompt)
+        request, sent = await self._request(session, body, ids)
         answer = await session.post(GENERATE, request, BareGenerated if bare else None)
         generated = GeneratedAnswer(answer, body, sent, is_bare=bare)
         if self._is_parsed(body):
@@ -323,34 +324,33 @@ class TokensClient:
 
     @asynccontextmanager
     async def stream(
-        self, session: EngineSession, body: ChatBody, prompt: Prompt, *, bare: bool = False
+        self, session: EngineSession, body: ChatBody, ids: Ids, *, bare: bool = False
     ) -> AsyncIterator[AsyncIterator[ChatAnswer]]:
         if self._chat_only(body):
-            async with self._chat.stream(session, body, prompt) as chunks:
+            async with self._chat.stream(session, body, ids) as chunks:
                 yield chunks
             return
         body = not_streamed(body)
-        request, sent = await self._request(session, body, prompt)
-        options = {"stream": True, "stream_options": {"include_usage": True}}
+        request, sent = await self._request(session, body, ids)
         form = BareGeneratedChunk if bare else None
-        async with session.stream(GENERATE, {**request, **options}, form) as chunks:
+        async with session.stream(GENERATE, streamed(request), form) as chunks:
             yield chunks_of(chunks, body, sent, int(time.time()), is_bare=bare)
 
     def _is_parsed(self, body: ChatBody) -> bool:
         return has_tools(body) or self._reasons
 
     async def _request(
-        self, session: EngineSession, body: ChatBody, prompt: Prompt
+        self, session: EngineSession, body: ChatBody, planned: Ids
     ) -> tuple[ChatBody, SentPrompt]:
         urls = urls_of(body.get("messages") or [])
         digests = [one.sha256 for one in await facts_of_all(urls)]
         request = None
-        if prompt.ids is not None and not self._grids.lack(digests):
-            request = self._cache.request(body, prompt.ids)
+        if planned is not None and not self._grids.lack(digests):
+            request = self._cache.request(body, planned)
         if request is None:
             rendered = await self._rendered(session, body, digests)
             # vLLM omits a limit of 16, its default, from what it renders, and then applies none.
-            ids = self._folded(rendered) if prompt.ids is None else prompt.ids
+            ids = self._folded(rendered) if planned is None else planned
             request = with_prompt(rendered, body, ids)
         request = {**request, "output_mode": "text", "return_token_ids": True}
         request.pop("features", None)

@@ -24,7 +24,7 @@ from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.engine import Engine, EngineRequest
 from envserver.models.probe import EngineMode
 from envserver.proxy.engine_answer import parse_answer
-from envserver.proxy.engine_client import EngineSession, client_for, stream_text, whole_text
+from envserver.proxy.engine_client import EngineSession, TextClient, client_for
 from envserver.tokens.chat_format import ChatFormat
 
 Json = dict[str, Any]
@@ -269,16 +269,17 @@ async def test_texts_are_completed_in_the_form_of_a_chat() -> None:
     engine = ScaleOut(format(), "Hello.")
     session = EngineSession(engine, "r", 9)
     body = {"model": "tiny", "prompt": [[5], [6, 7]], "logprobs": 0, "return_token_ids": True}
-    answer = await whole_text(session, body)
+    answer = await TextClient().whole(session, body)
     assert "prompt_token_ids" not in answer
     assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[5], [6, 7]]
     for choice in answer["choices"]:
         assert choice["message"] == {"role": "assistant", "content": "Hello."}
         assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
-    alone = await whole_text(session, {**body, "prompt": [5]})
+    alone = await TextClient().whole(session, {**body, "prompt": [5]})
     assert alone["prompt_token_ids"] == [5]
     texts, ids = "", []
-    async with stream_text(session, {**body, "prompt": [5], "logprobs": None}) as chunks:
+    alone_body = {**body, "prompt": [5], "logprobs": None}
+    async with TextClient().stream(session, alone_body) as chunks:
         async for chunk in chunks:
             for part in chunk["choices"]:
                 texts += part["delta"]["content"]
@@ -286,7 +287,7 @@ async def test_texts_are_completed_in_the_form_of_a_chat() -> None:
     assert (texts, ids) == ("Hello.", alone["choices"][0]["token_ids"])
     engine.spoil = drop("completions", "text", choice=True)
     with pytest.raises(EngineGarbage, match="holds no text"):
-        await whole_text(session, body)
+        await TextClient().whole(session, body)
 
 
 # Renderings
