@@ -132,7 +132,7 @@ def header_number(text: str) -> int:
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """Reads the whole body, inflates it, and waits until the attempt may have it parsed."""
-    hold: Hold = scope.get(HOLD) or Hold()
+    hold: Hold = scope[HOLD]
     declared = header_number(header(scope, b"content-length"))
     if declared > max_bytes:
         raise _too_large(max_bytes)
@@ -264,6 +264,12 @@ def error_body(error: EnvserverError, code: str | None = None) -> dict[str, Any]
         "code": code or known,
     }
     return {"error": facts}
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Marks the failure of a future as seen: nothing may be waiting for it."""
+    if not future.cancelled():
+        future.exception()
 
 
 Reason = Literal["gone", "sealed", "time"]

@@ -45,7 +45,7 @@ from ..environment import Isolation
 from ..rollout_interface import HarnessSpec
 from ..telemetry.redaction import LogBudget, printable, redacted
 from ..telemetry.tracing import NO_SPAN, Span
-from .asgi import Interrupts, context_limit
+from .asgi import Interrupts, context_limit, retrieve
 from .bounds import InFlight
 from .egress_rules import EgressUse
 from .recorded import RecordedRequests
@@ -485,12 +485,8 @@ class ProxyAttempt:
     def hold(self, task: asyncio.Task[Any]) -> None:
         """Keeps `task` alive until it ends or the attempt is sealed."""
         self._held.add(task)
-        task.add_done_callback(self._let_go)
-
-    def _let_go(self, task: asyncio.Task[Any]) -> None:
-        self._held.discard(task)
-        if not task.cancelled():
-            task.exception()  # retrieved here because nothing may be waiting for it
+        task.add_done_callback(self._held.discard)
+        task.add_done_callback(retrieve)
 
     def seal(self) -> None:
         """Ends the attempt: nothing more is recorded, requests and tasks in flight are stopped.

@@ -321,12 +321,9 @@ def engine_body(
     if exact and "structured_output_masked" not in flags:
         body.pop("parallel_tool_calls", None)
     if banned:
-        body["logit_bias"] = {**(body.get("logit_bias") or {}), **_never(banned)}
+        never = {str(token): _LEAST_BIAS for token in banned}
+        body["logit_bias"] = {**(body.get("logit_bias") or {}), **never}
     return EngineBody(body=body, tokens_field=request.tokens_field, flags=flags)
-
-
-def _never(banned: tuple[int, ...]) -> dict[str, float]:
-    return {str(token): _LEAST_BIAS for token in banned}
 
 
 def _flags(request: ModelRequest, body: dict[str, Any]) -> list[str]:
@@ -432,15 +429,12 @@ def _sort(table: FieldTable, name: str, value: Any, fields: _Fields, tokens: Tok
     elif is_ignored(name):
         fields.ignored.append(name[:80])
     else:
-        raise _unknown(name[:80])
-
-
-def _unknown(name: str) -> InputError:
-    return InputError(
-        f"{name} is not among the fields that an agent may send. Leave it out; if this run's"
-        f" agents need it, run with --tokens.extra_fields {name}.",
-        place=name,
-    )
+        name = name[:80]
+        raise InputError(
+            f"{name} is not among the fields that an agent may send. Leave it out; if this run's"
+            f" agents need it, run with --tokens.extra_fields {name}.",
+            place=name,
+        )
 
 
 # Coding programs differ from other agents in two ways. A conversation of theirs only grows, so an

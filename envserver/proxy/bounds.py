@@ -222,9 +222,10 @@ class InFlight:
 
 
 class Hold:
-    """Bytes of one request, given back at the end of its block; None: without a bound."""
+    """Bytes of one request, given back at the end of its block."""
 
-    def __init__(self, in_flight: InFlight | None = None) -> None:
+    def __init__(self, in_flight: InFlight) -> None:
+        self.may_read = in_flight.may_read
         self._in_flight = in_flight
         self._bytes = 0
 
@@ -234,19 +235,15 @@ class Hold:
     def __exit__(self, *_: object) -> None:
         self.shrink(0)
 
-    async def may_read(self) -> None:
-        if self._in_flight is not None:
-            await self._in_flight.may_read()
-
     def cover(self, size: int) -> None:
         """Takes what is missing to `size` bytes."""
-        if self._in_flight is not None and size > self._bytes:
+        if size > self._bytes:
             self._in_flight.take(size - self._bytes)
             self._bytes = size
 
     def shrink(self, size: int) -> None:
         """Gives back what exceeds `size` bytes."""
-        if self._in_flight is not None and size < self._bytes:
+        if size < self._bytes:
             self._in_flight.take(size - self._bytes)
             self._bytes = size
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from envserver_records.errors import (
     ConfigError,
@@ -138,6 +139,7 @@ def note_tools(attempt: ProxyAttempt, agent: str | None, request: ModelRequest) 
         attempt.span.past(f"execute_tool {name}", about, began, now)
 
 
+T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -178,7 +180,8 @@ class CallTask:
         self._images: list[str] = []
         self._ready: ReadyEngine
         self._collector: Collector | None = None
-        self._task: asyncio.Task[dict[str, Any]] | None = None
+        self.task: asyncio.Task[dict[str, Any]] | None = None
+        """The task of a whole answer, as the agent may see it; None for a stream."""
         self._asked = False
         self._failure: EnvserverError | None = None
         self._waiting = 1
@@ -189,12 +192,12 @@ class CallTask:
         try:
             await self._prepare()
             if not self._can_stream():
-                self._task = asyncio.create_task(self._run())
-                self._attempt.hold(self._task)
+                self.task = asyncio.create_task(self._run())
+                self._attempt.hold(self.task)
         except EngineError as error:
             raise self.failed(error) from None
         finally:
-            if self._task is None:
+            if self.task is None:
                 self._attempt.retries.forget(self)
             self.begun.set()
 
@@ -266,14 +269,9 @@ class CallTask:
 
     # Whole answers
 
-    @property
-    def task(self) -> asyncio.Task[dict[str, Any]] | None:
-        """The task of a whole answer, as the agent may see it; None for a stream."""
-        return self._task
-
     def cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
     async def _run(self) -> dict[str, Any]:
         try:
@@ -293,7 +291,7 @@ class CallTask:
     async def _whole(self) -> dict[str, Any]:
         with await self._reserved() as reservation:
             self._body.with_max_tokens(reservation.max_tokens)
-            answer, engine_answer = await self._sampled()
+            answer, engine_answer = await self._at_engine(self._sampled)
             reservation.spent = engine_answer.tokens()
             clean_answer(answer, self.request)
             if self._sent.fields.get("parallel_tool_calls") is False:
@@ -308,17 +306,25 @@ class CallTask:
             raise self._attempt.reached("refused", refused, self._agent)
         return answer
 
-    async def _sampled(self) -> tuple[dict[str, Any], EngineAnswer]:
+    async def _at_engine(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Calls `ask`, again after a pause that aborted it or while its version is missing."""
         missing_version = MissingVersion()
         while True:
+            self._collector = None
             try:
-                with suppress(Aborted):
-                    async with self._endpoint.gate.passing():
-                        return await self._sampled_once()
+                async with self._endpoint.gate.passing():
+                    return await ask()
+            except Aborted:
+                if self._first_at is not None:
+                    raise EngineUnavailable("The engine was paused during a stream.") from None
             except EngineRefused as error:
-                await self._wait_for_version(missing_version, error)
+                model = self._route.model
+                if VERSION_PLACEHOLDER not in model or self._first_at is not None:
+                    raise
+                asked = self._body.body["model"]
+                await missing_version.wait(error, asked, self._endpoint.model(model))
 
-    async def _sampled_once(self) -> tuple[dict[str, Any], EngineAnswer]:
+    async def _sampled(self) -> tuple[dict[str, Any], EngineAnswer]:
         with self._sampling() as span:
             client, bare = self._ready.client(self._sent), not self._sent.wants_logprobs
             ids = self._prompt.ids
@@ -330,14 +336,6 @@ class CallTask:
             await read_all_experts(engine_answer, known, ids, start)
         return answer, engine_answer
 
-    async def _wait_for_version(
-        self, missing_version: MissingVersion, error: EngineRefused
-    ) -> None:
-        if VERSION_PLACEHOLDER not in self._route.model or self._first_at is not None:
-            raise error
-        asked = self._body.body["model"]
-        await missing_version.wait(error, asked, self._endpoint.model(self._route.model))
-
     # True streams
 
     async def stream(self, emit: Emit) -> None:
@@ -345,7 +343,7 @@ class CallTask:
         with await self._reserved() as reservation:
             self._body.with_max_tokens(reservation.max_tokens)
             try:
-                ends = await self._relay(emit)
+                ends = await self._at_engine(partial(self._relay, emit))
                 engine_answer = self._collected()
                 if not engine_answer.choices:
                     raise EngineGarbage("The engine's stream holds no choices.")
@@ -359,39 +357,25 @@ class CallTask:
 
     async def _relay(self, emit: Emit) -> list[dict[str, Any]]:
         """Emits all chunks but the last ones, which it returns."""
-        missing_version = MissingVersion()
-        while True:
-            self._collector = Collector(self.request)
-            ends: list[dict[str, Any]] = []
-            try:
-                async with self._endpoint.gate.passing():
-                    with self._sampling() as span:
-                        await self._relay_once(self._collector, emit, ends)
-                        note_answer(span, self._collector.engine_answer())
-                return ends
-            except Aborted:
-                if self._first_at is not None:
-                    raise EngineUnavailable("The engine was paused during a stream.") from None
-            except EngineRefused as error:
-                await self._wait_for_version(missing_version, error)
-
-    async def _relay_once(
-        self, collector: Collector, emit: Emit, ends: list[dict[str, Any]]
-    ) -> None:
+        collector = self._collector = Collector(self.request)
+        ends: list[dict[str, Any]] = []
         client, bare = self._ready.client(self._sent), not self._sent.wants_logprobs
-        streaming = client.stream(self._session(), self._body.body, self._prompt.ids, bare=bare)
-        async with streaming as chunks:
-            async for chunk in chunks:
-                collector.add(chunk)
-                last = is_last(chunk)
-                if not clean_chunk(chunk, self.request):
-                    continue
-                if last:
-                    ends.append(chunk)
-                    continue
-                if self._first_at is None:
-                    self._first_at = time.time()
-                await emit(chunk)
+        with self._sampling() as span:
+            body, ids = self._body.body, self._prompt.ids
+            async with client.stream(self._session(), body, ids, bare=bare) as chunks:
+                async for chunk in chunks:
+                    collector.add(chunk)
+                    last = is_last(chunk)
+                    if not clean_chunk(chunk, self.request):
+                        continue
+                    if last:
+                        ends.append(chunk)
+                        continue
+                    if self._first_at is None:
+                        self._first_at = time.time()
+                    await emit(chunk)
+            note_answer(span, collector.engine_answer())
+        return ends
 
     def _collected(self) -> EngineAnswer:
         return self._collector.engine_answer() if self._collector else EngineAnswer(choices=[])

@@ -87,7 +87,11 @@ class EgressRules:
 
     def check(self, host: str, port: int) -> None:
         """Raises EgressRefused if the host, or the port at it, is not on the list."""
-        named = [one for one in self._allowed if _matches(one, host)]
+        named = [
+            one
+            for one in self._allowed
+            if (host.endswith(one.suffix) if one.suffix else host == one.name)
+        ]
         if not named:
             raise EgressRefused(
                 f"The host {host[:100]!r} is not on this environment's list.",
@@ -153,12 +157,6 @@ def _read(entry: str) -> _Allowed:
             hint='Write "api.example.com", "api.example.com:8443" or "*.example.com".',
         ) from None
     return _Allowed("" if below else host, f".{host}" if below else "", port or None)
-
-
-def _matches(allowed: _Allowed, host: str) -> bool:
-    if allowed.suffix:
-        return host.endswith(allowed.suffix)
-    return host == allowed.name
 
 
 MOST_HEAD_BYTES = 32 * 1024

@@ -29,6 +29,7 @@ from ..settings.config import TokensConfig
 from ..tokens.chat_format import ChatFormat, agreeing
 from ..tokens.history import History, PromptPlan, same_prompt
 from ..tokens.prepare import Refused, template_kwargs
+from .asgi import retrieve
 from .attempts import AgentRoute, ProxyAttempt
 from .body import EngineBody, engine_body, without_strict
 from .bounds import InFlight
@@ -301,7 +302,7 @@ class EngineEndpoint:
         """Called with a routing key before the first call with it, and after the last."""
         self.confirm: Callable[[str], Awaitable[None]] = _accept
         """Checks that the engine of a routing key is the same as before."""
-        self._engine = engine
+        self.engine = engine
         self._find = find
         self.tokens = tokens or TokensConfig()
         self._ready = None if find else ReadyEngine(engine, None, self.tokens)
@@ -318,29 +319,23 @@ class EngineEndpoint:
         """None until the engine has answered once."""
         return None if self._ready is None else self._ready.capabilities
 
-    @property
-    def engine(self) -> Engine:
-        return self._engine
-
     async def ready(self) -> ReadyEngine:
         """Returns the probed engine; concurrent requests share one probe."""
         if self._ready is not None:
             return self._ready
         if self._finding is None:
             self._finding = asyncio.create_task(self._found())
-            self._finding.add_done_callback(self._forget)
+            self._finding.add_done_callback(retrieve)
         # A request that gives up must not cancel the probe for the others.
         return await asyncio.shield(self._finding)
 
     async def _found(self) -> ReadyEngine:
-        capabilities = await self._find() if self._find else None
-        self._ready = ReadyEngine(self._engine, capabilities, self.tokens)
-        return self._ready
-
-    def _forget(self, finding: asyncio.Task[ReadyEngine]) -> None:
-        self._finding = None
-        if not finding.cancelled():
-            finding.exception()  # retrieved here because nothing may be waiting for it
+        try:
+            capabilities = await self._find() if self._find else None
+            self._ready = ReadyEngine(self.engine, capabilities, self.tokens)
+            return self._ready
+        finally:
+            self._finding = None
 
     async def max_model_len(self) -> int | None:
         """Returns the model's context in tokens; None if the engine is away or does not say."""

@@ -33,7 +33,7 @@ class Gate:
         self._aborted: set[asyncio.Timeout] = set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._waiting = 0
+        self.waiting = 0
 
     @property
     def paused(self) -> bool:
@@ -42,10 +42,6 @@ class Gate:
     @property
     def in_flight(self) -> int:
         return len(self._passing)
-
-    @property
-    def waiting(self) -> int:
-        return self._waiting
 
     async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
         """Closes the gate. A second call replaces the choice of the first.
@@ -77,7 +73,13 @@ class Gate:
 
         Raises Aborted if a pause stopped the block.
         """
-        await self._until_open()
+        self.waiting += 1
+        try:
+            while not self._open.is_set():
+                with count_as_waiting():
+                    await self._open.wait()
+        finally:
+            self.waiting -= 1
         was_aborted = False
         try:
             async with asyncio.timeout(None) as timeout:
@@ -95,12 +97,3 @@ class Gate:
             if was_aborted:
                 raise Aborted from None
             raise
-
-    async def _until_open(self) -> None:
-        self._waiting += 1
-        try:
-            while not self._open.is_set():
-                with count_as_waiting():
-                    await self._open.wait()
-        finally:
-            self._waiting -= 1

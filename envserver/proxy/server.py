@@ -155,13 +155,13 @@ class Proxy:
         self._engine = engine
         self._endpoint = endpoint or EngineEndpoint(engine)
         self._endpoints = {**(endpoints or {}), "": self._endpoint}
-        self._own = dict(endpoints or {})
+        self.own_endpoints: Mapping[str, EngineEndpoint] = dict(endpoints or {})
         if played is not None:
             self._endpoints[PLAYED] = played
         self._sandboxes = sandboxes
-        self._services = ServiceRouter({} if services is None else services)
+        self.services = ServiceRouter({} if services is None else services)
         self.egress = egress
-        self._hooks = None if hooks is None else Hooks(hooks, self._services)
+        self._hooks = None if hooks is None else Hooks(hooks, self.services)
         self.bounds = bounds or AttemptBounds()
         self._max_body_bytes = min(max_body_bytes, self.bounds.max_bytes)
         self.totals = Totals.of(self.bounds)
@@ -188,21 +188,13 @@ class Proxy:
 
     def engine_described(self) -> dict[str, Any]:
         """Describes how the engines are called; `agents` has those of agents with their own."""
-        others = {name: one.described() for name, one in self._own.items()}
+        others = {name: one.described() for name, one in self.own_endpoints.items()}
         return {**self._endpoint.described(), **({"agents": others} if others else {})}
 
     def engine_identity(self) -> dict[str, Any]:
         """Returns what the engines say of themselves and of their models, for the record."""
-        others = {name: one.identity() for name, one in self._own.items()}
+        others = {name: one.identity() for name, one in self.own_endpoints.items()}
         return {**self._endpoint.identity(), **({"agents": others} if others else {})}
-
-    @property
-    def own_endpoints(self) -> Mapping[str, EngineEndpoint]:
-        return self._own
-
-    @property
-    def services(self) -> ServiceRouter:
-        return self._services
 
     @property
     def open_sandboxes(self) -> int:
@@ -234,7 +226,7 @@ class Proxy:
     def seal(self, attempt: ProxyAttempt) -> None:
         """Ends an attempt: its requests are stopped, later ones get 409 (404 after a minute)."""
         attempt.seal()
-        self._services.seal(attempt)
+        self.services.seal(attempt)
         if self._sandboxes is not None:
             self._sandboxes.seal(attempt)
         if self._attempts.pop(attempt.key, None) is not None:
@@ -249,7 +241,7 @@ class Proxy:
 
     async def settle(self, attempt: ProxyAttempt) -> SandboxUsage | None:
         """Waits until nothing of a sealed attempt runs; returns its sandbox usage, if any."""
-        await self._services.settle(attempt)
+        await self.services.settle(attempt)
         if self.egress is not None:
             await self.egress.settle(attempt)
         return await self._sandboxes.settle(attempt) if self._sandboxes is not None else None
@@ -308,20 +300,19 @@ class Proxy:
                 self._late(self._sealed[key](), path)
                 raise ended()
             raise NotFoundError("There is nothing at this address.")
+        in_flight = self._unrecorded_in_flight
         if attempt is not None:
-            spec = attempt.spec
+            spec, in_flight = attempt.spec, attempt.in_flight
             bind_contextvars(rollout_id=spec.rollout_id, group_id=spec.group_id)
-        if attempt is None:
-            # Foreign environments have a setting for the address, but often send a key of their
-            # own.
-            await self._unrecorded_route(scope, key, path, receive, send)
-        else:
             check_bearer(scope, key)
             if path != "result" or attempt.posted:  # the only result is never too much
-                await attempt.in_flight.admit()
-            with Hold(attempt.in_flight) as hold:
-                scope[HOLD] = hold
+                await in_flight.admit()
+        with Hold(in_flight) as scope[HOLD]:
+            if attempt is not None:
                 await self._attempt_route(scope, attempt, path, receive, send)
+            else:
+                # Foreign environments have a setting for the address, but often send another key.
+                await self._unrecorded_route(scope, key, path, receive, send)
 
     async def _attempt_route(
         self, scope: Scope, attempt: ProxyAttempt, path: str, receive: Receive, send: Send
@@ -341,7 +332,7 @@ class Proxy:
                 await answer_about_sandboxes(self._sandboxes, attempt, path, scope, receive, send)
             case _ if path.startswith(TOOLS_PREFIX):
                 name = path.removeprefix(TOOLS_PREFIX)
-                await self._services.answer(attempt, name, scope, receive, send)
+                await self.services.answer(attempt, name, scope, receive, send)
             case _ if f"{path}/".startswith(f"{MODELS}/"):
                 require(method, "GET")
                 route = attempt.spec.route(agent)

@@ -28,7 +28,17 @@ from envserver_records.records import SandboxUsage, ServiceCall
 
 from ..environment import Caller, Service, Services
 from ..tools.mcp_client import SHARED_PREFIX
-from .asgi import Interrupted, Interrupts, Receive, Scope, Send, parse_object, read_body, send_bytes
+from .asgi import (
+    Interrupted,
+    Interrupts,
+    Receive,
+    Scope,
+    Send,
+    parse_object,
+    read_body,
+    retrieve,
+    send_bytes,
+)
 from .attempts import ProxyAttempt, ended
 
 SETTLE_SECONDS = 10.0
@@ -41,7 +51,7 @@ class AttemptState:
     def __init__(self, make: Callable[[], Any], rollout_id: str) -> None:
         self._rollout_id = rollout_id
         self._opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._opened.add_done_callback(_look_at)
+        self._opened.add_done_callback(retrieve)
         self._users = 0
         self._sealed = False
         self._changed = asyncio.Event()
@@ -71,7 +81,9 @@ class AttemptState:
 
     async def _own(self, make: Callable[[], Any]) -> None:
         try:
-            async with _entered(make()) as state:
+            made = make()
+            is_context = isinstance(made, AbstractAsyncContextManager)
+            async with made if is_context else nullcontext(made) as state:
                 self._opened.set_result(state)
                 while not self._sealed or self._users:
                     self._changed.clear()
@@ -81,16 +93,6 @@ class AttemptState:
                 _log.exception("service_state_failed", rollout_id=self._rollout_id)
             else:
                 self._opened.set_exception(error)
-
-
-def _entered(made: Any) -> AbstractAsyncContextManager[Any]:
-    return made if isinstance(made, AbstractAsyncContextManager) else nullcontext(made)
-
-
-def _look_at(opened: asyncio.Future[Any]) -> None:
-    """Marks a failure as seen: the attempt may have ended before any request could raise it."""
-    if not opened.cancelled():
-        opened.exception()
 
 
 TOOLS_PREFIX = "tools/"

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from .flags import DEFAULT, Actions, flags_of, token_versions
 from .images import images_before
-from .invariants import check_calls
+from .invariants import check_calls, end_of
 
 _MOST_PER_TOKEN = 2**16
 """Experts of one token over all layers; the largest models have a few thousand."""
@@ -36,7 +36,7 @@ def first_unknown(call: Call) -> int:
     """
     if call.experts is None:
         return 0
-    return len(call.prompt_ids) + len(call.completion_ids) - 1
+    return end_of(call) - 1
 
 
 def read_experts(text: str, size: int, start: int) -> RoutedExperts:
@@ -143,7 +143,7 @@ def find_parents(calls: list[Call]) -> list[int]:
     """
     if _is_one_conversation(calls):
         return list(range(-1, len(calls) - 1))
-    ends = np.array([_end(call) for call in calls], np.int64)
+    ends = np.array([end_of(call) for call in calls], np.int64)
     factors = np.random.default_rng(_SEED).integers(
         -(2**63), 2**63 - 1, ends.max(initial=0), dtype=np.int64
     )
@@ -178,13 +178,9 @@ def _is_one_conversation(calls: list[Call]) -> bool:
     )
 
 
-def _end(call: Call) -> int:
-    return len(call.prompt_ids) + len(call.completion_ids)
-
-
 def _continues(later: Call, call: Call) -> bool:
     """Returns whether the prompt of `later` begins with what `call` saw and sampled."""
-    size, end = len(call.prompt_ids), _end(call)
+    size, end = len(call.prompt_ids), end_of(call)
     prompt = later.prompt_ids[:end]
     return (
         np.array_equal(prompt[:size], call.prompt_ids)
@@ -210,12 +206,12 @@ def _path(parents: list[int], leaf: int) -> list[int]:
 def _sequence(path: list[Call], trained: set[int], actions: Actions) -> Sequence:
     """Builds the row of `path`, root first. Calls in `trained` become context; adds the others."""
     leaf = path[-1]
-    size = _end(leaf)
+    size = end_of(leaf)
     mask, logprobs = np.zeros(size, np.uint8), np.zeros(size, np.float32)
     calls, versions = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
     spans: list[SamplingSpan] = []
     for call in path:
-        sampled = slice(len(call.prompt_ids), _end(call))
+        sampled = slice(len(call.prompt_ids), end_of(call))
         calls[sampled] = call.index
         versions[sampled] = token_versions(call)
         if call.index not in trained and actions.worst(flags_of(call)) == "train":

@@ -6,6 +6,7 @@ comparing our rendering of small conversations with the engine's.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -279,7 +280,6 @@ class ChatFormat:
         self.processor = processor
         self.shapes: dict[bytes, str] = {}
         """Results of the checks in `suffix`, by the shape of a conversation."""
-        self._sources = dict(templates)
         self._templates = {
             name: ChatTemplate(source, vocabulary.variables) for name, source in templates.items()
         }
@@ -299,15 +299,9 @@ class ChatFormat:
         )
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ChatFormat:
-        return ChatFormat(
-            self.vocabulary,
-            self._sources,
-            self.stop_ids,
-            defaults,
-            image_token=self.image_token,
-            banned=self.banned,
-            processor=self.processor,
-        )
+        other = copy.copy(self)
+        other.defaults, other.shapes = dict(defaults), {}
+        return other
 
     @property
     def own_variables(self) -> list[str]:

@@ -36,16 +36,12 @@ class Replay(NamedTuple):
     extra: str = ""
 
 
-def classify(recorded: Message, replayed: Message, *, ended: bool = True, tail: str = "") -> Replay:
-    """Classifies the change from the answer `recorded` to `replayed`, as the agent sent it back.
+def change_of(was: AnswerContent, now: AnswerContent, *, ended: bool, tail: str) -> Replay:
+    """Classifies the change from the answer `was` to `now`, as the agent sent it back.
 
     `ended`: the model ended its turn with an end token, after which nothing can be appended;
     `tail`: what was sampled beyond the content: the stop string and the rest of its last token.
     """
-    return change_of(answer_of(recorded), answer_of(replayed), ended=ended, tail=tail)
-
-
-def change_of(was: AnswerContent, now: AnswerContent, *, ended: bool, tail: str) -> Replay:
     if was == now:
         return Replay("exact")
     if was.calls != now.calls:
@@ -194,7 +190,7 @@ class Segment(NamedTuple):
         context: text from the end of the previous turn (or the beginning) to the answer.
         sampled: the completion's text, special tokens included.
         specials: special tokens that were sampled inside the answer.
-        tail: what was sampled beyond the answer's content, see `classify`.
+        tail: what was sampled beyond the answer's content, see `change_of`.
     """
 
     context: str

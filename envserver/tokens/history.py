@@ -35,7 +35,7 @@ from .comparison import (
 from .flags import FLAGS
 from .images import digest_of, folded, urls_of
 from .prepare import KeptMessages, Refused, prepare, prepare_tools, same_objects
-from .suffix import Completion, Suffix, suffix
+from .suffix import Completion, Suffix, Turn, suffix
 from .vocabulary import Vocabulary
 
 
@@ -216,17 +216,6 @@ class _Hashed(NamedTuple):
     chain: list[bytes]
 
 
-def hashes(
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]],
-    *,
-    kwargs: Mapping[str, Any],
-    model: str,
-    agent: str | None,
-) -> list[bytes]:
-    return RequestHashes().of(messages, tools, kwargs=kwargs, model=model, agent=agent)
-
-
 def _digest(before: bytes, value: Any) -> bytes:
     try:
         encoded = _encode(value)
@@ -285,10 +274,10 @@ class History:
     def __init__(
         self, format: ChatFormat, *, edits: Collection[Edit], think: Literal["template", "keep"]
     ) -> None:
-        self._format = format
-        self._edits = frozenset(edits)
-        self._think = think
-        self._parents = Parents()
+        self.format = format
+        self.edits = frozenset(edits)
+        self.think = think
+        self.parents = Parents()
         self._hashes = RequestHashes()
         self._prepared = KeptMessages()
         self.differs_at = ""
@@ -312,7 +301,7 @@ class History:
             return _left_to_the_engine("render_mismatch")
         try:
             chain = self._hashes.of(messages, tools, kwargs=kwargs, model=model, agent=agent)
-            text = self._format.prompt_text(messages, tools, kwargs, self._prepared)
+            text = self.format.prompt_text(messages, tools, kwargs, self._prepared)
             text.encode()
         except Refused as refused:
             return _left_to_the_engine(refused.reason)
@@ -320,7 +309,7 @@ class History:
             return _left_to_the_engine("template_refused")  # as the engine does, as a rule
         urls = urls_of(messages)
         request = _Request(messages, tools, dict(kwargs), chain, text, [*map(digest_of, urls)])
-        return _Search(self._format, self._parents, self._edits, self._think, request).plan()
+        return _Search(self, request).plan()
 
     def add(self, call: Call, plan: PromptPlan, *, same: bool | None = None) -> None:
         """Adds a committed call, so that later calls may continue it, and may add flags to it.
@@ -334,32 +323,27 @@ class History:
         if plan.images and not call.images:  # where they are is unknown: it says so itself
             return
         if same is None:
-            same = same_prompt(self._format, plan, call.prompt_ids, call.images)
+            same = same_prompt(self.format, plan, call.prompt_ids, call.images)
         if not same:
-            self._mistrust(call, plan)
+            _flag(call, "render_mismatch" if plan.ids is None else "prompt_mismatch")
+            if plan.ids is None:
+                self.differs_at = self._first_difference(call, plan)
             return
         context = plan.text if plan.added is None else plan.added
-        segment, ended = segment_of(call, context, self._format.vocabulary)
+        segment, ended = segment_of(call, context, self.format.vocabulary)
         _flag(call, *_oddities(segment))
-        before = None if plan.parent is None else self._parents.by_index(plan.parent)
+        before = None if plan.parent is None else self.parents.by_index(plan.parent)
         parent = Parent(call=call, segment=segment, ended=ended, before=before, kwargs=plan.kwargs)
-        self._parents.add(plan.key, parent)
-
-    def _mistrust(self, call: Call, plan: PromptPlan) -> None:
-        if plan.ids is not None:
-            _flag(call, "prompt_mismatch")
-            return
-        _flag(call, "render_mismatch")
-        self.differs_at = self._first_difference(call, plan)
+        self.parents.add(plan.key, parent)
 
     def _first_difference(self, call: Call, plan: PromptPlan) -> str:
         """Describes the first message of `call` that the engine renders otherwise than we do."""
-        ours, engines = plan.text or "", self._format.decode(call.prompt_ids.tolist())
+        ours, engines = plan.text or "", self.format.decode(call.prompt_ids.tolist())
         pairs = enumerate(zip(ours, engines, strict=False))
         same = next((at for at, (one, other) in pairs if one != other), len(ours) - 1)
         for at, message in enumerate(call.messages[:-1]):
             try:
-                text = self._format.render(
+                text = self.format.render(
                     call.messages[: at + 1], call.tools, plan.kwargs, generation_prompt=False
                 )
             except (Refused, TemplateRefused):  # no conversation ends there
@@ -431,18 +415,9 @@ class _Request(msgspec.Struct, frozen=True):
 class _Search:
     """Finds the recorded call that produced the last assistant message, to continue its tokens."""
 
-    def __init__(
-        self,
-        format: ChatFormat,
-        parents: Parents,
-        edits: Collection[Edit],
-        think: Literal["template", "keep"],
-        request: _Request,
-    ) -> None:
-        self._format = format
-        self._parents = parents
-        self._edits = edits
-        self._think = think
+    def __init__(self, known: History, request: _Request) -> None:
+        self._known = known
+        self._format = known.format
         self._request = request
         self._flags: list[str] = []
         self._refusal: str | None = None
@@ -482,11 +457,11 @@ class _Search:
     def _accepted(self, at: int) -> list[Match]:
         """Returns the calls that produced the answer at `at`, up to allowed edits; may flag."""
         message = self._request.messages[at]
-        matches = self._parents.matches(self._request.chain[at], message)
-        accepted = [match for match in matches if match.replay.change in self._edits]
+        matches = self._known.parents.matches(self._request.chain[at], message)
+        accepted = [match for match in matches if match.replay.change in self._known.edits]
         if matches and not accepted:
             self._refuse("assistant_edited")
-        elif not matches and not self._parents.was_answered(message):
+        elif not matches and not self._known.parents.was_answered(message):
             self._flag("unsampled_assistant_in_history")
         return accepted
 
@@ -514,17 +489,15 @@ class _Search:
             placeholders = np.count_nonzero(tokens == self._format.image_token)
             if placeholders != len(request.images):
                 raise Refused("image_count")
-        return PromptPlan(
+        return msgspec.structs.replace(
+            self._root(),
             ids=tokens.tolist(),
             tokens=tokens,
-            text=request.text,
             parent=call.index,
             edge=edge,
+            refusal=None,
             flags=["think_kept"] if edge == "think_kept" else [],
             added=new.text,
-            key=request.chain[-1],
-            kwargs=request.kwargs,
-            images=request.images,
         )
 
     def _folded(self, call: Call) -> Tokens:
@@ -538,26 +511,16 @@ class _Search:
         return np.asarray(ids, np.int32)
 
     def _suffix(self, at: int, match: Match, shown: str | None) -> Suffix:
-        request, call = self._request, match.parent.call
-        return suffix(
-            self._format,
-            history=request.messages[:at],
-            assistant=request.messages[at],
-            new=request.messages[at + 1 :],
-            tools=request.tools,
-            kwargs=request.kwargs,
-            completion=Completion(
-                call.completion_ids.tolist(), call.finish_reason, call.stop_reason
-            ),
-            extra=match.replay.extra,
-            shown=shown,
-        )
+        request, call, messages = self._request, match.parent.call, self._request.messages
+        turn = Turn(messages[:at], messages[at], messages[at + 1 :], request.tools, request.kwargs)
+        sampled = Completion(call.completion_ids.tolist(), call.finish_reason, call.stop_reason)
+        return suffix(self._format, turn, sampled, match.replay.extra, shown)
 
     def _check(self, differences: list[set[Difference]]) -> None:
         found = set().union(*differences)
         if "other" in found:
             raise Refused("template_rewrites_history")
-        if "think" in found and self._think == "template":
+        if "think" in found and self._known.think == "template":
             raise Refused("think_stripped")
 
     def _head(self, root: Parent) -> str:

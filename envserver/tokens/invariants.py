@@ -145,9 +145,9 @@ def _check_path(row: int, sequence: Sequence, recorded: _Recorded) -> None:
             raise _broken(3, f"its path holds call {index}, which is not exact", row=row)
         if previous is not None and not _may_follow(previous, call):
             raise _broken(8, f"call {index} does not continue call {previous.index}", row=row)
-        calls[len(call.prompt_ids) : _end(call)] = index
+        calls[len(call.prompt_ids) : end_of(call)] = index
         previous = call
-    if previous is None or _end(previous) != len(sequence.tokens):
+    if previous is None or end_of(previous) != len(sequence.tokens):
         raise _broken(4, "a row does not end with its last call", row=row)
     if previous.agent != sequence.agent:
         raise _broken(8, "a row names another agent than that of its calls", row=row)
@@ -159,7 +159,7 @@ def _may_follow(previous: Call, call: Call) -> bool:
     return (
         previous.index < call.index
         and len(previous.completion_ids) > 0
-        and _end(previous) <= len(call.prompt_ids)
+        and end_of(previous) <= len(call.prompt_ids)
         and (previous.agent, previous.model) == (call.agent, call.model)
     )
 
@@ -221,10 +221,10 @@ def _check_prefixes(
         size = len(call.prompt_ids)
         if not (
             np.array_equal(sequence.tokens[:size], call.prompt_ids)
-            and np.array_equal(sequence.tokens[size : _end(call)], call.completion_ids)
+            and np.array_equal(sequence.tokens[size : end_of(call)], call.completion_ids)
         ):
             raise _broken(4, f"it is not what the model saw at call {index}", row=row)
-        end = _end(call)
+        end = end_of(call)
         if images_before(sequence.images, end) != images_before(call.images, end):
             raise _broken(11, f"its images are not those of call {index}", row=row)
 
@@ -239,7 +239,7 @@ def _check_experts(row: int, sequence: Sequence, recorded: _Recorded) -> None:
         call = recorded.by_index[index]
         if table is None or call.experts is None or call.experts.start > begin:
             continue
-        end = _end(call) - 1
+        end = end_of(call) - 1
         own = call.experts.table[begin - call.experts.start :]
         if not np.array_equal(table[begin:end], own):
             raise _broken(12, f"its routed experts are not those of call {index}", row=row)
@@ -264,7 +264,7 @@ def _call_at(calls: list[Call], place: int) -> int:
     return calls[int(np.searchsorted(ends, place, side="right"))].index
 
 
-def _end(call: Call) -> int:
+def end_of(call: Call) -> int:
     return len(call.prompt_ids) + len(call.completion_ids)
 
 

@@ -275,12 +275,7 @@ class Suffix(NamedTuple):
 
 def suffix(
     format: ChatFormat,
-    *,
-    history: list[Message],
-    assistant: Message,
-    new: list[Message],
-    tools: list[dict[str, Any]] | None,
-    kwargs: Mapping[str, Any],
+    turn: Turn,
     completion: Completion,
     extra: str = "",
     shown: str | None = None,
@@ -288,18 +283,15 @@ def suffix(
     """Returns the suffix: parent.prompt + completion + suffix is the prompt of the next call.
 
     Args:
-        history: the messages of the call that sampled the completion.
-        assistant: the message that it gave.
-        new: the messages that the agent added after it; not empty, without assistant messages.
-        tools, kwargs: the same for the call and the next one.
+        turn: `tools` and `kwargs` are the same for the call and the next one.
+        extra: text that the agent appended to the answer.
         shown: what the template renders after the completion, if its rendering of all messages
             begins with the prompt and the completion word for word; None: it is found out.
     """
-    if not new or any(message.get("role") == "assistant" for message in new):
+    if not turn.new or any(message.get("role") == "assistant" for message in turn.new):
         raise Refused("answer_not_sampled")
-    if kwargs.get("add_generation_prompt") is False:
+    if turn.kwargs.get("add_generation_prompt") is False:
         raise Refused("no_generation_prompt")
-    turn = Turn(history, assistant, new, tools, kwargs)
     stop = _stop_token(format, completion)
     if stop is None:
         return _after_cut(format, turn, completion.ids, extra)

@@ -47,7 +47,7 @@ class Vocabulary:
         self._added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in self._added.items() if token.special)
         self._ids = {token.content: id for id, token in self._added.items()}
-        self._stands_alone = lru_cache(maxsize=256)(self._check_stands_alone)
+        self.stands_alone = lru_cache(maxsize=256)(self._stands_alone)
 
     @classmethod
     def load(cls, folder: Path) -> Vocabulary:
@@ -104,15 +104,12 @@ class Vocabulary:
         longest_first = sorted(self._ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def stands_alone(self, id: int) -> bool:
+    def _stands_alone(self, id: int) -> bool:
         """Returns whether text may be encoded in two, the second beginning with added token `id`.
 
         Tried, not derived: normalizers, tokens that swallow the spaces around them and prefixes
         before a text's beginning all show in the ids.
         """
-        return self._stands_alone(id)
-
-    def _check_stands_alone(self, id: int) -> bool:
         text = self.added_text(id)
         if text is None:
             return False

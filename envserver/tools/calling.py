@@ -255,6 +255,7 @@ def cut(text: str, limit: int = MAX_RESULT_CHARACTERS) -> str:
 
 class StrictDecoder(json.JSONDecoder):
     """Strict JSON: ValueError for NaN, numbers out of range and duplicate keys."""
+
     def __init__(self) -> None:
         super().__init__(
             parse_constant=_no_constant,

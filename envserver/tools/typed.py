@@ -136,11 +136,33 @@ def tool(
     Raises:
         TypeError: a type or the description is missing, or cannot be given to a model.
     """
-    if function is None:
-        return partial(
-            _typed, name, description, max_characters, parallel=parallel, on_server=on_server
+
+    def typed(function: Callable[..., Any]) -> TypedTool:
+        named = str(name or getattr(function, "__name__", ""))
+        if not _NAME.fullmatch(named):
+            raise TypeError(
+                f"{named!r} is not a name for a tool: letters, digits, _ and -, up to 64."
+            )
+        doc = parse_docstring(inspect.getdoc(function) or "")
+        text = doc.description if description is None else description
+        if not text:
+            lost = " Python was told to drop all of them (-OO)." if sys.flags.optimize > 1 else ""
+            raise TypeError(
+                f"The tool {named!r} needs a docstring: the model reads what it does.{lost}"
+            )
+        struct = _arguments(named, function, doc.arguments, hides_caller=on_server)
+        described = {"name": named, "description": text, "parameters": schema_of(struct)}
+        return TypedTool(
+            {"type": "function", "function": described},
+            _showing(named, function),
+            max_characters,
+            parallel=parallel and inspect.iscoroutinefunction(function),
+            on_server=on_server,
+            original=function,
+            arguments=struct,
         )
-    return _typed(name, description, max_characters, function)
+
+    return typed if function is None else typed(function)
 
 
 def as_tool(given: Tool | Callable[..., Any]) -> Tool:
@@ -150,37 +172,6 @@ def as_tool(given: Tool | Callable[..., Any]) -> Tool:
 def result_text(result: Any) -> str:
     """Returns a tool's result as the model reads it: a text as it is, anything else as JSON."""
     return result if isinstance(result, str) else msgspec.json.encode(result).decode()
-
-
-def _typed(
-    name: str | None,
-    description: str | None,
-    max_characters: int,
-    function: Callable[..., Any],
-    *,
-    parallel: bool = False,
-    on_server: bool = False,
-) -> TypedTool:
-    named = str(name or getattr(function, "__name__", ""))
-    if not _NAME.fullmatch(named):
-        raise TypeError(f"{named!r} is not a name for a tool: letters, digits, _ and -, up to 64.")
-    doc = parse_docstring(inspect.getdoc(function) or "")
-    text = doc.description if description is None else description
-    if not text:
-        lost = " Python was told to drop all of them (-OO)." if sys.flags.optimize > 1 else ""
-        raise TypeError(
-            f"The tool {named!r} needs a docstring: the model reads what it does.{lost}"
-        )
-    struct = _arguments(named, function, doc.arguments, hides_caller=on_server)
-    described = {
-        "type": "function",
-        "function": {"name": named, "description": text, "parameters": schema_of(struct)},
-    }
-    return TypedTool(
-        described, _showing(named, function), max_characters,
-        parallel=parallel and inspect.iscoroutinefunction(function), on_server=on_server,
-        original=function, arguments=struct,
-    )  # fmt: skip
 
 
 def _showing(name: str, function: Callable[..., Any]) -> Callable[..., str | Awaitable[str]]:
@@ -272,8 +263,8 @@ def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
     (top,), definitions = msgspec.json.schema_components((struct,), ref_template="#/$defs/{name}")
     schema: dict[str, Any] = _inlined(top, definitions, ())
     schema.pop("title", None)
-    kept = {name: one for name, one in definitions.items() if f'#/$defs/{name}"' in _text(schema)}
-    if kept:
+    text = msgspec.json.encode(schema).decode()
+    if any(f'#/$defs/{name}"' in text for name in definitions):
         schema["$defs"] = definitions
     return schema
 
@@ -290,7 +281,3 @@ def _inlined(schema: Any, definitions: dict[str, Any], within: tuple[str, ...]) 
         inner.pop("title", None)
         return {**inner, **rest}
     return {key: _inlined(value, definitions, within) for key, value in schema.items()}
-
-
-def _text(schema: Any) -> str:
-    return msgspec.json.encode(schema).decode()

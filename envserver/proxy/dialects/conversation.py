@@ -266,7 +266,8 @@ def _audio(given: Any, place: str) -> dict[str, str]:
 def check_media(messages: list[Message], limits: TokensConfig) -> None:
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    sizes = [_size(part) for part in parts if part["type"].endswith(("_url", "_audio"))]
+    held = [part[part["type"]] for part in parts if part["type"].endswith(("_url", "_audio"))]
+    sizes = [len(one.get("url") or one["data"]) * 3 // 4 for one in held]
     if len(sizes) > limits.max_media:
         raise _over(f"{len(sizes)} images, audio and videos", limits.max_media, "max_media")
     for number, size in enumerate(sizes, 1):
@@ -317,12 +318,3 @@ def _is_known(first: bytes, kind: str) -> bool:
     if first[:4] == b"RIFF":
         return _RIFF.get(first[8:12]) == kind
     return first[4:8] in _ISO_BOXES or first.startswith(_BEGINNINGS[kind])
-
-
-def _size(part: dict[str, Any]) -> int:
-    held = part[part["type"]]
-    return _bytes(len(held.get("url") or held["data"]))
-
-
-def _bytes(characters: int) -> int:
-    return characters * 3 // 4

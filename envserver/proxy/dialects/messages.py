@@ -111,25 +111,6 @@ _STOPS = {"length": "max_tokens", "content_filter": "refusal"}
 """Stop reasons of answers that ended early, by the engine's finish reason."""
 
 
-def message_of(
-    request: ModelRequest, answer: dict[str, Any], arguments: Arguments
-) -> dict[str, Any]:
-    content = []
-    called = False
-    for part in parts_of(choice_of(answer)["message"]):
-        if isinstance(part, ToolCall):
-            called = True
-            arguments.keep(part.id, part.arguments)
-            content.append(call_block(part))
-        elif part.kind == "reasoning":
-            content.append(thinking_block(part.text))
-        else:
-            content.append(text_block(part.text))
-    ending = ending_of(answer)
-    message = head_of(request, answer) | {"content": content} | stop_of(ending, called=called)
-    return message | {"usage": usage_of(ending)}
-
-
 def head_of(request: ModelRequest, answer: dict[str, Any]) -> dict[str, Any]:
     """Returns an empty message that answers `request`; `answer`: whole, or its first chunk."""
     return {
@@ -453,21 +434,6 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = ("enabled", "adaptive", "between_tools")
 
 
-def refuse_impossible(body: dict[str, Any]) -> None:
-    if body.get("thread"):
-        raise InputError(
-            "thread is not supported: send the whole conversation.",
-            place="thread",
-            error_code=_NO_THREADS,
-        )
-    if body.get("n") not in (None, 1):
-        raise bad("n", "must be 1: a message is one answer")
-
-
-def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    return [_tool(tool, place) for tool, place in own_tools(body)]
-
-
 def wants_thinking(body: dict[str, Any]) -> bool:
     thinking = mapping(body, "thinking")
     kind = thinking.get("type", "disabled")
@@ -554,11 +520,18 @@ class MessagesDialect(DialectAdapter):
     table = MESSAGES
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        refuse_impossible(body)
+        if body.get("thread"):
+            raise InputError(
+                "thread is not supported: send the whole conversation.",
+                place="thread",
+                error_code=_NO_THREADS,
+            )
+        if body.get("n") not in (None, 1):
+            raise bad("n", "must be 1: a message is one answer")
         wanted_tokens = count(body, "max_tokens")
         if wanted_tokens is None:
             raise bad("max_tokens", "is missing")
-        tools = tools_of(body)
+        tools = [_tool(tool, place) for tool, place in own_tools(body)]
         messages = messages_of(body, Arguments(memory))
         return ModelRequest(
             dialect="messages",
@@ -574,7 +547,19 @@ class MessagesDialect(DialectAdapter):
     def whole(
         self, request: ModelRequest, answer: dict[str, Any], memory: Memory
     ) -> dict[str, Any]:
-        return message_of(request, answer, Arguments(memory))
+        content, called, arguments = [], False, Arguments(memory)
+        for part in parts_of(choice_of(answer)["message"]):
+            if isinstance(part, ToolCall):
+                called = True
+                arguments.keep(part.id, part.arguments)
+                content.append(call_block(part))
+            elif part.kind == "reasoning":
+                content.append(thinking_block(part.text))
+            else:
+                content.append(text_block(part.text))
+        ending = ending_of(answer)
+        message = head_of(request, answer) | {"content": content} | stop_of(ending, called=called)
+        return message | {"usage": usage_of(ending)}
 
     def writer(self, request: ModelRequest, memory: Memory) -> MessagesWriter:
         return MessagesWriter(request, Arguments(memory))

@@ -31,7 +31,6 @@ from .responses_input import (
     fields_of,
     messages_of,
     names_of,
-    refuse_impossible,
     tools_of,
     wants_logprobs,
 )
@@ -136,9 +135,7 @@ def text_item(item_id: str, text: str, logprobs: list[Any]) -> Item:
         "type": "message",
         "status": "completed",
         "role": "assistant",
-        "content": [
-            {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-        ],
+        "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}],
     }
 
 
@@ -294,11 +291,6 @@ def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
     return kept
 
 
-def find_item(memory: Memory, item_id: str) -> dict[str, Any] | None:
-    item: dict[str, Any] | None = memory.get(_ITEMS, {}).get(item_id)
-    return item
-
-
 def find_response(memory: Memory, response_id: str) -> dict[str, Any] | None:
     response: dict[str, Any] | None = memory.get(_STORED, {}).get(response_id)
     return response
@@ -350,7 +342,10 @@ class ResponsesWriter:
         self._logprobs += logprobs_of(choice)
         for part in parts_of(choice.get("delta") or {}):
             self._said.append(part)
-            events += self._call(part) if isinstance(part, ToolCall) else self._text(part)
+            if isinstance(part, ToolCall):
+                events += self._closed("completed") + self._opened(OpenCall(part, self._request))
+            else:
+                events += self._text(part)
         return events
 
     def end(self) -> bytes:
@@ -390,9 +385,6 @@ class ResponsesWriter:
             events = self._closed("completed") + self._opened(growing)
         return events + self._tell_of_item(growing.grow(text_part.text))
 
-    def _call(self, call: ToolCall) -> bytes:
-        return self._closed("completed") + self._opened(OpenCall(call, self._request))
-
     def _opened(self, item: OpenItem) -> bytes:
         self._open = item
         return self._tell_of_item(*item.begin())
@@ -422,15 +414,20 @@ class ResponsesDialect(DialectAdapter):
     table = RESPONSES
 
     def read(self, body: dict[str, Any], memory: Memory) -> ModelRequest:
-        refuse_impossible(body)
-        tools = tools_of(body)
+        if body.get("truncation") not in (None, "disabled"):
+            raise bad("truncation", "must be disabled: it would cut the prompt silently")
+        if body.get("n") not in (None, 1):
+            raise bad("n", "must be 1: a response is one answer")
+        tools, instructions = tools_of(body), list[Message]()
+        if body.get("instructions"):
+            instructions = [{"role": "system", "content": string(body, "instructions")}]
         return ModelRequest(
             dialect="responses",
             body=body,
             messages=[
-                *_instructions(body),
+                *instructions,
                 *earlier_messages(memory, body),
-                *messages_of(body.get("input"), lambda item_id: find_item(memory, item_id)),
+                *messages_of(body.get("input"), memory.get(_ITEMS, {}).get),
             ],
             tools=tools,
             fields=fields_of(body, tools),
@@ -451,9 +448,3 @@ class ResponsesDialect(DialectAdapter):
 
     def writer(self, request: ModelRequest, memory: Memory) -> ResponsesWriter:
         return ResponsesWriter(request, memory)
-
-
-def _instructions(body: dict[str, Any]) -> list[Message]:
-    if not body.get("instructions"):
-        return []
-    return [{"role": "system", "content": string(body, "instructions")}]

@@ -7,7 +7,7 @@ know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from envserver_records.records import Message
@@ -60,7 +60,9 @@ def flat_name(holder: dict[str, Any], place: str) -> str:
 
 def names_of(body: dict[str, Any], flat: str) -> dict[str, str]:
     """Returns the fields that name the function in an answer; `flat`: the engine's name for it."""
-    for space in _spaces(body):
+    for space in body.get("tools") or ():
+        if space.get("type") != "namespace":
+            continue
         prefix = space["name"] + _JOINT
         name = flat.removeprefix(prefix)
         if name != flat and any(tool.get("name") == name for tool in space["tools"]):
@@ -90,10 +92,6 @@ def _functions(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
                     raise bad(f"{at}.name", f"is taken: {known['name'][:80]!r} is another tool")
             taken.add(str(known.get("name")))
             yield known, at
-
-
-def _spaces(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    return (tool for tool in body.get("tools") or () if tool.get("type") == "namespace")
 
 
 Find = Callable[[str], dict[str, Any] | None]
@@ -248,13 +246,6 @@ def _part(part: Any, place: str) -> Part:
 
 
 _LOGPROBS = "message.output_text.logprobs"
-
-
-def refuse_impossible(body: dict[str, Any]) -> None:
-    if body.get("truncation") not in (None, "disabled"):
-        raise bad("truncation", "must be disabled: it would cut the prompt silently")
-    if body.get("n") not in (None, 1):
-        raise bad("n", "must be 1: a response is one answer")
 
 
 def wants_logprobs(body: dict[str, Any]) -> bool:

@@ -59,7 +59,8 @@ class AnswerParser:
             message["reasoning"], content = parse_reasoning(text, tail)
         calls: list[ParsedCall] = []
         if content and self._calls is not None and calls_are_free(body):
-            found = FORMATS[self._calls](content, _tools(body))
+            tools = body.get("tools")
+            found = FORMATS[self._calls](content, tools if isinstance(tools, list) else [])
             if found is not None:
                 calls, content = found.calls, found.content if found.content.strip() else None
         message["content"] = content
@@ -121,11 +122,6 @@ def calls_are_free(body: ChatBody) -> bool:
 def keeps_special(body: ChatBody) -> bool:
     """Returns whether the text must keep special tokens: some models mark calls with them."""
     return calls_are_free(body) or body.get("skip_special_tokens") is False
-
-
-def _tools(body: ChatBody) -> Tools:
-    tools = body.get("tools")
-    return tools if isinstance(tools, list) else []
 
 
 def _content_key(message: Message) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from operator import itemgetter
 from typing import Any, Protocol
 
 from envserver_records.errors import EngineGarbage, EngineTimeout
@@ -143,18 +144,13 @@ def choices_of(answer: ChatAnswer, count: int, where: str) -> list[dict[str, Any
     indices = [require(choice, "index", int, f"A choice in {where.lower()}") for choice in choices]
     if sorted(indices) != list(range(count)):
         raise EngineGarbage(f"{where} holds choices {indices}, not {count} from 0 on.")
-    return sorted(choices, key=_index)
+    return sorted(choices, key=itemgetter("index"))
 
 
 def index_of(choice: Any, count: int, where: str) -> int:
     index: int = require(choice, "index", int, where)
     if not 0 <= index < count:
         raise EngineGarbage(f"{where} holds choice {index}, not one of {count} from 0 on.")
-    return index
-
-
-def _index(choice: dict[str, Any]) -> int:
-    index: int = choice["index"]
     return index
 
 

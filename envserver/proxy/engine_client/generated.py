@@ -255,11 +255,11 @@ async def chunks_of(
     unfinished = set(range(count))
     async for chunk in stream:
         if not head:
-            told = {**sent.told(sent.check(chunk, _CHUNK)), **_ids(chunk)}
+            told = sent.told(sent.check(chunk, _CHUNK))
+            told["prompt_token_ids"] = chunk["prompt_token_ids"]
             head = chunk_head(_id(chunk), created, body.get("model"))
             for index in range(count):
-                first = told if index == 0 else {}
-                yield {**role_chunk(head, index), **first}
+                yield {**role_chunk(head, index), **(told if index == 0 else {})}
         for choice in require(chunk, "choices", list, _CHUNK):
             index = index_of(choice, count, _CHUNK)
             text = require(choice, "text", str, _CHUNK)
@@ -272,10 +272,6 @@ async def chunks_of(
         if not chunk["choices"]:
             yield {**head, "choices": [], "usage": require(chunk, "usage", dict, _CHUNK)}
     check_ended(unfinished)
-
-
-def _ids(chunk: ChatAnswer) -> ChatAnswer:
-    return {"prompt_token_ids": chunk["prompt_token_ids"]}
 
 
 def _id(answer: ChatAnswer) -> str:

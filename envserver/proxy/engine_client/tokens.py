@@ -176,11 +176,6 @@ def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: list[int]) -> ChatBod
     return request
 
 
-def check_rendered(rendered: ChatAnswer) -> None:
-    require_ids(rendered, "token_ids", _RENDERED)
-    require(rendered, "sampling_params", dict, _RENDERED)
-
-
 def _key(body: ChatBody, besides: frozenset[str]) -> bytes:
     shared = {name: body[name] for name in body if name not in besides}
     # Names are not sorted: templates write tools with theirs in the order in which they came.
@@ -235,7 +230,9 @@ async def derendered(
             },
         )
         for place, choice in zip(asked, choices_of(answer, len(asked), _WHERE), strict=True):
-            messages[place] = _message(require(choice, "message", dict, _WHERE))
+            messages[place] = require(choice, "message", dict, _WHERE)
+            if not isinstance(messages[place].get("tool_calls"), list | None):
+                raise EngineGarbage(f"{_WHERE} holds tool_calls that are not a list.")
     for choice, message in zip(choices, messages, strict=True):
         choice["finish_reason"] = _finish_reason(body, choice, message)
     return messages
@@ -252,13 +249,6 @@ async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, An
     # The text was cut, perhaps within a token, so it is tokenised again.
     asked = {"model": body.get("model"), "prompt": choice["text"], "add_special_tokens": False}
     return require_ids(await session.post(TOKENIZE, asked), "tokens", _CUT)
-
-
-def _message(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    if calls is not None and not isinstance(calls, list):
-        raise EngineGarbage(f"{_WHERE} holds tool_calls that are not a list.")
-    return message
 
 
 def _finish_reason(body: ChatBody, choice: dict[str, Any], message: Message) -> str | None:
@@ -367,7 +357,8 @@ class TokensClient:
     ) -> ChatAnswer:
         async def render() -> ChatAnswer:
             rendered = await session.post(RENDER, body)
-            check_rendered(rendered)
+            require_ids(rendered, "token_ids", _RENDERED)
+            require(rendered, "sampling_params", dict, _RENDERED)
             self._cache.learn(body, rendered)
             self._grids.learn(digests, rendered)
             return rendered

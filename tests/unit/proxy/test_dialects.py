@@ -38,7 +38,7 @@ from support.dialects import (
 from support.extent import examples
 
 from envserver.proxy.body import RAW
-from envserver.tokens.comparison import classify
+from envserver.tokens.comparison import answer_of, change_of
 
 Json = dict[str, Any]
 CASES: Json = yaml.safe_load((Path(__file__).parent / "dialect_requests.yaml").read_text())
@@ -89,7 +89,8 @@ def test_an_answer_that_is_sent_back_is_the_message_that_it_was(
         api.create(desk, **request)
         first, back, last = desk.ask.messages
         assert (first, last) == (HI, {**HI, "content": text})
-        assert classify(message_of(answer), back).change == "exact"
+        was, now = answer_of(message_of(answer)), answer_of(back)
+        assert change_of(was, now, ended=True, tail="").change == "exact"
         for name, none in (("tool_calls", []), ("reasoning", "")):
             assert (back.get(name) or none) == message_of(answer).get(name, none)
 

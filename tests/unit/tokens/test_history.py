@@ -24,9 +24,9 @@ from support.traps import Trap
 
 from envserver.tokens.builder import all_flags, build
 from envserver.tokens.chat_format import ChatFormat
-from envserver.tokens.comparison import classify
+from envserver.tokens.comparison import answer_of, change_of
 from envserver.tokens.flags import Actions
-from envserver.tokens.history import PromptPlan, RequestHashes, hashes
+from envserver.tokens.history import PromptPlan, RequestHashes
 from envserver.tokens.invariants import check
 from envserver.tokens.prepare import KeptMessages, prepare
 
@@ -387,12 +387,13 @@ still = settings(
 
 @pytest.mark.parametrize(("was", "tail", "now", "expected"), FORESTS["open_answers"])
 def test_open_answers(was: str, tail: str, now: str, expected: list[str]) -> None:
-    assert list(classify({"content": was}, {"content": now}, ended=False, tail=tail)) == expected
+    before, after = answer_of({"content": was}), answer_of({"content": now})
+    assert list(change_of(before, after, ended=False, tail=tail)) == expected
 
 
 def test_deep_arguments_are_compared_as_text() -> None:
-    deep = {"tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
-    assert classify(deep, deep).change == "exact"
+    deep = answer_of({"tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]})
+    assert change_of(deep, deep, ended=True, tail="").change == "exact"
 
 
 # Hashed, prepared and encoded once
@@ -420,7 +421,7 @@ def test_hashes_do_not_depend_on_earlier_requests(requests: list[Any]) -> None:
     known = RequestHashes()
     for messages, tools, kwargs, agent in requests:
         about = {"kwargs": kwargs, "model": "m", "agent": agent}
-        assert known.of(messages, tools, **about) == hashes(messages, tools, **about)
+        assert known.of(messages, tools, **about) == RequestHashes().of(messages, tools, **about)
 
 
 @still

@@ -38,7 +38,7 @@ from envserver.models.probe import Echo
 from envserver.tokens.chat_format import ChatFormat, agreeing
 from envserver.tokens.comparison import AnswerContent, Segment, compare
 from envserver.tokens.prepare import Refused
-from envserver.tokens.suffix import Completion, Suffix, suffix
+from envserver.tokens.suffix import Completion, Suffix, Turn, suffix
 
 STOPS = [
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>"),
@@ -97,16 +97,9 @@ def held_against_the_whole(format: ChatFormat, case: Case) -> str:
 
 
 def behind(format: ChatFormat, case: Case, completion: Completion, extra: str = "") -> Suffix:
-    return suffix(
-        format,
-        history=case.messages[: case.at],
-        assistant=case.messages[case.at],
-        new=case.messages[case.at + 1 :],
-        tools=case.tools,
-        kwargs={},
-        completion=completion,
-        extra=extra,
-    )
+    before, after = case.messages[: case.at], case.messages[case.at + 1 :]
+    turn = Turn(before, case.messages[case.at], after, case.tools, {})
+    return suffix(format, turn, completion, extra)
 
 
 def end_of_words(case: Case, text: str, begin: int) -> int:
