@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from envserver_records.errors import (
     ConfigError,
@@ -139,6 +139,15 @@ def note_tools(attempt: ProxyAttempt, agent: str | None, request: ModelRequest) 
         attempt.span.past(f"execute_tool {name}", about, began, now)
 
 
+class AgentSession(NamedTuple):
+    """An agent of an attempt (None: its only one), its engine and the environment's hooks."""
+
+    endpoint: EngineEndpoint
+    attempt: ProxyAttempt
+    agent: str | None
+    hooks: Hooks | None
+
+
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -146,26 +155,15 @@ Emit = Callable[[dict[str, Any]], Awaitable[None]]
 class CallTask:
     """The engine call for one request, with its `digest`, and for the retries that join it."""
 
-    def __init__(
-        self,
-        endpoint: EngineEndpoint,
-        attempt: ProxyAttempt,
-        request: ModelRequest,
-        agent: str | None,
-        digest: bytes,
-        hooks: Hooks | None = None,
-    ) -> None:
+    def __init__(self, session: AgentSession, request: ModelRequest, digest: bytes) -> None:
+        self._endpoint, self._attempt, self._agent, self._hooks = session
         self.request = request
         self.calls: list[Call] = []
         self.begun = asyncio.Event()
         """Set when it is known whether there will be a whole answer for others to join."""
-        self._endpoint = endpoint
-        self._attempt = attempt
-        self._agent = agent
-        self._route = attempt.spec.route(agent)
-        self._routing_key = attempt.spec.routing_key(agent)
+        self._route = session.attempt.spec.route(session.agent)
+        self._routing_key = session.attempt.spec.routing_key(session.agent)
         self._digest = digest
-        self._hooks = hooks
         self._hooked: HookEvent | None = None
         self._started_at = time.time()
         self._first_at: float | None = None
@@ -175,7 +173,7 @@ class CallTask:
         """`request` as the engine gets it."""
         self._body: EngineBody
         self._prompt: PromptPlan
-        self._wants_experts = self._route.trained and endpoint.tokens.experts
+        self._wants_experts = self._route.trained and session.endpoint.tokens.experts
         self._experts_start = 0
         self._images: list[str] = []
         self._ready: ReadyEngine

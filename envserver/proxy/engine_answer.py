@@ -129,7 +129,7 @@ class SampledChoice(msgspec.Struct, kw_only=True):
     Args:
         prompt_ids: of this choice alone, if a request held several prompts.
         weight_versions: vLLM's spans of `ids`, each {"version", "start", "end"}.
-        told_experts: as the engine reports them; `experts`: read (`CallTask`).
+        raw_experts: as the engine reports them; `experts`: read (`CallTask`).
         returned: the message that the agent gets instead, if it is another.
     """
 
@@ -139,7 +139,7 @@ class SampledChoice(msgspec.Struct, kw_only=True):
     logprobs: list[Any] | None = None
     prompt_ids: list[Any] | None = None
     weight_versions: list[Any] | None = None
-    told_experts: Any = None
+    raw_experts: Any = None
     experts: RoutedExperts | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -196,7 +196,7 @@ def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
                 logprobs=_numbers(sampled.logprobs),
                 prompt_ids=_list(sampled.prompt_token_ids),
                 weight_versions=_list(sampled.weight_versions),
-                told_experts=choice.pop(EXPERTS, None),
+                raw_experts=choice.pop(EXPERTS, None),
                 finish_reason=sampled.finish_reason,
                 stop_reason=sampled.stop_reason,
             )
@@ -232,7 +232,7 @@ async def read_all_experts(
     """
     room = MOST_BYTES - sum(call.experts.ids.nbytes for call in calls if call.experts)
     for choice in engine_answer.choices:
-        text, choice.told_experts = choice.told_experts, None
+        text, choice.raw_experts = choice.raw_experts, None
         prompt = choice.prompt_ids or engine_answer.prompt_ids or sent_ids
         if prompt is None or not choice.ids:
             continue

@@ -108,7 +108,7 @@ class Hooks:
                 with _checking(attempt, "on_answer"):
                     new = _changed_answer(call)
                 # The record keeps the engine's message: `choice` gets another, not `sampled`.
-                choice.update(_told(choice, new))
+                choice.update(_changed_choice(choice, new))
                 choice.pop("token_ids", None)
                 sampled.returned = new
                 sampled.hooked = _event("answer", call, agent)
@@ -204,7 +204,7 @@ def _changed_answer(call: ModelCall) -> Message:
     return message
 
 
-def _told(choice: dict[str, Any], message: Message) -> dict[str, Any]:
+def _changed_choice(choice: dict[str, Any], message: Message) -> dict[str, Any]:
     """Returns the fields of a choice whose message was changed: its logprobs are of other text."""
     finish = choice.get("finish_reason")
     if message.get("tool_calls"):

@@ -22,25 +22,10 @@ _LARGE = 1024
 """Strings of fewer bytes are counted each time that they occur."""
 
 
-class Kept:
-    """The space that one request takes in the record."""
-
-    def __init__(self, record: RecordedRequests, request: _Request, size: int) -> None:
-        self._record = record
-        self._request = request
-        self._size = size
-
-    def end(self, *, recorded: bool) -> None:
-        if recorded:
-            self._record.add(self._request)
-        else:
-            self._record.give_back(self._size)
-
-
-class _Request:
+class KeptRequest:
     """The parts of a request that later ones may share; it has `shared` messages of `earlier`."""
 
-    def __init__(self, request: ModelRequest, earlier: _Request | None, shared: int) -> None:
+    def __init__(self, request: ModelRequest, earlier: KeptRequest | None, shared: int) -> None:
         self.dialect = request.dialect
         self.messages, self.tools = request.messages, request.tools
         self.fields, self.body = request.fields, request.body
@@ -48,7 +33,9 @@ class _Request:
         self.are_texts: list[bool] = [*known, *(_is_text(one, 4) for one in self.messages[shared:])]
         """Whether each message holds texts only: no equal one is written otherwise."""
         is_whole = earlier is not None and shared == len(earlier.messages)
-        self.goes_on: _Request | None = earlier if is_whole else None
+        self.goes_on: KeptRequest | None = earlier if is_whole else None
+        self.size = 0
+        """Bytes that it takes in the record beyond what it shares."""
 
     def prefix(self, messages: list[Any]) -> int:
         """Returns how many messages both lists begin with."""
@@ -65,7 +52,7 @@ class _Request:
 
 class RecordedRequests:
     def __init__(self, in_flight: InFlight) -> None:
-        self._latest: list[_Request] = []
+        self._latest: list[KeptRequest] = []
         self._in_flight = in_flight
         self._ended = False
 
@@ -79,34 +66,33 @@ class RecordedRequests:
             messages[:shared] = earlier.messages[:shared]
         return shared
 
-    def take(self, request: ModelRequest) -> Kept:
+    def take(self, request: ModelRequest) -> KeptRequest:
         """Takes the space that `request` needs beyond what it shares with recorded ones."""
         earlier, shared = self._nearest(request.messages)
         if earlier is not None:
             _share(request, earlier, shared)
-        made = _Request(request, earlier, shared)
+        made = KeptRequest(request, earlier, shared)
         held = {id(part) for part in earlier.parts()} if earlier is not None else set()
         new = [part for part in made.parts() if id(part) not in held]
         most = self._in_flight.bounds.max_recorded_bytes
-        size = size_of(request.messages[shared:], *new, most=most)
-        self._in_flight.keep(size)
-        return Kept(self, made, size)
+        made.size = size_of(request.messages[shared:], *new, most=most)
+        self._in_flight.keep(made.size)
+        return made
 
     def hold(self, *values: Any) -> None:
         """Takes the space of JSON values that are in the record, too."""
         self._in_flight.keep(size_of(*values, most=self._in_flight.bounds.max_recorded_bytes))
 
-    def add(self, request: _Request) -> None:
-        """Lets later requests share what this recorded one has."""
+    def end(self, request: KeptRequest, *, recorded: bool) -> None:
+        """Lets later requests share what a recorded one has; gives back another one's space."""
         if self._ended:
+            return
+        if not recorded:
+            self._in_flight.keep(-request.size)
             return
         latest = [one for one in self._latest if one is not request.goes_on]
         request.goes_on = None
         self._latest = [request, *latest[: _COMPARED - 1]]
-
-    def give_back(self, size: int) -> None:
-        if not self._ended:
-            self._in_flight.keep(-size)
 
     def clear(self) -> None:
         """Ends the attempt: its runner holds the record now."""
@@ -116,9 +102,9 @@ class RecordedRequests:
 
     def _nearest(
         self, messages: list[Any], dialect: str | None = None
-    ) -> tuple[_Request | None, int]:
+    ) -> tuple[KeptRequest | None, int]:
         """Returns the request with which `messages` share most at their beginning, and how many."""
-        best: tuple[_Request | None, int] = (None, 0)
+        best: tuple[KeptRequest | None, int] = (None, 0)
         for one in self._latest:
             if dialect is not None and one.dialect != dialect:
                 continue
@@ -130,7 +116,7 @@ class RecordedRequests:
         return best
 
 
-def _share(request: ModelRequest, earlier: _Request, shared: int) -> None:
+def _share(request: ModelRequest, earlier: KeptRequest, shared: int) -> None:
     # A new list: the dialect may keep its own.
     request.messages = [*earlier.messages[:shared], *request.messages[shared:]]
     if _same(request.tools, earlier.tools):

@@ -103,7 +103,7 @@ def _call(
     size = 0 if ids is None else len(ids)
     counts = context.follows_policy and not context.is_named
     spans = choice.weight_versions if counts else None
-    reported = _told_versions(spans, size, begun_before_any=context.first_version < 0)
+    reported = _reported_versions(spans, size, begun_before_any=context.first_version < 0)
     versions = reported or _bracketed(size, context)
     flags = [
         *shared,
@@ -227,7 +227,7 @@ def _bracketed(size: int, context: CallContext) -> list[VersionSpan]:
     return [VersionSpan(version, 0, size)] if size else []
 
 
-def _told_versions(
+def _reported_versions(
     spans: list[Any] | None, size: int, *, begun_before_any: bool
 ) -> list[VersionSpan] | None:
     """Returns the engine's spans if they have numbers and cover [0, size), else None.

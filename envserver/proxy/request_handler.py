@@ -30,16 +30,14 @@ from .asgi import (
     send_json,
     start_events,
 )
-from .attempts import ProxyAttempt, ended
+from .attempts import ended
 from .body import admit_images, read_request
-from .call_task import CallTask
+from .call_task import AgentSession, CallTask
 from .dialects import DIALECTS, DialectAdapter, EventWriter
 from .dialects.base import ModelRequest
 from .dialects.chat import CHECKED
-from .endpoint import EngineEndpoint
 from .engine_answer import chunks_of
-from .hooks import Hooks
-from .recorded import Kept
+from .recorded import KeptRequest
 from .retries import RetryMarks, may_be_side
 
 KEEP_ALIVE_SECONDS = 10.0
@@ -51,28 +49,23 @@ _CLOCK_ERROR_SECONDS = 0.05
 
 
 class RequestHandler:
-    """One request; call `answer`. `agent`: None for the only one of the attempt."""
+    """One request; call `answer`."""
 
     def __init__(
         self,
-        endpoint: EngineEndpoint,
-        attempt: ProxyAttempt,
+        session: AgentSession,
         dialect: DialectAdapter,
-        agent: str | None,
         receive: Receive,
         send: Send,
-        hooks: Hooks | None = None,
-        hangups: Hangups | None = None,
+        hangups: Hangups | None,
     ) -> None:
-        self._endpoint = endpoint
-        self._attempt = attempt
+        self._session = session
+        self._endpoint, self._attempt, self._agent, _ = session
         self._dialect = dialect
-        self._agent = agent
         self._receive = receive
         self._send = send
-        self._hooks = hooks
         self._hangups = hangups
-        self._memory = attempt.memory.setdefault(dialect.name, {})
+        self._memory = session.attempt.memory.setdefault(dialect.name, {})
         self._begun = False
         self._writer: EventWriter | None = None
 
@@ -101,19 +94,21 @@ class RequestHandler:
         self._attempt.asked(self._agent, request)
         self._attempt.take_turn(self._agent, side=request.may_be_side)
         kept = self._kept(request)
-        call_task = CallTask(
-            self._endpoint, self._attempt, request, self._agent, marks.digest, self._hooks
-        )
+        record, call_task = self._attempt.recorded, CallTask(self._session, request, marks.digest)
+
+        def end(_: object = None) -> None:
+            record.end(kept, recorded=bool(call_task.calls))
+
         retries.begin(marks, call_task)
         try:
             await self._guarded(call_task, again=False)
         finally:
             if call_task.task is None:
-                kept.end(recorded=bool(call_task.calls))
+                end()
             else:  # it may go on without this request
-                call_task.task.add_done_callback(lambda _: kept.end(recorded=bool(call_task.calls)))
+                call_task.task.add_done_callback(end)
 
-    def _kept(self, request: ModelRequest) -> Kept:
+    def _kept(self, request: ModelRequest) -> KeptRequest:
         """Takes the request's space in the record, or gives its turn back."""
         try:
             with self._attempt.in_flight.reading(), self._attempt.recording(self._agent):
@@ -260,10 +255,9 @@ def _too_slow() -> EngineTimeout:
 _MESSAGES = DIALECTS["v1/messages"]
 
 
-async def count_tokens(
-    endpoint: EngineEndpoint, attempt: ProxyAttempt, agent: str | None, body: bytes
-) -> dict[str, Any]:
+async def count_tokens(session: AgentSession, body: bytes) -> dict[str, Any]:
     """Returns how many tokens the conversation's prompt has; takes no turn and records nothing."""
+    endpoint, attempt, agent, _ = session
     if attempt.sealed:
         raise ended()
     attempt.check_time()

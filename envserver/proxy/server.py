@@ -48,6 +48,7 @@ from .asgi import (
 )
 from .attempts import AttemptSpec, ProxyAttempt, ended
 from .bounds import AttemptBounds, Hold, InFlight, OverBound, Totals
+from .call_task import AgentSession
 from .dialects import DIALECTS, DialectAdapter
 from .dialects.responses import find_response
 from .egress import Egress
@@ -335,17 +336,17 @@ class Proxy:
                 await self.services.answer(attempt, name, scope, receive, send)
             case _ if f"{path}/".startswith(f"{MODELS}/"):
                 require(method, "GET")
-                route = attempt.spec.route(agent)
-                length = await self._endpoints[route.endpoint].max_model_len()
-                await send_json(send, 200, model_at(path, route.model, length))
+                length = await self._session(attempt, agent).endpoint.max_model_len()
+                name = attempt.spec.route(agent).model
+                await send_json(send, 200, model_at(path, name, length))
             case _ if path.startswith(RESPONSES) and method == "GET":
                 await send_json(send, 200, response_at(attempt, path))
             case "" | "v1" if method in ("GET", "HEAD"):
                 await send_json(send, 200, SERVER)
             case "v1/messages/count_tokens":
-                endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
                 body = await read_body(scope, receive, self._max_body_bytes)
-                await send_json(send, 200, await count_tokens(endpoint, attempt, agent, body))
+                count = await count_tokens(self._session(attempt, agent), body)
+                await send_json(send, 200, count)
             case "health":
                 require(method, "GET")
                 await self._send_health(send)
@@ -396,21 +397,17 @@ class Proxy:
         digest = partial(digest_of, path, agent, body)
         large = len(body) > _DIGEST_ON_LOOP_BYTES
         marks = RetryMarks(scope, await asyncio.to_thread(digest) if large else digest())
-        endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
-        request = RequestHandler(
-            endpoint,
-            attempt,
-            DIALECTS[path],
-            agent,
-            receive,
-            send,
-            self._hooks,
-            scope.get("extensions", {}).get(HANGUPS),
-        )
+        hangups = scope.get("extensions", {}).get(HANGUPS)
+        session = self._session(attempt, agent)
+        request = RequestHandler(session, DIALECTS[path], receive, send, hangups)
         with Stopwatch() as watch:
             await request.answer(body, marks)
         if watch.calls and not request.is_streamed:
             self.added_seconds.add(max(0.0, time.perf_counter() - began - watch.seconds))
+
+    def _session(self, attempt: ProxyAttempt, agent: str | None) -> AgentSession:
+        endpoint = self._endpoints[attempt.spec.route(agent).endpoint]
+        return AgentSession(endpoint, attempt, agent, self._hooks)
 
     def _late(self, attempt: ProxyAttempt | None, path: str) -> None:
         """Counts a model call after the end of its attempt, if the record still exists."""

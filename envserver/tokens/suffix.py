@@ -310,7 +310,7 @@ def _stop_token(format: ChatFormat, completion: Completion) -> int | None:
     last = ids[-1]
     known, special = last in format.stop_ids, format.vocabulary.is_special(last)
     if finish == "length":
-        if known:  # the engine was told to go on after it
+        if known:  # the engine had to go on after it
             raise Refused("end_unknown")
         return None
     if isinstance(reason, str):

@@ -196,7 +196,7 @@ def _timing(tool: Tool) -> Iterator[None]:
         yield
     finally:
         if not tool.on_server:
-            _told(tool, began)
+            _notify(tool, began)
 
 
 def _refused_call(
@@ -207,11 +207,11 @@ def _refused_call(
     name = function.get("name") if isinstance(function, Mapping) else None
     tool = tools.get(name) if isinstance(name, str) else None
     if tool is not None:
-        _told(tool, time.time())
+        _notify(tool, time.time())
     return refused(error)
 
 
-def _told(tool: Tool, began: float) -> None:
+def _notify(tool: Tool, began: float) -> None:
     if (timed := TIMED.get()) is not None:
         timed(tool.name, began, time.time() - began)
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -195,7 +196,7 @@ class McpServer:
 
 
 class McpConnection:
-    def __init__(self, server: McpServer, client: Client, program: _Program) -> None:
+    def __init__(self, server: McpServer, client: Client, program: RunningProgram | None) -> None:
         self._server = server
         self._client = client
         self._program = program
@@ -243,7 +244,7 @@ class McpConnection:
             raise self._failed(f"{type(error).__name__}: {error}") from error
 
     def _failed(self, why: str, *, timeout: bool = False) -> ServiceError:
-        what = f"The MCP server {self._server.name!r} failed: {why}.{self._program.end()}"
+        what = f"The MCP server {self._server.name!r} failed: {why}.{_end_of(self._program)}"
         return ServiceError(what, timeout=timeout)
 
     def _described(self, listed: Any) -> dict[str, Any]:
@@ -260,15 +261,15 @@ class McpConnection:
 async def connect(server: McpServer, run: Programs | None = None) -> AsyncIterator[McpConnection]:
     """Starts or reaches the server; ends it with its processes at the end of the block."""
     await import_mcp(f"The MCP server {server.name!r}")
-    program = _Program()
+    program: RunningProgram | None = None
     async with AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 if server.in_sandbox:
                     assert run is not None
                     opened = run.open_program(server.command, env=_filled(server, server.env))
-                    program.running = await stack.enter_async_context(opened)
-                made = in_own_task(lambda: _client(server, program.running))
+                    program = await stack.enter_async_context(opened)
+                made = in_own_task(partial(_client, server, program))
                 client = await stack.enter_async_context(made)
         except (ConfigError, SandboxError, LimitReached):
             raise
@@ -279,24 +280,18 @@ async def connect(server: McpServer, run: Programs | None = None) -> AsyncIterat
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise ServiceError(
-                f"The MCP server {server.name!r} cannot be reached: {what}.{program.end()}"
+                f"The MCP server {server.name!r} cannot be reached: {what}.{_end_of(program)}"
             ) from error
         yield McpConnection(server, client, program)
 
 
-@dataclass
-class _Program:
-    """The program of a server in a sandbox; `running` is None for other servers."""
-
-    running: RunningProgram | None = None
-
-    def end(self) -> str:
-        """Returns how it ended, as a further sentence; "" if it did not."""
-        result = self.running.result if self.running is not None else None
-        if result is None:
-            return ""
-        how = f"killed by {result.killed_by}" if result.killed_by else f"exit {result.exit}"
-        return f" Its program ended ({how}): {result.stderr.decode(errors='replace')[-1000:]}"
+def _end_of(program: RunningProgram | None) -> str:
+    """Returns how a program in a sandbox ended, as a further sentence; "" if it did not."""
+    result = program.result if program is not None else None
+    if result is None:
+        return ""
+    how = f"killed by {result.killed_by}" if result.killed_by else f"exit {result.exit}"
+    return f" Its program ended ({how}): {result.stderr.decode(errors='replace')[-1000:]}"
 
 
 @asynccontextmanager

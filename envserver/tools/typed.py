@@ -27,13 +27,8 @@ _SHOWN = ("Returns", "Example", "Examples", "Note")
 """Sections that a model reads, too."""
 
 
-@dataclass(frozen=True)
-class Docstring:
-    description: str
-    arguments: dict[str, str]
-
-
-def parse_docstring(text: str) -> Docstring:
+def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Returns the text for the model, and the descriptions of arguments."""
     section, shown, described = "", [], []
     for line in text.splitlines():
         head = _SECTION.fullmatch(line.rstrip())
@@ -42,7 +37,7 @@ def parse_docstring(text: str) -> Docstring:
             described += [] if head else [line]
         elif section == "" or section in _SHOWN:
             shown.append(line.rstrip())
-    return Docstring("\n".join(shown).strip(), _argument_texts(described))
+    return "\n".join(shown).strip(), _argument_texts(described)
 
 
 def _argument_texts(lines: list[str]) -> dict[str, str]:
@@ -143,14 +138,14 @@ def tool(
             raise TypeError(
                 f"{named!r} is not a name for a tool: letters, digits, _ and -, up to 64."
             )
-        doc = parse_docstring(inspect.getdoc(function) or "")
-        text = doc.description if description is None else description
+        text, texts = parse_docstring(inspect.getdoc(function) or "")
+        text = text if description is None else description
         if not text:
             lost = " Python was told to drop all of them (-OO)." if sys.flags.optimize > 1 else ""
             raise TypeError(
                 f"The tool {named!r} needs a docstring: the model reads what it does.{lost}"
             )
-        struct = _arguments(named, function, doc.arguments, hides_caller=on_server)
+        struct = _arguments(named, function, texts, hides_caller=on_server)
         described = {"name": named, "description": text, "parameters": schema_of(struct)}
         return TypedTool(
             {"type": "function", "function": described},

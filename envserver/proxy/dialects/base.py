@@ -475,7 +475,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a field of no table is ignored: it steers no engine and means nothing elsewhere."""
+    """Whether a field of no table is ignored: it steers no engine and is in no other API."""
     tables = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
     known = (name in (*one.engine, *one.read, *one.refused) for one in tables)
     return name in _MEANINGLESS or not (name in _STEERING or any(known))

@@ -183,7 +183,7 @@ class SentPrompt(NamedTuple):
             raise EngineGarbage(f"{where} echoes another prompt than was sent.")
         return ranges
 
-    def told(self, ranges: Sequence[Range]) -> ChatAnswer:
+    def placed(self, ranges: Sequence[Range]) -> ChatAnswer:
         """Returns the field of an answer that says where the images are, if any."""
         images = [[*place, grid] for place, grid in zip(ranges, self.grids, strict=True)]
         return {IMAGES: images} if images else {}
@@ -208,7 +208,7 @@ class GeneratedAnswer:
         self, answer: ChatAnswer, body: ChatBody, sent: SentPrompt, *, is_bare: bool = False
     ) -> None:
         self._is_bare = is_bare
-        self._told = sent.told(sent.check(answer, _WHERE))
+        self._images = sent.placed(sent.check(answer, _WHERE))
         self.prompt_ids: list[int] = answer["prompt_token_ids"]
         self.prompt_json: Any = self.prompt_ids
         """`prompt_ids` to be sent again."""
@@ -221,7 +221,7 @@ class GeneratedAnswer:
             require(choice, "token_ids", list, _WHERE)
             require(choice, "text", str, _WHERE)
 
-    def told(self, messages: Sequence[Message]) -> ChatAnswer:
+    def with_messages(self, messages: Sequence[Message]) -> ChatAnswer:
         return {
             "id": _id(self._answer),
             "object": "chat.completion",
@@ -237,7 +237,7 @@ class GeneratedAnswer:
             ],
             "usage": require(self._answer, "usage", dict, _WHERE),
             "prompt_token_ids": self.prompt_ids,
-            **self._told,
+            **self._images,
             "prompt_logprobs": self._answer.get("prompt_logprobs"),
         }
 
@@ -255,11 +255,11 @@ async def chunks_of(
     unfinished = set(range(count))
     async for chunk in stream:
         if not head:
-            told = sent.told(sent.check(chunk, _CHUNK))
-            told["prompt_token_ids"] = chunk["prompt_token_ids"]
+            first = sent.placed(sent.check(chunk, _CHUNK))
+            first["prompt_token_ids"] = chunk["prompt_token_ids"]
             head = chunk_head(_id(chunk), created, body.get("model"))
             for index in range(count):
-                yield {**role_chunk(head, index), **(told if index == 0 else {})}
+                yield {**role_chunk(head, index), **(first if index == 0 else {})}
         for choice in require(chunk, "choices", list, _CHUNK):
             index = index_of(choice, count, _CHUNK)
             text = require(choice, "text", str, _CHUNK)

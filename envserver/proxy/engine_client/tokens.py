@@ -308,9 +308,9 @@ class TokensClient:
             messages = await derendered(
                 session, body, generated.prompt_json, generated.choices, reasons=self._reasons
             )
-            return generated.told(messages)
+            return generated.with_messages(messages)
         texts = [choice["text"] for choice in generated.choices]
-        return generated.told([{"role": "assistant", "content": text} for text in texts])
+        return generated.with_messages([{"role": "assistant", "content": text} for text in texts])
 
     @asynccontextmanager
     async def stream(

@@ -154,7 +154,7 @@ def test_sharing_changes_no_request(requests: list[tuple[Any, Any, Any]]) -> Non
             dialect="chat", body={"v": value}, messages=messages, tools=tools, fields={"v": value}
         )
         as_sent = orjson.dumps(copy.deepcopy([made.messages, made.tools, made.fields, made.body]))
-        record.take(made).end(recorded=True)
+        record.end(record.take(made), recorded=True)
         assert orjson.dumps([made.messages, made.tools, made.fields, made.body]) == as_sent
 
 
