@@ -1,8 +1,6 @@
 """The SQL of deliveries: which groups of a queue are next, and how their states change.
 
-Every change of a delivery goes through `advance`, which checks the table of transitions.
-`drop_stale` is where groups that have become too old are dropped.
-"""
+Every change of a delivery goes through `advance`, which checks the table of transitions."""
 
 from __future__ import annotations
 
@@ -52,15 +50,7 @@ FILLED_AT_ONCE = 2048
 
 @dataclass(frozen=True)
 class GroupSelection:
-    """A filter for queued groups, and limits.
-
-    Args:
-        environments: only groups of these; None: of all.
-        min_version: only groups of this policy version or a later one, or of an unknown one.
-        max_groups, max_sequences, max_tokens: upper limits (None: no limit); at least one group is
-            selected even if it is larger.
-        min_groups: select nothing if fewer groups pass the filter.
-    """
+    """A filter for queued groups, and limits; see `Store.lease`. None: no limit."""
 
     environments: frozenset[str] | None = None
     min_version: int | None = None
@@ -86,9 +76,7 @@ async def advance(
     *,
     lease_id: str | None,
 ) -> list[GroupRow]:
-    """Changes the state of `rows`, given as they are in the queue now, to `target`; all or none.
-    Raises ConflictError: the table of transitions forbids it for one of them.
-    """
+    """Changes the state of `rows`, given as they are in the queue now, to `target`; all or none."""
     for row in rows:
         check_group(row.group_id, row.state, target, event)
     settled_at = tx.now if target in SETTLED else None
@@ -117,12 +105,8 @@ async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) ->
 
 
 async def fill(tx: Transaction, queue: str, first: int) -> int | None:
-    """Copies the next groups, from number `first` on, into `queue`; skips those that are buffered,
-    dropped or already there.
-
-    Returns:
-        The number to continue with, or None if these were the last.
-    """
+    """Copies the next groups, from number `first` on, into `queue`, but those that are buffered,
+    dropped or already there. Returns the number to continue with; None if these were the last."""
     of = deliveries.c
     numbers = select(of.seq).where(of.queue == SHARED, of.seq >= first)
     looked_at = numbers.order_by(of.seq).limit(FILLED_AT_ONCE).subquery()
@@ -134,7 +118,6 @@ async def fill(tx: Transaction, queue: str, first: int) -> int | None:
 
 
 async def _fill(tx: Transaction, queue: str, seqs: Sequence[int]) -> None:
-    """Like `fill`, for the groups with these numbers."""
     for part in chunks(seqs):
         await _fill_from(tx, queue, partial(_is_in, part))
 
@@ -165,7 +148,6 @@ async def _fill_from(
 
 
 async def choose(tx: Transaction, queue: str, wanted: GroupSelection) -> list[GroupRow]:
-    """Returns the oldest queued groups that match, up to the limits."""
     chosen: list[GroupRow] = []
     seen = sequences = tokens = 0
     is_full = False
@@ -233,8 +215,7 @@ def _page(
     queue: str, names: set[str] | None, min_version: int | None, first: int, limit: int | None
 ) -> Select[Any]:
     """Selects the next page. Each environment has its own subquery, so that an index has it in
-    order.
-    """
+    order."""
     waiting = deliveries.alias("waiting")
     of = waiting.c
     where = [of.queue == queue, of.state == literal_column("'queued'"), of.seq >= first]
@@ -255,9 +236,7 @@ def _page(
 async def oldest_queued_at(
     connection: AsyncConnection, memory: Memory, queue: str, environments: frozenset[str]
 ) -> float | None:
-    """Returns when the oldest queued group of these environments (empty: of all) was accepted;
-    None if there is none.
-    """
+    """Returns when the oldest queued group of these environments (empty: of all) was accepted."""
     queued = memory.queued_environments(queue)
     names = queued & environments if environments else queued
     if not names:
@@ -361,9 +340,8 @@ class DamagedBodies(StoreError):
 
 
 def decode_all(group_ids: Sequence[str], stored: Sequence[tuple[int, bytes]]) -> list[bytes]:
-    """Decodes the bodies of these groups. CPU work: run it in a thread.
-    Raises DamagedBodies: some are damaged; it names all of them.
-    """
+    """Decodes the bodies of these groups. CPU work: run it in a thread. Raises DamagedBodies, which
+    names all that are damaged."""
     bodies: list[bytes] = []
     reasons: dict[str, str] = {}
     for group_id, (encoding, data) in zip(group_ids, stored, strict=True):

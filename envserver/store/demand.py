@@ -1,10 +1,8 @@
 """Computes how many groups may be open, from what trainers take.
 
 In: the queues and the open runs, from memory, and the number of groups being made. Out: how many
-more may be started (`rollouts.policy` has the rules), and which silent runs are closed because
-they block others. Waiting tasks are woken when groups are taken, made or dropped and when a version
-is published; nothing polls.
-"""
+more may be started (`rollouts.policy` has the rules), and which silent runs are closed because they
+block others. Nothing polls."""
 
 from __future__ import annotations
 
@@ -65,7 +63,6 @@ class Staleness:
         """Groups dropped from queues since the start, counted once per queue."""
 
     def publish(self, version: int) -> None:
-        """Stops leasing groups that are too old for `version`."""
         self._store.oldest_version = oldest_deliverable(version, self._most)
         self._published.announce(self._published.number + 1)
 
@@ -92,7 +89,6 @@ class Demand:
     Args:
         smallest_group: trajectories in the smallest group that any environment delivers.
         silent_run_seconds: see `RolloutsConfig`; None: no run is ever closed.
-        clock: returns seconds; any clock.
     """
 
     def __init__(
@@ -134,7 +130,6 @@ class Demand:
         return most_waiting(batch, self._bounds) if batch else self._bounds.most_groups
 
     async def wait_for_capacity(self, env: str) -> None:
-        """Waits until a group of `env` may be started."""
         while True:
             ours, theirs = self._changes.number, self._store.activity
             if self.free_capacity(env) > 0:
@@ -230,12 +225,7 @@ class Demand:
 
 
 class StoreSink:
-    """Stores the groups of one environment of this server for trainers.
-
-    Args:
-        env: name of the environment.
-        demand: the demand of all environments of this server.
-    """
+    """Stores the groups of one environment of this server for trainers."""
 
     def __init__(self, store: Store, env: str, demand: Demand) -> None:
         self._store = store
@@ -247,29 +237,21 @@ class StoreSink:
         await self._store.put([put_of(group, body)])
 
     async def dropped(self, scored: Scored) -> None:
-        """Counts a group that was scored and is not stored, in the estimate of its task.
-        Raises StoreError: it may not have been counted.
-        """
         await self._store.count_dropped([scored])
 
     async def known(self, group_ids: list[str]) -> set[str]:
         return await self._store.existing(group_ids)
 
     async def wait_for_capacity(self) -> None:
-        """Waits until another group may be started."""
         await self._demand.wait_for_capacity(self._env)
 
     def opened(self, groups: int) -> None:
-        """Adds `groups` (may be negative) to the number of groups being made."""
         self._demand.opened(self._env, groups)
 
 
 class StoreOrderSink:
-    """Stores the groups of orders (`rollouts.ordered.GroupSink`).
-
-    No run ever leases them: a client fetches them by id. Retention keeps them as long as
-    delivered groups.
-    """
+    """Stores the groups of orders (`rollouts.ordered.GroupSink`): clients fetch them by id, no run
+    leases them, and retention keeps them as long as delivered groups."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -284,7 +266,6 @@ class StoreOrderSink:
 
 
 def put_of(group: Group, body: bytes) -> GroupPut:
-    """Returns the record that stores `group`, whose packed form is `body`."""
     rows = [row for trajectory in group.trajectories for row in trajectory.sequences]
     return GroupPut(
         group_id=group.group_id,

@@ -38,10 +38,8 @@ from .transaction import Transaction, chunks
 
 
 def begins_with(column: Column[str], prefix: str, dialect: Dialect) -> ColumnElement[bool]:
-    """Returns the condition that `column` begins with `prefix`.
-
-    SQLite orders texts by their bytes, so it needs to look at a part of the column's index only.
-    PostgreSQL orders them by the rules of the database's language and looks at all.
+    """Returns the condition that `column` begins with `prefix`. SQLite orders texts by their bytes,
+    so it looks at a part of the column's index only; PostgreSQL, by the language's rules, at all.
     """
     begins = func.substr(column, 1, len(prefix)) == prefix
     if dialect.name != "sqlite" or not prefix:
@@ -55,10 +53,8 @@ _LENGTHS: Final = (1, 8, 64, 500)
 
 
 class Statement:
-    """A statement whose parameters are given as a tuple, in the order of `names`.
-
-    No parameter has a type whose values SQLAlchemy converts.
-    """
+    """A statement whose parameters are given as a tuple, in the order of `names`; none has a type
+    whose values SQLAlchemy converts."""
 
     def __init__(self, statement: Insert | Select[Any] | Update, names: Sequence[str]) -> None:
         self._names: Final = list(names)
@@ -66,7 +62,6 @@ class Statement:
         self._texts: dict[str, str] = {}
 
     async def one(self, connection: AsyncConnection, values: tuple[Any, ...]) -> Iterable[Any]:
-        """Runs it once; returns the rows."""
         return await connection.exec_driver_sql(self._text(connection), values)
 
     async def many(self, connection: AsyncConnection, values: Sequence[tuple[Any, ...]]) -> None:
@@ -86,14 +81,8 @@ class Statement:
 
 
 class ListStatement:
-    """A query for rows that have one of a list of values, of any length.
-
-    It is compiled for a few lengths; the last value fills up.
-
-    Args:
-        query: returns the query, from the parameters for the list.
-        names: of its other parameters, which stand before the list.
-    """
+    """A query for rows that have one of a list of values, of any length. It is compiled for a few
+    lengths; the last value fills up. `names`: its other parameters, which stand before the list."""
 
     def __init__(
         self, query: Callable[[Sequence[BindParameter[Any]]], Select[Any]], names: Sequence[str]
@@ -105,7 +94,6 @@ class ListStatement:
     async def all(
         self, connection: AsyncConnection, values: tuple[Any, ...], listed: Sequence[Any]
     ) -> list[Any]:
-        """Returns the rows for all of `listed`; it may be of any length."""
         rows: list[Any] = []
         for start in range(0, len(listed), _LENGTHS[-1]):
             part = listed[start : start + _LENGTHS[-1]]
@@ -132,8 +120,8 @@ def insert_into(table: Table) -> Statement:
 
 
 class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored estimate. `number` is the order in which tasks were first scored; `scored_at` is
-    when this task was last scored."""
+    """A stored estimate. `number`: order in which tasks were first scored; `scored_at`: the last
+    time."""
 
     number: int
     env: str
@@ -144,7 +132,6 @@ class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def count_stored(tx: Transaction, news: Iterable[Scored | None]) -> None:
-    """Counts groups that this transaction stores; None belongs to no task."""
     by_stream: dict[tuple[str, Split], list[Scored]] = {}
     for one in news:
         if one is not None:
@@ -253,7 +240,6 @@ async def counted_drops(connection: AsyncConnection, group_ids: Sequence[str]) -
 
 
 async def count_drops_with_prefix(connection: AsyncConnection, prefix: str) -> int:
-    """Counts the scored groups whose id begins with `prefix` that were not stored."""
     begins = begins_with(dropped_groups.c.group_id, prefix, connection.dialect)
     count = await connection.execute(select(func.count()).select_from(dropped_groups).where(begins))
     return int(count.scalar_one())
@@ -277,9 +263,7 @@ class EncodedPut:
 
 
 def encode_puts(puts: Sequence[GroupPut]) -> list[EncodedPut]:
-    """Checks groups and compresses their bodies. CPU work: run it in a thread.
-    Raises InputError: a group has no id, or may not be put in its state.
-    """
+    """Checks groups and compresses their bodies. CPU work: run it in a thread."""
     for index, put in enumerate(puts):
         if put.state not in FIRST_STATES:
             raise InputError(
@@ -448,9 +432,7 @@ async def count_with_prefix(connection: AsyncConnection, prefix: str) -> int:
 async def rows_of(
     connection: AsyncConnection, group_ids: Sequence[str], queue: str = SHARED
 ) -> list[GroupRow]:
-    """Returns the groups of a queue with these ids, in order, each once.
-    Raises NotFoundError: a group does not exist or is no longer kept.
-    """
+    """Returns the groups of a queue with these ids, in order, each once."""
     wanted = list(dict.fromkeys(group_ids))
     found = await kept_rows(connection, wanted, queue)
     await _require(connection, wanted, found)

@@ -1,9 +1,5 @@
-"""The SQL of leases, and of closing and rewinding runs.
-
-Each function is one operation inside a transaction of the writer; `Store` describes those that have
-its names. `expire` queues the groups of an expired lease again; the lease keeps its claim until one
-of them is leased again.
-"""
+"""The SQL of leases, and of closing and rewinding runs; `Store` describes what has its names. An
+expired lease keeps its claim until one of its groups is leased again."""
 
 from __future__ import annotations
 
@@ -96,8 +92,7 @@ async def lease(
 
 async def _again(tx: Transaction, run: str, lease_id: str) -> Lease | None:
     """Returns the lease of this id if it exists: a client that asks again has lost the first
-    answer.
-    """
+    answer."""
     found = await facts_where(tx.connection, leases.c.lease_id == lease_id)
     if not found:
         return None
@@ -210,8 +205,7 @@ async def revoke_held(tx: Transaction, run: str, event: LeaseEvent) -> None:
 
 async def take_back_acked(tx: Transaction, run: str, after_ack: int) -> list[str]:
     """Queues the groups again, in their old order, that the run acked after this ack and that are
-    still kept; returns their ids. The leases are revoked.
-    """
+    still kept; returns their ids. The leases are revoked."""
     query = select(leases).where(leases.c.run == run, leases.c.ack_number > after_ack)
     rows: list[GroupRow] = []
     acked = 0
@@ -241,7 +235,6 @@ def _known(tx: Transaction, row: Row[Any]) -> KnownLease:
 
 
 async def find(tx: Transaction, lease_id: str) -> KnownLease:
-    """Returns a lease. Raises NotFoundError if it does not exist."""
     query = select(leases).where(leases.c.lease_id == lease_id)
     row = (await tx.connection.execute(query)).one_or_none()
     if row is None:
@@ -287,7 +280,6 @@ async def _set_state(
 
 
 def check_seconds(seconds: float) -> None:
-    """Raises InputError: `seconds` is not a duration."""
     if not (math.isfinite(seconds) and seconds > 0):
         raise InputError("seconds must be a number above 0.", place="seconds")
 
@@ -310,8 +302,6 @@ async def rewind(tx: Transaction, name: str, checkpoint: str | None) -> list[str
 
 
 class LeaseFacts(msgspec.Struct, frozen=True):
-    """A lease in any state, without its groups' rows."""
-
     lease_id: str
     run: str
     state: LeaseState
@@ -333,8 +323,7 @@ async def leased_rows(
     connection: AsyncConnection, run: str, queue: str, limit: int
 ) -> tuple[Sequence[Any], int]:
     """Returns (group id, environment, leased at, expires at) of `limit` leased groups of a run,
-    oldest lease first, and the number of all.
-    """
+    oldest lease first, and the number of all."""
     # A literal, because of the partial index; see groups.py.
     is_open = leases.c.state == literal_column("'open'")
     columns = (leases.c.lease_id, leases.c.group_ids, leases.c.created_at, leases.c.expires_at)

@@ -45,14 +45,11 @@ def after(by: list[ColumnElement[Any]], values: list[Any], descends: bool) -> Co
 
 
 def cursor_of(order: str, values: Any) -> str:
-    """Returns the cursor of the page after a row with these values of its order's columns."""
     return base64.urlsafe_b64encode(msgspec.json.encode(_Cursor(order, list(values)))).decode()
 
 
 def read_cursor(cursor: str, order: str, count: int) -> list[float]:
-    """Returns the values in a cursor of `order`, which has `count` columns.
-    Raises InputError: it is not one of this order.
-    """
+    """Returns the values in a cursor of `order`, which has `count` columns."""
     try:
         made = msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=_Cursor)
     except (binascii.Error, ValueError):
@@ -90,10 +87,8 @@ _KEYS: Final[dict[str, tuple[ColumnElement[Any] | None, bool]]] = {
 
 
 class GroupQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which groups, in which order. None and "": no filter.
-
-    Groups without facts (of older versions) do not match a filter of theirs, and are left out of
-    the orders by reward.
+    """Which groups, in which order. None and "": no filter. Groups without facts (of older
+    versions) match no filter of theirs, and are left out of the orders by reward.
 
     Args:
         after: number of a group: only those that arrived later.
@@ -126,8 +121,6 @@ class GroupQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedGroup(msgspec.Struct, frozen=True):
-    """A group of a list; `facts` is None for groups of older versions."""
-
     row: GroupRow
     facts: GroupFacts | None
 
@@ -140,11 +133,8 @@ class Page(msgspec.Struct, frozen=True):
 
 
 async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, limit: int) -> Page:
-    """Returns up to `limit` groups after `cursor` ("": the first ones).
-
-    Groups that arrive meanwhile move nothing: each is on one page at most.
-    Raises InputError: the cursor is not one of this order.
-    """
+    """Returns up to `limit` groups after `cursor` ("": the first ones). Groups that arrive
+    meanwhile move nothing: each is on one page at most."""
     key, descends = _KEYS[query.order]
     number: ColumnElement[Any] = deliveries.c.seq
     by = [column for column in (key, number) if column is not None]
@@ -165,7 +155,6 @@ def _selected(*by: ColumnElement[Any]) -> Select[Any]:
 
 
 def joined_tables() -> FromClause:
-    """Returns the tables that a filter is about, of which only groups have to be there."""
     both = deliveries.join(groups, deliveries.c.seq == groups.c.seq)
     return both.outerjoin(group_facts, _facts.seq == groups.c.seq)
 
@@ -269,8 +258,6 @@ class SeenTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TasksPage(msgspec.Struct, frozen=True):
-    """Tasks of a list, and the cursor of what follows ("" at the end)."""
-
     tasks: list[SeenTask]
     cursor: str
 

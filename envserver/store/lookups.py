@@ -97,7 +97,6 @@ class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def reward_counts(connection: AsyncConnection, query: GroupQuery) -> RewardCounts:
-    """Counts the groups that `query` matches, in two passes over their facts."""
     mean = group_facts.c.reward_mean
     ends = func.count(), func.count(mean), func.min(mean), func.max(mean)
     found = select(*ends).select_from(joined_tables()).where(*filters_of(query))
@@ -132,12 +131,8 @@ class GroupLookups(ABC):
 
     @abstractmethod
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
-        """Returns the bodies of these groups, in order.
-
-        Raises:
-            NotFoundError: a group does not exist or is no longer kept.
-            DamagedBodies: some bodies cannot be read; see `drop_damaged`.
-        """
+        """Returns the bodies of these groups, in order. Raises NotFoundError: a group does not
+        exist or is no longer kept; DamagedBodies: see `drop_damaged`."""
 
     async def _read(
         self,
@@ -149,31 +144,24 @@ class GroupLookups(ABC):
             return await query(connection, *args, **kwargs)
 
     async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
-        """Returns a page of kept groups; see `listing.page_of`. Raises InputError: the cursor does
-        not belong to this order.
-        """
+        """Returns a page of kept groups; see `listing.page_of`."""
         return await self._read(page_of, query, cursor, limit)
 
     async def seen_tasks(
         self, order: TaskOrder, cursor: str, limit: int, *, environment: str = "", text: str = ""
     ) -> TasksPage:
-        """Returns a page of tasks, as their kept groups show them; see `SeenTask`. Raises as
-        `list_groups`.
-        """
+        """Returns a page of tasks, as their kept groups show them; see `SeenTask`."""
         return await self._read(
             seen_tasks, order, cursor, limit, environment=environment, text=text
         )
 
     async def reward_counts(self, query: GroupQuery) -> RewardCounts:
-        """Counts the kept groups that `query` matches, by mean reward."""
+        """Counts the kept groups that `query` matches, by mean reward, in two passes over their
+        facts."""
         return await self._read(reward_counts, query)
 
     async def rows(self, group_ids: Sequence[str]) -> list[GroupRow]:
-        """Returns these groups without their bodies, in order, each once.
-
-        Raises:
-            NotFoundError: a group does not exist or is no longer kept.
-        """
+        """Returns these groups without their bodies, in order, each once. Raises as `bodies`."""
         return await self._read(rows_of, group_ids)
 
     async def stored_bodies(self, group_ids: Sequence[str]) -> list[tuple[int, bytes]]:
@@ -182,8 +170,6 @@ class GroupLookups(ABC):
 
 
 class StoreLookups(GroupLookups):
-    """Reads groups, leases, estimates and counts, and waits for changes. Changes nothing."""
-
     _writer: Writer
     _clock: Callable[[], float]
 
@@ -214,9 +200,8 @@ class StoreLookups(GroupLookups):
     async def task_estimates(
         self, after: int, limit: int, *, env: str | None = None, split: Split | None = None
     ) -> list[EstimateRow]:
-        """Returns up to `limit` task estimates after number `after`, in the order in which the
-        tasks were first scored.
-        """
+        """Returns up to `limit` estimates after number `after`, in the order in which tasks were
+        first scored."""
         return await self._read(estimates_after, after, limit, env, split)
 
     async def estimates_of(
@@ -242,13 +227,10 @@ class StoreLookups(GroupLookups):
         return await self._read(backlogs, self._writer.memory, self._clock())
 
     async def checkpoints(self, run: str) -> list[Checkpoint]:
-        """Returns a run's checkpoints, oldest first. Raises NotFoundError if the run does not
-        exist.
-        """
+        """Returns a run's checkpoints, oldest first."""
         return await self._read(list_checkpoints, run)
 
     async def get_run(self, name: str) -> Run:
-        """Returns a run. Raises NotFoundError if it does not exist."""
         return await self._read(runs.get_run, name)
 
     async def list_runs(self) -> list[Run]:
@@ -267,7 +249,6 @@ class StoreLookups(GroupLookups):
         return list(await self._read(minutes_between, start, end, step))
 
     async def find_lease(self, lease_id: str) -> LeaseFacts:
-        """Returns a lease. Raises NotFoundError if it does not exist."""
         found = await self._read(facts_where, leases.c.lease_id == lease_id)
         if not found:
             raise NotFoundError(f"There is no lease {lease_id}.", lease_id=lease_id)
@@ -281,8 +262,7 @@ class StoreLookups(GroupLookups):
 
     async def leased_groups(self, run: str, limit: int) -> tuple[list[LeasedGroup], int]:
         """Returns up to `limit` groups in a run's open leases, oldest lease first, and how many
-        there are. Raises NotFoundError if the run does not exist.
-        """
+        there are."""
         async with self._reading() as connection:
             of = await runs.get_run(connection, run)
             queue = queue_of(of.name, of.delivery)
@@ -295,12 +275,10 @@ class StoreLookups(GroupLookups):
 
     @property
     def statistics(self) -> StoreStatistics:
-        """Counts of commits and leases since the store was opened."""
         return self._writer.statistics
 
     @property
     def waiting_operations(self) -> int:
-        """Number of changes that wait for the next commit."""
         return self._writer.waiting
 
     @property
@@ -318,9 +296,8 @@ class StoreLookups(GroupLookups):
         return self._writer.memory.stored_bytes
 
     def most_waiting(self) -> int:
-        """Returns the number of groups that wait, or are leased, in the longest queue from which a
-        run draws.
-        """
+        """Returns how many groups wait, or are leased, in the longest queue that a run
+        draws from."""
         memory = self._writer.memory
         waiting = dict.fromkeys(memory.drawn_from(), 0)
         for (queue, _, state), count in memory.tallies.items():
@@ -339,26 +316,22 @@ class StoreLookups(GroupLookups):
         """Returns totals since the store was created: `expired` (leases), `nacked` and `nacked:
         REASON` (leases), `set_aside: REASON`, `rewound`, `stale_dropped` (deliveries), `removed`,
         `damaged` (groups); and since it was opened `conflicting_puts`: puts whose id existed with
-        another body (the first body stays). Zero counters are missing.
-        """
+        another body (the first body stays). Zero counters are missing."""
         memory = self._writer.memory
         return {**memory.counters, "conflicting_puts": memory.conflicting_puts}
 
     @property
     def changes(self) -> int:
-        """A number that grows whenever a group is queued (put, moved, given back, expired, rewound)
-        or a run is closed.
-        """
+        """A number that grows when a group is queued (put, moved, given back, expired, rewound) or
+        a run is closed."""
         return self._writer.changes.number
 
     async def wait_for_change(
         self, timeout: float | None = None, *, since: int | None = None
     ) -> int:
         """Waits at most `timeout` seconds until `changes` differs from `since` (None: from its
-        value now); returns `changes`. Closing the store wakes everybody as well.
-
-        To miss nothing, read `changes` before looking at the store, and pass that value as `since`.
-        """
+        value now); returns `changes`. Closing the store also ends the wait. To miss nothing, read
+        `changes` before looking at the store, and pass that value as `since`."""
         self._writer.check_open()
         known = self._writer.changes.number if since is None else since
         return await self._writer.changes.wait(known, timeout)
@@ -374,7 +347,6 @@ class StoreLookups(GroupLookups):
         return self._writer.memory.tallies
 
     def may_hold_older(self, version: int) -> bool:
-        """Returns whether groups older than this policy version may be queued."""
         known = self._writer.memory.versions
         return any(UNKNOWN_VERSION < one < version for one in known)
 
@@ -385,9 +357,7 @@ class StoreLookups(GroupLookups):
         return {name: run for name, run in known.items() if run.state == "open"}
 
     def hungry_for(self, run: str) -> int:
-        """Returns the `min_groups` of the run's latest lease if too little was queued, otherwise
-        0.
-        """
+        """Returns the `min_groups` of the run's latest lease if too little was queued, else 0."""
         return self._writer.memory.hungry.get(run, 0)
 
     @property
@@ -396,14 +366,11 @@ class StoreLookups(GroupLookups):
         return self._writer.activity.number
 
     async def wait_for_activity(self, timeout: float | None, *, since: int) -> int:
-        """Like `wait_for_change`, for `activity`."""
         self._writer.check_open()
         return await self._writer.activity.wait(since, timeout)
 
 
 class StoreReader(GroupLookups):
-    """The groups of a database with the tables of a store."""
-
     def __init__(self, name: str, engine: AsyncEngine) -> None:
         self.name = name
         self._engine = engine
@@ -457,9 +424,7 @@ async def only_reading(
 
 
 def sqlite_url(path: Path) -> URL:
-    """Returns the URL of a SQLite file that is opened for reading only.
-    Raises NotFoundError: there is no such file.
-    """
+    """Returns the URL of a SQLite file that is opened for reading only."""
     if not path.is_file():
         raise NotFoundError(f"There is no store {str(path)!r}.")
     file = path.resolve().as_uri()

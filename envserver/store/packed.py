@@ -2,9 +2,8 @@
 in the gzip form in which they were posted.
 
 Token ids and logprobs shrink by a factor of two to four, which saves more time in the database's
-writes than compression takes. Both forms have a checksum, because SQLite does not notice when a
-disk damages data. `encode` and `decode` are pure, inverse to each other, and release the GIL.
-"""
+writes than compression takes. All forms have a checksum, because SQLite does not notice when a disk
+damages data. `encode` and `decode` are pure, inverse to each other, and release the GIL."""
 
 from __future__ import annotations
 
@@ -57,12 +56,8 @@ def encode(body: bytes) -> tuple[int, bytes]:
 
 
 def as_posted(gzipped: bytes, posted: bytes, end: bytes) -> tuple[tuple[int, bytes], bytes]:
-    """Stores an object as it came. Returns (encoding, bytes to store), and the body.
-
-    Args:
-        gzipped: `posted`, a JSON object, as one gzip member.
-        end: what the body has instead of the object's last brace.
-    """
+    """Stores `gzipped`, one gzip member of the JSON object `posted`, as it came; in the body `end`
+    replaces the object's last brace. Returns (encoding, bytes to store), and the body."""
     body = posted[: posted.rindex(b"}")] + end
     if len(gzipped) > 0.6 * len(body):
         return encode(body), body
@@ -119,7 +114,6 @@ def inflate_frame(frame: bytes, most: int) -> bytes:
 
 
 def decode(encoding: int, stored: bytes) -> bytes:
-    """Returns the body that was given to `encode`. Raises DamagedBody: `stored` is damaged."""
     if encoding == RAW:
         return stored
     if encoding == ZSTD:
@@ -195,7 +189,6 @@ def facts_of_rewards(
     task_id: str | None,
     reward_range: RewardRange | None = None,
 ) -> GroupFacts:
-    """Returns the facts of a group of which only the rewards are known."""
     listed = list(rewards)
     given = [one for one in listed if one is not None]
     return GroupFacts(

@@ -89,8 +89,7 @@ async def _remove_groups(access: Access, before: float, over_bytes: int | None) 
 def _settled(
     at: ColumnElement[float], key: ColumnElement[Any], before: float, last: tuple[float, Any] | None
 ) -> list[ColumnElement[bool]]:
-    """Returns conditions: settled by `before`, and after the row `last` in the order of `at` and
-    `key`."""
+    """Returns conditions: settled by `before`, and after `last` in the order of `at` and `key`."""
     where = [at.is_not(None), at <= before]
     if last is not None:
         where += [at >= last[0], or_(at > last[0], key > last[1])]
@@ -100,8 +99,7 @@ def _settled(
 async def _remove_some(
     tx: Transaction, seqs: Sequence[int], before: float, over_bytes: int | None
 ) -> Compacted:
-    """Removes those of these groups that may be removed, checked again in this transaction, in
-    order."""
+    """Removes those of these groups that may be removed, checked again in this transaction."""
     chosen: dict[int, Sequence[Row[Any]]] = {}
     left = tx.memory.stored_bytes
     for seq, rows in (await _removable(tx.connection, tx.memory, seqs, before)).items():
@@ -183,7 +181,7 @@ async def _count_gone(tx: Transaction, queue: str, env: str, state: GroupState, 
 
 
 async def _remove_leases(access: Access, before: float) -> Compacted:
-    """Removes leases that ended by `before`. Acked leases stay until all their groups are removed,
+    """Removes leases that ended by `before`; acked ones stay until all their groups are removed,
     because a rewind needs them."""
     removed = _EMPTY
     of = leases.c
@@ -206,7 +204,6 @@ async def _remove_leases(access: Access, before: float) -> Compacted:
 async def _needed(
     connection: AsyncConnection, memory: Memory, found: Sequence[Row[Any]]
 ) -> set[str]:
-    """Returns those of these leases that are acked and have a group that is kept."""
     needed: set[str] = set()
     for queue in {memory.runs[row.run].queue for row in found}:
         held = {

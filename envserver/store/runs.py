@@ -46,9 +46,7 @@ async def create_run(
     environments: Sequence[str],
 ) -> Run:
     """Creates a run, or returns the run of this name if its settings are the same. A shared run is
-    opened; a broadcast run may still be closed: call `open_some`.
-    Raises ConflictError: a run of this name has other settings.
-    """
+    opened; a broadcast run may still be closed: call `open_some`."""
     query = select(runs).where(runs.c.name == name)
     row = (await tx.connection.execute(query)).one_or_none()
     if row is None:
@@ -89,8 +87,7 @@ async def open_some(tx: Transaction, name: str) -> Run:
     Each call copies a bounded number of groups into the run's queue, so that other transactions do
     not wait long. Until the run is open nothing is leased from it, and new groups are copied in
     turn, so that the order stays that of arrival. The progress is kept in memory only: after a
-    `kill -9` copying starts over and skips what is already there.
-    """
+    `kill -9` copying starts over and skips what is already there."""
     run = await get_run(tx.connection, name)
     if run.state == "open":
         return run
@@ -124,7 +121,6 @@ async def set_run(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
 
 
 async def mark_closed(tx: Transaction, name: str) -> Run:
-    """Closes a run. Raises NotFoundError if it does not exist."""
     run = await _change(tx, name, {"state": "closed"})
     # Wakes those who wait for groups of this run.
     tx.memory.changes += 1
@@ -147,18 +143,15 @@ async def _change(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
 
 
 def names_json(environments: Collection[str]) -> str:
-    """Returns the sorted distinct names as JSON text, as stored in the database."""
     return to_json(sorted(set(environments)), "environments")
 
 
 async def add_acked(tx: Transaction, name: str, count: int) -> None:
-    """Adds `count` (may be negative) to the run's acked groups."""
     change = update(runs).where(runs.c.name == name)
     await tx.connection.execute(change.values(acked_groups=runs.c.acked_groups + count))
 
 
 def require_known(tx: Transaction, name: str) -> KnownRun:
-    """Returns a run from memory. Raises NotFoundError if it does not exist."""
     known = tx.memory.runs.get(name)
     if known is None:
         raise NotFoundError(f"There is no run {name}.", run=name)
@@ -166,9 +159,6 @@ def require_known(tx: Transaction, name: str) -> KnownRun:
 
 
 def require_open(tx: Transaction, name: str) -> KnownRun:
-    """Returns an open run. Raises NotFoundError if it does not exist, ConflictError if it is
-    closed.
-    """
     known = require_known(tx, name)
     if known.state != "open":
         raise ConflictError(f"The run {name} is {known.state}.", run=name)
@@ -241,7 +231,6 @@ async def require_whole(tx: Transaction, run: str, name: str) -> int:
 
 
 async def forget_after(tx: Transaction, run: str, ack_number: int) -> None:
-    """Deletes the checkpoints after this ack: the run has rewound to before them."""
     of = checkpoints.c
     await tx.connection.execute(
         delete(checkpoints).where(of.run == run, of.ack_number > ack_number)
@@ -249,9 +238,7 @@ async def forget_after(tx: Transaction, run: str, ack_number: int) -> None:
 
 
 async def last_but_one(connection: AsyncConnection) -> dict[str, int]:
-    """Returns for each run with checkpoints the ack number of its second newest; 0 if it has
-    one.
-    """
+    """Returns the ack number of each run's second newest checkpoint; 0 if it has only one."""
     of = checkpoints.c
     found: dict[str, int] = {}
     numbers: dict[str, list[int]] = {}

@@ -44,7 +44,6 @@ SHARED: Final = "shared"
 
 metadata = MetaData()
 _partial: dict[Index, str] = {}
-"""The condition of each partial index."""
 
 # A 64-bit key that SQLite uses as its row id.
 _Seq = BigInteger().with_variant(Integer(), "sqlite")

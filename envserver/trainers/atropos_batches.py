@@ -35,11 +35,9 @@ class Waiting(msgspec.Struct, frozen=True):
     """A waiting group.
 
     Args:
-        group_id: its id in the store.
         size: number of sequences it counts for.
         env_id: the environment number it was posted with.
-        lane: the owner whose minimum it counts for: `env_id`, or the name of a native
-            environment.
+        lane: the owner whose minimum it counts for.
         order: time it entered the queue (`time.time()` seconds); the queue is sorted by it.
         native: made by an environment of this server: its body is a packed `records.Group`.
     """
@@ -53,7 +51,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 class Formed(msgspec.Struct, frozen=True):
-    """Batches, oldest first, the groups left in the queue, and why there is no further batch."""
+    """Batches, oldest first, and why there is no further batch."""
 
     batches: list[list[Waiting]]
     left: list[Waiting]
@@ -61,7 +59,6 @@ class Formed(msgspec.Struct, frozen=True):
 
 
 def minimum_sequences(batch_size: int, share: float) -> int:
-    """Returns the minimum number of whole sequences in a batch for a minimum share."""
     return int(min(batch_size * share, _LARGEST_MINIMUM))
 
 
@@ -72,7 +69,6 @@ def form_batches(
 
     Args:
         queue: waiting groups, oldest first.
-        batch_size: sequences per batch.
         minimums: minimum share of each batch by lane, in order of registration, for the
             environments that are connected and alive; empty: no minimum shares.
     """
@@ -111,8 +107,7 @@ def _packs(groups: Sequence[Waiting], largest: int) -> list[list[Waiting]]:
 def _plain(queue: Sequence[Waiting], batch_size: int) -> tuple[list[list[Waiting]], str]:
     """Forms as many batches as one scan of the queue allows. While whole packs are taken and a
     group of the largest size remains, the packs of the remaining groups are simply those not yet
-    taken.
-    """
+    taken."""
     if not queue:
         return [], "no group waits"
     total = sum(group.size for group in queue)
@@ -249,9 +244,8 @@ class Registered(msgspec.Struct, kw_only=True):
     """A registered environment; its number is its index in the list of environments.
 
     Args:
-        desired_name: the requested name; `real_name`: the same, made unique.
-        max_token_length, weight, group_size, min_batch_allocation: as registered; `group_size`
-            grows to the environment's largest group seen in the queue.
+        real_name: `desired_name`, made unique.
+        group_size: as registered; grows to the environment's largest group seen in the queue.
         connected: False after the environment has disconnected.
     """
 
@@ -265,11 +259,9 @@ class Registered(msgspec.Struct, kw_only=True):
 
 
 class WaitingQueue:
-    """Groups by id, in the order of `Waiting.order`; all counts are updated incrementally.
-
-    Native groups count for no environment: native environments limit themselves, and an external
-    environment that had to wait for their groups might never begin.
-    """
+    """Groups by id, in the order of `Waiting.order`; all counts are updated incrementally. Native
+    groups count for no environment: native environments limit themselves, and an external
+    environment that had to wait for their groups might never begin."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Waiting] = {}
@@ -322,20 +314,16 @@ class WaitingQueue:
         return max(self._sizes, default=1)
 
     def largest_of(self, env_id: int) -> int:
-        """Returns the number of sequences of an environment's largest group; 0 without groups."""
         return max(self._sizes_of.get(env_id, ()), default=0)
 
     def sequences_of(self, env_id: int | None) -> int:
         return self._sequences[env_id]
 
     def environments(self) -> list[int | None]:
-        """Returns the environments of the waiting groups; None stands for groups without one."""
         return list(self._sequences)
 
 
 class EnvironmentStatus(msgspec.Struct, frozen=True):
-    """Status for an environment; sizes are in groups of the environment that asks."""
-
     current_step: int
     queue_size: int
     unallocated_fraction: float
@@ -382,8 +370,7 @@ def _left_by_others(
     queue: WaitingQueue, environments: Sequence[Registered], env_id: int, batch_size: int
 ) -> int:
     """Returns the sequences of other environments, rounded up to packs, beyond their minimum
-    shares. If all groups have size 1, returns 0, so environments do not count each other's.
-    """
+    shares. If all groups have size 1, returns 0, so environments do not count each other's."""
     largest = queue.largest
     if largest <= 1:
         return 0
@@ -447,11 +434,9 @@ class EncodedGroups:
             self._bytes -= len(oldest)
 
     def forget(self, group_id: str) -> None:
-        """Removes a delivered group from the cache."""
         self._bytes -= len(self._kept.pop(group_id, b""))
 
     async def get(self, groups: Sequence[Waiting]) -> list[bytes]:
-        """Returns one JSON object per group, in this order."""
         found = {g.group_id: self._kept[g.group_id] for g in groups if g.group_id in self._kept}
         missing = [group for group in groups if group.group_id not in found]
         if missing:

@@ -1,10 +1,9 @@
-"""HTTP routes of the Atropos protocol, at the root; `service` implements the operations.
+"""HTTP routes of the Atropos protocol, at the root; `atropos_service` implements the operations.
 
 Trainers that support leases send `X-Envserver-Ack: lease` with `GET /batch`, get
-`X-Envserver-Lease` in the response and acknowledge with `POST /ack {"lease_id": ...}`; a batch
-that is not acknowledged in time is delivered again. A `null` batch has its reason in
-`X-Envserver-Reason`. Clients that may retry a post send an `Idempotency-Key`.
-"""
+`X-Envserver-Lease` in the response and acknowledge with `POST /ack {"lease_id": ...}`; a batch that
+is not acknowledged in time is delivered again. A `null` batch has its reason in
+`X-Envserver-Reason`. Clients that may retry a post send an `Idempotency-Key`."""
 
 from __future__ import annotations
 
@@ -62,7 +61,6 @@ _NO_EXAMPLE: Final = (
 
 
 def atropos_routes(service: AtroposService, posts: Mapping[str, Endpoint]) -> APIRouter:
-    """Returns all routes of the protocol; `posts` are the service's `atropos_posts`."""
     router = APIRouter(tags=["atropos"])
     _add_trainer_routes(router, service)
     _add_environment_routes(router, service)

@@ -2,8 +2,7 @@
 
 A post is answered after its groups are on disk. A batch is formed, leased and recorded under one
 lock, oldest first. A delivered group is never delivered again unless its trainer uses leases and
-let one expire.
-"""
+let one expire."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ _INT64: Final = 2**63
 class Posts:
     """Stores posts; `under_way` contains the ids of groups being stored right now. `version`:
     returns the current policy version, which is that of groups that name none: their tokens are not
-    newer.
-    """
+    newer."""
 
     def __init__(self, store: Store, view: View, version: Callable[[], int]) -> None:
         self._version = version
@@ -59,7 +57,6 @@ class Posts:
         self.under_way: set[str] = set()
 
     def any_part(self, groups: Sequence[PostedGroup], state: WireState) -> bool:
-        """Returns whether one of the groups is only part of a group of its environment."""
         return any(_is_part(group, state) for group in groups)
 
     async def whole(
@@ -73,11 +70,8 @@ class Posts:
     async def parts(
         self, groups: Sequence[PostedGroup], key: str | None, state: WireState
     ) -> tuple[list[int | None], bool]:
-        """Stores groups of which some are parts. Calls must not run concurrently.
-
-        Returns:
-            The answers, as for `whole`, and whether all groups that became whole could be queued.
-        """
+        """Stores groups of which some are parts; calls must not run concurrently. Returns the
+        answers, as for `whole`, and whether all groups that became whole could be queued."""
         encoded = _as_puts(groups, key, state, self._version())
         puts = [item.put for item in encoded]
         new = {put.group_id for put in await self._put_new(encoded)}
@@ -219,7 +213,6 @@ class AtroposService:
         include_messages, score_range: how native groups are encoded.
         silent_after_seconds: an environment silent for this long loses its minimum share.
         minimums: returns the minimum shares of the runners that are alive, by environment name.
-        version: returns the current policy version.
     """
 
     def __init__(
@@ -281,7 +274,6 @@ class AtroposService:
 
     @property
     def state(self) -> WireState:
-        """The current state; do not modify it."""
         return self._state
 
     async def queue_size(self) -> int:
@@ -328,7 +320,6 @@ class AtroposService:
             return None
 
     async def _deliver_again(self, known: LeaseFacts, leased: bool) -> Batch:
-        """Returns the batch of a lease that was made for the same request."""
         rows = await self._store.rows(known.group_ids)
         bodies = await self._encoded.get([as_waiting(row) for row in rows])
         if not leased:
@@ -440,7 +431,6 @@ class AtroposService:
         raise ConflictError("Groups are being taken faster than they can be dropped; ask again.")
 
     def _others_take(self, row: GroupRow) -> bool:
-        """Returns whether a group waits for another run than this trainer's, too."""
         return row.state == "queued" and any(
             run.delivery == "shared" and (not run.environments or row.env in run.environments)
             for name, run in self._store.open_runs.items()
@@ -450,9 +440,7 @@ class AtroposService:
     # Environments
 
     async def register_environment(self, wanted: EnvironmentRegistration) -> int | None:
-        """Registers an environment; returns its number, or None until a trainer has asked for a
-        batch.
-        """
+        """Returns the environment's number; None until a trainer has asked for a batch."""
         async with self._lock:
             if not self._state.started:
                 return None
@@ -485,7 +473,6 @@ class AtroposService:
             return True
 
     async def environment_status(self, env_id: int) -> EnvironmentStatus:
-        """Returns the numbers by which an environment decides how many groups to make."""
         await self._follow_store()
         if not self._state.knows(env_id):
             raise NotFoundError(f"No environment is registered as {env_id}.", env_id=env_id)
@@ -505,15 +492,9 @@ class AtroposService:
         )
 
     async def post(self, groups: Sequence[PostedGroup], key: str | None) -> list[int | None]:
-        """Stores groups, all or none; they are durable when this returns.
-
-        Args:
-            key: the client's Idempotency-Key: the same key never stores a group twice.
-
-        Returns:
-            For each group: None if it is queued, else the number of sequences now in its
-            environment's buffer.
-        """
+        """Stores groups, all or none; durable on return. The same `key` (the client's
+        Idempotency-Key) never stores a group twice. Returns for each group None if it is queued,
+        else the number of sequences now in its environment's buffer."""
         for group in groups:
             if group.env_id is not None and self._state.knows(group.env_id):
                 self._heartbeats.hear(group.env_id)
@@ -539,14 +520,12 @@ class AtroposService:
                 await self._save(self._state)
 
     def environment_names(self) -> set[str]:
-        """Returns the names under which posted groups are stored."""
         return {env.desired_name for env in self._state.environments}
 
     def count_refusal(self, kind: str) -> None:
         self._refused[kind] += 1
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns facts for the status page."""
         state, view = self._state, self._view
         return {
             "registered": state.registered,
@@ -597,8 +576,7 @@ class AtroposService:
 
     async def _follow_store(self) -> None:
         """Reloads the view if the store holds groups that the view does not know, or the reverse.
-        Posts in progress may be counted or not.
-        """
+        Posts in progress may be counted or not."""
         slack = len(self._posts.under_way)
         if self._stale or not 0 <= await self._unknown() <= slack:
             async with self._lock:

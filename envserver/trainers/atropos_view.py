@@ -1,9 +1,7 @@
 """An in-memory view of the groups that wait in the store: queue, buffers and formed batches.
 
 The store is the source of truth. The view changes with every post and batch, and is merged with the
-store's rows after other changes. A group is in exactly one place: the queue, one buffer, or one
-formed batch.
-"""
+store's rows after other changes. A group is in exactly one place."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ def groups_summing_to(sizes: Sequence[int], target: int) -> list[int]:
     """Returns ascending indices of sizes that add up to exactly `target`; empty if there are none.
 
     Tries greedily from the oldest, skipping what does not fit; if that fails, finds a subset of the
-    oldest 1,024 that fits, preferring older parts. Sizes are positive.
-    """
+    oldest 1,024 that fits, preferring older parts. Sizes are positive."""
     return _greedily(sizes, target) or _by_subset(sizes, target)
 
 
@@ -75,8 +72,7 @@ class WireState(msgspec.Struct, kw_only=True):
     """The trainer, its environments and its progress: one stored value, which is written whole.
 
     Args:
-        wandb_group .. num_steps: as registered by the trainer; the values after a reset are those
-            of the original protocol.
+        wandb_group .. num_steps: as registered by the trainer.
         registered: whether a trainer has registered since the start or the last reset.
         started: whether it has asked for a batch; until then environments must wait.
         step: number of batches formed, counted from the trainer's starting step.
@@ -117,8 +113,7 @@ class WireState(msgspec.Struct, kw_only=True):
 
     def reset(self) -> None:
         """Forgets the run and its environments, but keeps the longest row, the checkpoint settings
-        and the latest group, as the protocol does.
-        """
+        and the latest group, as the protocol does."""
         self.registered = False
         self.started = False
         self.wandb_group = None
@@ -135,17 +130,14 @@ class WireState(msgspec.Struct, kw_only=True):
         return len(self.environments) - 1
 
     def knows(self, env_id: int | None) -> bool:
-        """Returns whether this is the number of a registered environment."""
         return env_id is not None and 0 <= env_id < len(self.environments)
 
 
 def to_json_like(state: WireState) -> Any:
-    """Converts the state for `store.set_value`."""
     return msgspec.to_builtins(state)
 
 
 def from_json_like(value: Any) -> WireState:
-    """Converts a value of `store.get_value`; None gives an initial state."""
     return WireState() if value is None else msgspec.convert(value, WireState)
 
 
@@ -172,12 +164,10 @@ class View:
         return self._last_order
 
     def enqueue(self, group: Waiting) -> None:
-        """Adds a group at the end of the queue."""
         self.queue.append(group)
         self.latest = group
 
     def buffer(self, env_id: int, group: Waiting) -> None:
-        """Buffers a part of a group; `fitting` returns the parts once they make a whole."""
         self.buffers.setdefault(env_id, []).append(group)
 
     def buffered_sequences(self, env_id: int) -> int:
@@ -193,7 +183,6 @@ class View:
         return fitting
 
     def add_formed(self, batches: Iterable[list[Waiting]]) -> None:
-        """Moves batches from the queue to the formed batches, to be delivered in this order."""
         for batch in batches:
             for group in batch:
                 self.queue.remove(group.group_id)
@@ -206,7 +195,6 @@ class View:
         self.queue.replace([*back, *self.queue])
 
     def clear(self) -> None:
-        """Removes all waiting groups. The latest group stays."""
         self.queue = WaitingQueue()
         self.buffers.clear()
         self.formed.clear()
@@ -218,8 +206,7 @@ class View:
 
         Args:
             rows: all waiting groups, oldest first, as read from the store.
-            before: ids in the view when the rows were requested. A group of these that is missing
-            in
+            before: ids in the view when the rows were requested. A group of these that is not in
                 `rows` is gone; groups added since are newer than the rows and stay.
             skip: ids of groups being stored right now; their posts will add them.
         """

@@ -1,7 +1,5 @@
-"""Request and response bodies under /v1, and their limits.
-
-Requests are validated with these models; responses are only described by them.
-"""
+"""Request and response bodies under /v1, and their limits. Requests are validated with these
+models; responses are only described by them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A body is read once for all runs that lease it at about the same time, and is checked for damage
 before the first byte of a response. Clients that accept zstd get bodies as stored: concatenated
-zstd frames are one zstd content, so the bytes between bodies get frames of their own.
-"""
+zstd frames are one zstd content, so the bytes between bodies get frames of their own."""
 
 from __future__ import annotations
 
@@ -36,14 +35,10 @@ V = TypeVar("V")
 
 
 class Cache(Generic[V]):
-    """A cache of values by key.
-
-    Concurrent requests for a key load it once; if one caller is cancelled or the load fails, the
-    others still get the value, or the same error.
+    """A cache of values by key. Concurrent requests for a key load it once; if one caller is
+    cancelled or the load fails, the others still get the value, or the same error.
 
     Args:
-        load: makes the values of missing keys.
-        size_bytes: returns the size of a value.
         most_bytes: maximum total size of the kept values.
         idle_seconds: values unused for this long are evicted when the next value is added.
     """
@@ -65,7 +60,6 @@ class Cache(Generic[V]):
         self._loading: dict[str, asyncio.Task[dict[str, V]]] = {}
 
     async def get(self, keys: Sequence[str]) -> list[V]:
-        """Returns the values of `keys`, in order; raises what `load` raises."""
         found: dict[str, V] = {}
         now = time.monotonic()
         for key in keys:
@@ -130,12 +124,8 @@ class _Stored:
 
 
 class Packed:
-    """A lease or group in MessagePack, ready to write.
-
-    Args:
-        pieces: the bodies, and the bytes before each of them.
-        size: total bytes when decompressed.
-    """
+    """A lease or group in MessagePack, ready to write: the bodies, and the bytes before each of
+    them. `size`: total bytes when decompressed."""
 
     def __init__(self, pieces: Sequence[bytes | _Stored]) -> None:
         self._pieces = pieces
@@ -170,8 +160,7 @@ class Packed:
 
 class GroupEncoder:
     """Encodes leases and groups; one per app. `most_bytes`: cache size for bodies that other runs
-    may also get, and again for groups in JSON.
-    """
+    may also get, and again for groups in JSON."""
 
     def __init__(self, store: GroupLookups, most_bytes: int = _MOST_BYTES) -> None:
         self._store = store
@@ -200,7 +189,6 @@ class GroupEncoder:
         )
 
     async def group_as_json(self, row: GroupRow) -> bytes:
-        """Encodes one group in JSON, in the same form as in a lease."""
         (body,) = await self._json.get([row.group_id])
         return orjson.dumps(_json_object(row, body))
 
@@ -226,7 +214,6 @@ def _looked_through(group_ids: Sequence[str], found: Sequence[tuple[int, bytes]]
 
 
 def _plain(stored: _Stored) -> bytes:
-    """Decompresses a body, which was checked when it was read."""
     return decode(stored.encoding, stored.data)
 
 

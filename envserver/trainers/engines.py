@@ -1,8 +1,7 @@
 """Engines that are registered while the server runs (POST /v1/engines).
 
 A registration, a version, a drain and a pause are on disk before they are answered; only some
-heartbeats are written, so that many engines do not write all the time.
-"""
+heartbeats are written, so that many engines do not write all the time."""
 
 from __future__ import annotations
 
@@ -45,7 +44,6 @@ class EngineBook:
         self._written: list[Registration] = []
 
     async def load(self) -> None:
-        """Registers again what the store has."""
         stored = await self._store.get_value(_KEY)
         self._written = msgspec.convert(stored or [], list[Registration])
         self.fleet.restore(self._written)
@@ -260,7 +258,6 @@ async def _check_model(fleet: Fleet, model: str | None) -> None:
 
 
 def engine_list(fleet: Fleet) -> EngineList:
-    """Returns the engines of `fleet` that runners may call."""
     facts = [msgspec.structs.asdict(one) for one in sorted(fleet.shared(), key=lambda one: one.url)]
     engines = [ToldEngine(**{name: one[name] for name in ToldEngine.model_fields}) for one in facts]
     encoded = orjson.dumps([one.model_dump() for one in engines])

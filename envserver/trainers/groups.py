@@ -114,12 +114,7 @@ _UNREADABLE: Final = (CHECKED, b"\1")
 
 
 class FoundPage(msgspec.Struct):
-    """Groups that have the words.
-
-    Args:
-        cursor: of the next page; "" on the last one.
-        searched: number of groups that were read for this page.
-    """
+    """Groups that have the words; `searched`: number of groups that were read for this page."""
 
     groups: list[ListedGroup]
     cursor: str
@@ -130,8 +125,7 @@ async def find(
     store: GroupLookups, query: GroupQuery, words: str, cursor: str, limit: int
 ) -> FoundPage:
     """Returns the next page of at most `limit` groups of `query` whose conversations or outputs
-    have `words`, upper and lower case alike (of ASCII letters).
-    """
+    have `words`, upper and lower case alike (of ASCII letters)."""
     found: list[ListedGroup] = []
     searched = 0
     while len(found) < limit and searched < _MOST_READ:
@@ -147,7 +141,7 @@ async def find(
 
 
 async def _bodies(store: GroupLookups, group_ids: list[str]) -> list[tuple[int, bytes]]:
-    """Returns the stored bodies; an empty one for a group that cannot be read."""
+    """Returns the stored bodies; `_UNREADABLE` for a group that cannot be read."""
     try:
         return await store.stored_bodies(group_ids)
     except (InputError, NotFoundError):

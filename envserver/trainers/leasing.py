@@ -4,8 +4,7 @@ A client that has disconnected is leased nothing; waiting uses no CPU until some
 stream has at most `window` unacknowledged leases, in one of two encodings:
 
     binary    4-byte length (big-endian), a lease in MessagePack; length 0 is a keep-alive
-    events    id: the lease's id, event: lease, data: the lease in JSON; comments as keep-alive
-"""
+    events    id: the lease's id, event: lease, data: the lease in JSON; comments as keep-alive"""
 
 from __future__ import annotations
 
@@ -60,9 +59,8 @@ class Leasing:
         self._perhaps_open: dict[str, int] = {}
 
     async def lease(self, run: str, wanted: Limits, lease_id: str | None = None) -> Lease | None:
-        """Leases the groups available now; None if there are too few. `lease_id`: id for the lease;
-        if a lease with this id is open, it is returned again.
-        """
+        """Leases the groups available now; None if there are too few. If a lease with the id
+        `lease_id` is open, it is returned again."""
         bounded = wanted.max_groups or wanted.max_sequences or wanted.max_tokens
         max_groups = wanted.max_groups or MOST_GROUPS
         if not bounded:
@@ -84,14 +82,12 @@ class Leasing:
         return lease
 
     async def take_back(self, lease_id: str, damaged: DamagedBodies) -> None:
-        """Undoes a lease that could not be sent: drops its damaged groups and puts the others back
-        in their places.
-        """
+        """Undoes a lease that could not be sent: drops its damaged groups and queues the others
+        again."""
         await self._store.drop_damaged(damaged.reasons, undo=lease_id)
         self._on_change()
 
     async def give_back(self, lease_id: str) -> None:
-        """Returns the groups leased for a client that has disconnected."""
         with suppress(ConflictError, NotFoundError):  # the lease had already ended
             await self._store.nack(lease_id, reason="hang_up")
         self._on_change()
@@ -105,8 +101,7 @@ class Leasing:
         self, run: str, wanted: Limits, seconds: float, hangup: Hangup, lease_id: str | None
     ) -> Lease | None:
         """Leases what becomes available within `seconds`; None if nothing does or the client
-        disconnects.
-        """
+        disconnects."""
         deadline = time.monotonic() + seconds
         while True:
             seen = self._store.changes
@@ -133,7 +128,6 @@ class Leasing:
             )
 
     async def changed(self, seen: int, hangup: Hangup, seconds: float) -> None:
-        """Waits until the store has changed since `seen`, for at most `seconds`."""
         change = asyncio.create_task(self._store.wait_for_change(seconds, since=seen))
         await hangup.wait(change, seconds=seconds)
 
@@ -162,8 +156,7 @@ class Streams:
 
     async def enter(self, stream: LeaseStream) -> None:
         """Registers `stream` under its name and ends an older connection of that name, which makes
-        no lease any more when this returns.
-        """
+        no lease any more when this returns."""
         older = self._open.get(stream.key)
         self._open[stream.key] = stream
         if older is not None:
@@ -178,7 +171,6 @@ class Streams:
             stream.forget(lease_id)
 
     def run_rewound(self, run: str) -> None:
-        """Tells the run's streams that all its leases were returned."""
         for (name, _), stream in self._open.items():
             if name == run:
                 stream.forget_all()
@@ -190,12 +182,7 @@ def stream_of(lease_id: str) -> str:
 
 
 class LeaseStream:
-    """One connection of a stream.
-
-    Args:
-        name: name of the stream.
-        seen: id of the last lease that the client received; "" if none.
-    """
+    """One connection of a stream. `seen`: id of the last lease that the client received, or ""."""
 
     def __init__(
         self,
@@ -222,32 +209,27 @@ class LeaseStream:
 
     async def supersede(self) -> None:
         """Ends this connection because a newer one has taken over the stream. A lease that it is
-        making is there when this returns, so the newer one sends it.
-        """
+        making is there when this returns, so the newer one sends it."""
         self._superseded = True
         self._room.set()
         async with self._leases:
             pass
 
     def forget(self, lease_id: str) -> None:
-        """Removes a lease that is no longer open."""
         self._open.discard(lease_id)
         self._room.set()
 
     def forget_all(self) -> None:
-        """Removes all leases: none is open any more."""
         self._open.clear()
         self._room.set()
 
     async def take_back(self, lease: Lease, damaged: DamagedBodies) -> None:
-        """Withdraws a lease that could not be sent; later leases get its undamaged groups."""
         await self._leasing.take_back(lease.lease_id, damaged)
         self.forget(lease.lease_id)
 
     async def leases(self, hangup: Hangup) -> AsyncIterator[Lease | None]:
         """Yields the leases to send; None means keep-alive. Ends when the client has disconnected,
-        the run is closed, or another connection took over.
-        """
+        the run is closed, or another connection took over."""
         for unseen in await self._unseen():
             yield unseen
         heard = time.monotonic()
@@ -262,7 +244,6 @@ class LeaseStream:
                 heard = time.monotonic()
 
     async def _unseen(self) -> list[Lease]:
-        """Returns the open leases of this stream that the client has not received."""
         unseen = []
         for facts in await self._store.open_leases(self._run):
             if stream_of(facts.lease_id) != self._name:
@@ -314,7 +295,6 @@ class LeaseStream:
             await hangup.wait(room, change, seconds=seconds)
 
     async def end(self, hangup: Hangup) -> None:
-        """Returns the open leases if the client asked for it."""
         client_has_gone = hangup.gone and not hangup.server_ends
         if self._superseded or not client_has_gone or self._wanted.on_hangup != "give_back":
             return

@@ -3,8 +3,7 @@
 One `Live` belongs to a server; parts that run rollouts add themselves to it. `Follower` looks at
 the store and the engines only while a page watches, and joins many groups or failures to one event.
 A failure's message is short and contains no control characters and nothing that looks like a
-secret.
-"""
+secret."""
 
 from __future__ import annotations
 
@@ -105,7 +104,6 @@ class FailureLog:
         return partial(self._observe, environment)
 
     def add(self, *, message: str, **facts: Any) -> None:
-        """Adds a row; `facts`: the fields of `FailureRow` but `n`."""
         self.number += 1
         shown = redacted(printable(message[:_MOST_CHARACTERS], keep="\n"))
         self._rows.append(FailureRow(n=self.number, message=shown, **facts))
@@ -145,8 +143,7 @@ class FailureLog:
         self, environment: str, runner: str, failures: Mapping[str, int], drops: Mapping[str, int]
     ) -> None:
         """Adds how many attempts failed and groups were dropped at a runner since its last report
-        of them last, by kind and reason.
-        """
+        of them, by kind and reason."""
         for counts, what, noun in ((failures, "attempt", "attempts"), (drops, "drop", "groups")):
             for kind, count in counts.items():
                 known = _KINDS.get(kind, RolloutError)
@@ -163,7 +160,6 @@ class FailureLog:
                 )
 
     def set_aside(self, groups: Sequence[GroupRow], reason: str) -> None:
-        """Adds groups that a trainer cannot use."""
         for one in groups[:_MOST_ALIKE]:
             self.add(
                 time=time.time(),
@@ -176,7 +172,6 @@ class FailureLog:
             )
 
     def dropped(self, kind: str, count: int, message: str, fault: Fault) -> None:
-        """Adds groups that left the store, of which only the number is known."""
         self.add(
             time=time.time(),
             environment="",
@@ -195,8 +190,7 @@ class FailureLog:
         self, *, environment: str, kind: str, fault: str, before: int, limit: int
     ) -> tuple[list[FailureRow], dict[str, int], int | None]:
         """Returns up to `limit` matching rows before number `before`, newest first; the counts by
-        kind; and the `before` of the next page.
-        """
+        kind; and the `before` of the next page."""
         alike = [
             row
             for row in reversed(self._rows)
@@ -247,7 +241,6 @@ class EngineSource(msgspec.Struct, frozen=True):
 
     Args:
         name: "" for the engine of the rollouts, else the agent that has it.
-        model: name of the model there.
         version: returns the policy version that it serves; -1: none, or unknown.
     """
 
@@ -318,14 +311,7 @@ Running = Callable[[str, int], tuple[list[RunningRollout], int]]
 
 
 class Live:
-    """The live state of one server.
-
-    Attributes:
-        feed: events for pages that are open.
-        failures: the latest failures, and what was dropped.
-        engines: the engines of the server's own rollouts.
-        running: its own rollouts in progress.
-    """
+    """The live state of one server. `engines`, `running`: of its own rollouts."""
 
     def __init__(self) -> None:
         self.feed = Feed()
@@ -337,7 +323,6 @@ class Live:
         self.feed.publish("alarm", alarm.facts() | {"active": begins})
 
     def sampled(self, now: float, numbers: Numbers) -> None:
-        """Publishes the numbers of `/v1/series` as they are now."""
         series = [(one.name, dict(one.labels), value) for one, value in numbers.items()]
         self.feed.publish("sample", {"time": now, "series": series})
 
@@ -480,7 +465,6 @@ def live_routes(
     version: Callable[[], int],
     look: Callable[[], Awaitable[None]],
 ) -> APIRouter:
-    """Returns the routes of this room; `version`, `look`: see `add_event_routes`."""
     router = APIRouter(tags=["live"])
     add_event_routes(router, live.feed, version, look)
     add_failure_routes(router, live.failures)

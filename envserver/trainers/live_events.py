@@ -3,8 +3,7 @@
 Memory is bounded and does not depend on the watchers: events are encoded once for all, and a
 watcher that reads too slowly is disconnected. A cursor is `<boot>.<number of the event>.<seq of the
 last group>`, which browsers send back as Last-Event-ID; `boot` changes when the server starts. A
-cursor that the ring still has continues without a gap and without a repetition.
-"""
+cursor that the ring still has continues without a gap and without a repetition."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ _AT_ONCE_BYTES: Final = 128 * 1024
 _ID: Final = re.compile(r"([0-9a-f]{8})\.(\d{1,18})\.(\d{1,18})")
 
 
-class FellBehind(Exception):
-    """The ring no longer has the event after a cursor."""
+class FellBehind(Exception): ...
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -90,12 +88,7 @@ class Feed:
         self._waking: asyncio.TimerHandle | None = None
 
     def publish(self, name: str, data: Any, *, seq: int | None = None) -> None:
-        """Adds an event.
-
-        Args:
-            data: JSON-like.
-            seq: of the last group that it is about.
-        """
+        """Adds an event with JSON-like data; `seq`: of the last group that it is about."""
         before = self.seq
         self.number += 1
         self.seq = before if seq is None else max(before, seq)
@@ -113,14 +106,12 @@ class Feed:
         self._told.announce(self.number)
 
     def encoded(self, name: str, data: Any, number: int, seq: int) -> bytes:
-        """Returns an event as bytes, with the cursor after it."""
         cursor = f"{self.boot}.{number}.{seq}"
         line = orjson.dumps(data, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
         return b"id: %s\nevent: %s\ndata: %s\n\n" % (cursor.encode(), name.encode(), line)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Counts a watcher while the block runs."""
         self.watchers += 1
         self.watched.set()
         try:
@@ -158,7 +149,6 @@ class Feed:
         return b"".join(parts), number + len(parts)
 
     async def more(self, number: int) -> None:
-        """Waits until there are events after `number`."""
         while self.number <= number or self._waking is not None:
             await self._told.wait(self._told.number, None)
 
@@ -175,8 +165,7 @@ _SLOW_SECONDS: Final = 30.0
 _AGAIN_SECONDS: Final = 5.0
 
 
-async def _nothing() -> None:
-    """Looks for nothing."""
+async def _nothing() -> None: ...
 
 
 def add_event_routes(
@@ -185,12 +174,7 @@ def add_event_routes(
     version: Callable[[], int] = lambda: -1,
     look: Callable[[], Awaitable[None]] = _nothing,
 ) -> None:
-    """Adds GET /v1/events.
-
-    Args:
-        version: returns the current policy version.
-        look: publishes what has happened since it was called last.
-    """
+    """Adds GET /v1/events. `look`: publishes what has happened since its last call."""
 
     @router.get(
         "/v1/events",
@@ -210,8 +194,6 @@ def add_event_routes(
 
 
 class EventsAnswer(Response):
-    """Sends events for as long as the client listens."""
-
     media_type = EVENTS
 
     def __init__(
@@ -266,7 +248,6 @@ class EventsAnswer(Response):
         return first
 
     async def _send_events(self, number: int, hangup: Hangup, write: Callable[..., Any]) -> None:
-        """Sends events after `number` until the client or the server ends, or it falls behind."""
         while not hangup.gone:
             try:
                 part, number = self._feed.after(number)
@@ -282,7 +263,6 @@ class EventsAnswer(Response):
 
 
 def missed(seen: int, last: int) -> dict[str, int]:
-    """Returns the event `groups` of those after number `seen`, up to number `last`."""
     return {"count": last - seen, "first_seq": seen + 1, "last_seq": last}
 
 

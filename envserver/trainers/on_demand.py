@@ -1,8 +1,7 @@
 """Makes rollouts of tasks that the caller names, in that order, and lists the tasks.
 
 Repeating a request with the same key returns the same rollouts, even after the server was killed in
-between. The hidden part of a task is never sent.
-"""
+between. The hidden part of a task is never sent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The policy version, pauses during weight updates, and evaluations of a version.
 
 The version is durable and never decreases. Calls stay paused until a trainer resumes them, also
-when the server restarts or another one takes over in the midst of an update.
-"""
+when the server restarts or another one takes over in the midst of an update."""
 
 from __future__ import annotations
 
@@ -32,8 +31,6 @@ _VERSION: Final = TypeAdapter(PolicyVersionRequest)
 
 
 class PolicyVersion:
-    """The policy version that trainers publish: durable, never decreasing."""
-
     def __init__(self, store: Store, on_change: Callable[[int], None] | None) -> None:
         self._store = store
         self._on_change = on_change
@@ -49,8 +46,7 @@ class PolicyVersion:
 
     async def publish(self, version: int, engines: Sequence[str] = ()) -> None:
         """Makes `version` the current version; publishing the current version again is allowed.
-        `engines`: ids or addresses of engines that tell their own versions and serve it.
-        """
+        `engines`: ids or addresses of engines that tell their own versions and serve it."""
         async with self._lock:
             if version < self.version:
                 raise ConflictError(
@@ -153,9 +149,8 @@ class PauseRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     in_flight: InFlight = "drain"
-    """What happens to running calls: drain (they finish first), keep (they continue), abort (they
-    are cancelled and retried later).
-    """
+    """Running calls finish first (drain), continue (keep), or are cancelled and retried later
+    (abort)."""
     timeout_seconds: float = Field(default=60.0, gt=0, le=_LONGEST_WAIT_SECONDS)
     """Maximum wait for them; then the response has `"idle": false` and calls stay paused."""
 
@@ -193,7 +188,6 @@ class WeightPause:
         self._news = environments.news
 
     async def load(self) -> None:
-        """Pauses calls if they were paused when the server ended."""
         in_flight = await self._store.get_value(_STORED)
         if in_flight is not None:
             log.warning("calls_are_paused", why="A trainer paused them and has not resumed them.")
@@ -206,7 +200,6 @@ class WeightPause:
         return all(await asyncio.gather(self.gate.pause(*how), self._news.pause(*how)))
 
     async def resume(self) -> None:
-        """Lets calls continue."""
         if await self._store.get_value(_STORED) is not None:
             await self._store.set_value(_STORED, None)
         self.gate.resume()
@@ -217,8 +210,7 @@ def weight_routes(
     pausing: WeightPause, policy: PolicyVersion, evaluations: HeldOutEvaluations | None
 ) -> APIRouter:
     """Returns the routes that pause and resume calls. `evaluations`: what a pause may wait for
-    (`evaluate.hold_seconds`).
-    """
+    (`evaluate.hold_seconds`)."""
     gate = pausing.gate
     router = APIRouter(tags=["native"])
     handled: deque[str | None] = deque(maxlen=_KEPT_KEYS)

@@ -69,8 +69,6 @@ class NotJson(UsageError):
 
 
 class Logins:
-    """The parts that the routes need if access tokens are required."""
-
     def __init__(self, tokens: AccessTokens, sessions: Sessions, strangers: Strangers) -> None:
         self.tokens = tokens
         self.sessions = sessions
@@ -91,8 +89,6 @@ class Logins:
 
 
 def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
-    """Adds the routes; `logins` is None where no tokens are required."""
-
     @router.get("/v1/session", responses=answers(SessionAnswer, what="Who asks."))
     async def get_session(request: Request) -> Response:
         """Returns whether this client must log in, and as whom it is logged in."""
@@ -158,12 +154,8 @@ def native_routes(
     set_aside: SetAside,
     evaluations: HeldOutEvaluations | None,
 ) -> APIRouter:
-    """Returns all native routes; parts that are None have none.
-
-    Args:
-        present: returns the names of all environments.
-        set_aside: called with groups that a trainer cannot use, and its reason.
-    """
+    """Returns all native routes; parts that are None have none. `set_aside`: called with groups
+    that a trainer cannot use, and its reason."""
     router = APIRouter(tags=["native"])
     encoder = GroupEncoder(store)
     streams = Streams()

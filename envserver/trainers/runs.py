@@ -1,8 +1,7 @@
 """Runs, each the subscription of one trainer or export, and their leases.
 
 Creating a run is idempotent by name. A lease is delivered once; acknowledging twice is allowed;
-only the run that holds a lease can close it.
-"""
+only the run that holds a lease can close it."""
 
 from __future__ import annotations
 
@@ -60,7 +59,6 @@ class FilterWarnings:
         self._present = present
 
     def of_names(self, environments: Collection[str]) -> list[str]:
-        """Returns a warning for the names that no environment has or had."""
         if not environments:
             return []
         known = {env for _, env, _ in self._store.tallies} | set(self._present())
@@ -226,11 +224,9 @@ def _require_room(store: Store) -> None:
 
 
 async def _go_back(store: Store, wanted: RunRequest, key: str | None) -> int:
-    """Goes back as requested and returns how many groups will be delivered again.
-
-    Returns 0 if a request with this key was already handled: a delayed duplicate would undo what
-    the trainer has acknowledged since.
-    """
+    """Goes back as requested and returns how many groups will be delivered again: 0 if a request
+    with this key was already handled, since a delayed duplicate would undo what the trainer has
+    acknowledged in the meantime."""
     place = f"resumed:{wanted.name}"
     if key is not None and await store.get_value(place) == key:
         return 0
@@ -396,7 +392,6 @@ def add_lease_routes(
 
 
 async def lease_answer(lease: Lease, encoder: GroupEncoder, headers: Headers) -> Response:
-    """Encodes the lease in the format that the client accepts."""
     if GROUPS_MSGPACK in headers.get("accept", ""):
         return PackedAnswer(await encoder.lease(lease), GROUPS_MSGPACK, headers)
     return Response(await encoder.lease_as_json(lease), media_type="application/json")

@@ -46,7 +46,6 @@ class Recorder:
     """The history of one server.
 
     Args:
-        clock: seconds since 1970.
         then: called after each record with the time and the rows in memory.
         tell: called with each row in memory.
     """
@@ -105,9 +104,8 @@ class Recorder:
             log.warning("history_not_stored", error=str(error))
 
     async def between(self, start: float, end: float, points: int) -> list[Row]:
-        """Returns the rows from `start` to `end` in order: by the minute, then what memory has.
-        `points`: number of rows that are wanted; of long spans every n-th minute is read.
-        """
+        """Returns the rows from `start` to `end` in order: by the minute, then what memory has. Of
+        spans with more than `points` rows every n-th minute is read."""
         recent = await asyncio.to_thread(self._history.between, start, end)
         # The first row in memory is its minute's in the store, too.
         last = min(end, self._history.begins - 60)
@@ -129,8 +127,7 @@ _ALARM_SECONDS = 2 * 3600.0
 
 class AlarmWatch:
     """The alarms of one server. `facts`: what is known beside the numbers; called on the event
-    loop, so it must be fast.
-    """
+    loop, so it must be fast."""
 
     def __init__(self, config: AlarmsConfig, facts: Callable[[], AlarmFacts] = AlarmFacts) -> None:
         self.book = AlarmBook()
@@ -148,7 +145,6 @@ class AlarmWatch:
         return findings(at, self._failed)
 
     async def families(self) -> Iterable[Metric]:
-        """See `api.metrics.Source`."""
         counts = by_key(self.book.counts())
         return [gauge("envserver_alarms", "Active alarms by name", ("name",), counts)]
 
@@ -160,8 +156,7 @@ _FULL_SECONDS: Final = 5.0
 
 async def remove_old(store: Store, retention: RetentionConfig) -> None:
     """Deletes groups that were delivered long ago, every few minutes until cancelled; retries when
-    the store fails. While the disk is full, deletes at once all that no run can go back to.
-    """
+    the store fails. While the disk is full, deletes at once all that no run can go back to."""
     due = time.monotonic() + _UPKEEP_SECONDS
     while True:
         await asyncio.sleep(_FULL_SECONDS)
@@ -308,14 +303,6 @@ def add_source_routes(
     makes_rollouts: bool,
     evaluated: Callable[[], bool],
 ) -> None:
-    """Adds the route.
-
-    Args:
-        names: returns the names of the environments.
-        makes_rollouts: whether this server has an engine and makes rollouts itself.
-        evaluated: returns whether there are evaluations of held-out tasks.
-    """
-
     @router.get("/v1/source", responses=answers(SourceAnswer, what="What can be looked at."))
     async def source() -> Response:
         """Returns what this server shows: the page has a menu of these parts."""
