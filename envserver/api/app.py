@@ -1,7 +1,5 @@
-"""The FastAPI application over one open store: all routes, all middleware, background tasks.
-
-The caller owns the store, which must be open before the first request and until after the last.
-"""
+"""The FastAPI application over one open store: all routes, all middleware, background tasks. The
+caller owns the store, which must be open before the first request and until after the last."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ class QueueFull(UsageError):
 
 
 class QueueLimit:
-    """The limit of one server; see `ServerConfig.max_waiting_groups` and `max_waiting_gb`."""
+    """See `ServerConfig.max_waiting_groups` and `max_waiting_gb`."""
 
     def __init__(self, store: Store, settings: ServerConfig) -> None:
         self._store = store
@@ -81,7 +79,6 @@ class QueueLimit:
         self._looked_at = -_LOOK_SECONDS
 
     def limited(self, endpoints: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
-        """Returns the endpoints, which answer 429 while too much waits."""
         return {path: self._limited(endpoint) for path, endpoint in endpoints.items()}
 
     def _limited(self, endpoint: Endpoint) -> Endpoint:
@@ -203,15 +200,13 @@ def create_api(
     """Builds the application; parts that are None have no routes.
 
     Args:
-        store: must stay open while the app runs.
         status: JSON-like facts for `GET /v1/status`; called on the event loop, so it must be fast.
         on_policy_version: called with the stored version, and each that a trainer publishes.
         health: parts that must be ready; None: only the store.
-        gate: pauses model calls at the engine; None if this server has no engine.
         include_messages, score_range: how groups of local environments are sent to Atropos
             trainers.
         retention: which delivered groups are deleted from the store; None: none.
-        runners: the registry of runners; None: a new one with the default capacity.
+        runners: None: a new registry with the default capacity.
         alarms: None: by the default thresholds, if there are metrics.
         evaluations: of a held-out split.
     """

@@ -68,8 +68,6 @@ def no_leader() -> NoLeader:
 
 
 class LeaderLink:
-    """Sends requests to the leader; use with `async with`."""
-
     def __init__(self, leadership: Leadership, settings: ServerConfig) -> None:
         self._leadership = leadership
         self._settings = settings
@@ -422,7 +420,6 @@ class _Exchange:
 def follower_app(
     leadership: Leadership, link: LeaderLink, settings: ServerConfig, lag: LoopLag
 ) -> ASGIApp:
-    """Builds the application."""
     health = Health(lag)
     health.role = partial(role, leadership)
     health.found("leader", link.probe)

@@ -1,8 +1,5 @@
-"""Text that people read: token ids as text, and invisible characters made visible.
-
-The tokenizers are those on this machine, without the network. An id that is not text by itself
-(part of a character, not in the vocabulary) has none.
-"""
+"""Text that people read: token ids as text, and invisible characters made visible. The tokenizers
+are those on this machine. An id that is not text by itself (part of a character) has none."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Who may do what: the roles of each route, access tokens, and logins of the page.
 
 For a route that is not in the table, everyone but an admin gets 404; `/healthz` needs no token. The
-proxy (`/r/{key}/...`) is another application: each of its paths contains its own key.
-"""
+proxy (`/r/{key}/...`) is another application: each of its paths contains its own key."""
 
 from __future__ import annotations
 
@@ -37,7 +36,6 @@ ENVIRONMENT: Final[Roles] = frozenset({"environment"})
 READERS: Final[Roles] = frozenset({"reader", "trainer"})
 EVERYBODY: Final[Roles] = frozenset({"reader", "trainer", "environment"})
 READABLE: Final[Roles] = READERS | {"admin"}
-"""Roles that may do what a reader may."""
 
 
 class Rule(NamedTuple):
@@ -188,8 +186,6 @@ log = structlog.get_logger(__name__)
 
 
 class Token(BaseModel):
-    """One token, as stored in the file."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(pattern=r"^[0-9a-f]{10}$")
@@ -286,8 +282,7 @@ def read_tokens(path: Path) -> list[Token]:
 
 class AccessTokens:
     """The tokens that a running server accepts; the file, which must contain one, is read again
-    when it changes.
-    """
+    when it changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -309,7 +304,6 @@ class AccessTokens:
         return token if token and same and not token.has_expired() else None
 
     def by_id(self, token_id: str) -> Token | None:
-        """Returns the entry with this id; None if it is unknown, expired or revoked."""
         self._refresh()
         known = self._tokens.get(token_id)
         return None if known is None or known.has_expired() else known
@@ -473,10 +467,8 @@ def is_page_read(scope: Scope, rule: Rule | None) -> bool:
 
 
 def is_own_page(scope: Scope) -> bool:
-    """Returns whether a browser sent the request for a page of this very origin.
-
-    Browsers tell so only over HTTPS and to this machine.
-    """
+    """Returns whether a browser sent the request for a page of this very origin. Browsers tell so
+    only over HTTPS and to this machine."""
     sites = [value for name, value in scope["headers"] if name == b"sec-fetch-site"]
     return sites == [b"same-origin"]
 
@@ -488,10 +480,8 @@ def _is_https(scope: Scope) -> bool:
 
 def session_key(tokens_file: Path) -> bytes:
     """Reads the key of logins, which lies beside the tokens file; makes it at the first start.
-
     Where no file can be made (a mounted secret), the key is a new one, and logins end with the
-    server.
-    """
+    server."""
     path = tokens_file.with_name(f"{tokens_file.name}.session-key")
     try:
         return _read_key(path)

@@ -72,7 +72,6 @@ def error_answer(
     Args:
         kind: the snake_case name of the error; `about:blank` adds nothing to the status.
         detail: value of "detail" in the Atropos protocol; default: the message.
-        more: additional members of the problem.
     """
     if not is_native(path):
         body = orjson.dumps({"detail": message if detail is None else detail})
@@ -188,12 +187,9 @@ def answers(
     """Describes the responses of a route for the OpenAPI document.
 
     Args:
-        model: the JSON body; None if there is none.
         errors: error statuses of this route, in addition to those of every route.
-        status: status on success.
         media_types: binary media types that the route can also return.
         body: whether the route takes a request body, which adds the errors of bodies.
-        what: description of the success response.
     """
     success: dict[str, Any] = {"description": what}
     if model is not None:

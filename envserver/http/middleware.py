@@ -2,8 +2,7 @@
 
 Without a valid token the response is 401, with another role 403, above the quota 429. A response
 never reveals whether a token exists, has expired or was revoked, nor, without a token, which routes
-exist. A stream or a WebSocket ends when its token is revoked.
-"""
+exist. A stream or a WebSocket ends when its token is revoked."""
 
 from __future__ import annotations
 
@@ -43,8 +42,6 @@ class TooManyRequests(UsageError):
 
 
 class Usage:
-    """Usage of the quota of one access token."""
-
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
         self._requests = self._bytes = None
@@ -57,7 +54,6 @@ class Usage:
         self.open_streams = 0
 
     def begin(self, *, is_stream: bool) -> None:
-        """Counts a request."""
         now = time.monotonic()
         if self._bytes is not None and (wait := self._bytes.wait_seconds(1, now)):
             raise TooManyRequests("This access token has moved as many bytes as it may.", wait)
@@ -75,13 +71,12 @@ class Usage:
         self.open_streams -= 1
 
     def moved(self, size: int) -> None:
-        """Counts bytes of a body, sent or received."""
         if self._bytes is not None and size:
             self._bytes.take(size, time.monotonic())
 
 
 class Usages:
-    """Usage of all access tokens, by token id. `quota`: for tokens without a quota of their own."""
+    """Usage of all access tokens, by id. `quota`: for tokens without a quota of their own."""
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
@@ -102,8 +97,7 @@ class Usages:
 
 class Strangers:
     """Limits requests without a valid token per address: 20 at once, then one every two seconds. An
-    IPv6 /64 network counts as one address.
-    """
+    IPv6 /64 network counts as one address."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -158,8 +152,8 @@ class Access:
     """Lets only authorized requests through.
 
     Args:
-        sessions: logins of the page; None: requests without a token go on to a server that
-            knows them.
+        sessions: logins of the page; None: requests without a token go on to a server that knows
+            them.
         quota: of tokens without one of their own.
         rules: the roles of the application's routes, by path; see `rules_of`.
     """
@@ -305,12 +299,10 @@ async def _refuse(error: UsageError, scope: Scope, receive: Receive, send: Send)
 
 
 class KnownNames:
-    """Refuses requests whose Host header is not one of the server's names.
+    """Refuses requests whose Host header is not one of loopback's or the server's `names`.
 
     Prevents DNS rebinding: an attacker can make a domain resolve to this machine; a browser then
-    treats a page of that domain as the same origin as this server and lets it read everything.
-    `names`: host names in addition to those of loopback.
-    """
+    treats a page of that domain as the same origin as this server and lets it read everything."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self._app = app

@@ -31,16 +31,14 @@ Json = dict[str, Any]
 
 def schema_later(model: type[BaseModel], *, is_answer: bool = False) -> Json:
     """Returns a reference that `fill_schemas` replaces. `is_answer`: the schema becomes a
-    component, in which fields with a default are required.
-    """
+    component, in which fields with a default are required."""
     mode = "serialization" if is_answer else "validation"
     return {"$ref": f"{_LATER}{mode}/{model.__module__}/{model.__qualname__}"}
 
 
 def fill_schemas(part: Any, components: Json) -> None:
     """Replaces the references of `schema_later` in `part`, and moves nested schemas (`$defs`) to
-    `components`.
-    """
+    `components`."""
     if isinstance(part, list):
         for each in part:
             fill_schemas(each, components)
@@ -80,12 +78,10 @@ _LONGEST_INPUT: Final = 1000
 _LONGEST_NAME: Final = 200
 _MOST_READ_TWICE: Final = 1_000_000
 _MOST_VALUES: Final = 20_000_000
-"""Maximum number of values in a body; each can take a hundred bytes of memory while it is parsed.
-"""
+"""Maximum number of values in a body; each can take a hundred bytes while it is parsed."""
 
 SERVER_ENDS: Final = "envserver.server_ends"
-"""Key in an `http.disconnect` message: the server is shutting down; the client is still connected.
-"""
+"""Key in an `http.disconnect` message: the server is shutting down; the client is still there."""
 
 ABORT: Final = "envserver.abort"
 """Extension of a scope: its `abort` closes the connection at once, with what waits to be sent."""
@@ -139,9 +135,7 @@ def parse_body(raw: bytes, wanted: TypeAdapter[T]) -> T:
 
 
 def request_body(model: type[BaseModel], *, listed: bool = False) -> dict[str, Any]:
-    """Describes the request body in the OpenAPI document: bodies are read raw, so FastAPI cannot
-    infer it.
-    """
+    """Describes a body in the OpenAPI document: it is read raw, so FastAPI cannot infer it."""
     schema = schema_later(model)
     if listed:
         schema = {"type": "array", "items": schema}
@@ -150,8 +144,7 @@ def request_body(model: type[BaseModel], *, listed: bool = False) -> dict[str, A
 
 def _refused(raw: bytes, wanted: TypeAdapter[T], error: ValidationError) -> UsageError:
     """Returns the error that FastAPI would report, which is that of Python's own JSON parser. For
-    large bodies the error has pydantic's wording.
-    """
+    large bodies the error has pydantic's wording."""
     large = len(raw) > _MOST_READ_TWICE
     found = error.errors(include_url=False, include_input=not large)
     if "recursion limit" in found[0]["msg"]:
@@ -243,14 +236,11 @@ class Hangup:
         return self._task.done()
 
     def then(self, call: Callable[[], None]) -> None:
-        """Calls `call` once the client has disconnected."""
         self._task.add_done_callback(lambda task: call())
 
     async def wait(self, *others: asyncio.Task[Any], seconds: float) -> None:
         """Waits until the client disconnects, one of `others` is done, or `seconds` have passed.
-
-        Cancels the remaining `others` and raises the exception of a failed one.
-        """
+        Cancels the remaining `others` and raises the exception of a failed one."""
         try:
             await asyncio.wait(
                 {self._task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
@@ -269,7 +259,6 @@ class Hangup:
 
 
 def key_of(request: Request) -> str | None:
-    """Returns the request's Idempotency-Key; None if absent."""
     key = request.headers.get("idempotency-key")
     if key and len(key) > _LONGEST_KEY:
         raise InputError("The Idempotency-Key is too long.", place="Idempotency-Key")

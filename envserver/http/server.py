@@ -1,14 +1,9 @@
 """Serves an application over HTTP in the caller's event loop, with limits of connections.
 
-    running = await serve_api(app, "127.0.0.1", 0)
-    ...
-    await running.close()
-
 Without access tokens, only this machine may connect. With server settings, the number of
 connections is limited, heads in size, number and time, and bodies in time: a client that exceeds a
 limit gets an error (431, 414, 408, 429 or 503) and is disconnected. When the certificate changes on
-disk, new connections use the new one.
-"""
+disk, new connections use the new one."""
 
 from __future__ import annotations
 
@@ -47,7 +42,6 @@ class Lifespan:
         self._started = asyncio.Event()
 
     async def start(self) -> None:
-        """Waits until the application has started."""
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}}
         self._task = asyncio.ensure_future(self._live(scope))
         self._requests.put_nowait({"type": "lifespan.startup"})
@@ -80,11 +74,8 @@ _MOST_BYTES: Final = 64 * 1024
 
 
 class JoinedWrites:
-    """A transport that joins writes; everything else is done by the transport that it is given.
-
-    What is written in one turn of the event loop goes out at its end, or as soon as it is 64 KB.
-    The order of writes, and of closing, stays.
-    """
+    """A transport that joins writes: what is written in one turn of the event loop goes out at its
+    end, or as soon as it is 64 KB. The order of writes, and of closing, stays."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -93,7 +84,6 @@ class JoinedWrites:
         self._size = 0
 
     def write(self, data: bytes) -> None:
-        """Writes `data` at the end of this turn of the loop."""
         if not self._parts:
             self._loop.call_soon(self._flush)
         self._parts.append(data)
@@ -171,10 +161,8 @@ class TooManyPipelined(UsageError):
 
 
 class BoundedHttp(JoinedHttp):
-    """One connection. Its phase is idle, reading headers, or reading a body.
-
-    Subclasses may override `head_came` and `answer_to`.
-    """
+    """One connection. Its phase is idle, reading headers, or reading a body. Subclasses may
+    override `head_came` and `answer_to`."""
 
     most_discarded = 1 << 20
     """Bytes of a body that are still read after its answer; then the connection is closed."""
@@ -340,8 +328,6 @@ _Seen = tuple[tuple[int, int, int], ...]
 
 
 class Certificates:
-    """The certificates of a server; `settings` must name a certificate."""
-
     def __init__(self, settings: ServerConfig) -> None:
         self._settings = settings
         self._in_use: _Seen = ()
@@ -384,7 +370,6 @@ class Certificates:
                 last_problem = str(error)
 
     def _changed(self) -> ssl.SSLContext | None:
-        """Returns a new context if the files have changed, else None."""
         try:
             if self._look() == self._in_use:
                 return None
@@ -445,7 +430,6 @@ class RunningServer:
 
     @property
     def url(self) -> str:
-        """`http://host:port`, or `https://` with a certificate."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self._server.config.ssl else 'http'}://{host}:{self.port}"
 
@@ -499,7 +483,6 @@ class _Server(uvicorn.Server):
             server.close()
 
     def protocol(self, http: HttpFactory | None = None) -> asyncio.Protocol:
-        """Creates the protocol for one connection, as uvicorn does for its own sockets."""
         return (http or self.config.http_protocol_class)(  # type: ignore[call-arg]  # uvicorn types the class as any Protocol
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
@@ -602,7 +585,6 @@ def _websocket(*args: Any, **kwargs: Any) -> asyncio.Protocol:
 
 
 def require_loopback(host: str) -> None:
-    """Raises ConfigError if other machines could connect to `host`."""
     if not is_loopback(host):
         raise ConfigError(
             f"Without access tokens the server does not listen at {host or 'every address'}.",

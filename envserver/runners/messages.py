@@ -37,7 +37,6 @@ Counts = Annotated[dict[Annotated[str, Field(max_length=128)], Count], Field(max
 
 
 def check_can_be_shown(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns `value`, which responses will repeat."""
     try:
         size = len(orjson.dumps(value))
     except TypeError as error:
@@ -202,11 +201,9 @@ class GroupIds(_Message):
 
 
 GROUP_LIST_MSGPACK: Final = "application/vnd.envserver.group-list+msgpack"
-"""Media type of a post of several groups, which costs the server much less than many requests.
-
-A MessagePack array of binaries. Each is a group as packed by `records.pack`, or the same as one
-zstd frame with its size and checksum, which the server stores unchanged.
-"""
+"""Media type of a post of several groups, which costs the server much less than many requests: a
+MessagePack array of binaries, each a group as packed by `records.pack`, or the same as one zstd
+frame with its size and checksum, which the server stores unchanged."""
 MOST_GROUPS: Final = 64
 """Maximum number of groups in one request."""
 MOST_BYTES: Final = 16 * 1024 * 1024
@@ -228,5 +225,4 @@ def compressed(packed: bytes) -> bytes:
 
 
 def encode_batch(bodies: Sequence[bytes]) -> bytes:
-    """Encodes the body of a request with these groups, each compressed or not."""
     return msgspec.msgpack.encode(bodies)

@@ -1,8 +1,7 @@
 """Sends news to runners: policy versions, pauses, and how many groups each may have open.
 
 Heartbeats wait until there is news for them. Dealing the places takes a small part of the time
-however many runners there are.
-"""
+however many runners there are."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class ExtraCapacity:
 
     Open and waiting groups share one limit, so that groups do not grow old in the queue. If the
     queue stays nearly empty while all places are taken, and as many groups have begun as there are
-    places, then rollouts are slow rather than the trainers, and half as many more may be open.
-    """
+    places, then rollouts are slow rather than the trainers, and half as many more may be open."""
 
     def __init__(self) -> None:
         self._groups = 0
@@ -52,15 +50,8 @@ class ExtraCapacity:
         self._shrunk_at = float("-inf")
 
     def groups(self, waiting: int, most: int, used: int, begun: int, at: float) -> int:
-        """Returns the number of extra groups now.
-
-        Args:
-            waiting: groups in the queue.
-            most: maximum number of groups in the queue.
-            used: open groups.
-            begun: groups begun since the start.
-            at: time in seconds, of any monotonic clock.
-        """
+        """Returns the number of extra groups now. `waiting` groups are in the queue, at most
+        `most`; `used` are open; `begun` since the start; `at`: seconds of any monotonic clock."""
         places = most + self._groups
         if waiting > most // 2:
             self._begun = begun
@@ -74,7 +65,6 @@ class ExtraCapacity:
 
 
 _MOST_COUNTED: Final = 4096
-"""Maximum number of groups counted as begun at a time."""
 
 
 class Participant(msgspec.Struct, frozen=True):
@@ -83,7 +73,6 @@ class Participant(msgspec.Struct, frozen=True):
     Args:
         share: its unique name, weight and minimum share.
         env: name of the environment whose groups it makes.
-        open: groups that it has open.
         held: groups that it has open, or may open without asking again.
         capacity: number of groups it could have open.
     """
@@ -100,14 +89,8 @@ class Participant(msgspec.Struct, frozen=True):
 
 
 class LocalEnvironment(msgspec.Struct, frozen=True):
-    """An environment in the server's own process.
-
-    Args:
-        prefix: ID prefix of its groups.
-        share: its share, with the name of the environment.
-        capacity: number of groups it can have open.
-        open_groups, begun: functions that count the groups open now and begun since the start.
-    """
+    """An environment in the server's own process. `prefix`: ID prefix of its groups; `capacity`:
+    number of groups it can have open."""
 
     prefix: str
     share: Share
@@ -144,8 +127,7 @@ class Deal:
 
     def room(self, asking: Participant) -> int:
         """Returns how many groups `asking` may have open. What another may open without asking
-        again is given to no other: its place becomes free when that one learns of a smaller
-        number.
+        again is given to no other: its place becomes free when that one learns of a smaller number.
         """
         target = self._targets[asking.name]
         free = max(0, self._places[asking.env] - self._held + asking.held)
@@ -160,8 +142,7 @@ class Deal:
 
 class SharedCapacity:
     """Capacity shared by all environments of a server. `stretches`: whether more groups may open
-    when rollouts are slow (see `ExtraCapacity`); not used with a staleness limit.
-    """
+    when rollouts are slow (see `ExtraCapacity`); not used with a staleness limit."""
 
     def __init__(self, demand: Demand, *, stretches: bool = True) -> None:
         self._demand = demand
@@ -174,7 +155,6 @@ class SharedCapacity:
         self._begun = 0
 
     def deal(self, everyone: Sequence[Participant]) -> Deal:
-        """Deals all places among `everyone`, at least one."""
         self._count(everyone)
         held, is_open = sum(one.held for one in everyone), sum(one.open for one in everyone)
         most = self._demand.max_waiting()
@@ -205,8 +185,7 @@ class SharedCapacity:
 
     def report_to_demand(self, opened: Counter[str]) -> None:
         """Reports the groups in progress on other machines, by environment; groups of this process
-        are counted where they are made.
-        """
+        are counted where they are made."""
         for env in opened.keys() | self._reported.keys():
             if opened[env] != self._reported[env]:
                 self._demand.opened(env, opened[env] - self._reported[env])
@@ -232,8 +211,7 @@ Waiting = asyncio.Future[News | None]
 
 class WaitingHeartbeats:
     """The heartbeats that wait. `look`: called soon after changes; calls `tell` for each of `all`
-    for which there is news.
-    """
+    for which there is news."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         self._look = look
@@ -244,8 +222,7 @@ class WaitingHeartbeats:
         self, env_id: str, beat: Heartbeat, seconds: float, receive: Receive
     ) -> News | None:
         """Waits for news for a runner at most `seconds` long; None: there was none, or the client
-        has disconnected. `receive`: of the request.
-        """
+        has disconnected. `receive`: of the request."""
         loop = asyncio.get_running_loop()
         answer: Waiting = loop.create_future()
         self._waiting[answer] = env_id, beat
@@ -318,12 +295,8 @@ class RunnerNews:
         return list(self._local)
 
     async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
-        """Stops the runners' model calls until `resume`.
-
-        Returns:
-            Whether all present runners confirmed the pause (with "keep": that they start no new
-            call). Silent runners stop by themselves.
-        """
+        """Stops the runners' model calls until `resume`; returns whether all present runners
+        confirmed (with "keep": that they start no new call). Silent runners stop by themselves."""
         self._pause = pause = Pause(id=secrets.token_hex(8), in_flight=in_flight)
         self.wake()
         end = time.monotonic() + timeout_seconds
@@ -336,23 +309,19 @@ class RunnerNews:
         return True
 
     def resume(self) -> None:
-        """Lets the runners' model calls continue."""
         self._pause = None
         self.wake()
 
     def publish(self, version: int) -> None:
-        """Announces the policy version that the engine serves from now on."""
         self._version = version
         self.wake()
 
     def tell_engines(self, engines: EngineList) -> None:
-        """Announces the engines that runners may call from now on."""
         if engines.id != self._engines.id:
             self._engines = engines
             self.wake()
 
     def wake(self) -> None:
-        """Looks for news for waiting heartbeats after a change."""
         self._change.set()
         self._change = asyncio.Event()
         self.waiting.look_after(self._deal_at + self._deal_lasts - time.monotonic())
@@ -404,7 +373,6 @@ class RunnerNews:
         return seen is None or seen.id != self._engines.id
 
     def is_new(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
-        """Returns whether `one`, which said `beat`, has something to hear."""
         now, seen = self._runners.status(one), beat.seen
         if (
             seen is None
@@ -429,8 +397,7 @@ class RunnerNews:
         one deal serves for a while: dealing takes a twentieth of the time at most.
 
         A silent runner counts for none; when it returns with its open groups, the limit is exceeded
-        for a moment.
-        """
+        for a moment."""
         deal = self._deal
         if deal is None or name not in deal or time.monotonic() >= self._deal_at + self._deal_lasts:
             before = time.thread_time()
@@ -456,7 +423,6 @@ class RunnerNews:
         return everyone
 
     def wanted(self, env: str) -> int:
-        """Returns how many groups of `env` trainers would have open, if none were."""
         return self._shared.wanted(env)
 
     def count_begun(self, one: RegisteredRunner, begun: int) -> None:

@@ -1,7 +1,5 @@
-"""The registry of runners: answers their requests.
-
-Two names never have the same stream; a group is acknowledged only when it is on disk.
-"""
+"""Answers the runners' requests. Two names never have the same stream; a group is acknowledged only
+when it is on disk."""
 
 from __future__ import annotations
 
@@ -65,7 +63,6 @@ class RunnerRegistry:
     """The runners of an app; call `load` first.
 
     Args:
-        demand: what trainers want from all environments of this server.
         silent_after_seconds: a runner without a heartbeat for this long does not count.
         stretches: see `SharedCapacity`.
     """
@@ -98,12 +95,8 @@ class RunnerRegistry:
         understands: Sequence[str] = (),
         request_key: str | None = None,
     ) -> Welcome:
-        """Starts a new session for this name, with its own stream of groups.
-
-        Args:
-            understands: additions to the protocol that the runner knows; see `runners.messages`.
-            request_key: requests of one instance with the same key share a session.
-        """
+        """Starts a new session for this name, with its own stream of groups. Requests of one
+        instance with the same `request_key` share a session."""
         if any(one.share.name == wanted.name for one in self.news.local):
             raise ConflictError(f"The name {wanted.name!r} is that of the server's own.")
         key = _session_key(wanted.instance, request_key)
@@ -164,8 +157,7 @@ class RunnerRegistry:
         self, wanted: Registration, before: RegisteredRunner | None
     ) -> AsyncIterator[tuple[int, bool]]:
         """Holds the stream for a runner until its registration is stored; gives its seed, and
-        whether it is unused.
-        """
+        whether it is unused."""
         asked = (wanted.env, wanted.split, wanted.seed)
         if before is not None and asked == (before.env, before.split, before.asked_seed):
             yield before.seed, False
@@ -181,8 +173,7 @@ class RunnerRegistry:
         self, env_id: str, key: str, beat: Heartbeat, receive: Receive | None = None
     ) -> News:
         """Answers as soon as there is something new for the runner, or after its `wait_seconds`.
-        `receive`: of the request, to notice that its client has disconnected; None: do not wait.
-        """
+        `receive`: of the request, to notice that its client has disconnected; None: do not wait."""
         one = self.authenticate(env_id, key)
         self._hear(one, beat)
         seconds = min(beat.wait_seconds, self.table.silent_after(one) / SILENT_POLLS)
@@ -210,7 +201,7 @@ class RunnerRegistry:
         still_open: int | None = None,
         begun: int | None = None,
     ) -> News:
-        """Stores a group; it is on disk when this returns. Storing the same group twice is allowed.
+        """Stores a group; on disk on return, and repeating is allowed.
 
         Args:
             still_open: groups the runner has open besides this one; None: one fewer than before.
@@ -229,10 +220,8 @@ class RunnerRegistry:
         still_open: int | None = None,
         begun: int | None = None,
     ) -> Accepted:
-        """Stores all groups in `post` in one transaction, like `accept`. The groups that are not
-        refused are on disk when this returns; the result names the refused ones. `most_bytes`:
-        maximum total size of the groups when decompressed.
-        """
+        """Stores all groups in `post` (`most_bytes` when decompressed) in one transaction, like
+        `accept`; the result names the refused ones."""
         one, stream = self._heard(env_id, key)
         read = await read_batch_async(post, stream, most_bytes)
         puts = [put for put in read if isinstance(put, EncodedPut)]
@@ -284,7 +273,6 @@ class RunnerRegistry:
         await self._store.count_dropped(news)
 
     async def goodbye(self, env_id: str, key: str) -> None:
-        """Marks the runner as gone until it registers again; repeating is allowed."""
         async with self._lock(self.authenticate(env_id, key).name):
             one = self.authenticate(env_id, key)
             await self.table.save(msgspec.structs.replace(one, gone=True, left_at=time.time()))
@@ -306,7 +294,6 @@ class RunnerRegistry:
         return one
 
     def drain(self, env_id: str) -> None:
-        """Tells the runner to finish its open groups and leave."""
         one = self.table.known.get(env_id)
         if one is None:
             raise NotFoundError("No such environment is registered.")
@@ -327,7 +314,6 @@ def _hash(secret: str) -> str:
 
 
 def count_runners(environments: RunnerRegistry) -> dict[str, int]:
-    """Counts the runners that are present, silent and gone."""
     table = environments.table
     counted = Counter(table.presence(one) for one in table.known.values())
     return {name: counted[name] for name in ("present", "silent", "gone")}
@@ -375,12 +361,7 @@ class RunnerMetrics:
 
 
 class LocalEnvironmentSink(StoreSink):
-    """A `StoreSink` whose environment shares capacity with the runners in `environments`.
-
-    Args:
-        prefix: ID prefix of its groups.
-        capacity: number of groups it can have open.
-    """
+    """A `StoreSink` whose environment shares capacity with the runners; see `LocalEnvironment`."""
 
     def __init__(
         self,
@@ -405,12 +386,10 @@ class LocalEnvironmentSink(StoreSink):
         environments.news.share_with(self._local)
 
     async def wait_for_capacity(self) -> None:
-        """Waits until this environment may begin another group."""
         await super().wait_for_capacity()
         await self._environments.news.wait_for_local_capacity(self._local)
 
     def opened(self, groups: int) -> None:
-        """Counts `groups` more as open; fewer if negative."""
         self._open += groups
         self._begun += max(0, groups)
         super().opened(groups)
