@@ -492,13 +492,19 @@ def locate(where: str | Path) -> URL:
     """Returns `where` as a URL with a driver; SQLite paths are absolute, with links resolved."""
     if isinstance(where, Path) or "://" not in where:
         return _sqlite_url(str(where))
+    url = read_url(where)
+    return _sqlite_url(url.database or "") if url.get_backend_name() == "sqlite" else url
+
+
+def read_url(where: str) -> URL:
+    """Returns the URL as written for SQLite, with a driver for PostgreSQL."""
     try:
         url = make_url(where)
     except ArgumentError:
         raise ConfigError("The store's URL cannot be read.", hint=_FORMS) from None
     backend = url.get_backend_name()
     if backend == "sqlite":
-        return _sqlite_url(url.database or "")
+        return url
     if backend not in ("postgresql", "postgres"):
         raise ConfigError(f"A store cannot be kept in {backend!r}.", hint=_FORMS)
     if importlib.util.find_spec("asyncpg") is None:

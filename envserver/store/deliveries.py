@@ -5,7 +5,7 @@ Every change of a delivery goes through `advance`, which checks the table of tra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -94,10 +94,13 @@ async def advance(
     return [msgspec.structs.replace(row, state=target, lease_id=lease_id) for row in rows]
 
 
-async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) -> None:
+async def move(tx: Transaction, group_ids: Sequence[str], to: GroupState) -> None:
+    """Moves groups of the shared queue from buffered to queued, or from either to dropped; all
+    or none. Broadcast runs get the queued ones as well. Raises ConflictError: a group's state
+    does not allow it."""
     rows = await rows_of(tx.connection, group_ids)
-    await advance(tx, SHARED, rows, target, "move", lease_id=None)
-    if target == "queued":
+    await advance(tx, SHARED, rows, to, "move", lease_id=None)
+    if to == "queued":
         for queue in tx.memory.fan_out():
             await _fill(tx, queue, [row.seq for row in rows])
         for queue, last in tx.memory.filled.items():
@@ -295,6 +298,14 @@ class Backlog(msgspec.Struct, frozen=True):
     leased_groups: int
 
 
+async def waiting_bytes(connection: AsyncConnection, queues: Collection[str]) -> int:
+    """Returns the size of the bodies that wait, or are leased, in the largest of these queues."""
+    of = deliveries.c
+    where = (of.queue.in_(sorted(queues)), of.settled_at.is_(None))
+    query = select(func.sum(of.stored_bytes)).where(*where).group_by(of.queue)
+    return max((int(size) for size in await connection.scalars(query)), default=0)
+
+
 async def backlogs(connection: AsyncConnection, memory: Memory, now: float) -> dict[str, Backlog]:
     # A literal, because of the partial index; see groups.py.
     is_open = leases.c.state == literal_column("'open'")
@@ -354,7 +365,16 @@ def decode_all(group_ids: Sequence[str], stored: Sequence[tuple[int, bytes]]) ->
     return bodies
 
 
-async def drop_damaged(tx: Transaction, reasons: Mapping[str, str], undo: str | None) -> list[str]:
+async def drop_damaged(
+    tx: Transaction, reasons: Mapping[str, str], *, undo: str | None = None
+) -> list[str]:
+    """Drops groups whose bodies cannot be read from every queue where they wait or are leased,
+    and keeps the reasons (by group id). Returns the ids that were not known to be damaged.
+
+    Args:
+        undo: id of an open lease that no client has received yet: its other groups are queued
+            again, and the id can be used again.
+    """
     ids = list(reasons)
     numbers = await seqs_of(tx.connection, ids)
     for queue in sorted({SHARED, *(run.queue for run in tx.memory.runs.values())}):
@@ -414,6 +434,7 @@ async def _keep_reasons(tx: Transaction, found: Mapping[int, tuple[str, str]]) -
 
 
 async def list_damaged(connection: AsyncConnection, limit: int) -> list[DamagedGroup]:
+    """Returns up to `limit` groups whose bodies are damaged, latest found first."""
     query = (
         select(groups.c.group_id, damaged.c.reason, damaged.c.found_at)
         .join_from(damaged, groups, damaged.c.seq == groups.c.seq)

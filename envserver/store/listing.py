@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from itertools import pairwise
 from typing import Any, Final, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from sqlalchemy import (
     ColumnElement,
     Float,
     FromClause,
+    Integer,
     Row,
     Select,
     and_,
@@ -138,7 +140,7 @@ async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, l
     key, descends = _KEYS[query.order]
     number: ColumnElement[Any] = deliveries.c.seq
     by = [column for column in (key, number) if column is not None]
-    statement = _selected(*by).where(*filters_of(query))
+    statement = _selected(*by).where(*_filters_of(query))
     if key is not None:
         statement = statement.where(key.is_not(None))
     if cursor:
@@ -151,16 +153,16 @@ async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, l
 
 def _selected(*by: ColumnElement[Any]) -> Select[Any]:
     columns = [*group_columns(), *group_facts.c, *(one.label(None) for one in by)]
-    return select(*columns).select_from(joined_tables())
+    return select(*columns).select_from(_joined_tables())
 
 
-def joined_tables() -> FromClause:
+def _joined_tables() -> FromClause:
     both = deliveries.join(groups, deliveries.c.seq == groups.c.seq)
     return both.outerjoin(group_facts, _facts.seq == groups.c.seq)
 
 
-def filters_of(query: GroupQuery) -> list[ColumnElement[bool]]:
-    """Returns the conditions of `query` on the rows of `joined_tables`."""
+def _filters_of(query: GroupQuery) -> list[ColumnElement[bool]]:
+    """Returns the conditions of `query` on the rows of `_joined_tables`."""
     of = groups.c
     equal = [
         (of.env, query.environment),
@@ -229,6 +231,50 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
+BINS: Final = 20
+
+
+class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups by mean reward.
+
+    Args:
+        groups: all that match; `unscored` of them have no mean reward.
+        low, high: ends of the bins: 0 and 1 if all means lie between, else the least and the
+            greatest; None without a mean.
+        counts: groups in each of `BINS` equal bins, which have their lower ends; the last has both.
+    """
+
+    groups: int
+    unscored: int
+    low: float | None
+    high: float | None
+    counts: list[int]
+
+
+async def reward_counts(connection: AsyncConnection, query: GroupQuery) -> RewardCounts:
+    """Counts the kept groups that `query` matches, in two passes over their facts."""
+    mean = group_facts.c.reward_mean
+    ends = func.count(), func.count(mean), func.min(mean), func.max(mean)
+    found = select(*ends).select_from(_joined_tables()).where(*_filters_of(query))
+    count, scored, least, greatest = (await connection.execute(found)).one()
+    if not scored:
+        return RewardCounts(groups=count, unscored=count, low=None, high=None, counts=[])
+    low, high = (0.0, 1.0) if least >= 0 and greatest <= 1 else (least, greatest)
+    # Rounded, because the bounds become a filter: 3 / 20 belongs to the bin that 0.15 begins.
+    bounds = [float(f"{low + (high - low) * n / BINS:.9g}") for n in range(1, BINS)]
+    above = [func.sum(cast(case((mean >= bound, 1), else_=0), Integer)) for bound in bounds]
+    sums = select(*above).select_from(_joined_tables())
+    scored_only = sums.where(mean.is_not(None), *_filters_of(query))
+    at_least = [scored, *(await connection.execute(scored_only)).one(), 0]
+    return RewardCounts(
+        groups=count,
+        unscored=count - scored,
+        low=low,
+        high=high,
+        counts=[more - fewer for more, fewer in pairwise(at_least)],
+    )
+
+
 TaskOrder = Literal["newest", "best", "worst", "widest", "most"]
 """best, worst: by mean reward; widest: by spread; most: by number of groups."""
 
@@ -271,6 +317,7 @@ async def seen_tasks(
     environment: str = "",
     text: str = "",
 ) -> TasksPage:
+    """Returns a page of tasks, as their kept groups show them."""
     found = _summed(environment, text).subquery()
     name, descends = _TASK_KEYS[order]
     names = [name, "last"] if name != "last" else ["last"]

@@ -203,25 +203,10 @@ def facts_of_rewards(
 
 
 def facts_row(seq: int, env: str, facts: GroupFacts) -> tuple[object, ...]:
-    return (
-        seq,
-        facts.task_id,
-        facts.split,
-        facts.model,
-        _json_text(facts.rewards),
-        facts.reward_mean,
-        facts.reward_min,
-        facts.reward_max,
-        facts.turns,
-        facts.completion_tokens,
-        facts.truncated,
-        facts.seconds,
-        _json_text(facts.flags),
-        _json_text(facts.ends),
-        facts.rated,
-        facts.solved,
-        env,
-    )
+    """Returns a row of `group_facts`, whose columns are the facts in this order."""
+    values = msgspec.structs.astuple(facts)
+    texts = (_json_text(value) if isinstance(value, list | dict) else value for value in values)
+    return (seq, *texts, env)
 
 
 def _json_text(value: object) -> str:

@@ -109,6 +109,7 @@ async def get_run(connection: AsyncConnection, name: str) -> Run:
 
 
 async def list_runs(connection: AsyncConnection) -> list[Run]:
+    """Returns all runs, oldest first."""
     query = select(runs).order_by(runs.c.created_at, runs.c.name)
     return [_run(row) for row in await connection.execute(query)]
 
@@ -166,6 +167,7 @@ def require_open(tx: Transaction, name: str) -> KnownRun:
 
 
 async def get_value(connection: AsyncConnection, key: str) -> Any:
+    """Returns the JSON-like value of `key`, or None if it was never set."""
     stored = await connection.scalar(select(values.c.value).where(values.c.key == key))
     return None if stored is None else msgspec.json.decode(stored)
 
@@ -250,6 +252,8 @@ async def last_but_one(connection: AsyncConnection) -> dict[str, int]:
 
 
 async def put_minute(tx: Transaction, minute: int, numbers: str, keep_from: int) -> None:
+    """Stores the server's numbers of a minute (since 1970), as JSON text; removes those before
+    the minute `keep_from`."""
     of = history.c.minute
     await tx.connection.execute(delete(history).where((of < keep_from) | (of == minute)))
     await tx.connection.execute(insert(history).values(minute=minute, numbers=numbers))
@@ -257,7 +261,8 @@ async def put_minute(tx: Transaction, minute: int, numbers: str, keep_from: int)
 
 async def minutes_between(
     connection: AsyncConnection, start: int, end: int, step: int
-) -> Sequence[tuple[int, str]]:
+) -> list[tuple[int, str]]:
+    """Returns every `step`-th minute from `start` to `end`, in order, with its numbers."""
     of = history.c
     wanted = (of.minute >= start, of.minute <= end, of.minute % step == 0)
     query = select(of.minute, of.numbers).where(*wanted).order_by(of.minute)

@@ -15,17 +15,24 @@ safe; after StoreLost the store cannot be used any more. All methods are called 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from envserver_records.errors import InputError, StoreFull
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..rollouts.estimates import Scored
 from . import deliveries, leases, retention, runs
 from . import groups as estimates
 from .database import (
@@ -46,21 +53,39 @@ from .rows import (
     Compacted,
     Delivery,
     GroupPut,
-    GroupState,
     Lease,
     Run,
     RunState,
 )
-from .runs import put_minute
 from .transaction import Memory, Transaction, load_memory
 from .writer import StoreLock, Writer, acquire, read_lock, save_time
 
 A = TypeVar("A")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _DROPPED_AT_ONCE: Final = 1000
 _INLINE_BYTES: Final = 32 * 1024
 """Less than this is compressed on the event loop, which is faster than switching threads."""
+
+
+def _writes(
+    operation: Callable[Concatenate[Transaction, P], Awaitable[T]],
+    *,
+    adds: bool = False,
+    counted: str = "",
+) -> Callable[Concatenate[Store, P], Coroutine[Any, Any, T]]:
+    """Makes a method of an operation; the operation's docstring is the method's. `adds`: it is
+    refused while the disk is full, as a put; `counted`: counts its successes in `statistics`."""
+
+    @wraps(operation)
+    async def method(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result = await self._writer.do(lambda tx: operation(tx, *args, **kwargs), adds=adds)
+        if counted:
+            self.statistics.leases[counted] += 1
+        return result
+
+    return method
 
 
 class Store(StoreLookups):
@@ -89,6 +114,18 @@ class Store(StoreLookups):
         self._retry.open()
         self._writer.retry.open()
 
+    count_dropped = _writes(estimates.count_dropped, adds=True)
+    drop_damaged = _writes(deliveries.drop_damaged)
+    move = _writes(deliveries.move)
+    ack = _writes(leases.ack, counted="acked")
+    nack = _writes(leases.nack, counted="nacked")
+    set_aside = _writes(leases.set_aside)
+    extend = _writes(leases.extend)
+    expire = _writes(leases.expire)
+    rewind = _writes(leases.rewind)
+    close_run = _writes(leases.close_run)
+    put_minute = _writes(runs.put_minute)
+
     async def put(self, groups: Sequence[GroupPut]) -> list[bool]:
         """Stores all of these groups, or none. Returns for each whether it was stored; False if its
         id exists already (nothing changes). Raises StoreFull, and InputError: no id, or a state to
@@ -103,12 +140,6 @@ class Store(StoreLookups):
         """Like `put`, for groups whose bodies are already encoded."""
         return await self._writer.put(groups) if groups else []
 
-    async def count_dropped(self, news: Sequence[Scored]) -> int:
-        """Counts scored groups that are not stored in the estimates of their tasks, each id once;
-        `put` counts those that it stores. Returns how many are new."""
-        work = partial(estimates.count_dropped, news=list(news))
-        return await self._writer.do(work, adds=True)
-
     @property
     def discount(self) -> float:
         """Discount of task estimates per policy version; see `rollouts.estimates`."""
@@ -121,25 +152,6 @@ class Store(StoreLookups):
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
         stored = await self.stored_bodies(group_ids)
         return await self._in_thread(partial(deliveries.decode_all, group_ids), stored)
-
-    async def drop_damaged(
-        self, reasons: Mapping[str, str], *, undo: str | None = None
-    ) -> list[str]:
-        """Drops groups whose bodies cannot be read from every queue where they wait or are leased,
-        and keeps the reasons (by group id). Returns the ids that were not known to be damaged.
-
-        Args:
-            undo: id of an open lease that no client has received yet: its other groups are queued
-                again, and the id can be used again.
-        """
-        work = partial(deliveries.drop_damaged, reasons=dict(reasons), undo=undo)
-        return await self._writer.do(work)
-
-    async def move(self, group_ids: Sequence[str], to: GroupState) -> None:
-        """Moves groups of the shared queue from buffered to queued, or from either to dropped; all
-        or none. Broadcast runs get the queued ones as well. Raises ConflictError: a group's state
-        does not allow it."""
-        await self._writer.do(partial(deliveries.move, group_ids=list(group_ids), target=to))
 
     async def lease(
         self,
@@ -174,13 +186,9 @@ class Store(StoreLookups):
                 environments, or `lease_id` belongs to another lease or to one that has ended.
         """
         leases.check_seconds(seconds)
-        limits = {
-            "max_groups": max_groups,
-            "max_sequences": max_sequences,
-            "max_tokens": max_tokens,
-            "min_groups": min_groups,
-        }
-        for place, limit in limits.items():
+        sizes = (max_groups, max_sequences, max_tokens, min_groups)
+        names = ("max_groups", "max_sequences", "max_tokens", "min_groups")
+        for place, limit in zip(names, sizes, strict=True):
             if limit is not None and limit < 1:
                 raise InputError(f"{place} must be at least 1.", place=place)
         if group_ids is not None:
@@ -189,61 +197,13 @@ class Store(StoreLookups):
                 raise InputError("Give group_ids, or limits and filters.", place="group_ids")
             wanted: deliveries.GroupSelection | list[str] = list(group_ids)
         else:
-            names = None if environments is None else frozenset(environments)
             oldest = self.oldest_version
             if oldest > UNKNOWN_VERSION:
                 min_version = oldest if min_version is None else max(min_version, oldest)
-            wanted = deliveries.GroupSelection(
-                names, min_version, max_groups, max_sequences, max_tokens, min_groups
-            )
+            chosen = None if environments is None else frozenset(environments)
+            wanted = deliveries.GroupSelection(chosen, min_version, *sizes)
         leased = partial(leases.lease, run=run, wanted=wanted, seconds=seconds, lease_id=lease_id)
         return self.statistics.leased(await self._writer.do(leased))
-
-    async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
-        """Acknowledges a lease: its groups are delivered. Repeating it has no effect. A late ack
-        counts as long as none of the groups was leased again; ConflictError after that, and if the
-        lease was given back or its run closed or rewound.
-
-        Args:
-            checkpoint: name of the checkpoint that holds this and all earlier acks of the run, to
-                which the run can `rewind`. A name that is used again moves.
-        """
-        await self._writer.do(partial(leases.ack, lease_id=lease_id, checkpoint=checkpoint))
-        self.statistics.leases["acked"] += 1
-
-    async def nack(self, lease_id: str, *, reason: str = "") -> None:
-        """Gives a lease back: its groups are queued again in their old places. Repeating it has no
-        effect. `counters` has the reason as `nacked: REASON`. Raises as `ack`."""
-        await self._writer.do(partial(leases.nack, lease_id=lease_id, reason=reason))
-        self.statistics.leases["nacked"] += 1
-
-    async def set_aside(self, lease_id: str, group_ids: Sequence[str], *, reason: str) -> None:
-        """Permanently drops some groups of a lease from the queue of its run; the lease keeps the
-        others. Repeating it has no effect. `counters` has the reason as `set_aside: REASON`. Raises
-        as `ack`, and ConflictError if the lease does not hold a group."""
-        ids = list(group_ids)
-        await self._writer.do(
-            partial(leases.set_aside, lease_id=lease_id, group_ids=ids, reason=reason)
-        )
-
-    async def extend(self, lease_id: str, seconds: float) -> float:
-        """Lets a lease expire `seconds` from now; returns that time. Raises as `ack`, and
-        ConflictError if the lease was acked."""
-        leases.check_seconds(seconds)
-        return await self._writer.do(partial(leases.extend, lease_id=lease_id, seconds=seconds))
-
-    async def expire(self, now: float | None = None) -> list[str]:
-        """Queues the groups of leases that are due at `now` (None: the current time) again; returns
-        the ids of these leases."""
-        at = self._clock() if now is None else now
-        return await self._writer.do(partial(leases.expire, now=at))
-
-    async def rewind(self, run: str, checkpoint: str | None) -> list[str]:
-        """Takes a run back to a checkpoint (None: its start) and queues again what it acked since;
-        returns these groups' ids, oldest first. Its open leases are given back, and its earlier
-        leases can no longer be acked. ConflictError, and nothing changes, if such groups are no
-        longer kept."""
-        return await self._writer.do(partial(leases.rewind, name=run, checkpoint=checkpoint))
 
     async def drop_stale(self, below_version: int) -> int:
         """Drops queued groups of known policy versions below this one; returns how many deliveries.
@@ -301,11 +261,6 @@ class Store(StoreLookups):
             if run.state == "open":
                 return run
 
-    async def close_run(self, name: str) -> Run:
-        """Closes a run and gives its leases back. `create_run` opens it again; a broadcast run then
-        gets what arrived meanwhile and is still kept."""
-        return await self._writer.do(partial(leases.close_run, name=name))
-
     async def set_run(
         self,
         name: str,
@@ -347,12 +302,6 @@ class Store(StoreLookups):
         """Writes the store's time. Raises StoreError if the store cannot be written."""
         # As what adds: a check must not use up the reserve of a full disk.
         await self._writer.do(lambda tx: save_time(tx.connection, tx.now), adds=True)
-
-    async def put_minute(self, minute: int, numbers: str, keep_from: int) -> None:
-        """Stores the server's numbers of a minute (since 1970), as JSON text; removes those before
-        the minute `keep_from`."""
-        put = partial(put_minute, minute=minute, numbers=numbers, keep_from=keep_from)
-        await self._writer.do(put)
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncConnection]:

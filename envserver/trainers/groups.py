@@ -31,8 +31,8 @@ from ..formats.shown_text import token_texts
 from ..http.answers import answers, json_answer
 from ..settings.section import Described
 from ..store import GroupRow
-from ..store.listing import GroupQuery, ListedGroup, Order, TaskOrder
-from ..store.lookups import GroupLookups, RewardCounts
+from ..store.listing import GroupQuery, ListedGroup, Order, RewardCounts, TaskOrder
+from ..store.lookups import GroupLookups
 from ..store.packed import CHECKED, DamagedBody, decode, facts_of
 from ..store.rows import GroupState
 from .bodies import (
