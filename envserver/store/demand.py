@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -165,29 +165,17 @@ class Demand:
         found = []
         for name, run in self._store.open_runs.items():
             queued, leased, done = (
-                self._count(run, state) for state in ("queued", "leased", "acked")
+                self._store.count_of(run, state) for state in ("queued", "leased", "acked")
             )
             known, since = before.get(name, (-1, now))
             if leased or not queued or done != known:
                 since = now
             self._moved[name] = (done, since)
+            is_broadcast = run.delivery == "broadcast"
             found.append(
-                RunActivity(
-                    name=name,
-                    is_broadcast=run.delivery == "broadcast",
-                    silent_seconds=now - since,
-                )
+                RunActivity(name=name, is_broadcast=is_broadcast, silent_seconds=now - since)
             )
         return found
-
-    def _count(self, run: KnownRun, wanted: str) -> int:
-        return sum(
-            count
-            for (queue, env, state), count in self._store.tallies.items()
-            if queue == run.queue
-            and state == wanted
-            and (not run.environments or env in run.environments)
-        )
 
     def _depths(self) -> dict[str, dict[str, Depth]]:
         found: dict[str, dict[str, Depth]] = {}
@@ -196,10 +184,8 @@ class Demand:
                 continue
             of_queue = found.setdefault(queue, {})
             known = of_queue.get(env, Depth())
-            if state == "leased":
-                of_queue[env] = Depth(known.queued, known.leased + count)
-            else:
-                of_queue[env] = Depth(known.queued + count, known.leased)
+            more = (0, count) if state == "leased" else (count, 0)
+            of_queue[env] = Depth(known.queued + more[0], known.leased + more[1])
         return found
 
     def _takers(self) -> list[Taker]:
@@ -224,45 +210,41 @@ class Demand:
         return math.ceil(run.batch_size / self._smallest_group)
 
 
-class StoreSink:
-    """Stores the groups of one environment of this server for trainers."""
+class StoreOrderSink:
+    """Stores the groups of orders (`rollouts.ordered.GroupSink`): clients fetch them by id, no run
+    leases them, and retention keeps them as long as delivered groups."""
 
-    def __init__(self, store: Store, env: str, demand: Demand) -> None:
+    _state: Literal["queued", "dropped"] = "dropped"
+
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._env = env
-        self._demand = demand
 
     async def put(self, group: Group) -> None:
-        body = await asyncio.to_thread(pack, group)
-        await self._store.put([put_of(group, body)])
-
-    async def dropped(self, scored: Scored) -> None:
-        await self._store.count_dropped([scored])
+        put = put_of(group, await asyncio.to_thread(pack, group))
+        await self._store.put([msgspec.structs.replace(put, state=self._state)])
 
     async def known(self, group_ids: list[str]) -> set[str]:
         return await self._store.existing(group_ids)
+
+
+class StoreSink(StoreOrderSink):
+    """Stores the groups of one environment of this server for trainers."""
+
+    _state = "queued"
+
+    def __init__(self, store: Store, env: str, demand: Demand) -> None:
+        super().__init__(store)
+        self._env = env
+        self._demand = demand
+
+    async def dropped(self, scored: Scored) -> None:
+        await self._store.count_dropped([scored])
 
     async def wait_for_capacity(self) -> None:
         await self._demand.wait_for_capacity(self._env)
 
     def opened(self, groups: int) -> None:
         self._demand.opened(self._env, groups)
-
-
-class StoreOrderSink:
-    """Stores the groups of orders (`rollouts.ordered.GroupSink`): clients fetch them by id, no run
-    leases them, and retention keeps them as long as delivered groups."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    async def put(self, group: Group) -> None:
-        body = await asyncio.to_thread(pack, group)
-        put = msgspec.structs.replace(put_of(group, body), state="dropped")
-        await self._store.put([put])
-
-    async def known(self, group_ids: list[str]) -> set[str]:
-        return await self._store.existing(group_ids)
 
 
 def put_of(group: Group, body: bytes) -> GroupPut:

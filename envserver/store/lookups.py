@@ -137,10 +137,8 @@ class StoreLookups(GroupLookups):
 
     async def depths(self) -> dict[str, int]:
         """Returns for each open run how many groups are queued or leased for it."""
-        memory = self._writer.memory
-        return {
-            name: memory.waiting(run) for name, run in memory.runs.items() if run.state == "open"
-        }
+        runs = self.open_runs
+        return {name: self.count_of(run, "queued", "leased") for name, run in runs.items()}
 
     async def counters(self) -> dict[str, int]:
         """Returns totals since the store was created: `expired` (leases), `nacked` and `nacked:
@@ -185,6 +183,10 @@ class StoreLookups(GroupLookups):
         """The open runs by name, as of the last commit."""
         known = self._writer.memory.runs
         return {name: run for name, run in known.items() if run.state == "open"}
+
+    def count_of(self, run: KnownRun, *states: GroupState) -> int:
+        """Returns how many groups of the run's environments are in these states."""
+        return self._writer.memory.in_state(run, states)
 
     def hungry_for(self, run: str) -> int:
         """Returns the `min_groups` of the run's latest lease if too little was queued, else 0."""

@@ -51,18 +51,13 @@ async def compact(
     """Removes groups that were settled `acked_hours` ago. While all bodies take more than
     `max_bytes` (None: no limit), removes groups that were settled later, oldest first."""
     before = now - acked_hours * 3600
-    removed = await _remove_groups(access, before, None)
-    if max_bytes is not None:
-        removed = _sum(removed, await _remove_groups(access, now, max_bytes))
-    return _sum(removed, await _remove_leases(access, before))
+    old = await _remove_groups(access, before, None)
+    over = _EMPTY if max_bytes is None else await _remove_groups(access, now, max_bytes)
+    return _sum(old, over, await _remove_leases(access, before))
 
 
-def _sum(one: Compacted, other: Compacted) -> Compacted:
-    return Compacted(
-        one.groups + other.groups,
-        one.stored_bytes + other.stored_bytes,
-        one.leases + other.leases,
-    )
+def _sum(*parts: Compacted) -> Compacted:
+    return Compacted(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
 
 async def _remove_groups(access: Access, before: float, over_bytes: int | None) -> Compacted:
@@ -78,8 +73,8 @@ async def _remove_groups(access: Access, before: float, over_bytes: int | None) 
             removable = list(await _removable(connection, access.memory(), seqs, before))
         for start in range(0, len(removable), _REMOVED_AT_ONCE):
             part = removable[start : start + _REMOVED_AT_ONCE]
-            one = partial(_remove_some, seqs=part, before=before, over_bytes=over_bytes)
-            removed = _sum(removed, await access.write(one))
+            remove = partial(_remove_some, seqs=part, before=before, over_bytes=over_bytes)
+            removed = _sum(removed, await access.write(remove))
         if len(found) < _READ_AT_ONCE:
             break
         last = (found[-1].settled_at, found[-1].seq)
@@ -194,8 +189,8 @@ async def _remove_leases(access: Access, before: float) -> Compacted:
             needed = await _needed(connection, access.memory(), found)
         removable = [row.lease_id for row in found if row.lease_id not in needed]
         if removable:
-            one = partial(_remove_ended, lease_ids=removable, before=before)
-            removed = _sum(removed, await access.write(one))
+            remove = partial(_remove_ended, lease_ids=removable, before=before)
+            removed = _sum(removed, await access.write(remove))
         if len(found) < _READ_AT_ONCE:
             return removed
         last = (found[-1].ended_at, found[-1].lease_id)

@@ -110,9 +110,6 @@ class Memory:
                 counts[state] += count
         return counts
 
-    def waiting(self, run: KnownRun) -> int:
-        return self.in_state(run, ("queued", "leased"))
-
     def in_state(self, run: KnownRun, states: Sequence[GroupState]) -> int:
         return sum(
             count
