@@ -14,6 +14,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Final, Self, TypeVar
 
 import orjson
@@ -71,6 +72,7 @@ def _add(name: str, schema: Json, components: Json) -> None:
         fill_schemas(schema, components)
 
 
+M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 _MOST_ERRORS: Final = 100
@@ -118,8 +120,12 @@ def refusal(kind: str, place: Sequence[str | int], message: str, value: object) 
     return {"type": kind, "loc": loc, "msg": message, "input": shown(value)}
 
 
-async def read_body(request: Request, wanted: TypeAdapter[T]) -> T:
-    return parse_body(await request.body(), wanted)
+_adapter: Final[Callable[[Any], TypeAdapter[Any]]] = lru_cache(TypeAdapter)
+
+
+async def read_body(request: Request, model: type[M]) -> M:
+    body: M = parse_body(await request.body(), _adapter(model))
+    return body
 
 
 def parse_body(raw: bytes, wanted: TypeAdapter[T]) -> T:

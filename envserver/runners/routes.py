@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final
 
 from envserver_records.errors import UsageError
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, StringConstraints, TypeAdapter
+from pydantic import BaseModel, StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -42,10 +42,6 @@ from .messages import (
 from .registry import RunnerRegistry
 
 Addition = Annotated[str, StringConstraints(max_length=64)]
-_REGISTRATION: Final = TypeAdapter(Registration)
-_HEARTBEAT: Final = TypeAdapter(Heartbeat)
-_IDS: Final = TypeAdapter(GroupIds)
-_SCORED: Final = TypeAdapter(ScoredGroups)
 _MOST: Final = 2**31 - 1
 _PLACE: Final = "/v1/environments"
 _GROUP_BODY: Final = {
@@ -84,7 +80,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         server's engines. With an `Idempotency-Key`, repeating the request returns the same session
         key, so that a late copy ends no session.
         """
-        wanted = await read_body(request, _REGISTRATION)
+        wanted = await read_body(request, Registration)
         return _json(await environments.register(wanted, understands or (), key_of(request)), 201)
 
     @router.get(_PLACE, responses=answers(EnvironmentsAnswer, what="All registrations."))
@@ -131,7 +127,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     )
     async def known(env_id: str, request: Request) -> Response:
         """Returns which of these groups were ever stored here, delivered or not."""
-        wanted = await read_body(request, _IDS)
+        wanted = await read_body(request, GroupIds)
         found = await environments.known_groups(env_id, _key(request), wanted.group_ids)
         return _json({"known": sorted(found)})
 
@@ -146,7 +142,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         in the estimates of their tasks. Repeating is allowed.
         """
         environments.authenticate(env_id, _key(request))
-        scored = await read_body(request, _SCORED)
+        scored = await read_body(request, ScoredGroups)
         await environments.count_dropped(env_id, _key(request), scored.groups)
         return Response(status_code=204)
 
@@ -199,7 +195,7 @@ def runner_beats(environments: RunnerRegistry) -> dict[str, Endpoint]:
 async def _heard(environments: RunnerRegistry, env_id: str, request: Request) -> Response:
     key = _key(request)
     environments.authenticate(env_id, key)
-    beat = await read_body(request, _HEARTBEAT)
+    beat = await read_body(request, Heartbeat)
     return _json(await environments.heartbeat(env_id, key, beat, request.receive))
 
 

@@ -16,7 +16,6 @@ from typing import Any, Final
 import msgspec
 import orjson
 from fastapi import APIRouter
-from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -35,11 +34,6 @@ from .atropos_posts import (
     read_groups,
 )
 from .atropos_service import AtroposService
-
-_REGISTRATION: Final = TypeAdapter(Registration)
-_ENVIRONMENT: Final = TypeAdapter(EnvironmentRegistration)
-_IDENTIFIER: Final = TypeAdapter(EnvironmentIdentifier)
-_LEASE: Final = TypeAdapter(LeaseIdentifier)
 
 _MOST_READ_AT_ONCE: Final = 128 * 1024
 """Posts with more bytes than this are parsed and encoded in a thread."""
@@ -77,7 +71,7 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/register", openapi_extra=request_body(Registration))
     async def register(request: Request) -> Response:
         """Registers the trainer; environments may register from then on."""
-        number = await service.register(await read_body(request, _REGISTRATION))
+        number = await service.register(await read_body(request, Registration))
         # 128 bits: more than orjson can write.
         return _encoded(json.dumps({"uuid": number}).encode())
 
@@ -115,7 +109,7 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/ack", openapi_extra=request_body(LeaseIdentifier), responses=_errors(404, 409))
     async def ack(request: Request) -> Response:
         """Acknowledges a batch that was leased with `X-Envserver-Ack: lease`."""
-        await service.acknowledge((await read_body(request, _LEASE)).lease_id)
+        await service.acknowledge((await read_body(request, LeaseIdentifier)).lease_id)
         return _json({"status": "success"})
 
     @router.get("/reset_data", response_class=PlainTextResponse)
@@ -132,7 +126,7 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/register-env", openapi_extra=request_body(EnvironmentRegistration))
     async def register_env(request: Request) -> Response:
         """Registers an environment, once a trainer is registered."""
-        wanted = await read_body(request, _ENVIRONMENT)
+        wanted = await read_body(request, EnvironmentRegistration)
         env_id = await service.register_environment(wanted)
         if env_id is None:
             return _json({"status": "wait for trainer to start"})
@@ -152,7 +146,7 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/disconnect-env", openapi_extra=request_body(EnvironmentIdentifier))
     async def disconnect_env(request: Request) -> Response:
         """Deregisters an environment."""
-        identifier = await read_body(request, _IDENTIFIER)
+        identifier = await read_body(request, EnvironmentIdentifier)
         if await service.disconnect(identifier.env_id):
             return _json({"status": "success"})
         return _json({"status": "failure", "error": "list index out of range"})
@@ -164,7 +158,7 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
     )
     async def status_env(request: Request) -> Response:
         """Returns the step, how many groups wait, and an environment's share of the batches."""
-        identifier = await read_body(request, _IDENTIFIER)
+        identifier = await read_body(request, EnvironmentIdentifier)
         status = await service.environment_status(identifier.env_id)
         return _json(msgspec.structs.asdict(status))
 

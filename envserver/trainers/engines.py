@@ -13,7 +13,7 @@ import msgspec
 import orjson
 from envserver_records.errors import ConfigError, ConflictError, InputError
 from fastapi import APIRouter
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -120,11 +120,6 @@ class EnginePausedAnswer(EngineAnswer):
     """Whether none of this server's calls is there (always true with keep)."""
 
 
-_REGISTRATION: Final = TypeAdapter(EngineRegistration)
-_VERSION: Final = TypeAdapter(EngineVersion)
-_PAUSE: Final = TypeAdapter(EnginePause)
-_RESUME: Final = TypeAdapter(EngineResume)
-
 Rows = Callable[[], list[dict[str, Any]]]
 """Returns the rows of `GET /v1/engines`."""
 
@@ -149,7 +144,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
         tokenizer, and way of being called; one that differs is refused (409). One that does not
         answer yet is checked again and again.
         """
-        wanted = await read_body(request, _REGISTRATION)
+        wanted = await read_body(request, EngineRegistration)
         url = await _checked_url(fleet, wanted.url)
         await _check_model(fleet, wanted.model)
         replica, is_new = fleet.register(
@@ -175,7 +170,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
         published for all engines no longer changes it.
         """
         replica = fleet.named(engine_id)
-        fleet.tell_version(replica, (await read_body(request, _VERSION)).version)
+        fleet.tell_version(replica, (await read_body(request, EngineVersion)).version)
         await book.save()
         return shown(replica)
 
@@ -201,7 +196,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
         on other machines hear of it with their next news.
         """
         replica = fleet.named(engine_id)
-        how = await read_body(request, _PAUSE)
+        how = await read_body(request, EnginePause)
         idle = await fleet.pause(replica, how.in_flight, how.timeout_seconds)
         await book.save()
         return shown(replica, idle=idle)
@@ -214,7 +209,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
     async def resume(engine_id: str, request: Request) -> Response:
         """Ends a pause or a drain; with `version`, reports its version first."""
         replica = fleet.named(engine_id)
-        wanted = await read_body(request, _RESUME)
+        wanted = await read_body(request, EngineResume)
         if wanted.version is not None:
             fleet.tell_version(replica, wanted.version)
         fleet.resume(replica)

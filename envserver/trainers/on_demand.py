@@ -13,7 +13,7 @@ from envserver_records.errors import ConflictError, InputError
 from envserver_records.records import Split
 from envserver_records.wire import GROUPS_MSGPACK
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -67,9 +67,6 @@ class TasksAnswer(BaseModel):
     """The `after` of the following page; null on the last page."""
 
 
-_ROLLOUTS: Final = TypeAdapter(RolloutsRequest)
-
-
 def add_on_demand_routes(
     router: APIRouter, orders: Orders, store: Store, encoder: GroupEncoder
 ) -> None:
@@ -97,7 +94,7 @@ def add_on_demand_routes(
         minutes; finished rollouts are kept. The response has the form of a lease, but needs no
         acknowledgement.
         """
-        wanted = await read_body(request, _ROLLOUTS)
+        wanted = await read_body(request, RolloutsRequest)
         order = _order_of(wanted, key_of(request) or uuid.uuid4().hex, orders)
         _require_room(orders, order)
         async with Hangup(request.receive) as hangup:

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import structlog
 from envserver_records.errors import ConflictError, NotFoundError
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -27,7 +27,6 @@ from ..store import Store
 from .bodies import VERSION_LIMIT, PolicyVersionAnswer, PolicyVersionRequest
 
 _POLICY_VERSION: Final = "policy_version"
-_VERSION: Final = TypeAdapter(PolicyVersionRequest)
 
 
 class PolicyVersion:
@@ -79,7 +78,7 @@ def add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
         """Sets the version of the weights that the engine samples with from now on. A version lower
         than the current one is refused (409).
         """
-        wanted = await read_body(request, _VERSION)
+        wanted = await read_body(request, PolicyVersionRequest)
         await policy.publish(wanted.version, wanted.engines or ())
         return json_answer({"version": policy.version})
 
@@ -175,10 +174,6 @@ class PausedAnswer(PolicyAnswer):
     """Whether no call is running at the engine (always true with keep)."""
 
 
-_PAUSE: Final = TypeAdapter(PauseRequest)
-_RESUME: Final = TypeAdapter(ResumeRequest)
-
-
 class WeightPause:
     """The pause of the calls behind `gate` and of those of runners; durable."""
 
@@ -224,7 +219,7 @@ def weight_routes(
         """Stops new calls to the engine. Pausing again replaces the choice made before. A copy of a
         request with an `Idempotency-Key` does not pause again what was resumed in the meantime.
         """
-        wanted = await read_body(request, _PAUSE)
+        wanted = await read_body(request, PauseRequest)
         key = key_of(request)
         if key is not None and key in handled and not gate.paused:
             return JSONResponse({**_weights_state(gate, policy), "idle": False})
@@ -245,7 +240,7 @@ def weight_routes(
         """Lets calls continue; repeating is allowed. Refuses a lower version (409). A copy of a
         request with an `Idempotency-Key` does not resume what was paused in the meantime.
         """
-        wanted = await read_body(request, _RESUME)
+        wanted = await read_body(request, ResumeRequest)
         key = key_of(request)
         if key is not None and key in handled:
             return JSONResponse(_weights_state(gate, policy))

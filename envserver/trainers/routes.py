@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from envserver_records.errors import UsageError
 from fastapi import APIRouter
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -59,9 +59,6 @@ class SessionAnswer(Described):
     """The client's role; null if it is not logged in, or if the server has no access tokens."""
     name: str | None
     """Name of its access token."""
-
-
-_LOGIN: Final = TypeAdapter(SessionRequest)
 
 
 class NotJson(UsageError):
@@ -116,7 +113,7 @@ def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
             )
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise NotJson("A login is JSON.")
-        wanted = await read_body(request, _LOGIN)
+        wanted = await read_body(request, SessionRequest)
         token = logins.log_in(wanted.token, request.client.host if request.client else "")
         answer = _answer(token.model_copy(update={"role": "reader"}), needs_login=False)
         answer.headers["set-cookie"] = logins.sessions.cookie(token, request.scope)

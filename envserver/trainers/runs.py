@@ -16,7 +16,6 @@ import structlog
 from envserver_records.errors import ConflictError, NotFoundError
 from envserver_records.wire import GROUPS_MSGPACK, LEASE_STREAM
 from fastapi import APIRouter, Query
-from pydantic import TypeAdapter
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -87,7 +86,6 @@ def warning_headers(warnings: Collection[str]) -> dict[str, str]:
     return {WARNING_HEADER: shown.strip()} if warnings else {}
 
 
-_RUN: Final = TypeAdapter(RunRequest)
 _BATCH_SIZE: Final = 8
 MOST_OPEN_RUNS: Final = 4096
 
@@ -123,7 +121,7 @@ def add_run_routes(
         With an `Idempotency-Key`, repeating the request does not go back a second time.
         A closed run is reopened. `warnings` names unknown environments of the filter.
         """
-        wanted = await read_body(request, _RUN)
+        wanted = await read_body(request, RunRequest)
         _require_native(wanted.name)
         created, run = await _created(store, wanted)
         facts = facts_of(run)
@@ -240,10 +238,6 @@ log = structlog.get_logger(__name__)
 
 SetAside = Callable[[Sequence[GroupRow], str], None]
 
-_LEASE: Final = TypeAdapter(LeaseRequest)
-_ACK: Final = TypeAdapter(Ack)
-_NACK: Final = TypeAdapter(Nack)
-_EXTENSION: Final = TypeAdapter(LeaseExtension)
 _LEASE_OF_STREAM: Final = re.compile(r"[A-Za-z0-9_-]{8,64}\.\d{20}")
 
 
@@ -275,7 +269,7 @@ def add_lease_routes(
         so a lost response can be fetched again. The header `X-Envserver-Warning` says when a
         filter cannot act: no such environment is known, or no policy version is published.
         """
-        wanted = await read_body(request, _LEASE)
+        wanted = await read_body(request, LeaseRequest)
         lease_id = lease_id_of(run, request)
         deadline = time.monotonic() + wanted.wait_seconds
         headers = warning_headers(filters.of_limits(wanted))
@@ -343,7 +337,7 @@ def add_lease_routes(
         this name contains this lease and all leases acknowledged before it; `POST /v1/runs` can
         go back to it.
         """
-        wanted = await read_body(request, _ACK)
+        wanted = await read_body(request, Ack)
         await _require_own(store, run, wanted.lease_id)
         await store.ack(wanted.lease_id, checkpoint=wanted.checkpoint)
         await closed(run, wanted.lease_id)
@@ -362,7 +356,7 @@ def add_lease_routes(
         `"group_ids": ["..."]` only these groups leave the lease, and they are never delivered
         again: for groups that the trainer cannot use. The others are acknowledged as usual.
         """
-        wanted = await read_body(request, _NACK)
+        wanted = await read_body(request, Nack)
         await _require_own(store, run, wanted.lease_id)
         if wanted.group_ids is not None:
             await store.set_aside(wanted.lease_id, wanted.group_ids, reason=wanted.reason)
@@ -380,7 +374,7 @@ def add_lease_routes(
     )
     async def extend(run: str, request: Request) -> Response:
         """Sets the lease to expire in the given time: `{"lease_id": "...", "seconds": 600}`."""
-        wanted = await read_body(request, _EXTENSION)
+        wanted = await read_body(request, LeaseExtension)
         await _require_own(store, run, wanted.lease_id)
         expires_at = await store.extend(wanted.lease_id, wanted.seconds)
         atropos.store_changed()
