@@ -28,19 +28,22 @@ from ..store.groups import EncodedPut
 from ..store.leases import LeaseFacts
 from ..store.packed import facts_of_rewards
 from .atropos_batches import (
+    KEY,
     BrokenBody,
     EncodedGroups,
     EnvironmentStatus,
     Formed,
     Lane,
     Registered,
+    View,
     Waiting,
+    WireState,
+    as_waiting,
     environment_status,
     form_batches,
     grown_group_size,
 )
 from .atropos_posts import EnvironmentRegistration, PostedGroup, Registration
-from .atropos_view import KEY, View, WireState, as_waiting, from_json_like, to_json_like
 
 _INT64: Final = 2**63
 
@@ -148,11 +151,13 @@ def _is_part(group: PostedGroup, state: WireState) -> bool:
     return len(group.lengths) != state.environments[env_id].group_size
 
 
-def _group_id(key: str | None, index: int) -> str:
-    if key is None:
-        return f"atropos-{uuid.uuid4().hex}"
+def _id_of(key: str) -> str:
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-    return f"atropos-{digest[:40]}-{index}"
+    return f"atropos-{digest[:40]}"
+
+
+def _group_id(key: str | None, index: int) -> str:
+    return f"atropos-{uuid.uuid4().hex}" if key is None else f"{_id_of(key)}-{index}"
 
 
 def _as_puts(
@@ -245,7 +250,7 @@ class AtroposService:
     async def load(self) -> None:
         """Restores the state after any kind of shutdown."""
         async with self._lock:
-            self._state = from_json_like(await self._store.get_value(KEY))
+            self._state = msgspec.convert(await self._store.get_value(KEY) or {}, WireState)
             await self._ensure_run()
             ahead = self._state.ahead
             await self._reload()
@@ -291,10 +296,7 @@ class AtroposService:
             if not self._state.registered:
                 return Batch(None, "no trainer is registered")
             await self._give_back_undelivered()
-            lease_id = None
-            if key is not None:
-                digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-                lease_id = f"atropos-{digest[:40]}"
+            lease_id = None if key is None else _id_of(key)
             if lease_id is not None and (known := await self._find_lease(lease_id)) is not None:
                 if known.state in ("open", "acked"):
                     return await self._deliver_again(known, leased)
@@ -364,8 +366,8 @@ class AtroposService:
             self._state.leases[lease.lease_id] = ids
             self._undelivered.append(lease.lease_id)
             raise
-        for group_id in ids:
-            self._encoded.forget(group_id)
+        for group in groups:
+            self._encoded.forget(group)
         return Batch(bodies, lease_id=lease.lease_id if leased else None)
 
     async def _give_back_undelivered(self) -> None:
@@ -399,10 +401,7 @@ class AtroposService:
             for lease_id in self._state.leases:
                 await self._give_back(lease_id)
             await self._drop_own()
-            draft = copy.deepcopy(self._state)
-            draft.reset()
-            draft.latest = self._view.latest
-            await self._save(draft)
+            await self._save(self._state.after_reset(self._view.latest))
             self._view.clear()
             self._heartbeats.clear()
             # Groups posted in the meantime are in the store but not in the view.
@@ -448,16 +447,9 @@ class AtroposService:
                 raise StoreFull(f"No more than {_MOST_ENVIRONMENTS} environments can register.")
             draft = copy.deepcopy(self._state)
             before = sum(e.desired_name == wanted.desired_name for e in draft.environments)
-            env_id = draft.add_environment(
-                Registered(
-                    desired_name=wanted.desired_name,
-                    real_name=f"{wanted.desired_name}_{before}",
-                    max_token_length=wanted.max_token_length,
-                    weight=wanted.weight,
-                    group_size=wanted.group_size,
-                    min_batch_allocation=wanted.min_batch_allocation,
-                )
-            )
+            real_name = f"{wanted.desired_name}_{before}"
+            draft.environments.append(Registered(real_name=real_name, **wanted.model_dump()))
+            env_id = len(draft.environments) - 1
             await self._save(draft)
             self._heartbeats.hear(env_id)
             return env_id
@@ -601,5 +593,5 @@ class AtroposService:
             self._stale = True
 
     async def _save(self, state: WireState) -> None:
-        await self._store.set_value(KEY, to_json_like(state))
+        await self._store.set_value(KEY, msgspec.to_builtins(state))
         self._state = state

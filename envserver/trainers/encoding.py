@@ -10,7 +10,7 @@ import asyncio
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
@@ -31,10 +31,11 @@ from ..store.deliveries import DamagedBodies, decode_all
 from ..store.lookups import GroupLookups
 from ..store.packed import RAW, ZSTD, decode
 
+K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Cache(Generic[V]):
+class Cache(Generic[K, V]):
     """A cache of values by key. Concurrent requests for a key load it once; if one caller is
     cancelled or the load fails, the others still get the value, or the same error.
 
@@ -45,7 +46,7 @@ class Cache(Generic[V]):
 
     def __init__(
         self,
-        load: Callable[[Sequence[str]], Awaitable[Sequence[V]]],
+        load: Callable[[Sequence[K]], Awaitable[Sequence[V]]],
         size_bytes: Callable[[V], int],
         most_bytes: int,
         *,
@@ -55,12 +56,12 @@ class Cache(Generic[V]):
         self._size_bytes = size_bytes
         self._most_bytes = most_bytes
         self._idle_seconds = idle_seconds
-        self._kept: OrderedDict[str, tuple[float, V]] = OrderedDict()
+        self._kept: OrderedDict[K, tuple[float, V]] = OrderedDict()
         self._bytes = 0
-        self._loading: dict[str, asyncio.Task[dict[str, V]]] = {}
+        self._loading: dict[K, asyncio.Task[dict[K, V]]] = {}
 
-    async def get(self, keys: Sequence[str]) -> list[V]:
-        found: dict[str, V] = {}
+    async def get(self, keys: Sequence[K]) -> list[V]:
+        found: dict[K, V] = {}
         now = time.monotonic()
         for key in keys:
             if key in self._kept:
@@ -77,17 +78,21 @@ class Cache(Generic[V]):
             found |= await asyncio.shield(task)
         return [found[key] for key in keys]
 
-    async def _load_all(self, keys: Sequence[str]) -> dict[str, V]:
+    async def _load_all(self, keys: Sequence[K]) -> dict[K, V]:
         return dict(zip(keys, await self._load(keys), strict=True))
 
-    def _loaded(self, keys: Sequence[str], task: asyncio.Task[dict[str, V]]) -> None:
+    def _loaded(self, keys: Sequence[K], task: asyncio.Task[dict[K, V]]) -> None:
         for key in keys:
             del self._loading[key]
         if not task.cancelled() and task.exception() is None:
             for key, value in task.result().items():
                 self._keep(key, value)
 
-    def _keep(self, key: str, value: V) -> None:
+    def forget(self, key: K) -> None:
+        if key in self._kept:
+            self._bytes -= self._size_bytes(self._kept.pop(key)[1])
+
+    def _keep(self, key: K, value: V) -> None:
         size = self._size_bytes(value)
         if size > self._most_bytes:
             return
