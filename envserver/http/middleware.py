@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import structlog
 from envserver_records.errors import UsageError
@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..settings.server import Quota, is_loopback
 from ..telemetry.redaction import Bucket
 from .access import AccessTokens, Rule, Sessions, Token, is_page_read, rules_of
-from .answers import error_answer
+from .answers import answer_to, error_answer
 
 _MEGABYTE: Final = 1_000_000
 _MOST_ADDRESSES: Final = 4096
@@ -284,17 +284,10 @@ def _bearer(scope: Scope) -> str:
 
 
 async def _refuse(error: UsageError, scope: Scope, receive: Receive, send: Send) -> None:
-    headers = {"cache-control": "no-store"}
+    answer = answer_to(scope["path"], error)
+    answer.headers["cache-control"] = "no-store"
     if isinstance(error, Unauthorized):
-        headers["www-authenticate"] = 'Bearer realm="envserver"'
-    if isinstance(error, TooManyRequests):
-        headers["retry-after"] = str(error.detail["retry_after_seconds"])
-    more: dict[str, Any] = dict(error.detail)
-    if error.hint:
-        more["hint"] = error.hint
-    answer = error_answer(
-        scope["path"], error.status, error.message, kind=error.kind, headers=headers, **more
-    )
+        answer.headers["www-authenticate"] = 'Bearer realm="envserver"'
     await answer(scope, receive, send)
 
 

@@ -25,7 +25,7 @@ from ..proxy.egress import Egress
 from ..proxy.egress_rules import MOST_HEAD_BYTES, asks_a_proxy
 from ..proxy.server import Proxy, error_answer
 from ..settings.server import ServerConfig
-from .server import BoundedHttp, HttpBounds, RunningServer, TooSlow, last_answer, serve_api
+from .server import BoundedHttp, RunningServer, TooSlow, last_answer, serve_api
 
 _WITHOUT_KEY: Final = 1024
 """Connections to the socket of all workers that have sent no key; honest ones send it at once."""
@@ -161,18 +161,18 @@ class ProxyServer:
 
 
 async def serve_proxy(
-    proxy: Proxy, http: HttpBounds | None = None, *, port: int = 0
+    proxy: Proxy, http: ServerConfig | None = None, *, port: int = 0
 ) -> ProxyServer:
     """Serves `proxy` on a port (0: a free one) of the loopback address. `http`: sizes and times of
     requests; default: those of `ServerConfig`."""
     descriptors = raise_open_files()
     few_from = _SHORT_OF * descriptors
-    bounds = http or HttpBounds.of(ServerConfig())
+    bounds = (http or ServerConfig()).model_copy(update={"max_connections": descriptors})
     kind: Callable[..., AgentHttp] = AgentHttp
     if proxy.egress is not None:
         kind = partial(EgressHttp, egress=proxy.egress)
     # The number of connections is bounded here, for each attempt.
-    of_all = partial(kind, bounds=dataclasses.replace(bounds, max_connections=descriptors))
+    of_all = partial(kind, bounds=bounds)
     least = min(_WITHOUT_KEY, descriptors // 16)
     shared = _Listener(proxy, _WITHOUT_KEY, least, few_from, is_shared=True)
     running = await serve_api(

@@ -12,7 +12,6 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self, cast
@@ -123,23 +122,6 @@ _MOST_PIPELINED: Final = 16
 """Requests that were sent before the one in front of them was answered; hardly any client does."""
 
 
-@dataclass(frozen=True)
-class HttpBounds:
-    """Connection limits; see the settings of the same names (`ServerConfig`)."""
-
-    max_connections: int
-    max_header_bytes: int
-    max_headers: int
-    max_url_bytes: int
-    header_seconds: float
-    body_idle_seconds: float
-    body_seconds: float
-
-    @classmethod
-    def of(cls, settings: ServerConfig) -> HttpBounds:
-        return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
-
-
 class TooSlow(UsageError):
     kind, status = "too_slow", 408
 
@@ -167,7 +149,7 @@ class BoundedHttp(JoinedHttp):
     most_discarded = 1 << 20
     """Bytes of a body that are still read after its answer; then the connection is closed."""
 
-    def __init__(self, *args: Any, bounds: HttpBounds, **more: Any) -> None:
+    def __init__(self, *args: Any, bounds: ServerConfig, **more: Any) -> None:
         super().__init__(*args, **more)
         self._bounds = bounds
         self._phase: Literal["idle", "head", "body"] = "idle"
@@ -557,7 +539,7 @@ def _configured(
     more: dict[str, Any] = {"http": http or JoinedHttp, "ws": "none", "proxy_headers": False}
     if settings is not None:
         more = {
-            "http": partial(BoundedHttp, bounds=HttpBounds.of(settings)),
+            "http": partial(BoundedHttp, bounds=settings),
             "ws": _websocket,
             "ws_max_size": min(settings.max_body_bytes, _LARGEST_FRAME),
             # OpenEnv's sessions have none, but a limit of silence: a client that trains may not

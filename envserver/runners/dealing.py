@@ -238,12 +238,9 @@ class Dealer:
         self._change = asyncio.Event()
 
     async def _changed(self, seconds: float) -> None:
-        change = self._change
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await change.wait()
-        except TimeoutError:
-            return
+                await self._change.wait()
 
 
 def dealing_app(dealer: Dealer, token: str) -> Starlette:

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import orjson
 from envserver_records.tasks import Split
-from envserver_records.zstd import zstd
 from pydantic import AfterValidator, ConfigDict, Field
 
 from ..settings.section import Described
+from ..store import packed
 
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
 """Media type of a posted group: a packed `records.Group`."""
@@ -209,19 +209,10 @@ MOST_GROUPS: Final = 64
 MOST_BYTES: Final = 16 * 1024 * 1024
 """Maximum total size of a runner's request; a single group may be larger."""
 
-_MIN_BYTES: Final = 4096
-_OPTIONS: Final[dict[int, int]] = {
-    zstd.CompressionParameter.compression_level: 1,
-    zstd.CompressionParameter.checksum_flag: 1,
-}
 
-
-def compressed(packed: bytes) -> bytes:
+def compressed(body: bytes) -> bytes:
     """Compresses a packed group into one zstd frame, if that is smaller. CPU work."""
-    if len(packed) < _MIN_BYTES:
-        return packed
-    frame = zstd.compress(packed, options=_OPTIONS)
-    return frame if len(frame) <= 0.9 * len(packed) else packed
+    return packed.smaller(body) or body
 
 
 def encode_batch(bodies: Sequence[bytes]) -> bytes:

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -278,8 +279,8 @@ class RunnerNews:
     def __init__(self, store: Store, runners: RunnerTable, shared: SharedCapacity) -> None:
         self._store = store
         self._runners = runners
-        self._shared = shared
-        self._local: list[LocalEnvironment] = []
+        self.shared = shared
+        self.local: list[LocalEnvironment] = []
         self._local_begun: dict[str, int] = {}
         self._version = -1
         self._pause: Pause | None = None
@@ -289,10 +290,6 @@ class RunnerNews:
         self._present = 0
         self._deal: Deal | None = None
         self._deal_at = self._deal_lasts = 0.0
-
-    @property
-    def local(self) -> list[LocalEnvironment]:
-        return list(self._local)
 
     async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
         """Stops the runners' model calls until `resume`; returns whether all present runners
@@ -335,7 +332,7 @@ class RunnerNews:
             await asyncio.sleep(_SHORTEST_UNSEEN_SECONDS)
 
     def share_with(self, local: LocalEnvironment) -> None:
-        self._local.append(local)
+        self.local.append(local)
 
     async def wait_for_local_capacity(self, local: LocalEnvironment) -> None:
         """Waits until `local` may begin a group, given the shares of the runners."""
@@ -401,7 +398,7 @@ class RunnerNews:
         deal = self._deal
         if deal is None or name not in deal or time.monotonic() >= self._deal_at + self._deal_lasts:
             before = time.thread_time()
-            deal = self._deal = self._shared.deal(self._everyone(name))
+            deal = self._deal = self.shared.deal(self._everyone(name))
             cost = time.thread_time() - before
             self._deal_at = time.monotonic()
             self._deal_lasts = 20 * cost if cost > _CHEAP_SECONDS else 0.0
@@ -410,35 +407,29 @@ class RunnerNews:
     def _everyone(self, name: str) -> list[Participant]:
         present = self._runners.present()
         self._present = len(present)
-        self._shared.report_to_demand(_sums((one.env, now.open) for one, now in present))
-        for local in self._local:
+        self.shared.report_to_demand(_sums((one.env, now.open) for one, now in present))
+        for local in self.local:
             begun, before = local.begun(), self._local_begun.get(local.share.name, 0)
             self._local_begun[local.share.name] = max(begun, before)
-            self._shared.count_begun(local.share.name, begun - before)
+            self.shared.count_begun(local.share.name, begun - before)
         everyone = [_participant(one, now) for one, now in present]
-        everyone += [local.participant() for local in self._local]
+        everyone += [local.participant() for local in self.local]
         asking = self._runners.named(name)
         if asking is not None and not self._runners.is_present(asking):
             everyone.append(_participant(asking, self._runners.status(asking)))
         return everyone
 
-    def wanted(self, env: str) -> int:
-        return self._shared.wanted(env)
-
     def count_begun(self, one: RegisteredRunner, begun: int) -> None:
         """Counts groups begun since the last report; the first report only sets the base."""
         now = self._runners.status(one)
         before = begun if now.counted is None else now.counted
-        self._shared.count_begun(one.name, begun - before)
+        self.shared.count_begun(one.name, begun - before)
         now.counted = max(before, begun)
 
     async def _changed(self, seconds: float) -> None:
-        change = self._change
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await change.wait()
-        except TimeoutError:
-            return
+                await self._change.wait()
 
 
 def _participant(one: RegisteredRunner, now: RunnerStatus) -> Participant:

@@ -18,12 +18,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
-from envserver_records.errors import (
-    ConflictError,
-    InputError,
-    NotFoundError,
-    UsageError,
-)
+from envserver_records.errors import ConflictError, InputError, NotFoundError, UsageError
 from prometheus_client.core import Metric
 from starlette.types import Receive
 
@@ -34,15 +29,7 @@ from ..store import Store
 from ..store.demand import Demand, StoreSink
 from ..store.groups import EncodedPut
 from ..telemetry.numbers import gauge
-from .messages import (
-    Accepted,
-    Heartbeat,
-    News,
-    Refused,
-    Registration,
-    ScoredGroup,
-    Welcome,
-)
+from .messages import Accepted, Heartbeat, News, Refused, Registration, ScoredGroup, Welcome
 from .news import LocalEnvironment, RunnerNews, SharedCapacity
 from .runner import SILENT_POLLS, RegisteredRunner, RunnerTable
 from .validation import Stream, read_batch_async, read_group_async
@@ -97,7 +84,7 @@ class RunnerRegistry:
     ) -> Welcome:
         """Starts a new session for this name, with its own stream of groups. Requests of one
         instance with the same `request_key` share a session."""
-        if any(one.share.name == wanted.name for one in self.news.local):
+        if any(local.share.name == wanted.name for local in self.news.local):
             raise ConflictError(f"The name {wanted.name!r} is that of the server's own.")
         key = _session_key(wanted.instance, request_key)
         async with self._lock(wanted.name):
@@ -107,21 +94,13 @@ class RunnerRegistry:
             async with self._stream(wanted, before) as (seed, is_new):
                 one = RegisteredRunner(
                     id=before.id if before is not None else secrets.token_hex(8),
-                    name=wanted.name,
                     key_hash=_hash(key),
                     instance_hash=_hash(wanted.instance),
-                    env=wanted.env,
-                    split=wanted.split,
                     asked_seed=wanted.seed,
                     seed=seed,
-                    group_size=wanted.group_size,
-                    weight=wanted.weight,
-                    minimum_share=wanted.minimum_share,
-                    scoring=wanted.scoring,
-                    version=wanted.version,
-                    host=wanted.host,
                     registered_at=time.time(),
                     understands=tuple(understands),
+                    **wanted.model_dump(exclude={"instance", "seed"}),
                 )
                 await self.table.save(one)
             count = self._store.count_with_prefix
@@ -335,7 +314,7 @@ class RunnerMetrics:
             now = table.status(one)
             is_open[(one.env,)] += now.open
             capacity[(one.env,)] += now.beat.capacity if table.is_present(one) else 0
-        wanted = {(env,): news.wanted(env) for (env,) in is_open}
+        wanted = {(env,): news.shared.wanted(env) for (env,) in is_open}
         of = ("environment",)
         return [
             gauge(

@@ -254,10 +254,7 @@ class RunnerTable:
         self.heartbeats.hear(one.id)
 
     def status(self, one: RegisteredRunner) -> RunnerStatus:
-        now = self._status.get(one.id)
-        if now is None:
-            now = self._status[one.id] = RunnerStatus()
-        return now
+        return self._status.get(one.id) or self._status.setdefault(one.id, RunnerStatus())
 
     def is_present(self, one: RegisteredRunner) -> bool:
         if one.gone:
@@ -301,24 +298,18 @@ class RunnerTable:
 
     def _shown(self, one: RegisteredRunner) -> dict[str, Any]:
         now = self.status(one)
-        beat = now.beat.model_dump(exclude={"seen", "wait_seconds", "quiet"})
         return {
-            "id": one.id,
-            "name": one.name,
-            "env": one.env,
-            "split": one.split,
-            "seed": one.seed,
-            "group_size": one.group_size,
-            "weight": one.weight,
-            "minimum_share": one.minimum_share,
-            "version": one.version,
-            "host": one.host,
-            "registered_at": one.registered_at,
-            "gone": one.gone,
+            **{name: getattr(one, name) for name in _SHOWN},
             "silent": self.presence(one) == "silent",
             "silent_seconds": round(self.heartbeats.silent_seconds(one.id), 1),
             "room": now.room,
             "stored": now.stored,
-            **beat,
+            **now.beat.model_dump(exclude={"seen", "wait_seconds", "quiet"}),
             "open": now.open,
         }
+
+
+_SHOWN: Final = (
+    *("id", "name", "env", "split", "seed", "group_size", "weight", "minimum_share"),
+    *("version", "host", "registered_at", "gone"),
+)

@@ -561,13 +561,17 @@ def _sqlite(url: URL, files: Files) -> Database:
 
     @event.listens_for(reader.sync_engine, "connect")
     def set_up_reader(connection: Any, record: object) -> None:
-        _pragmas(connection, f"busy_timeout={_BUSY_TIMEOUT_MS}", "query_only=ON")
+        only_query(connection)
 
     @event.listens_for(writer, "begin")
     def begin(connection: Any) -> None:
         connection.connection.driver_connection.execute("BEGIN IMMEDIATE")
 
     return database
+
+
+def only_query(connection: Any) -> None:
+    _pragmas(connection, f"busy_timeout={_BUSY_TIMEOUT_MS}", "query_only=ON")
 
 
 def _pragmas(connection: Any, *settings: str) -> None:

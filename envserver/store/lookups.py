@@ -15,7 +15,7 @@ from sqlalchemy import URL, event, inspect, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from . import deliveries, groups, leases, listing, runs
-from .database import read_url, typed_failures
+from .database import only_query, read_url, typed_failures
 from .rows import SETTLED, UNKNOWN_VERSION, GroupState, StoreStatistics
 from .schema import SCHEMA_VERSION, SHARED, schema_version
 from .transaction import KnownRun, queue_of
@@ -241,10 +241,7 @@ async def only_reading(
 
         @event.listens_for(engine.sync_engine, "connect")
         def only_read(connection: Any, record: object) -> None:
-            cursor = connection.cursor()
-            cursor.execute("PRAGMA busy_timeout=10000")
-            cursor.execute("PRAGMA query_only=ON")
-            cursor.close()
+            only_query(connection)
             if prepare is not None:
                 prepare(connection)
 

@@ -48,11 +48,17 @@ class DamagedBody(Exception):
 
 def encode(body: bytes) -> tuple[int, bytes]:
     """Returns (encoding, bytes to store). Small or incompressible bodies are not compressed."""
-    if len(body) >= _MIN_BYTES:
-        packed = zstd.compress(body, options=_OPTIONS)
-        if len(packed) <= 0.9 * len(body):
-            return ZSTD, packed
+    if (frame := smaller(body)) is not None:
+        return ZSTD, frame
     return CHECKED, zlib.crc32(body).to_bytes(_SUM_BYTES, "little") + body
+
+
+def smaller(body: bytes) -> bytes | None:
+    """Returns `body` as a zstd frame with a checksum; None if that is hardly smaller."""
+    if len(body) < _MIN_BYTES:
+        return None
+    frame = zstd.compress(body, options=_OPTIONS)
+    return frame if len(frame) <= 0.9 * len(body) else None
 
 
 def as_posted(gzipped: bytes, posted: bytes, end: bytes) -> tuple[tuple[int, bytes], bytes]:

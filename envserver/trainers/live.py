@@ -109,13 +109,18 @@ class FailureLog:
         self._rows.append(FailureRow(n=self.number, message=shown, **facts))
 
     def _observe(self, environment: str, event: Event) -> None:
+        if not isinstance(event, RolloutFailed | GroupDropped):
+            return
+        facts = {
+            "time": event.at,
+            "environment": environment,
+            "task_id": event.task_id,
+            "group_id": event.group_id,
+        }
         if isinstance(event, RolloutFailed):
             failure = event.failure
             self.add(
-                time=event.at,
-                environment=environment,
-                task_id=event.task_id,
-                group_id=event.group_id,
+                **facts,
                 rollout=_number(event.rollout_id),
                 attempt=event.attempt,
                 kind=failure.kind,
@@ -123,12 +128,9 @@ class FailureLog:
                 message=failure.message,
                 what="rollout" if event.final else "attempt",
             )
-        elif isinstance(event, GroupDropped):
+        else:
             self.add(
-                time=event.at,
-                environment=environment,
-                task_id=event.task_id,
-                group_id=event.group_id,
+                **facts,
                 kind=event.reason,
                 fault=_FAULTS_OF_DROPS.get(event.reason) or self._fault_of_group(event.group_id),
                 message=event.message,
