@@ -34,7 +34,7 @@ from ..http.requests import Json, fill_schemas, schema_later
 from ..http.transfer import CompressedAnswers, DirectPosts, Endpoint, RequestBodies
 from ..proxy.gate import Gate
 from ..rollouts.policy import Bounds
-from ..runners.registry import RunnerMetrics, RunnerRegistry, count_runners
+from ..runners.registry import RunnerMetrics, RunnerRegistry
 from ..runners.routes import runner_beats, runner_posts, runner_routes
 from ..settings.section import describe_fields
 from ..settings.server import AlarmsConfig, RetentionConfig, ServerConfig
@@ -48,7 +48,6 @@ from ..trainers.groups import GroupFilter, GroupSearch
 from ..trainers.live import Follower, Live, engine_rows, live_routes
 from ..trainers.policy import HeldOutEvaluations, PolicyVersion, WeightPause, weight_routes
 from ..trainers.routes import Logins, native_routes
-from ..trainers.runs import FilterWarnings
 from ..trainers.status import AlarmWatch, Recorder, remove_old
 from ..version import __version__
 
@@ -249,10 +248,6 @@ def create_api(
         policy.tell_engines = engines.tell_version
         fleet.changed = lambda: runners.news.tell_engines(engine_list(fleet))
 
-    def present() -> set[str]:
-        joined = {one.env for one in runners.table.known.values()}
-        return joined | atropos.environment_names() | set(orders.names if orders else ())
-
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await atropos.load()
@@ -294,10 +289,8 @@ def create_api(
             store,
             atropos,
             policy,
+            runners,
             settings=settings,
-            joined=lambda: count_runners(runners),
-            present=present,
-            filters=FilterWarnings(store, policy, present),
             set_aside=live.failures.set_aside,
             status=status,
             orders=orders,

@@ -14,7 +14,7 @@ from envserver_records.errors import ConfigError, NotFoundError
 from sqlalchemy import URL, event, inspect, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from . import deliveries, groups, leases, listing, runs
+from . import deliveries, groups, leases, listing
 from .database import only_query, read_url, typed_failures
 from .rows import SETTLED, UNKNOWN_VERSION, GroupState, StoreStatistics
 from .schema import SCHEMA_VERSION, SHARED, schema_version
@@ -71,12 +71,12 @@ class StoreLookups(GroupLookups):
     estimates_of = reads(groups.estimates_of)
     made = reads(groups.made)
     count_made = reads(groups.count_made)
-    checkpoints = reads(runs.list_checkpoints)
-    get_run = reads(runs.get_run)
-    list_runs = reads(runs.list_runs)
-    get_value = reads(runs.get_value)
-    values_with_prefix = reads(runs.values_with_prefix)
-    minutes_between = reads(runs.minutes_between)
+    checkpoints = reads(leases.list_checkpoints)
+    get_run = reads(leases.get_run)
+    list_runs = reads(leases.list_runs)
+    get_value = reads(leases.get_value)
+    values_with_prefix = reads(leases.values_with_prefix)
+    minutes_between = reads(leases.minutes_between)
     find_lease = reads(leases.find_lease)
     open_leases = reads(leases.open_leases)
 
@@ -94,7 +94,7 @@ class StoreLookups(GroupLookups):
         """Returns up to `limit` groups in a run's open leases, oldest lease first, and how many
         there are."""
         async with self._reading() as connection:
-            of = await runs.get_run(connection, run)
+            of = await leases.get_run(connection, run)
             queue = queue_of(of.name, of.delivery)
             found, count = await leases.leased_rows(connection, run, queue, limit)
         now = self._clock()
@@ -137,8 +137,8 @@ class StoreLookups(GroupLookups):
 
     async def depths(self) -> dict[str, int]:
         """Returns for each open run how many groups are queued or leased for it."""
-        runs = self.open_runs
-        return {name: self.count_of(run, "queued", "leased") for name, run in runs.items()}
+        known = self.open_runs
+        return {name: self.count_of(run, "queued", "leased") for name, run in known.items()}
 
     async def counters(self) -> dict[str, int]:
         """Returns totals since the store was created: `expired` (leases), `nacked` and `nacked:

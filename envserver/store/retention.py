@@ -26,8 +26,8 @@ from sqlalchemy import ColumnElement, Row, delete, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .groups import kept_rows
+from .leases import last_but_one
 from .rows import Compacted, GroupState, check_group
-from .runs import last_but_one
 from .schema import SHARED, bodies, deliveries, gone, group_facts, leases, runs
 from .transaction import Memory, Transaction
 

@@ -33,7 +33,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from envserver_records.errors import InputError, StoreFull
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from . import deliveries, leases, retention, runs
+from . import deliveries, leases, retention
 from . import groups as estimates
 from .database import (
     Database,
@@ -124,7 +124,7 @@ class Store(StoreLookups):
     expire = _writes(leases.expire)
     rewind = _writes(leases.rewind)
     close_run = _writes(leases.close_run)
-    put_minute = _writes(runs.put_minute)
+    put_minute = _writes(leases.put_minute)
 
     async def put(self, groups: Sequence[GroupPut]) -> list[bool]:
         """Stores all of these groups, or none. Returns for each whether it was stored; False if its
@@ -241,10 +241,10 @@ class Store(StoreLookups):
         """Creates a run and opens it, or opens the run of this name if its arguments are the same;
         else ConflictError. A broadcast run gets all groups, from the oldest that is kept and was
         not dropped."""
-        text = runs.to_json(settings or {}, "settings")
+        text = leases.to_json(settings or {}, "settings")
         run = await self._writer.do(
             partial(
-                runs.create_run,
+                leases.create_run,
                 name=name,
                 batch_size=batch_size,
                 settings=text,
@@ -257,7 +257,7 @@ class Store(StoreLookups):
     async def _open_run(self, name: str) -> Run:
         """Opens a run; fills the queue of a broadcast run in small transactions."""
         while True:
-            run = await self._writer.do(partial(runs.open_some, name=name))
+            run = await self._writer.do(partial(leases.open_some, name=name))
             if run.state == "open":
                 return run
 
@@ -274,14 +274,14 @@ class Store(StoreLookups):
         """Changes what is not None; `state` acts like `close_run` and `create_run`."""
         given = {
             "batch_size": batch_size,
-            "settings": None if settings is None else runs.to_json(settings, "settings"),
+            "settings": None if settings is None else leases.to_json(settings, "settings"),
             "policy_version": policy_version,
-            "environments": None if environments is None else runs.names_json(environments),
+            "environments": None if environments is None else leases.names_json(environments),
         }
         changes = {column: value for column, value in given.items() if value is not None}
 
         async def change(tx: Transaction) -> Run:
-            run = await runs.set_run(tx, name, changes)
+            run = await leases.set_run(tx, name, changes)
             return await leases.close_run(tx, name) if state == "closed" else run
 
         run = await self._writer.do(change)
@@ -293,10 +293,10 @@ class Store(StoreLookups):
     async def set_values(self, json_values: Mapping[str, Any]) -> None:
         """Sets several JSON-like values in one transaction; None removes a value."""
         texts = {
-            key: None if value is None else runs.to_json(value, "value")
+            key: None if value is None else leases.to_json(value, "value")
             for key, value in json_values.items()
         }
-        await self._writer.do(partial(runs.set_values, texts=texts))
+        await self._writer.do(partial(leases.set_values, texts=texts))
 
     async def touch(self) -> None:
         """Writes the store's time. Raises StoreError if the store cannot be written."""

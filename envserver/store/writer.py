@@ -26,9 +26,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ..rollouts.estimates import DISCOUNT
 from .database import Database, DatabaseUnreachable, RetryGate, is_unreachable, typed
 from .groups import EncodedPut, put_all
+from .leases import get_value, to_json
 from .reserve import free_bytes_inside
 from .rows import Changes, StoreStatistics
-from .runs import get_value, to_json
 from .schema import values
 from .transaction import Memory, Transaction, forget_written, load_memory, write_memory
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -27,36 +27,82 @@ from starlette.types import Receive, Scope, Send
 from ..http.middleware import TooManyRequests
 from ..http.requests import Hangup, key_of
 from ..http.transfer import accepts
-from ..store import Lease, Store
+from ..settings.server import ServerConfig
+from ..store import UNKNOWN_VERSION, Lease, Store
 from ..store.deliveries import DamagedBodies
+from .atropos_service import AtroposService
 from .bodies import MOST_GROUPS, Limits, StreamRequest
 from .encoding import GroupEncoder, zstd_frame
 from .policy import PolicyVersion
 
+_MOST_SHOWN: Final = 10
+
+
+class FilterWarnings:
+    def __init__(
+        self, store: Store, policy: PolicyVersion, present: Callable[[], Collection[str]]
+    ) -> None:
+        self._store = store
+        self._policy = policy
+        self._present = present
+
+    def of_names(self, environments: Collection[str]) -> list[str]:
+        if not environments:
+            return []
+        known = {env for _, env, _ in self._store.tallies} | set(self._present())
+        unknown = sorted(set(environments) - known)
+        if not unknown:
+            return []
+        shown = ", ".join(sorted(known)[:_MOST_SHOWN]) or "none"
+        more = ", ..." if len(known) > _MOST_SHOWN else ""
+        names = ", ".join(map(repr, unknown))
+        return [f"No environment is called {names} so far; known: {shown}{more}."]
+
+    def of_limits(self, wanted: Limits) -> list[str]:
+        warnings = self.of_names(wanted.environments or ())
+        if wanted.max_staleness is not None and self._policy.version == UNKNOWN_VERSION:
+            warnings.append(
+                "max_staleness filters nothing: no policy version is published"
+                " (POST /v1/policy-version)."
+            )
+        return warnings
+
 
 class Leasing:
-    """Leases groups for trainers over HTTP.
-
-    Args:
-        default_seconds: duration of a lease that sets none.
-        most_open: maximum number of open leases per run; streams are limited by their windows.
-        on_change: called after groups were leased or returned.
-    """
+    """Leases groups for trainers over HTTP, at most `max_open_leases` per run; streams are limited
+    by their windows."""
 
     def __init__(
         self,
         store: Store,
+        atropos: AtroposService,
         policy: PolicyVersion,
-        default_seconds: float,
-        on_change: Callable[[], None],
-        most_open: int,
+        filters: FilterWarnings,
+        settings: ServerConfig,
     ) -> None:
+        self.filters = filters
+        self.encoder = GroupEncoder(store)
+        self.streams = Streams()
         self._store = store
-        self._on_change = on_change
+        self._atropos = atropos
         self._policy = policy
-        self._default_seconds = default_seconds
-        self._most_open = most_open
+        self._settings = settings
         self._perhaps_open: dict[str, int] = {}
+
+    def changed_all(self, run: str) -> None:
+        """Call after all leases of a run were returned."""
+        self.streams.run_rewound(run)
+        self._atropos.store_changed()
+
+    async def closed(self, run: str, lease_id: str) -> None:
+        """Call after a lease was acknowledged or returned."""
+        self.streams.lease_closed(run, lease_id)
+        await self._atropos.lease_closed(lease_id)
+
+    async def extend(self, lease_id: str, seconds: float) -> float:
+        expires_at = await self._store.extend(lease_id, seconds)
+        self._atropos.store_changed()
+        return expires_at
 
     async def lease(self, run: str, wanted: Limits, lease_id: str | None = None) -> Lease | None:
         """Leases the groups available now; None if there are too few. If a lease with the id
@@ -74,23 +120,23 @@ class Leasing:
             min_groups=wanted.min_groups,
             environments=wanted.environments or None,
             min_version=self._min_version(wanted),
-            seconds=wanted.seconds or self._default_seconds,
+            seconds=wanted.seconds or self._settings.lease_seconds,
             lease_id=lease_id,
         )
         if lease is not None:
-            self._on_change()
+            self._atropos.store_changed()
         return lease
 
     async def take_back(self, lease_id: str, damaged: DamagedBodies) -> None:
         """Undoes a lease that could not be sent: drops its damaged groups and queues the others
         again."""
         await self._store.drop_damaged(damaged.reasons, undo=lease_id)
-        self._on_change()
+        self._atropos.store_changed()
 
     async def give_back(self, lease_id: str) -> None:
         with suppress(ConflictError, NotFoundError):  # the lease had already ended
             await self._store.nack(lease_id, reason="hang_up")
-        self._on_change()
+        self._atropos.store_changed()
 
     def _min_version(self, wanted: Limits) -> int | None:
         if wanted.max_staleness is None:
@@ -118,11 +164,13 @@ class Leasing:
 
     async def _require_room(self, run: str, lease_id: str | None) -> None:
         # `_perhaps_open` is an upper bound: query the store only when it reaches the limit.
-        if self._perhaps_open.get(run, 0) < self._most_open:
+        if self._perhaps_open.get(run, 0) < self._settings.max_open_leases:
             return
         held = await self._store.open_leases(run)
         self._perhaps_open[run] = len(held)
-        if len(held) >= self._most_open and lease_id not in {one.lease_id for one in held}:
+        if len(held) >= self._settings.max_open_leases and lease_id not in {
+            one.lease_id for one in held
+        }:
             raise TooManyRequests(
                 f"The run {run} has {len(held)} leases open; more after an ack or nack.", 1
             )
@@ -356,10 +404,8 @@ def _format(encoder: GroupEncoder, headers: Headers) -> _Format:
 class StreamAnswer(Response):
     """Sends a stream's leases for as long as the client listens."""
 
-    def __init__(
-        self, stream: LeaseStream, streams: Streams, encoder: GroupEncoder, headers: Headers
-    ) -> None:
-        self._format = _format(encoder, headers)
+    def __init__(self, stream: LeaseStream, leasing: Leasing, headers: Headers) -> None:
+        self._format = _format(leasing.encoder, headers)
         super().__init__(media_type=self._format.media_type)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
@@ -367,7 +413,7 @@ class StreamAnswer(Response):
         if self._format.encoding:
             self.headers["content-encoding"] = self._format.encoding
         self._stream = stream
-        self._streams = streams
+        self._streams = leasing.streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(part: bytes, *, more: bool = True) -> None:

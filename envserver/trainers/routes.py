@@ -16,17 +16,17 @@ from ..http.access import AccessTokens, Sessions, Token, is_own_page, may_read
 from ..http.answers import answers, json_answer
 from ..http.middleware import Forbidden, Strangers, Unauthorized
 from ..http.requests import read_body, request_body
+from ..runners.registry import RunnerRegistry, count_runners
 from ..settings.section import Described
 from ..settings.server import ServerConfig
 from ..store import Store
 from ..telemetry.alarms import AlarmBook
 from .atropos_service import AtroposService
 from .bodies import Body
-from .encoding import GroupEncoder
 from .groups import add_group_routes, add_rollout_routes, add_task_routes
-from .leasing import Leasing, Streams
+from .leasing import FilterWarnings, Leasing
 from .policy import HeldOutEvaluations, PolicyVersion, add_evaluation_routes, add_policy_routes
-from .runs import FilterWarnings, SetAside, add_lease_routes, add_run_routes
+from .runs import SetAside, add_lease_routes, add_run_routes
 from .status import (
     Recorder,
     add_alarm_routes,
@@ -138,11 +138,9 @@ def native_routes(
     store: Store,
     atropos: AtroposService,
     policy: PolicyVersion,
+    runners: RunnerRegistry,
     *,
     settings: ServerConfig,
-    joined: Callable[[], dict[str, int]],
-    present: Callable[[], set[str]],
-    filters: FilterWarnings,
     status: Callable[[], dict[str, Any]] | None,
     orders: Orders | None,
     recorder: Recorder | None,
@@ -153,31 +151,26 @@ def native_routes(
 ) -> APIRouter:
     """Returns all native routes; parts that are None have none. `set_aside`: called with groups
     that a trainer cannot use, and its reason."""
+
+    def present() -> set[str]:
+        joined = {one.env for one in runners.table.known.values()}
+        return joined | atropos.environment_names() | set(orders.names if orders else ())
+
+    def evaluated() -> bool:
+        return evaluations is not None and bool(evaluations.listed())
+
     router = APIRouter(tags=["native"])
-    encoder = GroupEncoder(store)
-    streams = Streams()
-    leasing = Leasing(
-        store,
-        policy,
-        settings.lease_seconds,
-        atropos.store_changed,
-        settings.max_open_leases,
-    )
-    add_run_routes(router, store, atropos, streams, filters)
-    add_lease_routes(router, store, atropos, leasing, encoder, streams, filters, set_aside)
+    leasing = Leasing(store, atropos, policy, FilterWarnings(store, policy, present), settings)
+    add_run_routes(router, store, leasing)
+    add_lease_routes(router, store, leasing, set_aside)
     add_rollout_routes(router, store)  # before that of groups, whose ids may have slashes
-    add_group_routes(router, store, encoder)
+    add_group_routes(router, store, leasing.encoder)
     add_task_routes(router, store)
     add_estimate_routes(router, store)
     add_policy_routes(router, policy)
-    add_status_routes(router, store, atropos, policy, joined, status)
+    add_status_routes(router, store, atropos, policy, lambda: count_runners(runners), status)
     add_session_routes(router, logins)
-    add_source_routes(
-        router,
-        present,
-        makes_rollouts=orders is not None,
-        evaluated=lambda: evaluations is not None and bool(evaluations.listed()),
-    )
+    add_source_routes(router, present, makes_rollouts=orders is not None, evaluated=evaluated)
     if evaluations is not None:
         add_evaluation_routes(router, evaluations)
     if recorder is not None:
@@ -187,5 +180,5 @@ def native_routes(
     if orders is not None:
         from .on_demand import add_on_demand_routes
 
-        add_on_demand_routes(router, orders, store, encoder)
+        add_on_demand_routes(router, orders, store, leasing.encoder)
     return router

@@ -22,9 +22,8 @@ from starlette.responses import Response
 
 from ..http.answers import answers, json_answer
 from ..http.requests import Hangup, read_body, request_body
-from ..store import ATROPOS_RUN, UNKNOWN_VERSION, GroupRow, Lease, Run, Store
+from ..store import ATROPOS_RUN, GroupRow, Lease, Run, Store
 from ..store.deliveries import DamagedBodies
-from .atropos_service import AtroposService
 from .bodies import (
     Ack,
     CheckpointsAnswer,
@@ -32,7 +31,6 @@ from .bodies import (
     LeaseAnswer,
     LeaseExtension,
     LeaseRequest,
-    Limits,
     Nack,
     ResumedAnswer,
     RunAnswer,
@@ -41,42 +39,10 @@ from .bodies import (
     StreamRequest,
 )
 from .encoding import GroupEncoder, PackedAnswer
-from .leasing import EVENTS, LeaseStream, Leasing, StreamAnswer, Streams, lease_id_of, stream_of
-from .policy import PolicyVersion
+from .leasing import EVENTS, LeaseStream, Leasing, StreamAnswer, lease_id_of, stream_of
 
 WARNING_HEADER: Final = "x-envserver-warning"
-_MOST_SHOWN: Final = 10
 _LONGEST_HEADER: Final = 1000
-
-
-class FilterWarnings:
-    def __init__(
-        self, store: Store, policy: PolicyVersion, present: Callable[[], Collection[str]]
-    ) -> None:
-        self._store = store
-        self._policy = policy
-        self._present = present
-
-    def of_names(self, environments: Collection[str]) -> list[str]:
-        if not environments:
-            return []
-        known = {env for _, env, _ in self._store.tallies} | set(self._present())
-        unknown = sorted(set(environments) - known)
-        if not unknown:
-            return []
-        shown = ", ".join(sorted(known)[:_MOST_SHOWN]) or "none"
-        more = ", ..." if len(known) > _MOST_SHOWN else ""
-        names = ", ".join(map(repr, unknown))
-        return [f"No environment is called {names} so far; known: {shown}{more}."]
-
-    def of_limits(self, wanted: Limits) -> list[str]:
-        warnings = self.of_names(wanted.environments or ())
-        if wanted.max_staleness is not None and self._policy.version == UNKNOWN_VERSION:
-            warnings.append(
-                "max_staleness filters nothing: no policy version is published"
-                " (POST /v1/policy-version)."
-            )
-        return warnings
 
 
 def warning_headers(warnings: Collection[str]) -> dict[str, str]:
@@ -90,15 +56,10 @@ _BATCH_SIZE: Final = 8
 MOST_OPEN_RUNS: Final = 4096
 
 
-def add_run_routes(
-    router: APIRouter,
-    store: Store,
-    atropos: AtroposService,
-    streams: Streams,
-    filters: FilterWarnings,
-) -> None:
+def add_run_routes(router: APIRouter, store: Store, leasing: Leasing) -> None:
     def facts_of(run: Run) -> dict[str, Any]:
-        return msgspec.structs.asdict(run) | {"warnings": filters.of_names(run.environments)}
+        warnings = leasing.filters.of_names(run.environments)
+        return msgspec.structs.asdict(run) | {"warnings": warnings}
 
     @router.post(
         "/v1/runs",
@@ -130,8 +91,7 @@ def add_run_routes(
         if wanted.checkpoint is None and not wanted.from_start:
             return json_answer(facts, status, headers)
         again = await _go_back(store, wanted, request.headers.get("idempotency-key"))
-        streams.run_rewound(run.name)
-        atropos.store_changed()
+        leasing.changed_all(run.name)
         return json_answer(facts | {"redelivered": again}, status, headers)
 
     @router.get("/v1/runs", responses=answers(RunsAnswer, what="All runs."))
@@ -154,8 +114,7 @@ def add_run_routes(
         """
         _require_native(run)
         closed = await store.close_run(run)
-        streams.run_rewound(run)
-        atropos.store_changed()
+        leasing.changed_all(run)
         return json_answer(facts_of(closed))
 
     @router.get(
@@ -242,14 +201,7 @@ _LEASE_OF_STREAM: Final = re.compile(r"[A-Za-z0-9_-]{8,64}\.\d{20}")
 
 
 def add_lease_routes(
-    router: APIRouter,
-    store: Store,
-    atropos: AtroposService,
-    leasing: Leasing,
-    encoder: GroupEncoder,
-    streams: Streams,
-    filters: FilterWarnings,
-    set_aside: SetAside,
+    router: APIRouter, store: Store, leasing: Leasing, set_aside: SetAside
 ) -> None:
     @router.post(
         "/v1/runs/{run}/lease",
@@ -272,7 +224,7 @@ def add_lease_routes(
         wanted = await read_body(request, LeaseRequest)
         lease_id = lease_id_of(run, request)
         deadline = time.monotonic() + wanted.wait_seconds
-        headers = warning_headers(filters.of_limits(wanted))
+        headers = warning_headers(leasing.filters.of_limits(wanted))
         async with Hangup(request.receive) as hangup:
             while True:
                 left = deadline - time.monotonic()
@@ -283,7 +235,7 @@ def add_lease_routes(
                     await leasing.give_back(found.lease_id)
                     return Response(status_code=204)
                 try:
-                    answer = await lease_answer(found, encoder, request.headers)
+                    answer = await lease_answer(found, leasing.encoder, request.headers)
                     answer.headers.update(headers)
                     return answer
                 except DamagedBodies as damaged:
@@ -321,7 +273,7 @@ def add_lease_routes(
             seen = ""
         name = wanted.stream or stream_of(seen) or uuid.uuid4().hex
         pushed = LeaseStream(store, leasing, run, wanted, name, seen)
-        return StreamAnswer(pushed, streams, encoder, request.headers)
+        return StreamAnswer(pushed, leasing, request.headers)
 
     @router.post(
         "/v1/runs/{run}/ack",
@@ -340,7 +292,7 @@ def add_lease_routes(
         wanted = await read_body(request, Ack)
         await _require_own(store, run, wanted.lease_id)
         await store.ack(wanted.lease_id, checkpoint=wanted.checkpoint)
-        await closed(run, wanted.lease_id)
+        await leasing.closed(run, wanted.lease_id)
         return Response(status_code=204)
 
     @router.post(
@@ -364,7 +316,7 @@ def add_lease_routes(
             set_aside(await store.rows(wanted.group_ids), wanted.reason)
             return Response(status_code=204)
         await store.nack(wanted.lease_id, reason=wanted.reason)
-        await closed(run, wanted.lease_id)
+        await leasing.closed(run, wanted.lease_id)
         return Response(status_code=204)
 
     @router.post(
@@ -376,13 +328,8 @@ def add_lease_routes(
         """Sets the lease to expire in the given time: `{"lease_id": "...", "seconds": 600}`."""
         wanted = await read_body(request, LeaseExtension)
         await _require_own(store, run, wanted.lease_id)
-        expires_at = await store.extend(wanted.lease_id, wanted.seconds)
-        atropos.store_changed()
+        expires_at = await leasing.extend(wanted.lease_id, wanted.seconds)
         return json_answer({"lease_id": wanted.lease_id, "expires_at": expires_at})
-
-    async def closed(run: str, lease_id: str) -> None:
-        streams.lease_closed(run, lease_id)
-        await atropos.lease_closed(lease_id)
 
 
 async def lease_answer(lease: Lease, encoder: GroupEncoder, headers: Headers) -> Response:
