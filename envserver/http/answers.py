@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..settings.section import Described
-from .requests import Refused, refusal, schema_later
+from .requests import Refused, refusal, request_body, schema_later
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -176,33 +176,39 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
     return Response(body, status, headers, media_type="application/json")
 
 
-def answers(
+def route(
     model: type[BaseModel] | None = None,
     *errors: int,
     status: int = 200,
+    body: type[BaseModel] | None = None,
+    takes_body: bool = False,
     media_types: tuple[str, ...] = (),
-    body: bool = False,
     what: str = "Done.",
-) -> Responses:
-    """Describes the responses of a route for the OpenAPI document.
+    also: Responses | None = None,
+) -> dict[str, Any]:
+    """Returns FastAPI's arguments for a route, which describe it in the OpenAPI document.
 
     Args:
+        model: the JSON body of the answer; None if there is none.
         errors: error statuses of this route, in addition to those of every route.
+        status: status on success, which `what` describes; `also`: other answers.
+        body: what `read_body` reads; `takes_body`: adds the errors of bodies without one.
         media_types: binary media types that the route can also return.
-        body: whether the route takes a request body, which adds the errors of bodies.
     """
     success: dict[str, Any] = {"description": what}
     if model is not None:
         success["content"] = {"application/json": {"schema": schema_later(model, is_answer=True)}}
     for kind in media_types:
         success.setdefault("content", {})[kind] = {"schema": _BYTES}
-    found: Responses = {status: success}
-    for problem in sorted({*errors, *_ALWAYS, *(_OF_BODIES if body else ())}):
-        found[problem] = {
+    responses: Responses = {status: success}
+    of_bodies = _OF_BODIES if body is not None or takes_body else ()
+    for problem in sorted({*errors, *_ALWAYS, *of_bodies}):
+        responses[problem] = {
             "description": MEANINGS[problem],
             "content": {PROBLEM: {"schema": schema_later(Problem)}},
         }
-    return found
+    extra = {"openapi_extra": request_body(body)} if body is not None else {}
+    return {"status_code": status, "responses": responses | (also or {}), **extra}
 
 
 _BYTES: Final = {"type": "string", "format": "binary"}

@@ -22,8 +22,8 @@ from pydantic import BaseModel, StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
-from ..http.requests import key_of, read_body, request_body
+from ..http.answers import json_answer, route
+from ..http.requests import key_of, read_body
 from ..http.transfer import Endpoint
 from .messages import (
     ENGINES,
@@ -65,10 +65,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     router = APIRouter(tags=["environments"])
 
     @router.post(
-        _PLACE,
-        openapi_extra=request_body(Registration),
-        responses=answers(Welcome, 409, status=201, body=True, what="The registration."),
-        status_code=201,
+        _PLACE, **route(Welcome, 409, status=201, body=Registration, what="The registration.")
     )
     async def register(
         request: Request,
@@ -83,15 +80,14 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         wanted = await read_body(request, Registration)
         return _json(await environments.register(wanted, understands or (), key_of(request)), 201)
 
-    @router.get(_PLACE, responses=answers(EnvironmentsAnswer, what="All registrations."))
+    @router.get(_PLACE, **route(EnvironmentsAnswer, what="All registrations."))
     async def show() -> Response:
         """Lists the registered runners and their status."""
         return _json({"environments": await environments.table.snapshot()})
 
     @router.post(
         _PLACE + "/{env_id}/heartbeat",
-        openapi_extra=request_body(Heartbeat),
-        responses=answers(News, 404, body=True, what="The runner's settings."),
+        **route(News, 404, body=Heartbeat, what="The runner's settings."),
     )
     async def heartbeat(env_id: str, request: Request) -> Response:
         """Reports a runner's status. Answers at once if there is news for it (a new policy
@@ -103,9 +99,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     @router.post(
         _PLACE + "/{env_id}/groups",
         openapi_extra=_GROUP_BODY,
-        responses=answers(
-            Accepted, 404, 409, 415, body=True, what="Groups stored and groups refused."
-        ),
+        **route(Accepted, 404, 409, 415, takes_body=True, what="Groups stored and groups refused."),
     )
     async def accept(
         env_id: str,
@@ -122,8 +116,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
 
     @router.post(
         _PLACE + "/{env_id}/known",
-        openapi_extra=request_body(GroupIds),
-        responses=answers(KnownAnswer, 404, body=True, what="The groups that are stored."),
+        **route(KnownAnswer, 404, body=GroupIds, what="The groups that are stored."),
     )
     async def known(env_id: str, request: Request) -> Response:
         """Returns which of these groups were ever stored here, delivered or not."""
@@ -133,9 +126,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
 
     @router.post(
         _PLACE + "/{env_id}/scored",
-        openapi_extra=request_body(ScoredGroups),
-        responses=answers(None, 404, status=204, body=True, what="The counts were added."),
-        status_code=204,
+        **route(None, 404, status=204, body=ScoredGroups, what="The counts were added."),
     )
     async def scored(env_id: str, request: Request) -> Response:
         """Reports groups that were scored and dropped for their rewards or their age: they count
@@ -148,8 +139,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
 
     @router.delete(
         _PLACE + "/{env_id}",
-        responses=answers(None, 404, 422, status=204, what="The registration was removed."),
-        status_code=204,
+        **route(None, 404, 422, status=204, what="The registration was removed."),
     )
     async def goodbye(env_id: str, request: Request) -> Response:
         """Deregisters a runner until it registers again. Repeating is allowed."""
@@ -158,8 +148,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
 
     @router.post(
         _PLACE + "/{env_id}/drain",
-        responses=answers(None, 404, 422, status=204, what="The runner was notified."),
-        status_code=204,
+        **route(None, 404, 422, status=204, what="The runner was notified."),
     )
     async def drain(env_id: str) -> Response:
         """Tells a runner to begin no more groups and to leave once its open groups are posted."""

@@ -17,8 +17,8 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
-from ..http.requests import read_body, request_body
+from ..http.answers import json_answer, route
+from ..http.requests import read_body
 from ..models.replicas import Registration, Replica
 from ..proxy.gate import InFlight
 from ..runners.messages import EngineList, ToldEngine
@@ -134,9 +134,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
 
     @router.post(
         _PLACE,
-        openapi_extra=request_body(EngineRegistration),
-        responses=answers(EngineAnswer, 409, status=201, body=True, what="It was registered."),
-        status_code=201,
+        **route(EngineAnswer, 409, status=201, body=EngineRegistration, what="It was registered."),
     )
     async def register(request: Request) -> Response:
         """Registers an engine (201), or takes this as the heartbeat of one that is known (200). A
@@ -162,8 +160,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
 
     @router.post(
         _PLACE + "/{engine_id}/version",
-        openapi_extra=request_body(EngineVersion),
-        responses=answers(EngineAnswer, 404, body=True, what="The engine."),
+        **route(EngineAnswer, 404, body=EngineVersion, what="The engine."),
     )
     async def tell_version(engine_id: str, request: Request) -> Response:
         """Tells which policy version an engine serves. From then on its version is its own: what is
@@ -174,9 +171,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
         await book.save()
         return shown(replica)
 
-    @router.post(
-        _PLACE + "/{engine_id}/drain", responses=answers(EngineAnswer, 404, what="The engine.")
-    )
+    @router.post(_PLACE + "/{engine_id}/drain", **route(EngineAnswer, 404, what="The engine."))
     async def drain(engine_id: str) -> Response:
         """Gives an engine no new rollouts; it keeps those that it has until they end (`standing`:
         drained).
@@ -188,8 +183,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
 
     @router.post(
         _PLACE + "/{engine_id}/pause",
-        openapi_extra=request_body(EnginePause),
-        responses=answers(EnginePausedAnswer, 404, body=True, what="It is paused."),
+        **route(EnginePausedAnswer, 404, body=EnginePause, what="It is paused."),
     )
     async def pause(engine_id: str, request: Request) -> Response:
         """Sends an engine no more calls, as while its weights change; the others get them. Runners
@@ -203,8 +197,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
 
     @router.post(
         _PLACE + "/{engine_id}/resume",
-        openapi_extra=request_body(EngineResume),
-        responses=answers(EngineAnswer, 404, body=True, what="It is used again."),
+        **route(EngineAnswer, 404, body=EngineResume, what="It is used again."),
     )
     async def resume(engine_id: str, request: Request) -> Response:
         """Ends a pause or a drain; with `version`, reports its version first."""
@@ -217,9 +210,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
         return shown(replica)
 
     @router.delete(
-        _PLACE + "/{engine_id}",
-        responses=answers(None, 404, 409, status=204, what="It was removed."),
-        status_code=204,
+        _PLACE + "/{engine_id}", **route(None, 404, 409, status=204, what="It was removed.")
     )
     async def remove(engine_id: str) -> Response:
         """Removes a registered engine: it gets no more calls, and answers those that it has. An

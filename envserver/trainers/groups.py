@@ -28,7 +28,7 @@ from ..formats.rollout_json import (
     shown_rollout,
 )
 from ..formats.shown_text import token_texts
-from ..http.answers import answers, json_answer
+from ..http.answers import json_answer, route
 from ..settings.section import Described
 from ..store import GroupRow
 from ..store.listing import GroupQuery, ListedGroup, Order, RewardCounts, TaskOrder
@@ -182,7 +182,7 @@ _MOST_COUNTS: Final = 64
 
 
 def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncoder) -> None:
-    @router.get("/v1/groups", responses=answers(GroupsAnswer, 422, what="A page of groups."))
+    @router.get("/v1/groups", **route(GroupsAnswer, 422, what="A page of groups."))
     async def list_groups(wanted: Annotated[GroupSearch, Query()]) -> Response:
         """Lists groups by what is known of them: filtered, sorted, page by page; without parameters
         all of them, oldest first. A page's `cursor` leads to the next page with the same
@@ -209,7 +209,7 @@ def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncod
 
     counts = Cache(counted, lambda _: 1, _MOST_COUNTS, idle_seconds=2 * _COUNT_SECONDS)
 
-    @router.get("/v1/rewards", responses=answers(RewardsAnswer, 422, what="Counts."))
+    @router.get("/v1/rewards", **route(RewardsAnswer, 422, what="Counts."))
     async def count_rewards(wanted: Annotated[GroupFilter, Query()]) -> Response:
         """Counts the groups that match by mean reward, in twenty equal bins. The counts may be five
         seconds old.
@@ -220,7 +220,7 @@ def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncod
 
     @router.get(
         "/v1/groups/{group_id:path}",
-        responses=answers(LeasedGroup, 404, 422, media_types=(GROUP_MSGPACK,), what="The group."),
+        **route(LeasedGroup, 404, 422, media_types=(GROUP_MSGPACK,), what="The group."),
     )
     async def get_group(group_id: str, request: Request) -> Response:
         """Returns one whole group in any state, without leasing or consuming it. MessagePack when
@@ -253,7 +253,7 @@ _Number = Annotated[int, Path(ge=0, le=_MOST_ROLLOUTS, description="position in 
 def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
     @router.get(
         "/v1/groups/{group_id:path}/rollouts",
-        responses=answers(RolloutsAnswer, 404, 409, 422, what="The rollouts."),
+        **route(RolloutsAnswer, 404, 409, 422, what="The rollouts."),
     )
     async def list_rollouts(group_id: str) -> Response:
         """Returns all rollouts of a group, each as `.../rollouts/N` has it. Of more than 8 MB,
@@ -265,7 +265,7 @@ def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
 
     @router.get(
         "/v1/groups/{group_id:path}/rollouts/{number}",
-        responses=answers(RolloutAnswer, 404, 409, 422, what="The rollout."),
+        **route(RolloutAnswer, 404, 409, 422, what="The rollout."),
     )
     async def get_rollout(group_id: str, number: _Number) -> Response:
         """Returns one rollout of a group: conversations, score, usage, flags, times, failures of
@@ -280,7 +280,7 @@ def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
 
     @router.get(
         "/v1/groups/{group_id:path}/rollouts/{number}/images/{image}",
-        responses=answers(None, 404, 409, 422, media_types=PICTURES, what="The picture."),
+        **route(None, 404, 409, 422, media_types=PICTURES, what="The picture."),
     )
     async def get_image(
         group_id: str,
@@ -296,7 +296,7 @@ def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
 
     @router.get(
         "/v1/groups/{group_id:path}/rollouts/{number}/tokens",
-        responses=answers(TokensAnswer, 404, 409, 422, what="Tokens of a row."),
+        **route(TokensAnswer, 404, 409, 422, what="Tokens of a row."),
     )
     async def get_tokens(
         group_id: str,
@@ -401,7 +401,7 @@ class SeenTasksAnswer(Described):
 
 
 def add_task_routes(router: APIRouter, store: GroupLookups) -> None:
-    @router.get("/v1/tasks/seen", responses=answers(SeenTasksAnswer, 422, what="A page of tasks."))
+    @router.get("/v1/tasks/seen", **route(SeenTasksAnswer, 422, what="A page of tasks."))
     async def list_seen_tasks(
         environment: Annotated[
             str, Query(max_length=1024, pattern=_PLAIN, description="only this environment")

@@ -22,7 +22,7 @@ from envserver_records.errors import Fault, RolloutError, StoreError, by_kind, f
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
+from ..http.answers import json_answer, route
 from ..models.engine import Engine
 from ..rollouts.events import Event, GroupDropped, Observer, RolloutFailed, RunningRollout
 from ..settings.section import Described
@@ -217,7 +217,7 @@ def _number(rollout_id: str) -> int | None:
 
 
 def add_failure_routes(router: APIRouter, failures: FailureLog) -> None:
-    @router.get("/v1/failures", responses=answers(FailuresAnswer, 422, what="Failures."))
+    @router.get("/v1/failures", **route(FailuresAnswer, 422, what="Failures."))
     async def list_failures(
         environment: Annotated[str, Query(max_length=256)] = "",
         kind: Annotated[str, Query(max_length=256, description="kind, or reason of a drop")] = "",
@@ -300,7 +300,7 @@ class EnginesAnswer(Described):
 
 
 def add_engine_routes(router: APIRouter, sources: Sequence[EngineSource]) -> None:
-    @router.get("/v1/engines", responses=answers(EnginesAnswer, what="The engines."))
+    @router.get("/v1/engines", **route(EnginesAnswer, what="The engines."))
     async def list_engines() -> Response:
         """Lists the engines of the server's own rollouts: load, errors, answer times, versions.
         Joined runners have their own, which are listed with them.
@@ -472,9 +472,7 @@ def live_routes(
     add_failure_routes(router, live.failures)
     add_engine_routes(router, live.engines)
 
-    @router.get(
-        "/v1/rollouts/running", responses=answers(RunningAnswer, 422, what="Some rollouts.")
-    )
+    @router.get("/v1/rollouts/running", **route(RunningAnswer, 422, what="Some rollouts."))
     async def running(
         environment: Annotated[str, Query(max_length=256)] = "", limit: _Limit = 100
     ) -> Response:
@@ -485,9 +483,7 @@ def live_routes(
         now = time.time()
         return json_answer({"rollouts": [_shown(one, now) for one in found], "total": total})
 
-    @router.get(
-        "/v1/runs/{run}/leases", responses=answers(LeasesAnswer, 404, 422, what="Leased groups.")
-    )
+    @router.get("/v1/runs/{run}/leases", **route(LeasesAnswer, 404, 422, what="Leased groups."))
     async def leases(run: str, limit: _Limit = 200) -> Response:
         """Lists the groups that a run has leased and not acknowledged. Ids of leases are not
         shown: who knows one could acknowledge it.

@@ -24,7 +24,7 @@ from fastapi import APIRouter, Header
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..http.answers import answers
+from ..http.answers import route
 from ..http.middleware import TooManyRequests
 from ..http.requests import ABORT, Hangup
 from ..store.rows import Changes
@@ -179,7 +179,7 @@ def add_event_routes(
     @router.get(
         "/v1/events",
         response_class=Response,
-        responses=answers(None, media_types=(EVENTS,), what="An endless stream of events."),
+        **route(None, media_types=(EVENTS,), what="An endless stream of events."),
     )
     async def events(last_event_id: Annotated[str, Header(max_length=100)] = "") -> Response:
         """Pushes what happens as server-sent events: groups, samples of the numbers, failures,

@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
+from ..http.answers import json_answer, route
 from ..http.middleware import TooManyRequests
-from ..http.requests import Hangup, key_of, read_body, request_body
+from ..http.requests import Hangup, key_of, read_body
 from ..rollouts.ordered import GroupsOrder, Orders
 from ..store import Lease, Store
 from ..store.deliveries import DamagedBodies
@@ -72,16 +72,15 @@ def add_on_demand_routes(
 ) -> None:
     @router.post(
         "/v1/rollouts",
-        openapi_extra=request_body(RolloutsRequest),
-        responses=answers(
+        **route(
             LeaseAnswer,
             404,
             409,
-            body=True,
+            body=RolloutsRequest,
             media_types=(GROUPS_MSGPACK,),
             what="All of the groups.",
-        )
-        | {202: {"model": RolloutsProgress, "description": "Not all of them are made yet."}},
+            also={202: {"model": RolloutsProgress, "description": "Not all of them are made yet."}},
+        ),
     )
     async def order_rollouts(request: Request) -> Response:
         """Makes rollouts of the named tasks: one group per task, in this order (200).
@@ -115,7 +114,7 @@ def add_on_demand_routes(
                 group_ids=list(damaged.reasons),
             ) from damaged
 
-    @router.get("/v1/tasks", responses=answers(TasksAnswer, 404, 422, what="A page of tasks."))
+    @router.get("/v1/tasks", **route(TasksAnswer, 404, 422, what="A page of tasks."))
     async def list_tasks(
         environment: Annotated[str, Query(description="name of the environment")],
         split: Annotated[Split | None, Query(description="default: the split served")] = None,

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..http.answers import answers, json_answer
-from ..http.requests import key_of, read_body, request_body
+from ..http.answers import json_answer, route
+from ..http.requests import key_of, read_body
 from ..proxy.gate import Gate, InFlight
 from ..runners.registry import RunnerRegistry
 from ..settings.section import Described
@@ -71,8 +71,9 @@ async def _no_engines(named: Sequence[str], version: int) -> None:
 def add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
     @router.post(
         "/v1/policy-version",
-        openapi_extra=request_body(PolicyVersionRequest),
-        responses=answers(PolicyVersionAnswer, 404, 409, body=True, what="The current version."),
+        **route(
+            PolicyVersionAnswer, 404, 409, body=PolicyVersionRequest, what="The current version."
+        ),
     )
     async def publish(request: Request) -> Response:
         """Sets the version of the weights that the engine samples with from now on. A version lower
@@ -82,7 +83,7 @@ def add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
         await policy.publish(wanted.version, wanted.engines or ())
         return json_answer({"version": policy.version})
 
-    @router.get("/v1/policy-version", responses=answers(PolicyVersionAnswer, what="The version."))
+    @router.get("/v1/policy-version", **route(PolicyVersionAnswer, what="The version."))
     async def current() -> Response:
         """Returns the current policy version; -1 if none was published."""
         return json_answer({"version": policy.version})
@@ -115,10 +116,7 @@ class EvaluationsAnswer(Described):
 
 
 def add_evaluation_routes(router: APIRouter, evaluations: HeldOutEvaluations) -> None:
-    @router.post(
-        "/v1/evaluations",
-        responses=answers(EvaluationsAnswer, 409, status=202, what="It begins."),
-    )
+    @router.post("/v1/evaluations", **route(EvaluationsAnswer, 409, status=202, what="It begins."))
     async def evaluate() -> Response:
         """Evaluates the current policy version on the split of `evaluate.split`, beside the
         training rollouts. 409 while another evaluation runs, and if that split is trained on.
@@ -126,7 +124,7 @@ def add_evaluation_routes(router: APIRouter, evaluations: HeldOutEvaluations) ->
         evaluations.start()
         return json_answer(_state(evaluations), 202)
 
-    @router.get("/v1/evaluations", responses=answers(EvaluationsAnswer, what="All evaluations."))
+    @router.get("/v1/evaluations", **route(EvaluationsAnswer, what="All evaluations."))
     async def listed() -> Response:
         """Returns the evaluations of this store, the oldest first."""
         return json_answer(_state(evaluations))
@@ -211,9 +209,7 @@ def weight_routes(
     handled: deque[str | None] = deque(maxlen=_KEPT_KEYS)
 
     @router.post(
-        "/v1/policy/pause",
-        openapi_extra=request_body(PauseRequest),
-        responses=answers(PausedAnswer, body=True, what="Calls are paused."),
+        "/v1/policy/pause", **route(PausedAnswer, body=PauseRequest, what="Calls are paused.")
     )
     async def pause(request: Request) -> Response:
         """Stops new calls to the engine. Pausing again replaces the choice made before. A copy of a
@@ -233,8 +229,7 @@ def weight_routes(
 
     @router.post(
         "/v1/policy/resume",
-        openapi_extra=request_body(ResumeRequest),
-        responses=answers(PolicyAnswer, 409, body=True, what="Calls were resumed."),
+        **route(PolicyAnswer, 409, body=ResumeRequest, what="Calls were resumed."),
     )
     async def resume(request: Request) -> Response:
         """Lets calls continue; repeating is allowed. Refuses a lower version (409). A copy of a
@@ -250,7 +245,7 @@ def weight_routes(
         handled.append(key)
         return JSONResponse(_weights_state(gate, policy))
 
-    @router.get("/v1/policy", responses=answers(PolicyAnswer, what="The state of the calls."))
+    @router.get("/v1/policy", **route(PolicyAnswer, what="The state of the calls."))
     async def state() -> Response:
         """Returns whether calls are paused, how many are running and how many wait."""
         return JSONResponse(_weights_state(gate, policy))

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..http.access import AccessTokens, Sessions, Token, is_own_page, may_read
-from ..http.answers import answers, json_answer
+from ..http.answers import json_answer, route
 from ..http.middleware import Forbidden, Strangers, Unauthorized
-from ..http.requests import read_body, request_body
+from ..http.requests import read_body
 from ..runners.registry import RunnerRegistry, count_runners
 from ..settings.section import Described
 from ..settings.server import ServerConfig
@@ -86,7 +86,7 @@ class Logins:
 
 
 def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
-    @router.get("/v1/session", responses=answers(SessionAnswer, what="Who asks."))
+    @router.get("/v1/session", **route(SessionAnswer, what="Who asks."))
     async def get_session(request: Request) -> Response:
         """Returns whether this client must log in, and as whom it is logged in."""
         if logins is None:
@@ -94,11 +94,7 @@ def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
         token = logins.sessions.reader(request.scope)
         return _answer(token, needs_login=token is None)
 
-    @router.post(
-        "/v1/session",
-        responses=answers(SessionAnswer, 415, body=True, what="Logged in."),
-        openapi_extra=request_body(SessionRequest),
-    )
+    @router.post("/v1/session", **route(SessionAnswer, 415, body=SessionRequest, what="Logged in."))
     async def log_in(request: Request) -> Response:
         """Logs the page in: sets a cookie with which it reads, and nothing else. Only for a page
         of this server; programs send their access token with each request.
@@ -119,7 +115,7 @@ def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
         answer.headers["set-cookie"] = logins.sessions.cookie(token, request.scope)
         return answer
 
-    @router.delete("/v1/session", status_code=204, responses=answers(status=204))
+    @router.delete("/v1/session", **route(status=204))
     async def log_out(request: Request) -> Response:
         """Logs the page out: its browser forgets the cookie."""
         headers = dict(_NO_STORE)

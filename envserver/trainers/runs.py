@@ -20,8 +20,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
-from ..http.requests import Hangup, read_body, request_body
+from ..http.answers import json_answer, route
+from ..http.requests import Hangup, read_body
 from ..store import ATROPOS_RUN, GroupRow, Lease, Run, Store
 from ..store.deliveries import DamagedBodies
 from .bodies import (
@@ -53,6 +53,7 @@ def warning_headers(warnings: Collection[str]) -> dict[str, str]:
 
 
 _BATCH_SIZE: Final = 8
+_RESUMED: Final = "The run existed; it was resumed with these changes."
 MOST_OPEN_RUNS: Final = 4096
 
 
@@ -63,15 +64,13 @@ def add_run_routes(router: APIRouter, store: Store, leasing: Leasing) -> None:
 
     @router.post(
         "/v1/runs",
-        status_code=201,
-        openapi_extra=request_body(RunRequest),
-        responses=answers(RunAnswer, 409, status=201, body=True, what="The run was created.")
-        | answers(
-            ResumedAnswer,
-            404,
+        **route(
+            RunAnswer,
             409,
-            body=True,
-            what="The run existed; it was resumed with these changes.",
+            status=201,
+            body=RunRequest,
+            what="The run was created.",
+            also=route(ResumedAnswer, 404, 409, takes_body=True, what=_RESUMED)["responses"],
         ),
     )
     async def create_run(request: Request) -> Response:
@@ -94,19 +93,19 @@ def add_run_routes(router: APIRouter, store: Store, leasing: Leasing) -> None:
         leasing.changed_all(run.name)
         return json_answer(facts | {"redelivered": again}, status, headers)
 
-    @router.get("/v1/runs", responses=answers(RunsAnswer, what="All runs."))
+    @router.get("/v1/runs", **route(RunsAnswer, what="All runs."))
     async def list_runs() -> Response:
         """Lists all runs, oldest first: `{"runs": [{"name": "my-run", ...}]}`."""
         return json_answer({"runs": [facts_of(run) for run in await store.list_runs()]})
 
-    @router.get("/v1/runs/{run}", responses=answers(RunAnswer, 404, 422, what="The run."))
+    @router.get("/v1/runs/{run}", **route(RunAnswer, 404, 422, what="The run."))
     async def get_run(run: str) -> Response:
         """Returns one run with its settings."""
         return json_answer(facts_of(await store.get_run(run)))
 
     @router.post(
         "/v1/runs/{run}/close",
-        responses=answers(RunAnswer, 404, 409, body=True, what="The run is closed."),
+        **route(RunAnswer, 404, 409, takes_body=True, what="The run is closed."),
     )
     async def close_run(run: str) -> Response:
         """Closes a run: it can lease nothing more, its open leases are returned, and no groups are
@@ -119,7 +118,7 @@ def add_run_routes(router: APIRouter, store: Store, leasing: Leasing) -> None:
 
     @router.get(
         "/v1/runs/{run}/checkpoints",
-        responses=answers(CheckpointsAnswer, 404, 422, what="The run's checkpoints."),
+        **route(CheckpointsAnswer, 404, 422, what="The run's checkpoints."),
     )
     async def checkpoints(run: str) -> Response:
         """Lists the checkpoints that the run's acks named, oldest first, each with the number of
@@ -205,11 +204,15 @@ def add_lease_routes(
 ) -> None:
     @router.post(
         "/v1/runs/{run}/lease",
-        openapi_extra=request_body(LeaseRequest),
-        responses=answers(
-            LeaseAnswer, 404, 409, body=True, media_types=(GROUPS_MSGPACK,), what="A lease."
-        )
-        | {204: {"description": "Nothing that fits came in time."}},
+        **route(
+            LeaseAnswer,
+            404,
+            409,
+            body=LeaseRequest,
+            media_types=(GROUPS_MSGPACK,),
+            what="A lease.",
+            also={204: {"description": "Nothing that fits came in time."}},
+        ),
     )
     async def lease(run: str, request: Request) -> Response:
         """Leases the oldest groups that match (200), or none if too few arrive in time (204).
@@ -244,7 +247,7 @@ def add_lease_routes(
     @router.get(
         "/v1/runs/{run}/stream",
         response_class=Response,
-        responses=answers(
+        **route(
             None,
             404,
             409,
@@ -276,10 +279,7 @@ def add_lease_routes(
         return StreamAnswer(pushed, leasing, request.headers)
 
     @router.post(
-        "/v1/runs/{run}/ack",
-        status_code=204,
-        openapi_extra=request_body(Ack),
-        responses=answers(None, 404, 409, status=204, body=True, what="Acknowledged."),
+        "/v1/runs/{run}/ack", **route(None, 404, 409, status=204, body=Ack, what="Acknowledged.")
     )
     async def ack(run: str, request: Request) -> Response:
         """Acknowledges a lease: its groups are never delivered again. Acknowledging twice is
@@ -296,10 +296,7 @@ def add_lease_routes(
         return Response(status_code=204)
 
     @router.post(
-        "/v1/runs/{run}/nack",
-        status_code=204,
-        openapi_extra=request_body(Nack),
-        responses=answers(None, 404, 409, status=204, body=True, what="Given back."),
+        "/v1/runs/{run}/nack", **route(None, 404, 409, status=204, body=Nack, what="Given back.")
     )
     async def nack(run: str, request: Request) -> Response:
         """Returns the groups of a lease to the front of the queue. Repeating the call is allowed.
@@ -321,8 +318,7 @@ def add_lease_routes(
 
     @router.post(
         "/v1/runs/{run}/extend",
-        openapi_extra=request_body(LeaseExtension),
-        responses=answers(ExtendedAnswer, 404, 409, body=True, what="The new expiry time."),
+        **route(ExtendedAnswer, 404, 409, body=LeaseExtension, what="The new expiry time."),
     )
     async def extend(run: str, request: Request) -> Response:
         """Sets the lease to expire in the given time: `{"lease_id": "...", "seconds": 600}`."""

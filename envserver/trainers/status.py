@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query
 from prometheus_client.core import Metric
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
+from ..http.answers import json_answer, route
 from ..settings.section import Described
 from ..settings.server import AlarmsConfig, RetentionConfig
 from ..store import DamagedGroup, Store
@@ -195,7 +195,7 @@ def add_status_routes(
         # The count is kept in memory; query the store only if it is not zero.
         return await store.damaged(_DAMAGED_SHOWN) if "damaged" in await store.counters() else []
 
-    @router.get("/v1/status", responses=answers(StatusAnswer, what="The server's status."))
+    @router.get("/v1/status", **route(StatusAnswer, what="The server's status."))
     async def get_status() -> Response:
         """Returns groups by state, what waits for each open run, the state of the Atropos
         protocol, and the server's counters.
@@ -228,7 +228,7 @@ class AlarmsAnswer(Described):
 
 
 def add_alarm_routes(router: APIRouter, book: AlarmBook) -> None:
-    @router.get("/v1/alarms", responses=answers(AlarmsAnswer, what="The active alarms."))
+    @router.get("/v1/alarms", **route(AlarmsAnswer, what="The active alarms."))
     async def alarms() -> Response:
         """Returns what is wrong now. It is checked every ten seconds."""
         listed = [one.facts() for one in book.active]
@@ -248,7 +248,7 @@ class SeriesAnswer(Described):
 
 
 def add_series_routes(router: APIRouter, recorder: Recorder) -> None:
-    @router.get("/v1/series", responses=answers(SeriesAnswer, 422, what="Curves."))
+    @router.get("/v1/series", **route(SeriesAnswer, 422, what="Curves."))
     async def series(
         names: Annotated[
             str, Query(max_length=4096, description="names of samples, by commas; empty: all")
@@ -303,7 +303,7 @@ def add_source_routes(
     makes_rollouts: bool,
     evaluated: Callable[[], bool],
 ) -> None:
-    @router.get("/v1/source", responses=answers(SourceAnswer, what="What can be looked at."))
+    @router.get("/v1/source", **route(SourceAnswer, what="What can be looked at."))
     async def source() -> Response:
         """Returns what this server shows: the page has a menu of these parts."""
         return json_answer(
@@ -333,10 +333,7 @@ _NUMBER_LIMIT = 2**63 - 1
 
 
 def add_estimate_routes(router: APIRouter, store: Store) -> None:
-    @router.get(
-        "/v1/tasks/estimates",
-        responses=answers(EstimatesAnswer, 422, what="A page of estimates."),
-    )
+    @router.get("/v1/tasks/estimates", **route(EstimatesAnswer, 422, what="A page of estimates."))
     async def list_estimates(
         after: Annotated[
             int, Query(ge=0, le=_NUMBER_LIMIT, description="`number` of the last estimate seen")
