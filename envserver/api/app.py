@@ -34,8 +34,13 @@ from ..http.requests import Json, fill_schemas, schema_later
 from ..http.transfer import CompressedAnswers, DirectPosts, Endpoint, RequestBodies
 from ..proxy.gate import Gate
 from ..rollouts.policy import Bounds
-from ..runners.registry import RunnerMetrics, RunnerRegistry
-from ..runners.routes import runner_beats, runner_posts, runner_routes
+from ..runners.registry import (
+    RunnerMetrics,
+    RunnerRegistry,
+    runner_beats,
+    runner_posts,
+    runner_routes,
+)
 from ..settings.section import describe_fields
 from ..settings.server import AlarmsConfig, RetentionConfig, ServerConfig
 from ..store import Store

@@ -341,6 +341,8 @@ def _hashed(text: str) -> str:
 @contextlib.contextmanager
 def _changed(path: Path) -> Iterator[list[Token]]:
     """Yields the entries; writes them back if the block succeeds. One process at a time."""
+    import yaml
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -348,18 +350,12 @@ def _changed(path: Path) -> Iterator[list[Token]]:
             fcntl.flock(folder, fcntl.LOCK_EX)
             tokens = read_tokens(path) if path.exists() else []
             yield tokens
-            _replace(path, _File(tokens=tokens))
+            tree = _File(tokens=tokens).model_dump(mode="json", exclude_unset=True)
+            replace_file(path, _HEAD + yaml.safe_dump(tree, sort_keys=False), mode=0o600)
         finally:
             os.close(folder)
     except OSError as error:
         raise ConfigError(f"The tokens file {path} cannot be written: {error.strerror}.") from error
-
-
-def _replace(path: Path, content: _File) -> None:
-    import yaml
-
-    tree = content.model_dump(mode="json", exclude_unset=True)
-    replace_file(path, _HEAD + yaml.safe_dump(tree, sort_keys=False), mode=0o600)
 
 
 # Cookies ignore ports: the name has eight characters made of the key, so that two servers of one

@@ -407,7 +407,10 @@ class RunnerNews:
     def _everyone(self, name: str) -> list[Participant]:
         present = self._runners.present()
         self._present = len(present)
-        self.shared.report_to_demand(_sums((one.env, now.open) for one, now in present))
+        opened: Counter[str] = Counter()
+        for one, now in present:
+            opened[one.env] += now.open
+        self.shared.report_to_demand(opened)
         for local in self.local:
             begun, before = local.begun(), self._local_begun.get(local.share.name, 0)
             self._local_begun[local.share.name] = max(begun, before)
@@ -440,10 +443,3 @@ def _participant(one: RegisteredRunner, now: RunnerStatus) -> Participant:
         held=now.held,
         capacity=now.beat.capacity,
     )
-
-
-def _sums(counts: Iterable[tuple[str, int]]) -> Counter[str]:
-    sums: Counter[str] = Counter()
-    for name, count in counts:
-        sums[name] += count
-    return sums

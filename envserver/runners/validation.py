@@ -44,12 +44,6 @@ class Stream(msgspec.Struct, frozen=True):
     prefix: str
 
 
-def read_group(body: bytes, stream: Stream) -> Group:
-    group = decoded(body)
-    check_group(group, stream)
-    return group
-
-
 def check_group(group: Group, stream: Stream) -> None:
     check_names(group, stream)
     if not group.trajectories:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 from envserver_records.errors import ConflictError, InputError, NotFoundError
-from sqlalchemy import ColumnElement, Row, delete, func, insert, literal_column, select, update
+from sqlalchemy import ColumnElement, delete, func, insert, literal_column, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .deliveries import GroupSelection, advance, choose, fill
@@ -26,7 +26,7 @@ from .rows import (
     check_lease,
 )
 from .schema import checkpoints, history, leases, runs, values
-from .transaction import KnownRun, Transaction, queue_of
+from .transaction import KnownRun, Transaction, known_run, queue_of, run_of
 
 _REASON_CHARACTERS = 80
 _MOST_REASONS = 64
@@ -367,19 +367,6 @@ def to_json(value: Any, place: str) -> str:
         raise InputError(f"{place} is not JSON-like ({error}).", place=place) from error
 
 
-def _run(row: Row[Any]) -> Run:
-    return Run(
-        row.name,
-        row.created_at,
-        row.batch_size,
-        msgspec.json.decode(row.settings),
-        row.policy_version,
-        row.state,
-        row.delivery,
-        msgspec.json.decode(row.environments),
-    )
-
-
 async def create_run(
     tx: Transaction,
     name: str,
@@ -406,22 +393,18 @@ async def create_run(
             "gone_ack_number": 0,
         }
         await tx.connection.execute(insert(runs).values(fresh))
-        return await _begin_to_open(tx, name, delivery)
-    run = _run(row)
-    was = (run.batch_size, run.settings, run.delivery, set(run.environments))
-    if was != (batch_size, msgspec.json.decode(settings), delivery, set(environments)):
-        raise ConflictError(
-            f"A run {name} with other settings exists.",
-            hint="Choose another name, or change the run.",
-            run=name,
-        )
-    return run if run.state == "open" else await _begin_to_open(tx, name, delivery)
-
-
-async def _begin_to_open(tx: Transaction, name: str, delivery: Delivery) -> Run:
-    if delivery == "shared":
-        return await _change(tx, name, {"state": "open"})
-    return await _change(tx, name, {})
+    else:
+        run = run_of(row)
+        was = (run.batch_size, run.settings, run.delivery, set(run.environments))
+        if was != (batch_size, msgspec.json.decode(settings), delivery, set(environments)):
+            raise ConflictError(
+                f"A run {name} with other settings exists.",
+                hint="Choose another name, or change the run.",
+                run=name,
+            )
+        if run.state == "open":
+            return run
+    return await _change(tx, name, {"state": "open"} if delivery == "shared" else {})
 
 
 async def open_some(tx: Transaction, name: str) -> Run:
@@ -448,13 +431,13 @@ async def get_run(connection: AsyncConnection, name: str) -> Run:
     row = (await connection.execute(select(runs).where(runs.c.name == name))).one_or_none()
     if row is None:
         raise NotFoundError(f"There is no run {name}.", run=name)
-    return _run(row)
+    return run_of(row)
 
 
 async def list_runs(connection: AsyncConnection) -> list[Run]:
     """Returns all runs, oldest first."""
     query = select(runs).order_by(runs.c.created_at, runs.c.name)
-    return [_run(row) for row in await connection.execute(query)]
+    return [run_of(row) for row in await connection.execute(query)]
 
 
 async def set_run(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
@@ -475,13 +458,7 @@ async def _change(tx: Transaction, name: str, changes: dict[str, Any]) -> Run:
     if changes:
         await tx.connection.execute(update(runs).where(runs.c.name == name).values(changes))
     run = await get_run(tx.connection, name)
-    tx.memory.runs[name] = KnownRun(
-        run.state,
-        run.delivery,
-        queue_of(name, run.delivery),
-        frozenset(run.environments),
-        run.batch_size,
-    )
+    tx.memory.runs[name] = known_run(run)
     tx.memory.activity += 1
     return run
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import msgspec
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import Row, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import DISCOUNT
-from .rows import GROUP_STATES, Delivery, GroupState, RunState
+from .rows import GROUP_STATES, Delivery, GroupState, Run, RunState
 from .schema import SHARED, checkpoints, counters, deliveries, gone, groups, leases, runs, values
 
 T = TypeVar("T")
@@ -36,6 +36,24 @@ class KnownRun:
 
 def queue_of(name: str, delivery: Delivery) -> str:
     return SHARED if delivery == "shared" else f"run/{name}"
+
+
+def known_run(run: Run) -> KnownRun:
+    queue = queue_of(run.name, run.delivery)
+    return KnownRun(run.state, run.delivery, queue, frozenset(run.environments), run.batch_size)
+
+
+def run_of(row: Row[Any]) -> Run:
+    return Run(
+        row.name,
+        row.created_at,
+        row.batch_size,
+        msgspec.json.decode(row.settings),
+        row.policy_version,
+        row.state,
+        row.delivery,
+        msgspec.json.decode(row.environments),
+    )
 
 
 class _DeliveryCount(msgspec.Struct, array_like=True):
@@ -168,16 +186,8 @@ class Transaction:
 async def load_memory(connection: AsyncConnection, *, trust_written: bool) -> Memory:
     """Loads the memory. Without `trust_written`, or if none was saved, all deliveries are counted,
     which takes longer the more there are."""
-    known = {
-        row.name: KnownRun(
-            row.state,
-            row.delivery,
-            queue_of(row.name, row.delivery),
-            frozenset(msgspec.json.decode(row.environments, type=list[str])),
-            row.batch_size,
-        )
-        for row in await connection.execute(select(runs))
-    }
+    every = map(run_of, await connection.execute(select(runs)))
+    known = {run.name: known_run(run) for run in every}
     counted = {row.name: row.value for row in await connection.execute(select(counters))}
     last_seq = await connection.scalar(select(func.max(groups.c.seq))) or 0
     last_acks = [

@@ -270,7 +270,9 @@ class Writer:
         better: one of several broke the transaction, or the reserve was freed."""
         began = time.perf_counter()
         try:
-            self._check_way()
+            if self._lost is not None:
+                raise self._lost
+            self.retry.check()
             await self._check_space(batch)
             outcomes = await self._transact([entry.work for entry in batch])
         except Exception as error:  # noqa: BLE001 (the caller gets it)
@@ -289,11 +291,6 @@ class Writer:
         for entry, outcome in zip(batch, outcomes, strict=True):
             _answer(entry, outcome)
         return True
-
-    def _check_way(self) -> None:
-        if self._lost is not None:
-            raise self._lost
-        self.retry.check()
 
     async def _check_space(self, batch: Sequence[_Entry]) -> None:
         """Raises StoreFull if the disk is full and the batch adds more than fits into the space

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -168,7 +168,7 @@ def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
 
     async def scored_data(request: Request) -> Response:
         """Stores one group."""
-        groups = await _groups(request, _one_group, service, threads)
+        groups = await _groups(request, service, threads)
         buffered = (await service.post(groups, _key(request)))[0]
         if buffered is None:
             return _json({"status": "received"})
@@ -176,7 +176,7 @@ def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
 
     async def scored_data_list(request: Request) -> Response:
         """Stores several groups."""
-        groups = await _groups(request, _several_groups, service, threads)
+        groups = await _groups(request, service, threads, listed=True)
         answers = await service.post(groups, _key(request))
         buffered = [answer for answer in answers if answer is not None]
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
@@ -205,25 +205,18 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": MEANINGS[status]} for status in statuses}
 
 
-def _one_group(raw: bytes, gzipped: bytes | None) -> list[PostedGroup]:
-    return [read_group(raw, gzipped)]
-
-
-def _several_groups(raw: bytes, gzipped: bytes | None) -> list[PostedGroup]:
-    return read_groups(raw)
-
-
 async def _groups(
     request: Request,
-    read: Callable[[bytes, bytes | None], list[PostedGroup]],
     service: AtroposService,
     threads: ThreadPoolExecutor,
+    *,
+    listed: bool = False,
 ) -> list[PostedGroup]:
     raw = await request.body()
     gzipped = request.scope.get(GZIPPED)
 
     def ready() -> list[PostedGroup]:
-        return encoded(read(raw, gzipped))
+        return encoded(read_groups(raw) if listed else [read_group(raw, gzipped)])
 
     try:
         if len(raw) <= _MOST_READ_AT_ONCE:

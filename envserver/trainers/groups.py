@@ -85,10 +85,7 @@ class GroupFilter(BaseModel):
     """part of its id or of its task's"""
 
     def query(self) -> GroupQuery:
-        return GroupQuery(**self._values())
-
-    def _values(self) -> dict[str, Any]:
-        return self.model_dump()
+        return GroupQuery(**self.model_dump(include=set(GroupQuery.__struct_fields__)))
 
 
 class GroupSearch(GroupFilter):
@@ -102,9 +99,6 @@ class GroupSearch(GroupFilter):
     cursor: _Name = ""
     """of the page before; empty: the first page"""
     limit: int = Field(100, ge=1, le=MOST_GROUPS)
-
-    def _values(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"words", "cursor", "limit"})
 
 
 _MOST_READ: Final = 256

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 from envserver_records.errors import ConflictError, EnvserverError, NotFoundError
@@ -350,14 +350,6 @@ class LeaseStream:
             await self._leasing.give_back(lease_id)
 
 
-class _Format(Protocol):
-    media_type: str
-    encoding: str
-    keep_alive: bytes
-
-    def lease(self, lease: Lease) -> AsyncIterator[bytes]: ...
-
-
 class _Events:
     media_type = EVENTS
     encoding = ""
@@ -395,7 +387,7 @@ class _Frames:
             yield part
 
 
-def _format(encoder: GroupEncoder, headers: Headers) -> _Format:
+def _format(encoder: GroupEncoder, headers: Headers) -> _Events | _Frames:
     if EVENTS in headers.get("accept", ""):
         return _Events(encoder)
     return _Frames(encoder, compress=accepts(headers, "zstd"))
@@ -433,7 +425,7 @@ class StreamAnswer(Response):
             await self._stream.end(hangup)
         await write(b"", more=False)
 
-    async def _send_leases(self, hangup: Hangup, write: _Write) -> None:
+    async def _send_leases(self, hangup: Hangup, write: Callable[[bytes], Awaitable[None]]) -> None:
         try:
             async for lease in self._stream.leases(hangup):
                 if lease is None:
@@ -447,7 +439,3 @@ class StreamAnswer(Response):
         except EnvserverError as error:
             # The client reconnects and gets an error that says what to do.
             log.info("stream_ended", stream=self._stream.key, why=str(error))
-
-
-class _Write(Protocol):
-    async def __call__(self, part: bytes, *, more: bool = True) -> None: ...

@@ -106,12 +106,13 @@ class FailureLog:
     def add(self, *, message: str, **facts: Any) -> None:
         self.number += 1
         shown = redacted(printable(message[:_MOST_CHARACTERS], keep="\n"))
-        self._rows.append(FailureRow(n=self.number, message=shown, **facts))
+        row = {"time": time.time(), **facts}
+        self._rows.append(FailureRow(n=self.number, message=shown, **row))
 
     def _observe(self, environment: str, event: Event) -> None:
         if not isinstance(event, RolloutFailed | GroupDropped):
             return
-        facts = {
+        facts: dict[str, Any] = {
             "time": event.at,
             "environment": environment,
             "task_id": event.task_id,
@@ -151,7 +152,6 @@ class FailureLog:
                 known = _KINDS.get(kind, RolloutError)
                 fault = fault_of(kind, known.blame)
                 self.add(
-                    time=time.time(),
                     environment=environment,
                     kind=kind,
                     fault=_FAULTS_OF_DROPS.get(kind, fault) if what == "drop" else fault,
@@ -164,7 +164,6 @@ class FailureLog:
     def set_aside(self, groups: Sequence[GroupRow], reason: str) -> None:
         for one in groups[:_MOST_ALIKE]:
             self.add(
-                time=time.time(),
                 environment=one.env,
                 group_id=one.group_id,
                 kind="set_aside",
@@ -175,7 +174,6 @@ class FailureLog:
 
     def dropped(self, kind: str, count: int, message: str, fault: Fault) -> None:
         self.add(
-            time=time.time(),
             environment="",
             kind=kind,
             fault=fault,

@@ -208,6 +208,17 @@ def weight_routes(
     router = APIRouter(tags=["native"])
     handled: deque[str | None] = deque(maxlen=_KEPT_KEYS)
 
+    def shown(**more: bool) -> Response:
+        return JSONResponse(
+            {
+                "paused": gate.paused,
+                "in_flight": gate.in_flight,
+                "waiting": gate.waiting,
+                "version": policy.version,
+                **more,
+            }
+        )
+
     @router.post(
         "/v1/policy/pause", **route(PausedAnswer, body=PauseRequest, what="Calls are paused.")
     )
@@ -218,14 +229,14 @@ def weight_routes(
         wanted = await read_body(request, PauseRequest)
         key = key_of(request)
         if key is not None and key in handled and not gate.paused:
-            return JSONResponse({**_weights_state(gate, policy), "idle": False})
+            return shown(idle=False)
         handled.append(key)
         began = time.monotonic()
         if evaluations is not None and not gate.paused:
             await evaluations.hold(wanted.timeout_seconds / 2)
         left = wanted.timeout_seconds - (time.monotonic() - began)
         idle = await pausing.pause(wanted.in_flight, left)
-        return JSONResponse({**_weights_state(gate, policy), "idle": idle})
+        return shown(idle=idle)
 
     @router.post(
         "/v1/policy/resume",
@@ -238,25 +249,16 @@ def weight_routes(
         wanted = await read_body(request, ResumeRequest)
         key = key_of(request)
         if key is not None and key in handled:
-            return JSONResponse(_weights_state(gate, policy))
+            return shown()
         if wanted.version is not None:
             await policy.publish(wanted.version)
         await pausing.resume()
         handled.append(key)
-        return JSONResponse(_weights_state(gate, policy))
+        return shown()
 
     @router.get("/v1/policy", **route(PolicyAnswer, what="The state of the calls."))
     async def state() -> Response:
         """Returns whether calls are paused, how many are running and how many wait."""
-        return JSONResponse(_weights_state(gate, policy))
+        return shown()
 
     return router
-
-
-def _weights_state(gate: Gate, policy: PolicyVersion) -> dict[str, Any]:
-    return {
-        "paused": gate.paused,
-        "in_flight": gate.in_flight,
-        "waiting": gate.waiting,
-        "version": policy.version,
-    }
