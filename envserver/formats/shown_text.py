@@ -33,21 +33,17 @@ def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
             hint="Name a folder that has tokenizer.json.",
         )
     try:
-        return _nothing if folder is None else _texts_of(folder)
+        return _texts_of(folder) if folder is not None else lambda index: None
     except ConfigError:
         if tokenizer:
             raise
-        return _nothing
+        return lambda index: None
 
 
 def _simulated() -> Path:
     from envserver_local.simulated import ASSETS
 
     return ASSETS
-
-
-def _nothing(index: int) -> str | None:
-    return None
 
 
 @functools.lru_cache(maxsize=4)

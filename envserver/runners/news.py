@@ -21,7 +21,7 @@ from ..http.requests import Hangup
 from ..proxy.gate import InFlight
 from ..rollouts.scheduler import Share, Shares, targets
 from ..store import Store
-from ..store.demand import Demand
+from ..store.demand import Demand, StoreSink
 from .messages import ENGINES, NEXT_SECONDS, EngineList, Heartbeat, News, Pause
 from .runner import RegisteredRunner, RunnerStatus, RunnerTable, poll_seconds
 
@@ -89,19 +89,24 @@ class Participant(msgspec.Struct, frozen=True):
         return self.share.name
 
 
-class LocalEnvironment(msgspec.Struct, frozen=True):
+class LocalEnvironment(StoreSink):
     """An environment in the server's own process. `prefix`: ID prefix of its groups; `capacity`:
     number of groups it can have open."""
 
-    prefix: str
-    share: Share
-    capacity: int
-    open_groups: Callable[[], int]
-    begun: Callable[[], int]
+    def __init__(
+        self, store: Store, demand: Demand, share: Share, prefix: str, capacity: int
+    ) -> None:
+        super().__init__(store, share.name, demand)
+        self.share, self.prefix, self.capacity = share, prefix, capacity
+        self.open = self.begun = 0
+
+    def opened(self, groups: int) -> None:
+        self.open += groups
+        self.begun += max(0, groups)
+        super().opened(groups)
 
     def participant(self) -> Participant:
-        is_open = self.open_groups()
-        return Participant(self.share, self.share.name, is_open, is_open, self.capacity)
+        return Participant(self.share, self.share.name, self.open, self.open, self.capacity)
 
 
 class Deal:
@@ -331,9 +336,6 @@ class RunnerNews:
             self.wake()
             await asyncio.sleep(_SHORTEST_UNSEEN_SECONDS)
 
-    def share_with(self, local: LocalEnvironment) -> None:
-        self.local.append(local)
-
     async def wait_for_local_capacity(self, local: LocalEnvironment) -> None:
         """Waits until `local` may begin a group, given the shares of the runners."""
         while self._runners.is_any_present():
@@ -412,7 +414,7 @@ class RunnerNews:
             opened[one.env] += now.open
         self.shared.report_to_demand(opened)
         for local in self.local:
-            begun, before = local.begun(), self._local_begun.get(local.share.name, 0)
+            begun, before = local.begun, self._local_begun.get(local.share.name, 0)
             self._local_begun[local.share.name] = max(begun, before)
             self.shared.count_begun(local.share.name, begun - before)
         everyone = [_participant(one, now) for one, now in present]

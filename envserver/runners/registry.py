@@ -44,7 +44,7 @@ from ..rollouts.estimates import Scored
 from ..rollouts.scheduler import Share
 from ..rollouts.stream import again_prefix, stream_prefix
 from ..store import Store
-from ..store.demand import Demand, StoreSink
+from ..store.demand import Demand
 from ..store.groups import EncodedPut
 from ..telemetry.numbers import gauge
 from .messages import (
@@ -356,8 +356,8 @@ class RunnerMetrics:
         ]
 
 
-class LocalEnvironmentSink(StoreSink):
-    """A `StoreSink` whose environment shares capacity with the runners; see `LocalEnvironment`."""
+class LocalEnvironmentSink(LocalEnvironment):
+    """The sink of an environment that shares capacity with the runners in `environments`."""
 
     def __init__(
         self,
@@ -369,26 +369,13 @@ class LocalEnvironmentSink(StoreSink):
         prefix: str,
         capacity: int,
     ) -> None:
-        super().__init__(store, share.name, demand)
-        self._open = self._begun = 0
-        self._environments = environments
-        self._local = LocalEnvironment(
-            prefix=prefix,
-            share=share,
-            capacity=capacity,
-            open_groups=lambda: self._open,
-            begun=lambda: self._begun,
-        )
-        environments.news.share_with(self._local)
+        super().__init__(store, demand, share, prefix, capacity)
+        self._news = environments.news
+        self._news.local.append(self)
 
     async def wait_for_capacity(self) -> None:
         await super().wait_for_capacity()
-        await self._environments.news.wait_for_local_capacity(self._local)
-
-    def opened(self, groups: int) -> None:
-        self._open += groups
-        self._begun += max(0, groups)
-        super().opened(groups)
+        await self._news.wait_for_local_capacity(self)
 
 
 Addition = Annotated[str, StringConstraints(max_length=64)]

@@ -327,13 +327,15 @@ async def seen_tasks(
         wanted = wanted.where(after(by, read_cursor(cursor, order, len(by)), descends))
     wanted = wanted.order_by(*(one.desc() if descends else one.asc() for one in by)).limit(limit)
     rows = (await connection.execute(wanted)).all()
-    numbers = [row.last for row in rows]
-    last = select(groups.c.seq, groups.c.group_id, groups.c.created_at, groups.c.policy_version)
-    last_groups = {
-        seq: facts
-        for seq, *facts in await connection.execute(last.where(groups.c.seq.in_(numbers)))
-    }
-    tasks = [SeenTask(**_facts_of_tasks(row), **_last(last_groups[row.last])) for row in rows]
+    of = groups.c
+    last = select(
+        of.seq,
+        of.group_id.label("last_group_id"),
+        of.created_at.label("last_time"),
+        of.policy_version.label("last_version"),
+    ).where(of.seq.in_([row.last for row in rows]))
+    last_groups = {row.seq: row._mapping for row in await connection.execute(last)}
+    tasks = [msgspec.convert({**row._mapping, **last_groups[row.last]}, SeenTask) for row in rows]
     following = ""
     if len(rows) == limit:
         following = cursor_of(order, [getattr(rows[-1], one) for one in names])
@@ -377,14 +379,3 @@ def _summed(environment: str, text: str) -> Select[Any]:
 def _share_of(numbers: ColumnElement[Any]) -> ColumnElement[Any]:
     """Returns the sum to divide by; NULL where it is 0."""
     return func.nullif(cast(func.sum(numbers), Float), 0.0)
-
-
-def _facts_of_tasks(row: Any) -> dict[str, Any]:
-    found = dict(row._mapping)
-    del found["last"]
-    return found
-
-
-def _last(facts: list[Any]) -> dict[str, Any]:
-    group_id, created_at, version = facts
-    return {"last_group_id": group_id, "last_time": created_at, "last_version": version}

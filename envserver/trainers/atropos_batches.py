@@ -328,15 +328,6 @@ class WaitingQueue:
         return list(self._sequences)
 
 
-class EnvironmentStatus(msgspec.Struct, frozen=True):
-    current_step: int
-    queue_size: int
-    unallocated_fraction: float
-    self_queue_size: int
-    max_group_size: int
-    env_weight: float
-
-
 def grown_group_size(queue: WaitingQueue, environments: Sequence[Registered], env_id: int) -> int:
     return max(environments[env_id].group_size, queue.largest_of(env_id))
 
@@ -348,20 +339,21 @@ def environment_status(
     *,
     batch_size: int,
     step: int,
-) -> EnvironmentStatus:
+) -> dict[str, float]:
+    """Returns the answer of `/status-env`; sizes are in groups of the environment that asks."""
     connected = [env for env in environments if env.connected]
     group_size = max(1, grown_group_size(queue, environments, env_id))
     own = queue.sequences_of(env_id)
     others = _left_by_others(queue, environments, env_id, batch_size)
     allocated = sum(env.min_batch_allocation or 0.0 for env in connected)
-    return EnvironmentStatus(
-        current_step=step,
-        queue_size=(own + others) // group_size,
-        unallocated_fraction=1.0 - min(allocated, 1.0),
-        self_queue_size=own // group_size,
-        max_group_size=queue.largest,
-        env_weight=_weight(environments[env_id], connected),
-    )
+    return {
+        "current_step": step,
+        "queue_size": (own + others) // group_size,
+        "unallocated_fraction": 1.0 - min(allocated, 1.0),
+        "self_queue_size": own // group_size,
+        "max_group_size": queue.largest,
+        "env_weight": _weight(environments[env_id], connected),
+    }
 
 
 def _weight(asking: Registered, connected: Sequence[Registered]) -> float:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-import msgspec
 import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -159,8 +158,7 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
     async def status_env(request: Request) -> Response:
         """Returns the step, how many groups wait, and an environment's share of the batches."""
         identifier = await read_body(request, EnvironmentIdentifier)
-        status = await service.environment_status(identifier.env_id)
-        return _json(msgspec.structs.asdict(status))
+        return _json(await service.environment_status(identifier.env_id))
 
 
 def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:

@@ -31,7 +31,6 @@ from .atropos_batches import (
     KEY,
     BrokenBody,
     EncodedGroups,
-    EnvironmentStatus,
     Formed,
     Lane,
     Registered,
@@ -464,7 +463,7 @@ class AtroposService:
             await self._save(draft)
             return True
 
-    async def environment_status(self, env_id: int) -> EnvironmentStatus:
+    async def environment_status(self, env_id: int) -> dict[str, float]:
         await self._follow_store()
         if not self._state.knows(env_id):
             raise NotFoundError(f"No environment is registered as {env_id}.", env_id=env_id)

@@ -31,7 +31,7 @@ from ..formats.shown_text import token_texts
 from ..http.answers import json_answer, route
 from ..settings.section import Described
 from ..store import GroupRow
-from ..store.listing import GroupQuery, ListedGroup, Order, RewardCounts, TaskOrder
+from ..store.listing import GroupQuery, ListedGroup, Order, Page, RewardCounts, TaskOrder
 from ..store.lookups import GroupLookups
 from ..store.packed import CHECKED, DamagedBody, decode, facts_of
 from ..store.rows import GroupState
@@ -107,19 +107,11 @@ _UNREADABLE: Final = (CHECKED, b"\1")
 """Stands for a group that cannot be read: its checksum is wrong."""
 
 
-class FoundPage(msgspec.Struct):
-    """Groups that have the words; `searched`: number of groups that were read for this page."""
-
-    groups: list[ListedGroup]
-    cursor: str
-    searched: int
-
-
 async def find(
     store: GroupLookups, query: GroupQuery, words: str, cursor: str, limit: int
-) -> FoundPage:
+) -> tuple[Page, int]:
     """Returns the next page of at most `limit` groups of `query` whose conversations or outputs
-    have `words`, upper and lower case alike (of ASCII letters)."""
+    have `words`, upper and lower case alike (of ASCII letters), and how many groups were read."""
     found: list[ListedGroup] = []
     searched = 0
     while len(found) < limit and searched < _MOST_READ:
@@ -131,7 +123,7 @@ async def find(
         cursor = page.cursor
         if not cursor:
             break
-    return FoundPage(found, cursor, searched)
+    return Page(found, cursor), searched
 
 
 async def _bodies(store: GroupLookups, group_ids: list[str]) -> list[tuple[int, bytes]]:
@@ -186,10 +178,10 @@ def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncod
         """
         query = wanted.query()
         if wanted.words:
-            found = await find(store, query, wanted.words, wanted.cursor, wanted.limit)
+            found, count = await find(store, query, wanted.words, wanted.cursor, wanted.limit)
             rows = [summary(one) for one in found.groups]
             return json_answer(
-                {"groups": rows, "cursor": found.cursor, "next": None, "searched": found.searched}
+                {"groups": rows, "cursor": found.cursor, "next": None, "searched": count}
             )
         page = await store.list_groups(query, wanted.cursor, wanted.limit)
         is_last = not page.cursor or wanted.order != "oldest"

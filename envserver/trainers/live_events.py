@@ -165,14 +165,11 @@ _SLOW_SECONDS: Final = 30.0
 _AGAIN_SECONDS: Final = 5.0
 
 
-async def _nothing() -> None: ...
-
-
 def add_event_routes(
     router: APIRouter,
     feed: Feed,
     version: Callable[[], int] = lambda: -1,
-    look: Callable[[], Awaitable[None]] = _nothing,
+    look: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Adds GET /v1/events. `look`: publishes what has happened since its last call."""
 
@@ -201,7 +198,7 @@ class EventsAnswer(Response):
         feed: Feed,
         last_id: str,
         version: Callable[[], int],
-        look: Callable[[], Awaitable[None]],
+        look: Callable[[], Awaitable[None]] | None,
     ) -> None:
         super().__init__()
         del self.headers["content-length"]
@@ -219,7 +216,8 @@ class EventsAnswer(Response):
 
         with self._feed.watching():
             # A first watcher must not get all groups that came without watchers.
-            await self._look()
+            if self._look is not None:
+                await self._look()
             start = self._feed.start(self._last_id)
             async with Hangup(receive) as hangup:
                 await send(
