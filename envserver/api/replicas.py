@@ -1,8 +1,7 @@
 """What a follower answers with: its own health and metrics, and the leader's answers.
 
 A follower does itself, so that the leader need not: TLS, limits of connections, heads and bodies,
-refusing unknown tokens, inflating posts, compressing answers, the page's files.
-"""
+refusing unknown tokens, inflating posts, compressing answers, the page's files."""
 
 from __future__ import annotations
 

@@ -397,8 +397,7 @@ class Sessions:
     def reader(self, scope: Scope) -> Token | None:
         """Returns the token of the login that the page's request comes with, as a reader's.
 
-        None if there is none, it has ended, or the request is not one of this server's own page.
-        """
+        None if there is none, it has ended, or the request is not one of this server's own page."""
         if not is_own_page(scope):
             return None
         for value in self._values(scope):

@@ -2,8 +2,7 @@
 
 Errors are problem details (RFC 9457) under /v1 and in FastAPI's form on the Atropos wire. Every
 EnvserverError has its status; other exceptions are logged and answered with 500, without their
-message.
-"""
+message."""
 
 from __future__ import annotations
 
@@ -95,6 +94,7 @@ def answer_to(path: str, error: EnvserverError) -> Response:
     if error.hint:
         more["hint"] = error.hint
     errors = error.errors if isinstance(error, Refused) else None
+    seconds = error.detail.get("retry_after_seconds")
     if errors is not None:
         more["errors"] = errors
     return error_answer(
@@ -103,14 +103,9 @@ def answer_to(path: str, error: EnvserverError) -> Response:
         error.message,
         kind=error.kind,
         detail=errors,
-        headers=_when_to_ask_again(error),
+        headers=None if seconds is None else {"retry-after": str(seconds)},
         **{key: value for key, value in more.items() if key not in _RESERVED},
     )
-
-
-def _when_to_ask_again(error: EnvserverError) -> dict[str, str] | None:
-    seconds = error.detail.get("retry_after_seconds")
-    return None if seconds is None else {"retry-after": str(seconds)}
 
 
 _RESERVED: Final = {"type", "title", "status", "detail", "kind", "headers", "path", "message"}

@@ -10,8 +10,7 @@ import ipaddress
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -66,9 +65,6 @@ class Usage:
             if most is not None and self.open_streams >= most:
                 raise TooManyRequests(f"This access token has {most} open streams already.", 1)
             self.open_streams += 1
-
-    def end_stream(self) -> None:
-        self.open_streams -= 1
 
     def moved(self, size: int) -> None:
         if self._bytes is not None and size:
@@ -196,8 +192,12 @@ class Access:
             await _refuse(error, scope, receive, send)
             return
         passing = _Passing(self._tokens, token, usage, receive, send)
-        with _counted(usage, is_stream), structlog.contextvars.bound_contextvars(client=token.name):
-            await self._app(scope, passing.receive, passing.send)
+        try:
+            with structlog.contextvars.bound_contextvars(client=token.name):
+                await self._app(scope, passing.receive, passing.send)
+        finally:
+            if is_stream:
+                usage.open_streams -= 1
 
     def _admitted(self, scope: Scope, rule: Rule | None) -> Token:
         sent = _bearer(scope)
@@ -249,15 +249,6 @@ class _Passing:
 
 def _size(message: Message) -> int:
     return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
-
-
-@contextmanager
-def _counted(usage: Usage, is_stream: bool) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if is_stream:
-            usage.end_stream()
 
 
 def _check_role(token: Token, rule: Rule | None, *, known: bool) -> None:

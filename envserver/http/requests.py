@@ -1,8 +1,7 @@
 """Reads raw request bodies, validates them once, and detects clients that disconnect.
 
 A validation error names its place in exactly FastAPI's form (`{"type", "loc", "msg", "input"}` and
-sometimes `"ctx"`), and echoes at most a few hundred characters of the input.
-"""
+sometimes `"ctx"`), and echoes at most a few hundred characters of the input."""
 
 from __future__ import annotations
 

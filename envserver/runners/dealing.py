@@ -248,8 +248,7 @@ def dealing_app(dealer: Dealer, token: str) -> Starlette:
 
     GET  /v1/work         how groups are to be made
     POST /v1/work/take    requests for groups, when there are some; says what the runner holds
-    POST /v1/work/made    a group, or why there is none
-    """
+    POST /v1/work/made    a group, or why there is none"""
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect
     from starlette.responses import Response

@@ -1,7 +1,6 @@
 """Messages between runners and the server, as JSON under /v1/environments.
 
-Groups are sent as MessagePack (`records.pack`), see `GROUP_MSGPACK`.
-"""
+Groups are sent as MessagePack (`records.pack`), see `GROUP_MSGPACK`."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ class Pause(_Message):
 class ToldEngine(_Message):
     """An engine of the server, which its runners may call.
 
-    The fields but `url` are those of `models.replicas.Registration`.
-    """
+    The fields but `url` are those of `models.replicas.Registration`."""
 
     url: str
     version: int | None = None
@@ -134,12 +132,10 @@ class News(_Message):
     """Whether to begin no more groups, and leave once the open ones are posted."""
     next_seconds: float | None = None
     """How long the next heartbeats should wait for news. Only for a runner that registered with
-    `understands=next_seconds`: a runner of an older version refuses the unknown field.
-    """
+    `understands=next_seconds`: a runner of an older version refuses the unknown field."""
     engines: EngineList | None = None
     """The server's engines, if they have changed. Only for a runner that registered with
-    `understands=engines`.
-    """
+    `understands=engines`."""
 
 
 class Refused(_Message):
@@ -160,8 +156,7 @@ class Accepted(News):
 
 class Heartbeat(_Message):
     """A runner's status, and what it knows; the server answers when there is news, or after
-    `wait_seconds`.
-    """
+    `wait_seconds`."""
 
     open: Count = 0
     """Groups in progress or waiting to be posted."""

@@ -89,26 +89,6 @@ class Participant(msgspec.Struct, frozen=True):
         return self.share.name
 
 
-class LocalEnvironment(StoreSink):
-    """An environment in the server's own process. `prefix`: ID prefix of its groups; `capacity`:
-    number of groups it can have open."""
-
-    def __init__(
-        self, store: Store, demand: Demand, share: Share, prefix: str, capacity: int
-    ) -> None:
-        super().__init__(store, share.name, demand)
-        self.share, self.prefix, self.capacity = share, prefix, capacity
-        self.open = self.begun = 0
-
-    def opened(self, groups: int) -> None:
-        self.open += groups
-        self.begun += max(0, groups)
-        super().opened(groups)
-
-    def participant(self) -> Participant:
-        return Participant(self.share, self.share.name, self.open, self.open, self.capacity)
-
-
 class Deal:
     """How many groups each participant may have open. One deal serves all who ask, until the next.
 
@@ -285,7 +265,7 @@ class RunnerNews:
         self._store = store
         self._runners = runners
         self.shared = shared
-        self.local: list[LocalEnvironment] = []
+        self.local: list[LocalEnvironmentSink] = []
         self._local_begun: dict[str, int] = {}
         self._version = -1
         self._pause: Pause | None = None
@@ -336,7 +316,7 @@ class RunnerNews:
             self.wake()
             await asyncio.sleep(_SHORTEST_UNSEEN_SECONDS)
 
-    async def wait_for_local_capacity(self, local: LocalEnvironment) -> None:
+    async def wait_for_local_capacity(self, local: LocalEnvironmentSink) -> None:
         """Waits until `local` may begin a group, given the shares of the runners."""
         while self._runners.is_any_present():
             asking, deal = local.participant(), self._current_deal(local.share.name)
@@ -435,6 +415,39 @@ class RunnerNews:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._change.wait()
+
+
+class LocalEnvironmentSink(StoreSink):
+    """The sink of an environment in the server's own process, which shares capacity with the
+    runners. `prefix`: ID prefix of its groups; `capacity`: number of groups it can have open."""
+
+    def __init__(
+        self,
+        store: Store,
+        demand: Demand,
+        news: RunnerNews,
+        *,
+        share: Share,
+        prefix: str,
+        capacity: int,
+    ) -> None:
+        super().__init__(store, share.name, demand)
+        self.share, self.prefix, self.capacity = share, prefix, capacity
+        self.open = self.begun = 0
+        self._news = news
+        news.local.append(self)
+
+    async def wait_for_capacity(self) -> None:
+        await super().wait_for_capacity()
+        await self._news.wait_for_local_capacity(self)
+
+    def opened(self, groups: int) -> None:
+        self.open += groups
+        self.begun += max(0, groups)
+        super().opened(groups)
+
+    def participant(self) -> Participant:
+        return Participant(self.share, self.share.name, self.open, self.open, self.capacity)
 
 
 def _participant(one: RegisteredRunner, now: RunnerStatus) -> Participant:

@@ -41,7 +41,6 @@ from ..http.answers import json_answer, route
 from ..http.requests import key_of, read_body
 from ..http.transfer import Endpoint
 from ..rollouts.estimates import Scored
-from ..rollouts.scheduler import Share
 from ..rollouts.stream import again_prefix, stream_prefix
 from ..store import Store
 from ..store.demand import Demand
@@ -63,7 +62,7 @@ from .messages import (
     ScoredGroups,
     Welcome,
 )
-from .news import LocalEnvironment, RunnerNews, SharedCapacity
+from .news import RunnerNews, SharedCapacity
 from .runner import SILENT_POLLS, RegisteredRunner, RunnerTable
 from .validation import ReadGroup, Stream, read_batch_async, read_group_async
 
@@ -356,28 +355,6 @@ class RunnerMetrics:
         ]
 
 
-class LocalEnvironmentSink(LocalEnvironment):
-    """The sink of an environment that shares capacity with the runners in `environments`."""
-
-    def __init__(
-        self,
-        store: Store,
-        demand: Demand,
-        environments: RunnerRegistry,
-        *,
-        share: Share,
-        prefix: str,
-        capacity: int,
-    ) -> None:
-        super().__init__(store, demand, share, prefix, capacity)
-        self._news = environments.news
-        self._news.local.append(self)
-
-    async def wait_for_capacity(self) -> None:
-        await super().wait_for_capacity()
-        await self._news.wait_for_local_capacity(self)
-
-
 Addition = Annotated[str, StringConstraints(max_length=64)]
 _MOST: Final = 2**31 - 1
 _PLACE: Final = "/v1/environments"
@@ -412,8 +389,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         the name and is still present: 409. `understands` names additions to the protocol that the
         runner knows: "next_seconds", how long its next heartbeats should wait; "engines", the
         server's engines. With an `Idempotency-Key`, repeating the request returns the same session
-        key, so that a late copy ends no session.
-        """
+        key, so that a late copy ends no session."""
         wanted = await read_body(request, Registration)
         return _json(await environments.register(wanted, understands or (), key_of(request)), 201)
 
@@ -429,8 +405,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     async def heartbeat(env_id: str, request: Request) -> Response:
         """Reports a runner's status. Answers at once if there is news for it (a new policy
         version, a pause, a drain, or more capacity when it has used up its own); otherwise after
-        `wait_seconds`.
-        """
+        `wait_seconds`."""
         return await _heard(environments, env_id, request)
 
     @router.post(
@@ -447,8 +422,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         """Stores one group, or several in one transaction; posting a group twice is allowed. A
         malformed single group is refused with 422 and the place of the error; among several, the
         response names the refused groups and the others are stored. `open` and `begun` are as in a
-        heartbeat, not counting the posted groups.
-        """
+        heartbeat, not counting the posted groups."""
         return await _accepted(environments, most_bytes, env_id, request, still_open, begun)
 
     @router.post(
@@ -467,8 +441,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
     )
     async def scored(env_id: str, request: Request) -> Response:
         """Reports groups that were scored and dropped for their rewards or their age: they count
-        in the estimates of their tasks. Repeating is allowed.
-        """
+        in the estimates of their tasks. Repeating is allowed."""
         environments.authenticate(env_id, _key(request))
         scored = await read_body(request, ScoredGroups)
         await environments.count_dropped(env_id, _key(request), scored.groups)

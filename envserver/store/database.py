@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import structlog
 from envserver_records.errors import (
@@ -156,20 +156,10 @@ T = TypeVar("T")
 Work = Callable[[AsyncConnection], Coroutine[Any, Any, T]]
 
 
-class WriteConnection(Protocol):
-    """The one connection that writes, one transaction at a time."""
-
-    async def transact(self, work: Work[T]) -> T:
-        """Runs `work` in a transaction; durable on return, rolled back if it raises. If cancelled,
-        the transaction has ended, committed or not."""
-        ...
-
-    async def connect(self) -> None: ...
-
-    async def dispose(self) -> None: ...
-
-
 class AsyncWriteConnection:
+    """The one connection that writes, one transaction at a time, durable when `transact` returns,
+    rolled back if its work raises. If cancelled, the transaction has ended, committed or not."""
+
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
@@ -185,7 +175,7 @@ class AsyncWriteConnection:
 
 
 class ThreadWriteConnection:
-    """Writes with a blocking driver, in its own thread. Work may only await its connection, which
+    """The same for a blocking driver, in its own thread. Work may only await its connection, which
     is kept from one transaction to the next, and closed after one that failed."""
 
     def __init__(self, engine: Engine) -> None:
@@ -400,7 +390,7 @@ class Database:
     """
 
     name: str
-    writer: WriteConnection
+    writer: AsyncWriteConnection | ThreadWriteConnection
     reader: AsyncEngine
     files: Files | None = None
     reserve: Reserve | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from operator import methodcaller
 from typing import Any, Final
 
 import msgspec
@@ -122,11 +122,7 @@ async def fill(tx: Transaction, queue: str, first: int) -> int | None:
 
 async def _fill(tx: Transaction, queue: str, seqs: Sequence[int]) -> None:
     for part in chunks(seqs):
-        await _fill_from(tx, queue, partial(_is_in, part))
-
-
-def _is_in(part: Sequence[int], seq: ColumnElement[int]) -> ColumnElement[bool]:
-    return seq.in_(part)
+        await _fill_from(tx, queue, methodcaller("in_", part))
 
 
 async def _fill_from(

@@ -212,7 +212,8 @@ class Leadership:
                 if url != named:
                     await self._notify(connection)
                     named = url
-                self.followers = await self._who_follows(connection)
+                names = await connection.scalars(_FOLLOWERS, {"prefix": _FOLLOWS})
+                self.followers = [name.removeprefix(_FOLLOWS) for name in names]
             except (SQLAlchemyError, OSError) as error:
                 if self._reachable:
                     log.warning("beat_failed", error=str(typed(error)))
@@ -232,10 +233,6 @@ class Leadership:
         with suppress(SQLAlchemyError, OSError, TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._notify(await self._connected())
-
-    async def _who_follows(self, connection: AsyncConnection) -> list[str]:
-        names = await connection.scalars(_FOLLOWERS, {"prefix": _FOLLOWS})
-        return [name.removeprefix(_FOLLOWS) for name in names]
 
     async def _notify(self, connection: AsyncConnection) -> None:
         await connection.execute(text(f"NOTIFY {_CHANNEL}"))

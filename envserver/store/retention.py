@@ -10,8 +10,7 @@ The body and the deliveries are removed. The id is kept for ever, and counts sti
 group.
 
 No run draws from the queue of a closed broadcast run, nor from the shared queue if all runs are
-broadcast runs: groups that wait there may be removed.
-"""
+broadcast runs: groups that wait there may be removed."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Rows of `groups` and `bodies` never change: an update of a row with a body would
 again. What changes is small: `deliveries` has one row for each group in each queue. `seq` joins the
 tables. Waiting and removable groups are found through partial indexes, so their cost does not
 depend on the size of the tables. A group without a delivery is no longer kept: only its id is
-known. A change of a table needs a step for older databases and a higher SCHEMA_VERSION.
-"""
+known. A change of a table needs a step for older databases and a higher SCHEMA_VERSION."""
 
 from __future__ import annotations
 

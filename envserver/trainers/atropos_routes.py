@@ -94,8 +94,7 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
     @router.get("/batch", responses=_errors(507))
     async def batch(request: Request) -> Response:
         """Returns a batch of groups, or null if too few wait. With an `Idempotency-Key`, repeating
-        the request returns the same batch, as long as the server keeps its groups.
-        """
+        the request returns the same batch, as long as the server keeps its groups."""
         if not service.state.registered:
             return _not_registered()
         leased = request.headers.get("x-envserver-ack", "").strip().lower() == "lease"
@@ -115,8 +114,7 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
     async def reset_data() -> Response:
         """Forgets the trainer, the environments and the groups that wait for this trainer only.
 
-        Groups for which shared runs of `/v1/runs` wait, too, stay.
-        """
+        Groups for which shared runs of `/v1/runs` wait, too, stay."""
         await service.reset()
         return PlainTextResponse("Reset successful")
 

@@ -140,8 +140,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
         """Registers an engine (201), or takes this as the heartbeat of one that is known (200). A
         new engine gets calls once it was found to be like the others: same model, template,
         tokenizer, and way of being called; one that differs is refused (409). One that does not
-        answer yet is checked again and again.
-        """
+        answer yet is checked again and again."""
         wanted = await read_body(request, EngineRegistration)
         url = await _checked_url(fleet, wanted.url)
         await _check_model(fleet, wanted.model)
@@ -164,8 +163,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
     )
     async def tell_version(engine_id: str, request: Request) -> Response:
         """Tells which policy version an engine serves. From then on its version is its own: what is
-        published for all engines no longer changes it.
-        """
+        published for all engines no longer changes it."""
         replica = fleet.named(engine_id)
         fleet.tell_version(replica, (await read_body(request, EngineVersion)).version)
         await book.save()
@@ -174,8 +172,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
     @router.post(_PLACE + "/{engine_id}/drain", **route(EngineAnswer, 404, what="The engine."))
     async def drain(engine_id: str) -> Response:
         """Gives an engine no new rollouts; it keeps those that it has until they end (`standing`:
-        drained).
-        """
+        drained)."""
         replica = fleet.named(engine_id)
         fleet.drain(replica)
         await book.save()
@@ -187,8 +184,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
     )
     async def pause(engine_id: str, request: Request) -> Response:
         """Sends an engine no more calls, as while its weights change; the others get them. Runners
-        on other machines hear of it with their next news.
-        """
+        on other machines hear of it with their next news."""
         replica = fleet.named(engine_id)
         how = await read_body(request, EnginePause)
         idle = await fleet.pause(replica, how.in_flight, how.timeout_seconds)
@@ -214,8 +210,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
     )
     async def remove(engine_id: str) -> Response:
         """Removes a registered engine: it gets no more calls, and answers those that it has. An
-        engine of the settings stays (409).
-        """
+        engine of the settings stays (409)."""
         fleet.remove(fleet.named(engine_id))
         await book.save()
         return Response(status_code=204)

@@ -174,8 +174,7 @@ def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncod
         all of them, oldest first. A page's `cursor` leads to the next page with the same
         parameters, and is "" on the last one; groups that arrive meanwhile move nothing. `next`,
         oldest first only, is the `after` of the next page, null on the last one. Nothing is leased
-        or consumed.
-        """
+        or consumed."""
         query = wanted.query()
         if wanted.words:
             found, count = await find(store, query, wanted.words, wanted.cursor, wanted.limit)
@@ -198,8 +197,7 @@ def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncod
     @router.get("/v1/rewards", **route(RewardsAnswer, 422, what="Counts."))
     async def count_rewards(wanted: Annotated[GroupFilter, Query()]) -> Response:
         """Counts the groups that match by mean reward, in twenty equal bins. The counts may be five
-        seconds old.
-        """
+        seconds old."""
         query = msgspec.json.encode(wanted.query()).decode()
         (found,) = await counts.get([f"{time.monotonic() // _COUNT_SECONDS} {query}"])
         return json_answer(msgspec.structs.asdict(found))
@@ -210,8 +208,7 @@ def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncod
     )
     async def get_group(group_id: str, request: Request) -> Response:
         """Returns one whole group in any state, without leasing or consuming it. MessagePack when
-        `Accept` names `application/vnd.envserver.group+msgpack`, else JSON.
-        """
+        `Accept` names `application/vnd.envserver.group+msgpack`, else JSON."""
         (row,) = await store.rows([group_id])
         if GROUP_MSGPACK in request.headers.get("accept", ""):
             return PackedAnswer(await encoder.group(row), GROUP_MSGPACK, request.headers)
@@ -243,8 +240,7 @@ def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
     )
     async def list_rollouts(group_id: str) -> Response:
         """Returns all rollouts of a group, each as `.../rollouts/N` has it. Of more than 8 MB,
-        later rollouts come without their texts (`cut`). Nothing is leased or consumed.
-        """
+        later rollouts come without their texts (`cut`). Nothing is leased or consumed."""
         row, group = await _read_group(store, group_id)
         body = await asyncio.to_thread(_all_shown, row, group)
         return Response(body, media_type="application/json")
@@ -256,8 +252,7 @@ def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
     async def get_rollout(group_id: str, number: _Number) -> Response:
         """Returns one rollout of a group: conversations, score, usage, flags, times, failures of
         earlier attempts, printed lines, and what is known of its rows but their tokens (`/tokens`
-        has those). Pictures in messages are links to `/images/K`. Nothing is leased or consumed.
-        """
+        has those). Pictures in messages are links to `/images/K`. Nothing is leased or consumed."""
         group, rollout = await _read(store, group_id, number)
         # A long rollout takes longer to write as JSON than the event loop may wait.
         return await asyncio.to_thread(
@@ -274,8 +269,7 @@ def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
         image: Annotated[int, Path(ge=0, le=_MOST_ROLLOUTS, description="number, from 0")],
     ) -> Response:
         """Returns a picture in the messages of a rollout, with the media type that its bytes show:
-        PNG, JPEG, WebP or GIF.
-        """
+        PNG, JPEG, WebP or GIF."""
         _, rollout = await _read(store, group_id, number)
         kind, data = await asyncio.to_thread(picture_of, rollout, image)
         return Response(data, media_type=kind, headers=_OF_PICTURES)
@@ -404,7 +398,6 @@ def add_task_routes(router: APIRouter, store: GroupLookups) -> None:
     ) -> Response:
         """Lists the tasks of kept groups with what their groups have in common. `GET /v1/groups`
         with `environment` and `task` has a task's groups. Tasks without a reward are left out of
-        the orders by reward and spread.
-        """
+        the orders by reward and spread."""
         page = await store.seen_tasks(order, cursor, limit, environment=environment, text=text)
         return json_answer(msgspec.to_builtins(page))

@@ -158,7 +158,8 @@ class Leasing:
                 return lease
             left = deadline - time.monotonic()
             if left > 0:
-                await self.changed(seen, hangup, left)
+                change = asyncio.create_task(self._store.wait_for_change(left, since=seen))
+                await hangup.wait(change, seconds=left)
             if hangup.gone or time.monotonic() >= deadline:
                 return None
 
@@ -168,16 +169,11 @@ class Leasing:
             return
         held = await self._store.open_leases(run)
         self._perhaps_open[run] = len(held)
-        if len(held) >= self._settings.max_open_leases and lease_id not in {
-            one.lease_id for one in held
-        }:
+        ids = {lease.lease_id for lease in held}
+        if len(held) >= self._settings.max_open_leases and lease_id not in ids:
             raise TooManyRequests(
                 f"The run {run} has {len(held)} leases open; more after an ack or nack.", 1
             )
-
-    async def changed(self, seen: int, hangup: Hangup, seconds: float) -> None:
-        change = asyncio.create_task(self._store.wait_for_change(seconds, since=seen))
-        await hangup.wait(change, seconds=seconds)
 
 
 def lease_id_of(run: str, request: Request) -> str | None:

@@ -85,8 +85,7 @@ class FailuresAnswer(Described):
     """Newest first: `n`, `time`, `environment`, `task_id`, `group_id`, `rollout`, `attempt`,
     `kind`, `fault` (model, environment, engine, trainer, infrastructure), `message`, `what`
     (attempt: it is tried again; rollout: it is lost; group: not delivered; drop: filtered, stale or
-    set aside), `count`, `runner`.
-    """
+    set aside), `count`, `runner`."""
     counts: dict[str, int]
     """By kind, over the last 1000 that match all filters but `kind` and `before`."""
     next: int | None
@@ -227,8 +226,7 @@ def add_failure_routes(router: APIRouter, failures: FailureLog) -> None:
     ) -> Response:
         """Lists the last 1000 failures and drops since the server started, newest first: attempts
         that failed and rollouts that were lost, whose fault it was and in which words; groups that
-        were not delivered, and why. Joined runners tell only how many.
-        """
+        were not delivered, and why. Joined runners tell only how many."""
         rows, counts, following = failures.page(
             environment=environment, kind=kind, fault=fault, before=before, limit=limit
         )
@@ -293,16 +291,14 @@ class EnginesAnswer(Described):
     `seconds_p50` and `seconds_p95` (until an answer; null: there was none), `weights_version`
     (null: not known), `ready`, `standing` (used, checking, unreachable, refused, old, paused,
     draining, drained), `reason` (why it is not used), `origin` (setting, registered, file,
-    server), `rollouts` (those whose calls go there), `expires_in_seconds` (null: never).
-    """
+    server), `rollouts` (those whose calls go there), `expires_in_seconds` (null: never)."""
 
 
 def add_engine_routes(router: APIRouter, sources: Sequence[EngineSource]) -> None:
     @router.get("/v1/engines", **route(EnginesAnswer, what="The engines."))
     async def list_engines() -> Response:
         """Lists the engines of the server's own rollouts: load, errors, answer times, versions.
-        Joined runners have their own, which are listed with them.
-        """
+        Joined runners have their own, which are listed with them."""
         return json_answer({"engines": engine_rows(sources)})
 
 
@@ -446,16 +442,14 @@ class RunningAnswer(Described):
     rollouts: list[dict[str, Any]]
     """Oldest first: `environment`, `group_id`, `task_id`, `rollout`, `attempt`, `seconds` (since
     its agent began, or since it waits), `turns`, `tokens` (sampled so far), `worker` (process id;
-    null: none), `state` (waiting, playing, scoring).
-    """
+    null: none), `state` (waiting, playing, scoring)."""
     total: int
 
 
 class LeasesAnswer(Described):
     leases: list[dict[str, Any]]
     """A row for each leased group, oldest lease first: `group_id`, `environment`, `leased_at`,
-    `age_seconds`, `expires_in_seconds`.
-    """
+    `age_seconds`, `expires_in_seconds`."""
     total: int
 
 
@@ -475,8 +469,7 @@ def live_routes(
         environment: Annotated[str, Query(max_length=256)] = "", limit: _Limit = 100
     ) -> Response:
         """Lists the rollouts of groups that this server plays now. Joined runners have their own,
-        of which the server knows only how many groups are open.
-        """
+        of which the server knows only how many groups are open."""
         found, total = live.running(environment, limit)
         now = time.time()
         return json_answer({"rollouts": [_shown(one, now) for one in found], "total": total})
@@ -484,8 +477,7 @@ def live_routes(
     @router.get("/v1/runs/{run}/leases", **route(LeasesAnswer, 404, 422, what="Leased groups."))
     async def leases(run: str, limit: _Limit = 200) -> Response:
         """Lists the groups that a run has leased and not acknowledged. Ids of leases are not
-        shown: who knows one could acknowledge it.
-        """
+        shown: who knows one could acknowledge it."""
         found, total = await store.leased_groups(run, limit)
         return json_answer(
             {"leases": [msgspec.structs.asdict(one) for one in found], "total": total}

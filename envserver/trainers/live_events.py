@@ -182,8 +182,7 @@ def add_event_routes(
         """Pushes what happens as server-sent events: groups, samples of the numbers, failures,
         policy versions, runs, engines, alarms. With `Last-Event-ID` the stream continues after
         that event; if it cannot, because the server was restarted or too much happened since,
-        `resync` says that lists must be read again.
-        """
+        `resync` says that lists must be read again."""
         if feed.watchers >= MOST_WATCHERS:
             message = f"The server has {feed.watchers} watchers already."
             raise TooManyRequests(message, _AGAIN_SECONDS)

@@ -91,8 +91,7 @@ def add_on_demand_routes(
         lacks only rollouts that failed through no fault of the model, and the rollout ids
         (`...-r0`, `...-r1`) show which. An order that no request waits for is abandoned after ten
         minutes; finished rollouts are kept. The response has the form of a lease, but needs no
-        acknowledgement.
-        """
+        acknowledgement."""
         wanted = await read_body(request, RolloutsRequest)
         order = _order_of(wanted, key_of(request) or uuid.uuid4().hex, orders)
         _require_room(orders, order)
@@ -126,8 +125,7 @@ def add_on_demand_routes(
         ] = 100,
     ) -> Response:
         """Lists the tasks of an environment in order, without the hidden part that scoring uses.
-        Only the first 100000 tasks of a split can be listed and named.
-        """
+        Only the first 100000 tasks of a split can be listed and named."""
         where = split or orders.environment(environment).config.split
         found = await orders.book(environment).after(where, after, limit)
         tasks = [{"task_id": task.id, "public": task.public} for task in found]

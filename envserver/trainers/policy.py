@@ -77,8 +77,7 @@ def add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
     )
     async def publish(request: Request) -> Response:
         """Sets the version of the weights that the engine samples with from now on. A version lower
-        than the current one is refused (409).
-        """
+        than the current one is refused (409)."""
         wanted = await read_body(request, PolicyVersionRequest)
         await policy.publish(wanted.version, wanted.engines or ())
         return json_answer({"version": policy.version})
@@ -111,16 +110,14 @@ class EvaluationsAnswer(Described):
     """For each: `version` (of the policy, at its start), `state` (running, complete, failed,
     interrupted), `folder`, `results` (numbers by name, `evaluate/math/mean_reward`), `rollouts`,
     `other_versions` (how many of these have tokens of another version), `sampled_by` (rollouts by
-    version; several: mixed in one), `began_at`, `ended_at` (seconds since 1970), `error`.
-    """
+    version; several: mixed in one), `began_at`, `ended_at` (seconds since 1970), `error`."""
 
 
 def add_evaluation_routes(router: APIRouter, evaluations: HeldOutEvaluations) -> None:
     @router.post("/v1/evaluations", **route(EvaluationsAnswer, 409, status=202, what="It begins."))
     async def evaluate() -> Response:
         """Evaluates the current policy version on the split of `evaluate.split`, beside the
-        training rollouts. 409 while another evaluation runs, and if that split is trained on.
-        """
+        training rollouts. 409 while another evaluation runs, and if that split is trained on."""
         evaluations.start()
         return json_answer(_state(evaluations), 202)
 
@@ -224,8 +221,7 @@ def weight_routes(
     )
     async def pause(request: Request) -> Response:
         """Stops new calls to the engine. Pausing again replaces the choice made before. A copy of a
-        request with an `Idempotency-Key` does not pause again what was resumed in the meantime.
-        """
+        request with an `Idempotency-Key` does not pause again what was resumed in the meantime."""
         wanted = await read_body(request, PauseRequest)
         key = key_of(request)
         if key is not None and key in handled and not gate.paused:
@@ -244,8 +240,7 @@ def weight_routes(
     )
     async def resume(request: Request) -> Response:
         """Lets calls continue; repeating is allowed. Refuses a lower version (409). A copy of a
-        request with an `Idempotency-Key` does not resume what was paused in the meantime.
-        """
+        request with an `Idempotency-Key` does not resume what was paused in the meantime."""
         wanted = await read_body(request, ResumeRequest)
         key = key_of(request)
         if key is not None and key in handled:

@@ -97,8 +97,7 @@ def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
     @router.post("/v1/session", **route(SessionAnswer, 415, body=SessionRequest, what="Logged in."))
     async def log_in(request: Request) -> Response:
         """Logs the page in: sets a cookie with which it reads, and nothing else. Only for a page
-        of this server; programs send their access token with each request.
-        """
+        of this server; programs send their access token with each request."""
         if logins is None:
             return _answer(None, needs_login=False)
         if not is_own_page(request.scope):

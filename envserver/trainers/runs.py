@@ -79,8 +79,7 @@ def add_run_routes(router: APIRouter, store: Store, leasing: Leasing) -> None:
         `{"name": "my-run", "checkpoint": "step-40"}` goes back to a checkpoint that an ack named:
         groups acknowledged after it are delivered again, and the run's open leases are returned.
         With an `Idempotency-Key`, repeating the request does not go back a second time.
-        A closed run is reopened. `warnings` names unknown environments of the filter.
-        """
+        A closed run is reopened. `warnings` names unknown environments of the filter."""
         wanted = await read_body(request, RunRequest)
         _require_native(wanted.name)
         created, run = await _created(store, wanted)
@@ -109,8 +108,7 @@ def add_run_routes(router: APIRouter, store: Store, leasing: Leasing) -> None:
     )
     async def close_run(run: str) -> Response:
         """Closes a run: it can lease nothing more, its open leases are returned, and no groups are
-        kept for it. Closing twice is allowed; creating the run again reopens it.
-        """
+        kept for it. Closing twice is allowed; creating the run again reopens it."""
         _require_native(run)
         closed = await store.close_run(run)
         leasing.changed_all(run)
@@ -122,8 +120,7 @@ def add_run_routes(router: APIRouter, store: Store, leasing: Leasing) -> None:
     )
     async def checkpoints(run: str) -> Response:
         """Lists the checkpoints that the run's acks named, oldest first, each with the number of
-        groups acknowledged up to it.
-        """
+        groups acknowledged up to it."""
         await store.get_run(run)
         found = [msgspec.structs.asdict(one) for one in await store.checkpoints(run)]
         return json_answer({"checkpoints": found})
@@ -222,8 +219,7 @@ def add_lease_routes(
         MessagePack when `Accept` names `application/vnd.envserver.groups+msgpack`, else JSON.
         With an `Idempotency-Key`, repeating the request returns the same lease while it is open,
         so a lost response can be fetched again. The header `X-Envserver-Warning` says when a
-        filter cannot act: no such environment is known, or no policy version is published.
-        """
+        filter cannot act: no such environment is known, or no policy version is published."""
         wanted = await read_body(request, LeaseRequest)
         lease_id = lease_id_of(run, request)
         deadline = time.monotonic() + wanted.wait_seconds
@@ -266,8 +262,7 @@ def add_lease_routes(
         open: when one is acknowledged, the next is sent. With `Accept: text/event-stream` the
         response is server-sent events with JSON (`Last-Event-ID` resumes after a lease).
         Otherwise it is binary: frames of a 4-byte length and a lease in MessagePack, with an
-        empty frame as keep-alive.
-        """
+        empty frame as keep-alive."""
         await _require_open(store, run)
         seen = request.headers.get("last-event-id", "")
         if not _LEASE_OF_STREAM.fullmatch(seen) or stream_of(seen) != (
@@ -287,8 +282,7 @@ def add_lease_routes(
 
         `{"lease_id": "...", "checkpoint": "step-40"}` also records that the trainer's checkpoint of
         this name contains this lease and all leases acknowledged before it; `POST /v1/runs` can
-        go back to it.
-        """
+        go back to it."""
         wanted = await read_body(request, Ack)
         await _require_own(store, run, wanted.lease_id)
         await store.ack(wanted.lease_id, checkpoint=wanted.checkpoint)
@@ -303,8 +297,7 @@ def add_lease_routes(
 
         `{"lease_id": "...", "reason": "out_of_memory"}`: nacks are counted by reason. With
         `"group_ids": ["..."]` only these groups leave the lease, and they are never delivered
-        again: for groups that the trainer cannot use. The others are acknowledged as usual.
-        """
+        again: for groups that the trainer cannot use. The others are acknowledged as usual."""
         wanted = await read_body(request, Nack)
         await _require_own(store, run, wanted.lease_id)
         if wanted.group_ids is not None:

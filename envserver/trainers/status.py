@@ -198,8 +198,7 @@ def add_status_routes(
     @router.get("/v1/status", **route(StatusAnswer, what="The server's status."))
     async def get_status() -> Response:
         """Returns groups by state, what waits for each open run, the state of the Atropos
-        protocol, and the server's counters.
-        """
+        protocol, and the server's counters."""
         return json_answer(
             {
                 "version": __version__,
@@ -221,8 +220,7 @@ class AlarmsAnswer(Described):
     alarms: list[dict[str, Any]]
     """The active ones, critical ones first: `name`, `severity` (warning or critical), `text` (a
     sentence), `since` (seconds since 1970), `environment` (null: not of one), `link` (the page of
-    the dashboard), `about` (the environment, agent or replica, or "").
-    """
+    the dashboard), `about` (the environment, agent or replica, or "")."""
     checked_at: float
     """Seconds since 1970; 0: not yet."""
 
@@ -243,8 +241,7 @@ class SeriesAnswer(Described):
     """Seconds since 1970."""
     series: list[dict[str, Any]]
     """`name` and `labels` as in `/metrics`, and `values`, one for each time (null: there was none).
-    Counters begin at 0 again when the server starts.
-    """
+    Counters begin at 0 again when the server starts."""
 
 
 def add_series_routes(router: APIRouter, recorder: Recorder) -> None:
@@ -266,8 +263,7 @@ def add_series_routes(router: APIRouter, recorder: Recorder) -> None:
         ] = 300,
     ) -> Response:
         """Returns some numbers of `/metrics` over time: each ten seconds of the last two hours,
-        each minute of the last thirty days. Without parameters, all numbers of the last hour.
-        """
+        each minute of the last thirty days. Without parameters, all numbers of the last hour."""
         last = time.time() if end is None else end
         first = start if start >= 0 else last + start
         rows = await recorder.between(first, last, points)
@@ -350,8 +346,7 @@ def add_estimate_routes(router: APIRouter, store: Store) -> None:
         """Lists how often the policy solves each task that was ever scored. Stored groups count,
         and so do groups dropped for their rewards or their age; evaluations do not. Tasks come in
         the order in which they were first scored; `next` is the `after` of the following page, null
-        on the last page.
-        """
+        on the last page."""
         rows = await store.task_estimates(after, limit, env=environment, split=split)
         following = rows[-1].number if len(rows) == limit else None
         return json_answer({"estimates": [_shown(row) for row in rows], "next": following})
